@@ -1,0 +1,187 @@
+"""The structs between the core and a front. Plain data, msgpack on the wire (`engine.wire`)."""
+
+from __future__ import annotations
+
+import msgspec
+
+# ── core to front ────────────────────────────────────────────────────────────────────────────────
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that apps may name."""
+
+    name: str
+    folder: str
+    """Where the tokenizer and the chat template are."""
+    version: str
+    """Names the files behind it: a fingerprint of the folder."""
+    created: int
+    """Unix seconds."""
+    max_model_len: int
+    """Prompt and output together, tokens."""
+    vocab_size: int
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a request is billed to."""
+
+    tenant: str
+    key_id: str = ""
+    """Empty for a Unix peer."""
+
+
+class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
+    """The whole table of who may ask; replaces the former one at once."""
+
+    keys: dict[str, Identity]
+    """By the SHA-256 (hex) of the bearer key."""
+    uids: dict[int, Identity]
+    """By the uid of a Unix socket's peer."""
+    any_uid: Identity | None = None
+    """For every other uid that the socket's file mode lets in; None: they are refused."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front takes from a client."""
+
+    max_body_bytes: int = 16 << 20
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    idle_timeout_s: float = 75.0
+    """An idle keep-alive connection is closed after this."""
+    max_connections: int = 4096
+    """Per front; more are closed at once."""
+
+
+class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
+    """First to a front, and again whenever the served models change."""
+
+    front: str
+    models: list[ServedModel]
+    limits: Limits
+    ready: bool
+    """Whether at least one replica of each model answers: what `/health/ready` says."""
+    reason: str = ""
+    """Why it is not ready, in words."""
+
+
+class AttachReplica(msgspec.Struct, tag="attach_replica", frozen=True):
+    """A channel to a replica (one file descriptor travels with it)."""
+
+    replica: str
+    model: str
+
+
+class Connection(msgspec.Struct, tag="connection", frozen=True):
+    """A client's connection, accepted by the core (one file descriptor travels with it)."""
+
+    kind: str
+    """"unix" or "tcp"."""
+    peer: str
+    """The address of a TCP peer; empty for a Unix socket (the front reads SO_PEERCRED)."""
+
+
+class Admitted(msgspec.Struct, tag="admitted", frozen=True):
+    """The request's turn: submit it to `replica` now."""
+
+    request_id: str
+    attempt: int
+    replica: str
+    cache_salt: str
+    priority: int
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """The request will not run. Its row has been ended by the core; no `Settle` follows."""
+
+    request_id: str
+    attempt: int
+    status: int
+    code: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """End this request now (operator, drain that ran out of grace): the client gets an error event."""
+
+    request_id: str
+    message: str
+
+
+class StopFront(msgspec.Struct, tag="stop_front", frozen=True):
+    """Take no more, finish what streams within `grace_s`, end."""
+
+    grace_s: float
+
+
+# ── front to core ────────────────────────────────────────────────────────────────────────────────
+
+
+class FrontReady(msgspec.Struct, tag="front_ready", frozen=True):
+    """The front has loaded its tokenizers and takes connections."""
+
+
+class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
+    """May this request run? Answered by exactly one `Admitted` or `Refused` (same attempt), when it is its
+    turn, unless the front withdraws it with `Settle` first."""
+
+    request_id: str
+    attempt: int = 0
+    """0 at first; counted up for each resubmission after a replica was lost."""
+    identity: Identity
+    peer: str
+    """For the log: "uid 1000" or an address."""
+    endpoint: str
+    model: str
+    stream: bool
+    submissions: int
+    """`Submit`s that follow when admitted: one a prompt; when resuming, one an unfinished sample."""
+    rows: int
+    """Sequences over all submissions."""
+    prompt_tokens: int
+    """Over all submissions, emitted output included when resuming: the token credit it spends."""
+    max_tokens: int
+    """The most it may generate, over all samples."""
+    arrived_at: float
+    """Unix seconds at which the request was read."""
+    asked_class: str = ""
+    """What the client asked for, "" for the default."""
+
+
+class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
+    """The last word on a request that was not refused: what the client got. Exactly one each."""
+
+    request_id: str
+    submitted: bool
+    """Whether the last admitted attempt was submitted to its replica (false: withdrawn before)."""
+    status: int
+    """HTTP status code; 499 for a client that left."""
+    finish_reason: str
+    """Of the samples, joined by "," where they differ: "stop", "length", "cancelled", "error"."""
+    error: str = ""
+    delivered_tokens: int
+    """Output tokens in the answer: what is billed."""
+    ttft_ms: float | None = None
+    """Arrival to the first token's bytes handed to the socket."""
+    itl_ms: float | None = None
+    """Mean time between later tokens."""
+    e2e_ms: float
+    """Arrival to the end of the answer."""
+
+
+class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True):
+    """Every half second."""
+
+    connections: int
+    streams: int
+    requests: int
+    """Since the start."""
+    tokens: int
+    """Streamed since the start."""
+    cpu_seconds: float
+    """Of this process since the start."""
+
+
+CoreToFront = Configure | Identities | AttachReplica | Connection | Admitted | Refused | Abort | StopFront
+FrontToCore = FrontReady | Admit | Settle | FrontReport
