@@ -170,6 +170,25 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
     """Arrival to the end of the answer."""
 
 
+class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
+    """An authenticated request that the front refused by itself (4xx): a row for the log, nothing else.
+
+    Requests without a valid identity are only counted: a flood of them must not fill the disk.
+    """
+
+    request_id: str
+    identity: Identity
+    peer: str
+    endpoint: str
+    model: str
+    stream: bool
+    status: int
+    error: str
+    prompt_tokens: int
+    arrived_at: float
+    e2e_ms: float
+
+
 class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True):
     """Every half second."""
 
@@ -179,9 +198,11 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Since the start."""
     tokens: int
     """Streamed since the start."""
+    unauthenticated: int
+    """Requests refused for want of a valid identity since the start."""
     cpu_seconds: float
     """Of this process since the start."""
 
 
 CoreToFront = Configure | Identities | AttachReplica | Connection | Admitted | Refused | Abort | StopFront
-FrontToCore = FrontReady | Admit | Settle | FrontReport
+FrontToCore = FrontReady | Admit | Settle | Rejected | FrontReport

@@ -175,7 +175,7 @@ class Output(msgspec.Struct, array_like=True):
     batch_size: int | None = None
     """Set on a sample's first output: sequences in the step that started it."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """On the first output of sample `first_sample`, when asked for: one a prompt token, None for the first."""
+    """On sample `first_sample`'s first output, when asked for: one a prompt token, None for the first."""
     error: str | None = None
 
 

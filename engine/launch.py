@@ -1,0 +1,179 @@
+"""Launching and ending the processes of one replica. Torch-free: the core calls it.
+
+Every rank is a fresh interpreter (`python -m engine.replica`, never a fork). The launcher holds a pidfd of
+each; when one rank dies it kills the others, since survivors would spin inside a collective.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+import msgspec
+
+from engine.messages import Attach, CancelRequest, RankOutbound, ReplicaSpec, Start, Stop
+from engine.wire import Channel, socketpair
+
+OnMessage = Callable[[int, RankOutbound], None]
+OnEnd = Callable[[str], None]
+
+
+class _Rank:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], channel: Channel[RankOutbound]) -> None:
+        self.rank = rank
+        self.process = process
+        self.channel = channel
+        self.pidfd = os.pidfd_open(process.pid)
+        self.returncode: int | None = None
+
+
+class ReplicaGroup:
+    """The running processes of one replica, as the core sees them.
+
+    `on_message(rank, message)` is called on the event loop for each `Progress`, `Ready`, `Report` and
+    `Fatal`; `on_end(reason)` once, when every rank is gone and reaped.
+    """
+
+    def __init__(self, spec: ReplicaSpec, on_message: OnMessage, on_end: OnEnd) -> None:
+        self.spec = spec
+        self._on_message = on_message
+        self._on_end = on_end
+        self._ranks: list[_Rank] = []
+        self._reason = ""
+        self._ended = asyncio.Event()
+
+    @classmethod
+    def launch(cls, spec: ReplicaSpec, on_message: OnMessage, on_end: OnEnd) -> ReplicaGroup:
+        """Start the ranks; must be called on the event loop's (permanent) thread, since each rank asks the
+        kernel to be killed when the thread that spawned it ends.
+
+        Raises OSError when no process can be started.
+        """
+        group = cls(spec, on_message, on_end)
+        group._start()
+        return group
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def attach_front(self, front: str) -> int:
+        """Make a data channel: one end goes to rank 0, the other is returned for the front; the caller
+        sends it on and closes it."""
+        ours, theirs = socketpair()
+        self._ranks[0].channel.send(Attach(front), (theirs.fileno(),))
+        theirs.close()
+        return ours.detach()
+
+    def cancel_request(self, request_id: str) -> None:
+        """End every sequence of a request."""
+        self._ranks[0].channel.send(CancelRequest(request_id))
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Ask the ranks to end, kill them after `grace_s`, and return when they are reaped."""
+        self._reason = self._reason or "stopped"
+        for rank in self._ranks:
+            rank.channel.send(Stop())
+        try:
+            await asyncio.wait_for(self._ended.wait(), grace_s)
+        except TimeoutError:
+            self.kill("stopped by force: it did not end in time")
+            await self._ended.wait()
+
+    def kill(self, reason: str) -> None:
+        """Kill every rank now; `on_end(reason)` follows when they are reaped."""
+        self._reason = self._reason or reason
+        for rank in self._ranks:
+            if rank.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+
+    def _start(self) -> None:
+        size = self.spec.tensor_parallel_size
+        spec = self.spec
+        if size > 1 and not spec.rendezvous:
+            meeting = os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
+            spec = self.spec = msgspec.structs.replace(spec, rendezvous=meeting)
+        plan_pairs = [socketpair() for _ in range(size - 1)]
+        try:
+            for rank in range(size):
+                self._ranks.append(self._spawn(rank))
+        except OSError:
+            self.kill("not all ranks could be started")
+            raise
+        finally:
+            for position, rank in enumerate(self._ranks):
+                ends = (
+                    tuple(pair[0].fileno() for pair in plan_pairs)
+                    if position == 0
+                    else (plan_pairs[position - 1][1].fileno(),)
+                )
+                rank.channel.send(Start(spec, position), ends)
+            for pair in plan_pairs:
+                for end in pair:
+                    end.close()
+
+    def _spawn(self, number: int) -> _Rank:
+        ours, theirs = socketpair()
+        environment = dict(os.environ)
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # NVLink multicast stays off unless somebody decides otherwise for this box.
+        environment.setdefault("NCCL_NVLS_ENABLE", "0")
+        environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "engine.replica", "--channel", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        channel: Channel[RankOutbound] = Channel(ours, RankOutbound)
+        rank = _Rank(number, process, channel)
+        channel.listen(lambda message: self._on_message(number, message), lambda: self._closed(rank))
+        asyncio.get_running_loop().add_reader(rank.pidfd, self._exited, rank)
+        return rank
+
+    def _closed(self, rank: _Rank) -> None:
+        """A rank closed its channel: it is ending or dying; the others must not wait for it."""
+        if rank.returncode is None:
+            self.kill(f"rank {rank.rank} closed its channel")
+
+    def _exited(self, rank: _Rank) -> None:
+        asyncio.get_running_loop().remove_reader(rank.pidfd)
+        # A last word (Fatal) may still lie in the channel.
+        for message in rank.channel.read():
+            self._on_message(rank.rank, message)
+        rank.returncode = rank.process.wait()
+        os.close(rank.pidfd)
+        rank.channel.close()
+        self.kill(f"rank {rank.rank} (pid {rank.process.pid}) {_describe_exit(rank.returncode)}")
+        if all(other.returncode is not None for other in self._ranks) and not self._ended.is_set():
+            self._ended.set()
+            self._forget_rendezvous()
+            self._on_end(self._reason)
+
+    def _forget_rendezvous(self) -> None:
+        if self.spec.rendezvous:
+            with contextlib.suppress(OSError):
+                os.unlink(self.spec.rendezvous)
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(self.spec.rendezvous))
+
+
+def _describe_exit(returncode: int) -> str:
+    if returncode < 0:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    return f"ended with exit code {returncode}"
