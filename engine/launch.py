@@ -109,13 +109,13 @@ class ReplicaGroup:
             self.kill("not all ranks could be started")
             raise
         finally:
-            for position, rank in enumerate(self._ranks):
+            for position, member in enumerate(self._ranks):
                 ends = (
                     tuple(pair[0].fileno() for pair in plan_pairs)
                     if position == 0
                     else (plan_pairs[position - 1][1].fileno(),)
                 )
-                rank.channel.send(Start(spec, position), ends)
+                member.channel.send(Start(spec, position), ends)
             for pair in plan_pairs:
                 for end in pair:
                     end.close()
