@@ -1,0 +1,308 @@
+"""The process of one rank: `python -m engine.replica --channel FD`.
+
+Rank 0 plans and talks: submissions in from the fronts, one frame out to each front a step, reports to the
+core. The other ranks replay its plans. A rank whose core is gone, whose peer is gone or whose engine failed
+ends at once: a replica is alive as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from engine.messages import (
+    Attach,
+    Cancel,
+    CancelRequest,
+    DataInbound,
+    Fatal,
+    Progress,
+    RankInbound,
+    Ready,
+    Report,
+    Start,
+    StepFrame,
+    StepPlan,
+    Stop,
+    Submit,
+)
+from engine.wire import Channel
+
+if TYPE_CHECKING:
+    from engine.core import EngineCore, StepResult
+    from engine.runner import Launched, Runner
+
+HEARTBEAT_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Become the rank that the core's `Start` names; returns when told to stop or when the core is gone."""
+    parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
+    parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
+    arguments = parser.parse_args()
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the service's terminal is the core's business
+    control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
+    start = _await_start(control)
+    peers: list[Channel[Any]] = [
+        Channel(socket.socket(fileno=control.take_fd()), StepPlan)
+        for _ in range(start.spec.tensor_parallel_size - 1 if start.rank == 0 else 1)
+        if start.spec.tensor_parallel_size > 1
+    ]
+    code = 0
+    try:
+        runner = _build_runner(start, control)
+        if start.rank == 0:
+            _lead(start, control, peers, runner)
+        else:
+            _follow(control, peers[0], runner)
+    except Exception as error:
+        traceback.print_exc()
+        control.send(Fatal(_kind_of(error), f"{type(error).__name__}: {error}"))
+        _drain(control)
+        code = 1
+    # Peers and device libraries may hold threads that never end; everything that matters is written.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]], runner: Runner) -> None:
+    from engine.core import EngineCore
+    from engine.scheduler import Scheduler
+
+    info = runner.info()
+    scheduler = Scheduler(
+        max_rows=info.max_rows,
+        step_tokens=info.step_tokens,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        blocks=info.kv_blocks,
+        prefix_cache=start.spec.prefix_cache,
+    )
+    engine = EngineCore(scheduler, PlanSender(runner, peers), overlap=start.spec.overlap)
+    gc.collect()
+    gc.freeze()  # what the load left is permanent: no collection in a step walks over it again
+    control.send(Ready(info))
+    Replica(engine, control, peers).run()
+
+
+def _follow(control: Channel[RankInbound], plans: Channel[Any], runner: Runner) -> None:
+    """Replay rank 0's plans until it or the core is gone."""
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    selector.register(plans, selectors.EVENT_READ)
+    before: Launched | None = None
+    while not (control.closed or plans.closed):
+        selector.select()
+        if any(isinstance(message, Stop) for message in control.read()):
+            return
+        for plan in plans.read():
+            launched = runner.launch(plan)
+            if before is not None:
+                before.wait()  # a step that failed here must not go unnoticed
+            before = launched
+
+
+class PlanSender:
+    """A runner that first tells the other ranks what it is about to run."""
+
+    def __init__(self, runner: Runner, peers: list[Channel[Any]]) -> None:
+        self._runner = runner
+        self._peers = peers
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Send `plan` to every other rank and launch it here."""
+        for peer in self._peers:
+            peer.send(plan)
+        return self._runner.launch(plan)
+
+
+class Replica:
+    """Rank 0's loop: intake, step, emit, report."""
+
+    def __init__(self, engine: EngineCore, control: Channel[RankInbound], peers: list[Channel[Any]]) -> None:
+        self._engine = engine
+        self._control = control
+        self._peers = peers
+        self._fronts: dict[str, Channel[DataInbound]] = {}
+        self._fronts_gone: list[str] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, None)
+        self._stopping = False
+        self._reported_at = 0.0
+        self._step_ms = _Mean()
+        self._idle_us = _Mean()
+
+    def run(self) -> None:
+        """Serve until the core says stop or is gone."""
+        while not self._stopping:
+            self._take_in()
+            if self._engine.has_work:
+                self._emit(self._engine.step())
+            elif time.monotonic() - self._reported_at >= HEARTBEAT_S:
+                self._report(None)
+
+    def _take_in(self) -> None:
+        """Read what the core and the fronts sent; wait for something when there is nothing to compute."""
+        timeout = 0.0
+        if not self._engine.has_work:
+            timeout = max(0.0, self._reported_at + HEARTBEAT_S - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                self._take_control()
+            else:
+                self._take_from_front(key.data)
+        for channel in (*self._peers, *self._fronts.values(), self._control):
+            if channel.backlog_bytes:
+                channel.flush()
+
+    def _take_control(self) -> None:
+        for message in self._control.read():
+            match message:
+                case Attach(front):
+                    channel: Channel[DataInbound] = Channel(
+                        socket.socket(fileno=self._control.take_fd()), DataInbound
+                    )
+                    self._fronts[front] = channel
+                    self._selector.register(channel, selectors.EVENT_READ, front)
+                case CancelRequest(request_id):
+                    self._engine.cancel_request(request_id)
+                case Stop():
+                    self._stopping = True
+        self._stopping = self._stopping or self._control.closed
+
+    def _take_from_front(self, front: str) -> None:
+        channel = self._fronts[front]
+        descriptor = channel.fileno()
+        for message in channel.read():
+            match message:
+                case Submit():
+                    self._engine.submit(front, message)
+                case Cancel(handle, sample):
+                    self._engine.cancel(front, handle, sample)
+        if channel.closed:
+            self._selector.unregister(descriptor)
+            del self._fronts[front]
+            self._engine.cancel_origin(front)
+            self._fronts_gone.append(front)
+            if not self._engine.has_work:
+                self._report(None)
+
+    def _emit(self, result: StepResult) -> None:
+        for front, outputs in result.outputs.items():
+            channel = self._fronts.get(front)
+            if channel is not None:
+                channel.send(StepFrame(result.step, outputs))
+        if result.step_ms is not None:
+            self._step_ms.add(result.step_ms)
+            self._idle_us.add(result.idle_us)
+        news = result.finished or result.credits_changed or self._fronts_gone
+        if news or time.monotonic() - self._reported_at >= HEARTBEAT_S:
+            self._report(result)
+
+    def _report(self, result: StepResult | None) -> None:
+        gauges = self._engine.gauges()
+        self._control.send(
+            Report(
+                step=gauges.step,
+                credit_rows=gauges.credit_rows,
+                credit_tokens=gauges.credit_tokens,
+                finished=result.finished if result else [],
+                fronts_gone=self._fronts_gone,
+                running=gauges.running,
+                waiting=gauges.waiting,
+                blocks_total=gauges.blocks_total,
+                blocks_used=gauges.blocks_used,
+                blocks_cached=gauges.blocks_cached,
+                preemptions=gauges.preemptions,
+                prompt_tokens=gauges.prompt_tokens,
+                cached_tokens=gauges.cached_tokens,
+                generated_tokens=gauges.generated_tokens,
+                step_ms=self._step_ms.take(),
+                idle_us=self._idle_us.take(),
+            )
+        )
+        self._fronts_gone = []
+        self._reported_at = time.monotonic()
+
+
+class _Mean:
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self._sum += value
+        self._count += 1
+
+    def take(self) -> float:
+        mean = self._sum / self._count if self._count else 0.0
+        self._sum, self._count = 0.0, 0
+        return mean
+
+
+def _build_runner(start: Start, control: Channel[RankInbound]) -> Runner:
+    from engine.parallel import Ranks
+    from engine.runner import Runner
+
+    def progress(stage: str, fraction: float) -> None:
+        control.send(Progress(stage, fraction))
+
+    progress("starting", 0.0)
+    size = start.spec.tensor_parallel_size
+    ranks = Ranks.join(size, start.rank, start.spec.rendezvous) if size > 1 else Ranks.single()
+    return Runner(start.spec, ranks, progress)
+
+
+def _await_start(control: Channel[RankInbound]) -> Start:
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    while True:
+        selector.select()
+        for message in control.read():
+            if isinstance(message, Start):
+                return message
+        if control.closed:
+            os._exit(0)  # the core ended before it said anything
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends, however it ends."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)  # it ended just before; had it ended earlier still, the channel says so
+
+
+def _kind_of(error: Exception) -> str:
+    import torch
+
+    from engine.config import CheckpointError
+
+    if isinstance(error, CheckpointError):
+        return "checkpoint"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "memory"
+    if isinstance(error, RuntimeError) and "CUDA" in str(error):
+        return "device"
+    return "internal"
+
+
+def _drain(channel: Channel[Any], patience_s: float = 1.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while not channel.flush() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

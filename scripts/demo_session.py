@@ -1,0 +1,124 @@
+"""The demo behind `scripts/demo`: start the service, ask one question, show the answer and its log row."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+QUESTION = "What does textwrap.dedent do?"
+START_TIMEOUT_S = 180
+
+
+def main() -> int:
+    """Run the demo; 0 when the question was answered and the service ended cleanly."""
+    appliance = str(Path(sys.executable).with_name("appliance"))
+    folder = Path(tempfile.mkdtemp(prefix="appliance-demo-"))
+    run_dir, state_dir = folder / "run", folder / "state"
+    log = folder / "service.log"
+    command = [appliance, "serve", "--run-dir", str(run_dir), "--state-dir", str(state_dir)]
+    print(f"$ {' '.join(command)}    (its log: {log})", flush=True)
+    with log.open("w") as output:
+        service = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        wait_until_ready(service, run_dir / "api.sock", log)
+        ask(run_dir / "api.sock")
+        show_row(appliance, run_dir)
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            print("\nThe service runs until you leave this chat (Ctrl-D).\n", flush=True)
+            subprocess.run([appliance, "chat", "--run-dir", str(run_dir)], check=False)
+    finally:
+        code = stop(service)
+    if code == 0:
+        shutil.rmtree(folder)
+        print("The service stopped cleanly.")
+    else:
+        print(f"The service ended with exit code {code}; see {log}", file=sys.stderr)
+    return code
+
+
+def wait_until_ready(service: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
+    """Return when `/health/ready` says so, telling what the service is doing meanwhile."""
+    import httpx
+
+    started = time.monotonic()
+    told = 0
+    while time.monotonic() - started < START_TIMEOUT_S:
+        for line in log.read_text().splitlines()[told:]:
+            print(f"  | {line}", flush=True)
+            told += 1
+        if service.poll() is not None:
+            raise SystemExit(f"the service ended with exit code {service.returncode}; its log is {log}")
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=5) as client:
+                if client.get("http://appliance/health/ready").status_code == 200:
+                    print(f"ready after {time.monotonic() - started:.1f} s", flush=True)
+                    return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise SystemExit(f"the service was not ready after {START_TIMEOUT_S} s; its log is {log}")
+
+
+def ask(socket: Path) -> None:
+    """Ask the question through the `openai` client on the Unix socket and print the answer as it streams."""
+    import httpx2
+    import openai
+
+    transport = httpx2.HTTPTransport(uds=str(socket))
+    client = openai.OpenAI(
+        base_url="http://appliance/v1",
+        api_key="unused: the socket knows its peer",
+        http_client=openai.DefaultHttpx2Client(transport=transport),
+        default_headers={"Authorization": openai.Omit()},
+    )
+    print(f"\n> {QUESTION}", flush=True)
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": QUESTION}],
+        temperature=0,
+        stream=True,
+    )
+    for chunk in stream:
+        if chunk.choices:
+            print(chunk.choices[0].delta.content or "", end="", flush=True)
+    print("\n", flush=True)
+
+
+def show_row(appliance: str, run_dir: Path) -> None:
+    """Print the request's row; the row is written within a second of the answer."""
+    for _ in range(50):
+        rows = json.loads(
+            subprocess.run(
+                [appliance, "requests", "--run-dir", str(run_dir), "--json"],
+                check=True,
+                capture_output=True,
+            ).stdout
+        )
+        if rows and rows[-1].get("finish_reason"):
+            break
+        time.sleep(0.1)
+    print("Its row in the request log:")
+    for name, value in rows[-1].items():
+        print(f"  {name:20} {value}")
+
+
+def stop(service: subprocess.Popen[bytes]) -> int:
+    """End the service as systemd would, and return its exit code."""
+    if service.poll() is None:
+        os.kill(service.pid, signal.SIGTERM)
+    try:
+        return service.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(service.pid, signal.SIGKILL)
+        return service.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Channels deliver whole frames in order, with their descriptors, and tell the death of the other side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import wire
+from engine.wire import Channel, socketpair
+
+
+class Note(msgspec.Struct, tag="note"):
+    text: str
+
+
+class Parcel(msgspec.Struct, tag="parcel"):
+    label: int
+
+
+Both = Note | Parcel
+
+
+def make_pair() -> tuple[Channel[Both], Channel[Both]]:
+    left, right = socketpair()
+    return Channel(left, Both), Channel(right, Both)
+
+
+@given(st.lists(st.text(max_size=200), max_size=30), st.integers(1, 64))
+@settings(max_examples=50, deadline=None)
+def test_frames_arrive_whole_and_in_order_however_the_bytes_are_cut(texts: list[str], piece: int) -> None:
+    sender, receiver = socketpair()
+    raw, channel = sender, Channel[Both](receiver, Both)
+    encoder = msgspec.msgpack.Encoder()
+    stream = b"".join(
+        len(payload).to_bytes(4, "little") + payload
+        for payload in (encoder.encode(Note(text)) for text in texts)
+    )
+    got: list[Both] = []
+    for start in range(0, len(stream), piece):
+        raw.send(stream[start : start + piece])
+        got += channel.read()
+    assert got == [Note(text) for text in texts]
+    raw.close()
+    channel.close()
+
+
+def test_descriptors_travel_with_their_frames_in_order() -> None:
+    left, right = make_pair()
+    pipes = [os.pipe() for _ in range(3)]
+    for number, (read_end, _) in enumerate(pipes):
+        left.send(Note("between"))
+        left.send(Parcel(number), (read_end,))
+        os.close(read_end)
+    labels = []
+    for message in right.read() + right.read() + right.read() + right.read() + right.read():
+        if isinstance(message, Parcel):
+            fd = right.take_fd()
+            os.write(pipes[message.label][1], b"%d" % message.label)
+            labels.append(os.read(fd, 10))
+            os.close(fd)
+    assert labels == [b"0", b"1", b"2"]
+    with pytest.raises(LookupError):
+        right.take_fd()
+    for _, write_end in pipes:
+        os.close(write_end)
+
+
+def test_what_was_written_before_the_end_is_read_before_the_death_notice() -> None:
+    async def scenario() -> list[str]:
+        left, right = make_pair()
+        events: list[str] = []
+        done = asyncio.Event()
+
+        def closed() -> None:
+            events.append("closed")
+            done.set()
+
+        right.listen(lambda message: events.append(message.text), closed)  # type: ignore[union-attr]
+        left.send(Note("last words"))
+        left.close()
+        await asyncio.wait_for(done.wait(), 5)
+        assert right.closed
+        return events
+
+    assert asyncio.run(scenario()) == ["last words", "closed"]
+
+
+def test_more_than_the_socket_holds_is_kept_and_delivered_when_the_reader_comes() -> None:
+    left, right = make_pair()
+    texts = [f"{number}" * 50_000 for number in range(100)]
+    for text in texts:
+        left.send(Note(text))
+    assert left.backlog_bytes > 0
+    got: list[Both] = []
+    while len(got) < len(texts):
+        got += right.read()
+        left.flush()
+    assert [message.text for message in got] == texts  # type: ignore[union-attr]
+    assert left.backlog_bytes == 0
+
+
+def test_a_peer_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MOST_BACKLOG_BYTES", 1 << 20)
+    left, right = make_pair()
+    for _ in range(100):
+        left.send(Note("x" * 100_000))
+    assert left.closed
+    right.close()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", (3).to_bytes(4, "little") + b"\xc1\xc1\xc1"])
+def test_a_broken_frame_closes_the_channel_instead_of_confusing_it(garbage: bytes) -> None:
+    left, right = socketpair()
+    channel = Channel[Both](right, Both)
+    left.send(garbage)
+    assert channel.read() == []
+    assert channel.closed
+    left.close()
+
+
+def test_sending_to_a_dead_peer_does_not_raise() -> None:
+    left, right = make_pair()
+    right.close()
+    for _ in range(3):
+        left.send(Note("anyone?"))
+    assert left.read() == []
+    assert left.closed
+
+
+def test_the_caller_keeps_its_own_descriptor() -> None:
+    left, right = make_pair()
+    ours, theirs = socket.socketpair()
+    left.send(Parcel(1), (theirs.fileno(),))
+    theirs.close()
+    right.read()
+    adopted = socket.socket(fileno=right.take_fd())
+    ours.send(b"still here")
+    assert adopted.recv(20) == b"still here"
+    for end in (ours, adopted):
+        end.close()
