@@ -1,0 +1,293 @@
+"""Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox and within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.utils
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from appliance.text.tokenizer_files import TokenizerFilesError, read_json_object
+
+Message = Mapping[str, Any]
+
+DEFAULT_MAX_CHARACTERS = 64 * 1024 * 1024
+DEFAULT_MAX_SECONDS = 10.0
+
+# Above this, rendering in place would be felt by the other streams on the event loop (about 5 µs a message).
+_INLINE_MESSAGES = 64
+
+# The names a message's reasoning is passed under; templates read the first (the rule of transformers).
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplateError(ValueError):
+    """These messages cannot be rendered with this template; the message is meant for the client."""
+
+
+class NoChatTemplateError(ChatTemplateError):
+    """The model has no chat template."""
+
+
+class ChatTemplate:
+    """A model's chat templates, compiled once: `default`, and others by name (`tool_use`)."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        max_characters: int = DEFAULT_MAX_CHARACTERS,
+        max_seconds: float = DEFAULT_MAX_SECONDS,
+    ) -> None:
+        """`sources`: template text by name, empty for a model without one; `special_tokens`: name to text, as
+        templates use them (`bos_token`). Raises `TokenizerFilesError` for a template that does not compile.
+        """
+        self._special_tokens = dict(special_tokens)
+        self._max_characters = max_characters
+        self._max_seconds = max_seconds
+        environment = _environment(max_characters)
+        self._templates: dict[str, jinja2.Template] = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except (jinja2.TemplateError, RecursionError) as error:
+                raise TokenizerFilesError(
+                    f"chat template {name!r}: not valid Jinja2 ({error}); fix it or take the model's own"
+                ) from error
+
+    @classmethod
+    def load(cls, folder: Path | str, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """Reads the templates of a model folder.
+
+        `chat_template.jinja` (and `additional_chat_templates/`), else `chat_template` in
+        `tokenizer_config.json` (text, or a list of named ones). None at all is no error here; `render` says
+        so. Raises `TokenizerFilesError`.
+        """
+        return cls(_read_sources(Path(folder)), special_tokens)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self._templates)
+
+    async def render_async(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> str:
+        """`render` for the event loop: long conversations and tools are rendered in a thread."""
+        if len(messages) <= _INLINE_MESSAGES and not tools and not extra:
+            return self.render(messages, add_generation_prompt)
+        return await asyncio.to_thread(self.render, messages, add_generation_prompt, tools, **extra)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> str:
+        """The prompt's text, BOS included where the template writes it: encode it without special tokens.
+
+        `messages`, `tools` and `extra` (further template variables) are plain JSON values; they are data to
+        the template, never template text. Keys of messages whose value is None are dropped, as transformers
+        does. Raises `NoChatTemplateError`, or `ChatTemplateError` with the template's own words if it rejects
+        the messages, fails on them, or exceeds the bounds.
+        """
+        template = self._select(tools)
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            **extra,
+            "messages": _prepare(messages),
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        deadline = time.monotonic() + self._max_seconds
+        left = self._max_characters
+        pieces: list[str] = []
+        try:
+            for piece in template.generate(variables):
+                pieces.append(piece)
+                left -= len(piece)
+                if left < 0:
+                    raise ChatTemplateError(f"rendered messages exceed {self._max_characters} characters")
+                if time.monotonic() > deadline:
+                    raise ChatTemplateError(
+                        f"rendering the messages takes longer than {self._max_seconds:g} s"
+                    )
+        except ChatTemplateError:
+            raise
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(
+                error.message or f"the chat template failed: {type(error).__name__}"
+            ) from error
+        except Exception as error:
+            # Whatever a template does wrong with a client's messages is a refused request, no broken front.
+            raise ChatTemplateError(
+                f"the model's chat template cannot render these messages: {type(error).__name__}: {error}"
+            ) from error
+        return "".join(pieces)
+
+    def _select(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
+        if tools is not None and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" in self._templates:
+            return self._templates["default"]
+        if not self._templates:
+            raise NoChatTemplateError(
+                "this model has no chat template and cannot take messages; use /v1/completions with a prompt"
+            )
+        raise NoChatTemplateError(
+            f"this model has no default chat template, only {sorted(self._templates)}; use /v1/completions"
+        )
+
+
+def _prepare(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    if not messages:
+        raise ChatTemplateError("messages: is empty; give at least one message")
+    prepared = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ChatTemplateError(f"messages[{index}]: must be an object, found {type(message).__name__}")
+        kept = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((kept[name] for name in _REASONING_FIELDS if name in kept), None)
+        if reasoning is not None:
+            kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+        prepared.append(kept)
+    return prepared
+
+
+def _read_sources(folder: Path) -> dict[str, str]:
+    sources: dict[str, str] = {}
+    files = {"default": folder / "chat_template.jinja"} | {
+        path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
+    for name, path in files.items():
+        try:
+            sources[name] = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise TokenizerFilesError(f"{path}: not readable as UTF-8 text ({error})") from error
+    if sources:
+        return sources
+    path = folder / "tokenizer_config.json"
+    value = read_json_object(path).get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    except (TypeError, KeyError) as error:
+        raise TokenizerFilesError(
+            f"{path}: chat_template must be text or a list of objects with name and template"
+        ) from error
+
+
+def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
+    """The environment that transformers gives to chat templates, plus bounds."""
+    environment = _BoundedSandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.max_characters = max_characters
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _DictFunction()
+    environment.globals["namespace"] = _PlainNamespace
+    return environment
+
+
+class _BoundedSandbox(ImmutableSandboxedEnvironment):
+    """Refuses the operators that make much out of little; `render` checks the output as it grows."""
+
+    intercepted_binops = frozenset(["*", "**"])
+    max_characters = DEFAULT_MAX_CHARACTERS
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            if max(abs(left), abs(right)) > 1000:
+                raise jinja2.TemplateError(
+                    f"the chat template computes {left} ** {right}, which is too large"
+                )
+        else:
+            for sequence, times in ((left, right), (right, left)):
+                if isinstance(sequence, (str, list, tuple)) and len(sequence) * times > self.max_characters:
+                    raise jinja2.TemplateError(f"the chat template exceeds {self.max_characters} characters")
+        return super().call_binop(context, operator, left, right)
+
+
+class _DictFunction:
+    """`dict(…)` in templates without the type itself, whose attributes lead into the interpreter."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _PlainNamespace(jinja2.utils.Namespace):
+    """`namespace(…)` in templates without attributes that Python gives a meaning of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in dict(*args, **kwargs):
+            _refuse_internal(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_internal(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_internal(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.TemplateError(
+            f"the chat template sets {name!r} on a namespace; rename it without underscore"
+        )
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks assistant text for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (the way jinja2 declares it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja2's own filter escapes HTML, which models never saw."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

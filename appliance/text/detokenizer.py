@@ -1,0 +1,134 @@
+"""Token ids to text, one stream at a time, never emitting half a character. The front's hottest path."""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+from typing import Protocol
+
+import tokenizers
+
+from appliance.text.token_table import TokenTable
+
+REPLACEMENT = "\ufffd"
+
+# A stream that keeps ending in U+FFFD is not an unfinished character: emit it, so that neither memory nor the
+# time per token grows without bound. No character has more than a few tokens.
+_MOST_HELD_TOKENS = 32
+
+
+class Detokenizer(Protocol):
+    """One stream of text. Ids outside of the vocabulary add nothing, as in `tokenizers`' decode."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; "" while a character is incomplete."""
+
+    def finish(self) -> str:
+        """What an incomplete end of the stream decodes to (U+FFFD); call once, push no more."""
+
+
+class TableDetokenizer:
+    """Detokenizes by table lookup; an incremental UTF-8 decoder only where tokens split a character."""
+
+    __slots__ = ("_bad_byte_each", "_entries", "_leading_strip", "_pending")
+
+    def __init__(self, table: TokenTable, skip_special_tokens: bool = True, continues: bool = False) -> None:
+        """`continues`: text comes before this stream, so the rule for leading spaces does not apply."""
+        self._entries = table.shown if skip_special_tokens else table.shown_with_special
+        self._leading_strip = 0 if continues else table.leading_strip
+        self._bad_byte_each = table.bad_byte_each
+        self._pending = b""  # the first bytes of a character, never more than three
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        entries = self._entries
+        text = ""
+        for token_id in token_ids:
+            try:
+                entry = entries[token_id]
+            except IndexError:
+                continue
+            if entry.__class__ is str:
+                if self._pending and entry:
+                    text += self._flush()
+                text += entry
+            else:
+                text += self._absorb(entry)  # type: ignore[arg-type]
+        if self._leading_strip and text:
+            return self._strip(text)
+        return text
+
+    def finish(self) -> str:
+        return self._flush()
+
+    def _absorb(self, data: bytes) -> str:
+        data = self._pending + data
+        if not self._bad_byte_each:
+            text, used = utf_8_decode(data, "replace", False)
+            self._pending = data[used:]
+            return text
+        text = ""
+        while True:
+            try:
+                end, used = utf_8_decode(data, "strict", False)
+            except UnicodeDecodeError as error:
+                text += data[: error.start].decode() + REPLACEMENT * (error.end - error.start)
+                data = data[error.end :]
+            else:
+                self._pending = data[used:]
+                return text + end
+
+    def _flush(self) -> str:
+        pending, self._pending = self._pending, b""
+        return REPLACEMENT * len(pending) if self._bad_byte_each else pending.decode("utf-8", "replace")
+
+    def _strip(self, text: str) -> str:
+        spaces = min(self._leading_strip, len(text) - len(text.lstrip(" ")))
+        # Only a text that is all spaces so far leaves the rule in force for what comes next.
+        self._leading_strip = self._leading_strip - spaces if spaces == len(text) else 0
+        return text[spaces:]
+
+
+class WindowDetokenizer:
+    """Detokenizes with any decoder by decoding a short window twice and emitting the difference.
+
+    Exact for decoders whose output for a token depends on its neighbours only, as all of `tokenizers`' do.
+    Holds back while the window ends in U+FFFD. The algorithm of text-generation-inference and vLLM.
+    """
+
+    __slots__ = ("_backend", "_emitted", "_emitted_tokens", "_hidden", "_ids", "_skip")
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        hidden: frozenset[int],
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+    ) -> None:
+        """`hidden`: ids never shown; `context`: visible ids before this stream, not emitted."""
+        self._backend = backend
+        self._hidden = hidden
+        self._skip = skip_special_tokens
+        self._ids = list(context)
+        self._emitted_tokens = len(self._ids)
+        self._emitted = self._decode(self._ids)  # the window's text that is out already
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        ids = self._ids
+        ids += [i for i in token_ids if i not in self._hidden and self._backend.id_to_token(i) is not None]
+        text = self._decode(ids)
+        if text.endswith(REPLACEMENT) and len(ids) - self._emitted_tokens <= _MOST_HELD_TOKENS:
+            return ""
+        new = text[len(self._emitted) :]
+        if new:
+            # What was just emitted becomes the next window's context; a window never begins with nothing
+            # visible, or the decoder would take the middle of the text for its beginning.
+            del ids[: self._emitted_tokens]
+            self._emitted_tokens = len(ids)
+            self._emitted = self._decode(ids)
+        return new
+
+    def finish(self) -> str:
+        return self._decode(self._ids)[len(self._emitted) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=self._skip) if ids else ""

@@ -1,0 +1,128 @@
+"""Finds stop strings in text that arrives in pieces, holding back no more than a match could still need."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 4096
+
+
+class StopStringsError(ValueError):
+    """The stop strings of a request are unusable; the message says which and why."""
+
+
+class StopSet:
+    """A request's stop strings as an Aho-Corasick automaton (CACM 18/6, 1975); its samples share it.
+
+    A state is the longest suffix of the text that begins some stop string; state 0 is the empty suffix. Time
+    per character does not depend on number, length or self-similarity of the strings.
+    """
+
+    __slots__ = ("begins", "children", "depth", "fallback", "match", "strings")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        """Raises `StopStringsError` for an empty string, one too long, or too many."""
+        if not 1 <= len(strings) <= MAX_STOP_STRINGS:
+            raise StopStringsError(f"stop: found {len(strings)} strings; give 1 to {MAX_STOP_STRINGS}")
+        self.strings = tuple(strings)
+        self.children: list[dict[str, int]] = [{}]
+        self.depth = [0]  # characters of the suffix that a state stands for
+        self.match = [-1]  # index of the longest stop string that ends in a state, or -1
+        self.fallback = [0]  # the state of the next shorter suffix
+        for index, string in enumerate(self.strings):
+            if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
+                raise StopStringsError(
+                    f"stop[{index}]: has {len(string)} characters; give 1 to {MAX_STOP_CHARACTERS}"
+                )
+            self._insert(string, index)
+        self._link()
+        first = "".join(re.escape(character) for character in self.children[0])
+        self.begins = re.compile(f"[{first}]").search
+
+    def _insert(self, string: str, index: int) -> None:
+        state = 0
+        for character in string:
+            child = self.children[state].get(character)
+            if child is None:
+                child = self.children[state][character] = len(self.depth)
+                self.children.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.match.append(-1)
+                self.fallback.append(0)
+            state = child
+        if self.match[state] < 0:
+            self.match[state] = index
+
+    def _link(self) -> None:
+        queue = deque(self.children[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, child in self.children[state].items():
+                self.fallback[child] = self.step(self.fallback[state], character)
+                if self.match[child] < 0:
+                    self.match[child] = self.match[self.fallback[child]]
+                queue.append(child)
+
+    def step(self, state: int, character: str) -> int:
+        """The state after `character`."""
+        while True:
+            child = self.children[state].get(character)
+            if child is not None:
+                return child
+            if not state:
+                return 0
+            state = self.fallback[state]
+
+
+class StopMatcher:
+    """One stream's search for its stop strings.
+
+    The match that is complete first ends the text; of those complete at the same character, the longest. So
+    the result does not depend on how the text was cut into pieces.
+    """
+
+    __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
+
+    def __init__(self, stops: StopSet | Sequence[str], include_stop: bool = False) -> None:
+        """`include_stop`: the stop string is part of the emitted text. Raises `StopStringsError`."""
+        self._set = stops if isinstance(stops, StopSet) else StopSet(stops)
+        self._include_stop = include_stop
+        self._state = 0
+        self._held = ""
+        self.stopped: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text to emit now, the stop string found or None). After a match nothing more is emitted."""
+        if self.stopped is not None:
+            return "", self.stopped
+        stops = self._set
+        state = self._state
+        begin = 0
+        if not state:
+            first = stops.begins(text)
+            if first is None:
+                return text, None
+            begin = first.start()
+        step, match = stops.step, stops.match
+        for position in range(begin, len(text)):
+            state = step(state, text[position])
+            if match[state] >= 0:
+                self.stopped = found = stops.strings[match[state]]
+                whole = self._held + text[: position + 1]
+                self._held = ""
+                return (whole if self._include_stop else whole[: len(whole) - len(found)]), found
+        self._state = state
+        if self._include_stop:
+            return text, None
+        whole = self._held + text
+        emitted = len(whole) - stops.depth[state]
+        self._held = whole[emitted:]
+        return whole[:emitted], None
+
+    def finish(self) -> str:
+        """The text held back for a match that did not come."""
+        held, self._held = self._held, ""
+        return held

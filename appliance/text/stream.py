@@ -1,0 +1,82 @@
+"""A sequence's way from token ids to the text that its client gets: detokenizer, then stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from appliance.text.detokenizer import Detokenizer
+from appliance.text.stop import StopMatcher
+
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """What one push brought.
+
+    `text` may be empty (half a character, or a possible stop string is held back). `stopped` is the stop
+    string that ended the stream. `tokens_delivered` counts the pushed tokens that the answer needed: all of
+    them, or up to and including the one that completed the stop string; later ones are generated, not billed.
+    """
+
+    text: str
+    stopped: str | None
+    tokens_delivered: int
+
+
+class TextStream:
+    """Made by `Tokenizer.stream`. `tokens_delivered` and `characters_decoded` count from the stream's start.
+
+    `characters_decoded` counts characters before stop strings are cut or held: pushed token by token, its
+    value before a push is the pushed token's `text_offset`.
+    """
+
+    __slots__ = ("_detokenizer", "_matcher", "characters_decoded", "tokens_delivered")
+
+    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher | None = None) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self.tokens_delivered = 0
+        self.characters_decoded = 0
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the stream, or None."""
+        return self._matcher.stopped if self._matcher is not None else None
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Takes the next tokens of the sequence. After a stop string, further tokens are not delivered."""
+        matcher = self._matcher
+        if matcher is None:
+            text = self._detokenizer.push(token_ids)
+            self.characters_decoded += len(text)
+            delivered = len(token_ids)
+            self.tokens_delivered += delivered
+            return TextDelta(text, None, delivered)
+        stopped = matcher.stopped
+        emitted = ""
+        delivered = 0
+        for token_id in token_ids:
+            if stopped is not None:
+                break
+            text = self._detokenizer.push((token_id,))
+            self.characters_decoded += len(text)
+            delivered += 1
+            if text:
+                text, stopped = matcher.push(text)
+                emitted += text
+        self.tokens_delivered += delivered
+        return TextDelta(emitted, stopped, delivered)
+
+    def finish(self) -> TextDelta:
+        """Flushes what was held back. Call once, when the sequence ended; harmless after a stop string."""
+        matcher = self._matcher
+        if matcher is None:
+            text = self._detokenizer.finish()
+            self.characters_decoded += len(text)
+            return TextDelta(text, None, 0)
+        if matcher.stopped is not None:
+            return TextDelta("", matcher.stopped, 0)
+        text = self._detokenizer.finish()
+        self.characters_decoded += len(text)
+        emitted, stopped = matcher.push(text)
+        return TextDelta(emitted + matcher.finish(), stopped, 0)

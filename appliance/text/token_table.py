@@ -1,0 +1,110 @@
+"""The table from token id to bytes that makes detokenizing one list lookup per token."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """What each token adds to the text, for decoders where that does not depend on its neighbours.
+
+    `raw[id]` are the token's bytes (empty where the vocabulary has a hole). `shown` and `shown_with_special`
+    hold what a detokenizer needs: a `str` where the bytes are whole characters, else the `bytes`; special
+    tokens are "" in `shown`. `leading_strip` spaces are dropped where a text begins. `bad_byte_each`: each
+    invalid byte becomes one U+FFFD (ByteFallback), not each maximal ill-formed subsequence.
+
+    Shared by all streams of a tokenizer; nobody changes it.
+    """
+
+    raw: list[bytes]
+    shown: list[str | bytes]
+    shown_with_special: list[str | bytes]
+    leading_strip: int
+    bad_byte_each: bool
+
+
+def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
+    """Token texts in id order, as written in the vocabulary; None where the vocabulary has a hole."""
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    added = backend.get_added_tokens_decoder()
+    tokens: list[str | None] = [None] * (max([-1, *vocabulary.values(), *added]) + 1)
+    for text, token_id in vocabulary.items():
+        tokens[token_id] = text
+    for token_id, token in added.items():
+        tokens[token_id] = token.content
+    return tokens
+
+
+def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -> TokenTable | None:
+    """The table of `backend`, or None if its decoder is not one of the two common forms.
+
+    Byte-level (GPT-2, Llama 3, Qwen): a character is a byte. ByteFallback (Llama 2, Mistral, Gemma): "▁" is a
+    space, <0xNN> is a byte, the rest is text. `tokens` comes from `id_to_token`.
+    """
+    steps = _decoder_steps(backend)
+    kinds = [step["type"] for step in steps]
+    leading_strip = 0
+    if kinds == ["ByteLevel"]:
+        byte_of = _byte_level_alphabet()
+        raw = [_byte_level_bytes(token, byte_of) if token else b"" for token in tokens]
+    elif kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and len(kinds) <= 4:
+        pattern = steps[0].get("pattern", {}).get("String")
+        if not pattern:
+            return None
+        if len(kinds) == 4:
+            strip = steps[3]
+            if kinds[3] != "Strip" or strip["content"] != " " or strip["stop"] != 0:
+                return None
+            leading_strip = strip["start"]
+        content = steps[0]["content"]
+        raw = [_fallback_bytes(token.replace(pattern, content)) if token else b"" for token in tokens]
+    else:
+        return None
+    everything = [_whole_text(data) for data in raw]
+    shown = list(everything)
+    for token_id, token in backend.get_added_tokens_decoder().items():
+        if token.special:
+            shown[token_id] = ""
+    return TokenTable(raw, shown, everything, leading_strip, bad_byte_each=kinds[0] != "ByteLevel")
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if backend.decoder is None:
+        return []
+    # A decoder's pickled state is its JSON; serialising the whole tokenizer would write the vocabulary too.
+    state = json.loads(backend.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in of each byte (`bytes_to_unicode` in OpenAI's encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _byte_level_bytes(token: str, byte_of: dict[str, int]) -> bytes:
+    try:
+        return bytes([byte_of[character] for character in token])
+    except KeyError:  # an added token with characters outside of the alphabet stands for itself
+        return token.encode()
+
+
+def _fallback_bytes(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.encode()
+
+
+def _whole_text(data: bytes) -> str | bytes:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data

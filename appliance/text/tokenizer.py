@@ -1,0 +1,214 @@
+"""A model's tokenizer: characters to token ids off the event loop, token ids to text by table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tokenizers
+
+from appliance.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
+from appliance.text.stop import StopMatcher, StopSet
+from appliance.text.stream import TextStream
+from appliance.text.token_table import TokenTable, build_token_table, id_to_token
+from appliance.text.tokenizer_files import TokenizerFiles, TokenizerFilesError, read_tokenizer_files
+
+# Up to here encoding in place (0.1 µs a character) costs less than the hop to a thread and back (50 µs).
+INLINE_CHARACTERS = 512
+
+_ENCODE_THREADS = 2
+
+
+class LoneSurrogateError(ValueError):
+    """Text with half of a surrogate pair, which no UTF-8 can carry. `position` is its index in the text."""
+
+    def __init__(self, text: str, position: int) -> None:
+        super().__init__(
+            f"text has a lone surrogate (U+{ord(text[position]):04X}) at character {position}; "
+            "send a complete pair or valid UTF-8"
+        )
+        self.position = position
+
+
+class TokenIdError(ValueError):
+    """A token id that no vocabulary can have (negative)."""
+
+
+class Tokenizer:
+    """One model's tokenizer, read from its folder by `Tokenizer.load`; safe to use from any thread.
+
+    `vocabulary_size` is the highest id plus one (a model's own vocabulary may be padded beyond it);
+    `special_tokens` maps names such as `bos_token` to texts, as chat templates expect them; `eos_ids` are the
+    ids that end a sequence; `adds_bos` says whether `add_special_tokens` puts `bos_id` in front.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+        """Takes over `backend`. Callers use `Tokenizer.load`."""
+        self._backend = backend
+        self._pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="tokenize")
+        self._tokens = id_to_token(backend)
+        self.table: TokenTable | None = build_token_table(backend, self._tokens)
+        self.vocabulary_size = len(self._tokens)
+        self.special_tokens = dict(files.named)
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.bos_id = self._named_id("bos_token")
+        eos_id = self._named_id("eos_token")
+        self.eos_ids = tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *files.eos_ids]))
+        self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Tokenizer:
+        """Reads `tokenizer.json` and the files beside it; takes about 1 s for 128 k tokens.
+
+        `tokenizer.json` is taken as it is, its post-processor included, with what transformers adds: tokens
+        and special marks from `tokenizer_config.json`.
+        A special token that has no id in these files is left out: the model never saw it, and an invented id
+        would lie beyond its embedding. Raises `TokenizerFilesError` with file and remedy.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerFilesError(
+                f"{path}: no such file; copy it from where the model came from, or write it with "
+                "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust extension raises nothing narrower
+            raise TokenizerFilesError(
+                f"{path}: not a valid tokenizer file ({error}); copy it again from where the model came from"
+            ) from error
+        backend.no_truncation()
+        backend.no_padding()
+        files = read_tokenizer_files(folder)
+        _add_declared_tokens(backend, files, folder / "tokenizer_config.json")
+        return cls(backend, files)
+
+    def close(self) -> None:
+        """Ends the encoding threads; encodings under way finish."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, without stopping the event loop. Raises `LoneSurrogateError`.
+
+        `add_special_tokens`: add BOS (or what the model's post-processor adds); False for rendered chats,
+        whose template writes it.
+        """
+        if len(text) <= INLINE_CHARACTERS:
+            return self.encode_blocking(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self.encode_blocking, text, add_special_tokens)
+
+    async def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` for several texts in one call, in their order."""
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return self._encode(texts, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._encode, texts, add_special_tokens)
+
+    def encode_blocking(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`encode` in the calling thread, for command line tools and tests."""
+        return self._encode([text], add_special_tokens)[0]
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        for text in texts:
+            if not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise LoneSurrogateError(text, error.start) from None
+        # Not `encode`: that one holds the GIL while it works.
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`, equal to what a stream over them emits.
+
+        Equal to transformers' decode but for one case: in a run of ByteFallback tokens that is not valid
+        UTF-8 as a whole, whole characters stay and only bad bytes become U+FFFD (there, all of them do).
+        Ids outside of the vocabulary add nothing. Raises `TokenIdError` for negative ids.
+        """
+        if token_ids and min(token_ids) < 0:
+            raise TokenIdError(
+                f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
+            )
+        if self.table is None:
+            known = [token_id for token_id in token_ids if token_id < self.vocabulary_size]
+            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        detokenizer = TableDetokenizer(self.table, skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer for one stream.
+
+        `context`: the prompt's ids, when the text continues the prompt's (completions): they are not emitted,
+        but the stream is not the beginning of a text, so a first token's leading space is kept.
+        """
+        visible = [i for i in context[-16:] if not (skip_special_tokens and i in self.special_ids)]
+        if self.table is not None:
+            return TableDetokenizer(self.table, skip_special_tokens, continues=bool(visible))
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        return WindowDetokenizer(self._backend, hidden, skip_special_tokens, visible)
+
+    def stream(
+        self,
+        stops: StopSet | None = None,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
+    ) -> TextStream:
+        """A sequence's text stream: `detokenizer` and, where the request has them, stop strings."""
+        matcher = StopMatcher(stops, include_stop) if stops is not None else None
+        return TextStream(self.detokenizer(skip_special_tokens, context), matcher)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it (so a special token's text), or None."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, special tokens included; b"" outside of the vocabulary."""
+        if not 0 <= token_id < self.vocabulary_size:
+            return b""
+        if self.table is not None:
+            return self.table.raw[token_id]
+        return (self._tokens[token_id] or "").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """A token as OpenAI's logprobs write it: its text, or `bytes:\\xe2` where it splits a character."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _named_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+
+def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
+    """Adds tokens that `tokenizer_config.json` declares beside `tokenizer.json`, and marks special ones."""
+    present = backend.get_added_tokens_decoder()
+    for token_id, token in sorted(files.added.items()):
+        known = present.get(token_id)
+        if known is not None and known.content == token.content:
+            continue
+        backend.add_tokens([token])
+        actual = backend.token_to_id(token.content)
+        if actual != token_id:
+            raise TokenizerFilesError(
+                f"{path}: added_tokens_decoder gives {token.content!r} the id {token_id}, but with "
+                f"tokenizer.json it has {actual}; take both files from the same version of the model"
+            )
+    special = {token.content for token in present.values() if token.special}
+    backend.add_special_tokens(
+        [
+            token
+            for token in files.special
+            if token.content not in special and backend.token_to_id(token.content) is not None
+        ]
+    )

@@ -1,0 +1,138 @@
+"""Reads the JSON files beside a Hugging Face tokenizer, with errors for whoever prepared the folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class TokenizerFilesError(ValueError):
+    """A tokenizer file is missing or invalid; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What the JSON files beside `tokenizer.json` say.
+
+    `named` maps `bos_token`, `eos_token`, … to their text; `special` are all tokens that these files call
+    special; `added` maps a token id to a token that `tokenizer.json` may lack (`added_tokens_decoder`).
+    `add_bos_token` and `add_eos_token` are not among it: beside a `tokenizer.json`, whose post-processor adds
+    these tokens, transformers ignores both.
+    """
+
+    named: dict[str, str]
+    special: tuple[AddedToken, ...]
+    added: dict[int, AddedToken]
+    eos_ids: tuple[int, ...]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, or {} if there is no such file. Raises `TokenizerFilesError`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerFilesError(
+            f"{path}: not readable as JSON ({error}); copy the file again from where the model came from"
+        ) from error
+    if not isinstance(value, dict):
+        raise TokenizerFilesError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Reads `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids of `folder`.
+
+    Precedence is that of transformers: the special tokens map counts only where `tokenizer_config.json` has
+    no `added_tokens_decoder`; `config.json` names end-of-sequence ids only without a `generation_config.json`
+    that does. Missing files are fine. Raises `TokenizerFilesError`.
+    """
+    path = folder / "tokenizer_config.json"
+    config = read_json_object(path)
+    declared = config.get("added_tokens_decoder")
+    if declared is None:
+        config = config | {
+            key: value
+            for key, value in read_json_object(folder / "special_tokens_map.json").items()
+            if value is not None
+        }
+    elif not isinstance(declared, dict):
+        raise TokenizerFilesError(f"{path}: added_tokens_decoder must be an object, found {declared!r:.80}")
+    added: dict[int, AddedToken] = {}
+    for key, value in (declared or {}).items():
+        if not key.isdecimal():
+            raise TokenizerFilesError(
+                f"{path}: added_tokens_decoder has key {key!r:.80}, expected a token id"
+            )
+        added[int(key)] = _added_token(value, path, f"added_tokens_decoder[{key}]")
+    by_text = {token.content: token for token in added.values()}
+    named: dict[str, str] = {}
+    special: dict[str, AddedToken] = {}
+    for name, value in _special_entries(config):
+        token = _added_token(value, path, name)
+        token = by_text.get(token.content, token)
+        token.special = True
+        special[token.content] = token
+        if name.endswith("_token"):
+            named[name] = token.content
+    return TokenizerFiles(
+        named=named,
+        special=tuple(special.values()),
+        added=added,
+        eos_ids=_eos_ids(folder),
+    )
+
+
+def _special_entries(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """(name, token) for each special token of a tokenizer config; those of an unnamed list are named ""."""
+    entries = [(name, config[name]) for name in NAMED_SPECIAL_TOKENS if config.get(name) is not None]
+    entries += [
+        (name, value)
+        for name, value in config.items()
+        if name.endswith("_token") and name not in NAMED_SPECIAL_TOKENS and isinstance(value, (str, dict))
+    ]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        extra = config.get(name) or ()
+        entries += extra.items() if isinstance(extra, dict) else [("", value) for value in extra]
+    return entries
+
+
+def _added_token(value: object, path: Path, name: str) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=True, normalized=False)
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
+        return AddedToken(value["content"], **{flag: bool(value[flag]) for flag in flags if flag in value})
+    raise TokenizerFilesError(
+        f"{path}: {name} must be a token (text, or an object with content), found {value!r:.80}"
+    )
+
+
+def _eos_ids(folder: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):
+        value = read_json_object(folder / name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise TokenizerFilesError(
+                f"{folder / name}: eos_token_id must be a token id or a list of them, found {value!r:.80}"
+            )
+        return tuple(dict.fromkeys(ids))
+    return ()

@@ -1,0 +1,165 @@
+"""Chat templates: equal to transformers, safe against messages, clear in refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from appliance.text.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplateError
+from appliance.text.tokenizer_files import TokenizerFilesError
+from tests.text.conftest import TEMPLATE, byte_level, write_model
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+USER = [{"role": "user", "content": "Hi"}]
+
+RICH = """
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set system = messages[0]['content'] | trim -%}
+    {%- set messages = messages[1:] -%}
+{%- else -%}
+    {%- set system = '' -%}
+{%- endif %}
+{{ bos_token }}[{{ system }}]
+{%- if tools is not none %}
+    {% for tool in tools %}{{ tool | tojson(indent=2) }}
+    {% endfor %}
+{%- endif %}
+{%- set ns = namespace(count=0) %}
+{% for message in messages %}
+    {% if message.role == 'skip' %}{% continue %}{% endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {% generation %}<{{ message.role }}>{{ message['content'] }}{% endgeneration %}
+    {% if message.reasoning_content is defined %}({{ message.reasoning_content }}){% endif %}
+    {% if message.name is defined %}#{{ message.name }}{% endif %}
+{%- endfor %}
+{{ '-' * 3 }}{{ ns.count }}{{ documents is none }}{{ dict(a=1) | tojson }}
+{%- if add_generation_prompt %}<assistant>{% endif %}
+"""
+
+
+def template(source: str, **bounds: float) -> ChatTemplate:
+    return ChatTemplate({"default": source}, NAMES, **bounds)
+
+
+CONTENT = st.sampled_from(["{{ 7 * 7 }}", "{% raise %}", "<b>&'\"", "\ud800", "中文 ", ""]) | st.text(
+    max_size=12
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "skip"]), "content": CONTENT},
+    optional={"name": st.none() | CONTENT, "reasoning": st.none() | CONTENT},
+)
+
+
+@given(
+    messages=st.lists(MESSAGE, min_size=1, max_size=5),
+    prompt=st.booleans(),
+    tools=st.none() | st.lists(st.dictionaries(CONTENT, CONTENT, max_size=2), max_size=2),
+)
+def test_rendering_equals_transformers(messages, prompt, tools):
+    theirs = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    expected, _ = render_jinja_template(
+        [theirs], tools=tools, chat_template=RICH, add_generation_prompt=prompt, **NAMES
+    )
+    assert template(RICH).render(messages, prompt, tools) == expected[0]
+
+
+def test_messages_are_data_and_never_template_text():
+    hostile = "{{ ''.__class__.__mro__ }}{% for i in range(99) %}x{% endfor %}"
+    assert hostile in template(TEMPLATE).render([{"role": "user", "content": hostile}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ dict.__base__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ '%s{0.__class__}'.format(messages) }}",
+        "{% set ns = namespace() %}{% set ns.__call__ = messages %}",
+        "{{ namespace(__class__=1) }}",
+    ],
+)
+def test_a_template_stays_in_its_sandbox(source):
+    with pytest.raises(ChatTemplateError):
+        template(source + "{{ undefined_name.x }}").render(USER)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "^roles must alternate$"),
+        ("{{ messages[0].content + 1 }}", "cannot render these messages: TypeError"),
+        ("{{ messages[5].content }}", "has no element 5"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% for i in range(9) %}{{ messages[0].content * 20 }}{% endfor %}", "exceed 100 characters"),
+        ("{{ 'x' * 10 ** 9 }}", "exceeds 100 characters"),
+        ("{{ 10 ** 10 ** 9 }}", "too large"),
+        ("{% for i in range(999999999) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_a_failing_or_runaway_template_is_a_clear_refusal(source, message):
+    with pytest.raises(ChatTemplateError, match=message):
+        template(source, max_characters=100).render(USER)
+
+
+def test_a_slow_template_is_ended_at_its_time():
+    loop = "{% for i in range(99999) %}"
+    endless = loop + loop + "{{ i }}" + "{% endfor %}" * 2
+    with pytest.raises(ChatTemplateError, match=r"longer than 0\.05 s"):
+        template(endless, max_seconds=0.05).render(USER)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"), [([], "is empty"), (["x"], r"messages\[0\]: must be an object")]
+)
+def test_messages_of_the_wrong_shape_are_refused(messages, message):
+    with pytest.raises(ChatTemplateError, match=message):
+        template(TEMPLATE).render(messages)
+
+
+def test_a_model_without_template_says_to_use_completions(tmp_path):
+    chat = ChatTemplate.load(write_model(tmp_path, byte_level()), NAMES)
+    assert not chat.exists
+    with pytest.raises(NoChatTemplateError, match="/v1/completions"):
+        chat.render(USER)
+
+
+def test_the_template_file_wins_over_the_config_and_tools_choose_their_own(tmp_path):
+    folder = write_model(tmp_path, byte_level(), chat_template=TEMPLATE)
+    assert ChatTemplate.load(folder, NAMES).render(USER) == "<s><|user|>Hi</s><|assistant|>"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    chat = ChatTemplate.load(write_model(tmp_path, byte_level(), chat_template=named), NAMES)
+    assert (chat.render(USER), chat.render(USER, tools=[{}])) == ("plain", "tools")
+    (folder / "chat_template.jinja").write_text("file")
+    assert ChatTemplate.load(folder, NAMES).render(USER, tools=[{}]) == "file"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{% if %}", "not valid Jinja2"),
+        ([{"name": "x"}], "must be text or a list"),
+        (7, "must be text or a list"),
+    ],
+)
+def test_a_broken_template_is_refused_at_load(tmp_path, value, message):
+    with pytest.raises(TokenizerFilesError, match=message):
+        ChatTemplate.load(write_model(tmp_path, byte_level(), chat_template=value), NAMES)
+
+
+def test_long_conversations_render_the_same_in_a_thread():
+    chat = template(TEMPLATE)
+    messages = USER * 500
+    assert asyncio.run(chat.render_async(messages)) == chat.render(messages)
+    assert asyncio.run(chat.render_async(USER)) == chat.render(USER)
+
+
+def test_extra_variables_reach_the_template():
+    assert template("{{ enable_thinking }}").render(USER, enable_thinking=False) == "False"
+    assert json.loads(template("{{ documents | tojson }}").render(USER, documents=[1])) == [1]

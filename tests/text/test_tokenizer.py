@@ -1,0 +1,184 @@
+"""Loading and encoding, with transformers as the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from appliance.text.tokenizer import LoneSurrogateError, Tokenizer
+from appliance.text.tokenizer_files import TokenizerFilesError
+from tests.text.conftest import byte_fallback, byte_level, write_model
+
+SAMPLE = "<s>Hello 中文 😀<|end|> the lazy dog</s>"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@given(text=st.text(max_size=30) | st.just(SAMPLE), add=st.booleans())
+def test_encoding_equals_transformers(loaded, oracles, kind, text, add):
+    assert loaded[kind].encode_blocking(text, add) == oracles[kind].encode(text, add_special_tokens=add)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": False, "add_eos_token": True},
+        {"bos_token": None},
+        {"bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": True}},
+        {"additional_special_tokens": ["你好"], "pad_token": "</s>"},
+        {"extra_special_tokens": {"image_token": "<|end|>"}},
+    ],
+)
+def test_bos_eos_and_special_tokens_are_those_of_transformers(tmp_path, make, config):
+    folder = write_model(tmp_path, make(), **config)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = Tokenizer.load(folder)
+    for text in ("", "x", SAMPLE):
+        ids = theirs.encode(text)
+        assert ours.encode_blocking(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.adds_bos == (ours.bos_id is not None and theirs.encode("x")[0] == ours.bos_id)
+    assert ours.bos_id == theirs.bos_token_id
+    assert {k: v for k, v in theirs.special_tokens_map.items() if isinstance(v, str)} == ours.special_tokens
+
+
+def test_tokens_that_only_the_config_declares_are_added_at_their_ids(tmp_path):
+    base = byte_level()
+    next_id = base.get_vocab_size()
+    declared = {str(next_id): {"content": "<|tool|>", "special": True, "normalized": False}}
+    ours = Tokenizer.load(write_model(tmp_path, base, added_tokens_decoder=declared))
+    assert ours.token_id("<|tool|>") == next_id
+    assert ours.encode_blocking("<|tool|>", False) == [next_id]
+    assert ours.decode([next_id]) == ""
+    wrong = {str(next_id + 5): declared[str(next_id)]}
+    with pytest.raises(
+        TokenizerFilesError, match=f"id {next_id + 5}, but with tokenizer.json it has {next_id}"
+    ):
+        Tokenizer.load(write_model(tmp_path, base, added_tokens_decoder=wrong))
+
+
+def test_a_special_token_without_an_id_is_left_out(tmp_path):
+    ours = Tokenizer.load(write_model(tmp_path, byte_level(), pad_token="<pad>"))
+    assert ours.token_id("<pad>") is None
+    assert max(ours.encode_blocking("<pad>")) < ours.vocabulary_size
+
+
+def test_the_special_tokens_map_counts_where_the_config_declares_no_tokens(tmp_path):
+    folder = write_model(tmp_path, byte_level())
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    assert Tokenizer.load(folder).eos_ids == (3,)
+
+
+def test_eos_ids_join_the_tokenizers_and_the_generation_configs(tmp_path):
+    folder = write_model(tmp_path, byte_level())
+    assert Tokenizer.load(folder).eos_ids == (2,)
+    (folder / "config.json").write_text('{"eos_token_id": 7}')
+    assert Tokenizer.load(folder).eos_ids == (2, 7)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 2]}')
+    assert Tokenizer.load(folder).eos_ids == (2, 3)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(TokenizerFilesError, match=r"generation_config.json: eos_token_id must be a token id"):
+        Tokenizer.load(folder)
+
+
+def test_padding_and_truncation_in_the_file_do_not_shape_prompts(tmp_path):
+    base = byte_level()
+    base.enable_truncation(4)
+    base.enable_padding(length=8)
+    text = "The quick brown fox jumps"
+    ids = Tokenizer.load(write_model(tmp_path, base)).encode_blocking(text)
+    assert ids == Tokenizer.load(write_model(tmp_path / "plain", byte_level())).encode_blocking(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, r"tokenizer.json: no such file; copy it"),
+        ("tokenizer.json", "{", r"tokenizer.json: not a valid tokenizer file .* copy it again"),
+        ("tokenizer_config.json", "[1", r"tokenizer_config.json: not readable as JSON"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config.json: expected a JSON object, found list"),
+        ("tokenizer_config.json", '{"bos_token": 5}', r"bos_token must be a token .* found 5"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"x": "y"}}',
+            r"has key 'x', expected a token id",
+        ),
+    ],
+)
+def test_broken_files_are_named_with_a_remedy(tmp_path, name, content, message):
+    folder = write_model(tmp_path, byte_level())
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    with pytest.raises(TokenizerFilesError, match=message):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("text", ["ab\ud800", "ab\udfff" + "c" * 2000])
+def test_a_lone_surrogate_is_refused_with_its_position(loaded, text):
+    with pytest.raises(LoneSurrogateError, match="at character 2") as caught:
+        asyncio.run(loaded["byte_level"].encode(text))
+    assert caught.value.position == 2
+
+
+def test_batches_and_threads_give_the_same_ids(loaded):
+    tokenizer = loaded["byte_level"]
+    texts = ["", "short", SAMPLE * 50]
+
+    async def both() -> tuple[list[list[int]], list[list[int]]]:
+        return await tokenizer.encode_batch(texts), [await tokenizer.encode(text) for text in texts]
+
+    batch, single = asyncio.run(both())
+    assert batch == single == [tokenizer.encode_blocking(text) for text in texts]
+
+
+def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
+    text = "The quick brown fox jumps over the lazy dog 中文. " * 40_000
+
+    async def watch() -> tuple[float, int]:
+        encoding = asyncio.ensure_future(loaded["byte_level"].encode(text))
+        stall, last, ticks = 0.0, time.perf_counter(), 0
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            stall, last, ticks = max(stall, now - last), now, ticks + 1
+        assert len(await encoding) > 100_000
+        return stall, ticks
+
+    assert len(text.encode()) > 2_000_000
+    stall, ticks = asyncio.run(watch())
+    assert ticks > 20
+    assert stall < 0.05
+
+
+def test_added_tokens_keep_their_flags(tmp_path):
+    token = AddedToken("<|end|>", rstrip=True, special=True, normalized=False)
+    declared = {"3": {"content": "<|end|>", "rstrip": True, "special": True, "normalized": False}}
+    base = byte_level()
+    base.add_special_tokens([token])
+    folder = write_model(tmp_path, base, added_tokens_decoder=declared, eos_token="<|end|>")
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert Tokenizer.load(folder).encode_blocking("a<|end|>  b") == theirs.encode("a<|end|>  b")
+
+
+def test_the_package_loads_neither_torch_nor_transformers_nor_a_web_framework():
+    code = (
+        "import sys, appliance.text.tokenizer, appliance.text.chat_template, appliance.text.stream;"
+        "print([m for m in ('torch', 'transformers', 'fastapi', 'numpy') if m in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.strip() == "[]"
