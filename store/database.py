@@ -1,0 +1,233 @@
+"""Opening and closing SQLite files: one writer at a time, any number of readers.
+
+SQLite up to 3.51.2 can corrupt a WAL file when two connections write or checkpoint at once, so exactly one
+connection may do either: the writer's, guarded by a lock file across processes. Readers open `mode=ro`, which
+can do neither. Memory-mapped reads stay off: a truncated file would kill the process instead of raising an
+error.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+from store.errors import (
+    DatabaseInUseError,
+    MissingDatabaseError,
+    NotWritableError,
+    SchemaVersionError,
+    StorageFaultError,
+    explain,
+    primary_code,
+)
+from store.migrations import Schema, check_not_newer, migrate, schema_version
+
+log = logging.getLogger(__name__)
+
+Synchronous = Literal["FULL", "NORMAL"]
+
+_BUSY_TIMEOUT_S = 5.0
+_JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
+_LEAVE_WAL_TIMEOUT_S = 2.0
+
+
+class WritableDatabase:
+    """The one writing connection to a database. Use it, and close it, on the thread that opened it.
+
+    `synchronous="FULL"` puts every commit on the disk; `"NORMAL"` survives the death of the process at any
+    moment, and loses at most the commits since the last checkpoint when the machine loses power.
+    """
+
+    def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
+        """Open or create the file and bring it up to `schema`.
+
+        Raises a `StoreError`: `StorageFaultError` where trying again later can help, another one where it
+        cannot.
+        """
+        self.path = path
+        _check_writable(path)
+        self._lock = _lock(path)
+        try:
+            self.connection = _open_writer(path, schema, synchronous)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        """Checkpoint, leave WAL mode and close, so that the file alone is complete and readable by anyone who
+        may read it.
+
+        Leaving WAL mode needs the file for oneself. If a reader keeps it open, the file stays in WAL mode,
+        which is logged and harmless: the next start carries on from there.
+        """
+        try:
+            self._leave_wal()
+        except sqlite3.Error as error:
+            log.warning("%s stays in WAL mode (%s): keep its -wal file beside it", self.path, error)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the connection as it is, without a checkpoint: for a disk that no longer does what it is
+        asked."""
+        try:
+            self.connection.close()
+        except sqlite3.Error as error:
+            log.warning("closing %s: %s", self.path, error)
+        finally:
+            os.close(self._lock)
+
+    def _leave_wal(self) -> None:
+        self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        # The busy timeout does not cover this switch, and short reads come and go: try until they leave a
+        # gap.
+        deadline = time.monotonic() + _LEAVE_WAL_TIMEOUT_S
+        while True:
+            try:
+                self.connection.execute("PRAGMA journal_mode=DELETE").fetchone()
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.02)
+
+
+def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connection:
+    """A connection that can only read, to a file that may or may not be in use. The caller closes it, soon:
+    an open reader keeps the writer from leaving WAL mode when the service stops.
+
+    With `schema`, a file of another schema version is refused. Raises a `StoreError`.
+    """
+    if not path.exists():
+        raise MissingDatabaseError(
+            f"{path} does not exist: start the service once to make it, or name its state directory"
+        )
+    try:
+        connection = _open_and_touch(path, "mode=ro")
+    except sqlite3.Error as error:
+        # A WAL file whose -wal and -shm are gone (a copy, say), in a folder where this process cannot make
+        # new ones. Nobody can be writing it then, and it is complete: read it as it lies.
+        wal = path.with_name(path.name + "-wal")
+        stopped = not wal.exists() or wal.stat().st_size == 0
+        if primary_code(error) not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY) or not stopped:
+            raise explain(path, error) from error
+        try:
+            connection = _open_and_touch(path, "immutable=1")
+        except sqlite3.Error as second:
+            raise explain(path, second) from second
+    if schema is not None:
+        try:
+            check_not_newer(connection, path, schema)
+            if schema_version(connection) < len(schema.migrations):
+                raise SchemaVersionError(
+                    f"{path} has schema version {schema_version(connection)}, this version reads "
+                    f"{len(schema.migrations)}: start the service once, it brings the file up to date"
+                )
+        except SchemaVersionError:
+            connection.close()
+            raise
+    return connection
+
+
+def integrity_problems(path: Path) -> list[str]:
+    """What SQLite's full check finds wrong with the file, in its words; empty if nothing. Reads the whole
+    file."""
+    connection = open_readonly(path)
+    try:
+        found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]
+    except sqlite3.Error as error:
+        return [str(error)]
+    finally:
+        connection.close()
+    return [] if found == ["ok"] else found
+
+
+def _open_writer(path: Path, schema: Schema, synchronous: Synchronous) -> sqlite3.Connection:
+    connection: sqlite3.Connection | None = None
+    try:
+        # isolation_level=None: transactions begin where this package says BEGIN, nowhere else.
+        connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        check_not_newer(connection, path, schema)
+        connection.execute("PRAGMA mmap_size=0")
+        connection.execute("PRAGMA foreign_keys=ON")
+        # Only before the first table, and entering WAL mode writes the first page: this line comes first.
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        if mode != "wal":
+            raise NotWritableError(
+                f"{path}: its file system offers journal mode {mode!r} only, not 'wal': "
+                f"put the state directory on a local disk"
+            )
+        connection.execute(f"PRAGMA synchronous={synchronous}")
+        connection.execute(f"PRAGMA journal_size_limit={_JOURNAL_SIZE_LIMIT_BYTES}")
+        migrate(connection, path, schema)
+        return connection
+    except BaseException as error:
+        if connection is not None:
+            connection.close()
+        if isinstance(error, sqlite3.Error):
+            raise explain(path, error) from error
+        raise
+
+
+def _open_and_touch(path: Path, how: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True, timeout=_BUSY_TIMEOUT_S)
+    try:
+        connection.execute("PRAGMA mmap_size=0")
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_writable(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise MissingDatabaseError(
+            f"{path}: the folder {path.parent} does not exist: create it for the service's user"
+        )
+    for place in (path.parent, path):
+        if place.exists() and not os.access(place, os.W_OK, effective_ids=True):
+            raise NotWritableError(
+                f"{place} cannot be written by uid {os.geteuid()}: give it to the service's user "
+                f"or name another state directory"
+            )
+
+
+def _lock(path: Path) -> int:
+    """Take the writer's lock; return its file descriptor, which holds it until closed or the process is gone.
+
+    A file of its own: opening and closing the database itself would drop SQLite's own POSIX locks on it.
+    """
+    lock_path = path.with_name(path.name + "-lock")
+    try:
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise StorageFaultError(
+                f"{lock_path} cannot be made now ({error.strerror}): free some space"
+            ) from error
+        raise NotWritableError(
+            f"{lock_path} cannot be opened ({error.strerror}): check its owner and mode"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise DatabaseInUseError(
+            f"{path} is being written by process {holder}: ask that service for the change, or stop it first"
+        ) from error
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except OSError:
+        pass  # The process id is a courtesy to whoever meets the lock; a full disk must not cost us the lock.
+    return descriptor

@@ -1,0 +1,151 @@
+"""The tables, indexes and views of both databases. `docs/store.md` explains each column.
+
+A migration that has been released never changes; append another one.
+"""
+
+from __future__ import annotations
+
+from store.migrations import Migration, Schema
+
+# Times are unix seconds; a request is open while finished_at is null.
+# sequence is the order of the last change: readers that follow the log ask for what is above the last they
+# saw.
+_REQUESTS = (
+    """
+CREATE TABLE requests (
+    request_id TEXT PRIMARY KEY NOT NULL,
+    created_at REAL NOT NULL,
+    finished_at REAL,
+    tenant TEXT,
+    key_id TEXT,
+    peer TEXT,
+    endpoint TEXT NOT NULL,
+    model TEXT,
+    version TEXT,
+    class TEXT NOT NULL,
+    stream INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL,
+    generated_tokens INTEGER NOT NULL,
+    billed_tokens INTEGER NOT NULL,
+    queue_ms REAL,
+    ttft_ms REAL,
+    itl_ms REAL,
+    e2e_ms REAL,
+    finish_reason TEXT,
+    status INTEGER,
+    error TEXT,
+    batch_size_at_start INTEGER,
+    replica TEXT,
+    devices TEXT,
+    preemptions INTEGER NOT NULL,
+    resubmissions INTEGER NOT NULL,
+    sequence INTEGER NOT NULL,
+    state TEXT GENERATED ALWAYS AS (CASE WHEN finished_at IS NULL THEN 'open' ELSE 'ended' END) VIRTUAL,
+    double_ends INTEGER NOT NULL DEFAULT 0
+)
+""",
+    "CREATE UNIQUE INDEX requests_sequence ON requests (sequence)",
+    "CREATE INDEX requests_created_at ON requests (created_at)",
+    "CREATE INDEX requests_tenant ON requests (tenant, created_at)",
+    "CREATE INDEX requests_model ON requests (model, created_at)",
+    # Small or empty at all times: what a start after a crash seals, and what should never be.
+    "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
+    "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
+    """
+CREATE VIEW request_summary AS
+SELECT
+    request_id,
+    strftime('%Y-%m-%d %H:%M:%f', created_at, 'unixepoch') AS created_utc,
+    strftime('%Y-%m-%d %H:%M:%f', finished_at, 'unixepoch') AS finished_utc,
+    state, tenant, key_id, peer, endpoint, model, version, class, status, finish_reason,
+    prompt_tokens, cached_tokens, generated_tokens, billed_tokens,
+    round(queue_ms, 1) AS queue_ms,
+    round(ttft_ms, 1) AS ttft_ms,
+    round(itl_ms, 2) AS itl_ms,
+    round(e2e_ms, 1) AS e2e_ms,
+    replica, devices, error
+FROM requests
+""",
+    """
+CREATE VIEW tenant_daily_usage AS
+SELECT
+    date(created_at, 'unixepoch') AS day_utc,
+    tenant, model,
+    count(*) AS requests,
+    sum(status >= 400) AS failed_requests,
+    sum(prompt_tokens) AS prompt_tokens,
+    sum(cached_tokens) AS cached_tokens,
+    sum(generated_tokens) AS generated_tokens,
+    sum(billed_tokens) AS billed_tokens,
+    round(avg(queue_ms), 1) AS mean_queue_ms,
+    round(avg(ttft_ms), 1) AS mean_ttft_ms,
+    round(avg(e2e_ms), 1) AS mean_e2e_ms
+FROM requests
+WHERE finished_at IS NOT NULL
+GROUP BY day_utc, tenant, model
+""",
+    """
+CREATE VIEW failed_requests AS
+SELECT
+    request_id,
+    strftime('%Y-%m-%d %H:%M:%f', created_at, 'unixepoch') AS created_utc,
+    tenant, key_id, peer, endpoint, model, replica, status, finish_reason, error,
+    generated_tokens,
+    round(e2e_ms, 1) AS e2e_ms
+FROM requests
+WHERE finished_at IS NOT NULL AND (status >= 400 OR error IS NOT NULL)
+""",
+)
+
+# The key itself is nowhere: only its SHA-256, and its first characters for people to recognise it by.
+_KEYS = (
+    """
+CREATE TABLE keys (
+    id TEXT PRIMARY KEY NOT NULL,
+    name TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    prefix TEXT NOT NULL,
+    sha256 TEXT NOT NULL UNIQUE,
+    created_at REAL NOT NULL,
+    expires_at REAL,
+    revoked_at REAL
+)
+""",
+    """
+CREATE VIEW key_list AS
+SELECT
+    id, name, tenant, prefix,
+    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
+    strftime('%Y-%m-%d %H:%M:%S', expires_at, 'unixepoch') AS expires_utc,
+    strftime('%Y-%m-%d %H:%M:%S', revoked_at, 'unixepoch') AS revoked_utc
+FROM keys
+""",
+)
+
+# AUTOINCREMENT keeps the highest seq ever given in sqlite_sequence: rows cut off the end leave a trace there.
+_AUDIT = (
+    """
+CREATE TABLE audit (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    at TEXT NOT NULL,
+    actor TEXT NOT NULL,
+    action TEXT NOT NULL,
+    params TEXT NOT NULL,
+    result TEXT NOT NULL,
+    previous_hash TEXT NOT NULL,
+    hash TEXT NOT NULL
+)
+""",
+    """
+CREATE TRIGGER audit_rows_do_not_change BEFORE UPDATE ON audit
+BEGIN SELECT RAISE(ABORT, 'audit rows are never changed'); END
+""",
+    """
+CREATE TRIGGER audit_rows_do_not_go BEFORE DELETE ON audit
+BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
+""",
+)
+
+HISTORY = Schema("history", (Migration("requests", _REQUESTS),))
+CONTROL = Schema("control", (Migration("keys", _KEYS), Migration("audit", _AUDIT)))

@@ -1,0 +1,411 @@
+"""The one thread that writes a database.
+
+Operations are functions of the connection and run in the order in which they were handed over. There are two
+ways in:
+
+- `submit` never blocks and never fails for the caller: operations share commits (at most 200 ms and 500
+  operations apart) and wait in memory, bounded, while the disk refuses them. This is how serving outlives a
+  full disk.
+- `call` gives a future: one transaction of its own, tried once; when the future has its result, it is
+  committed.
+
+An operation may run again after a rollback, so it must have no effect but on the connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from store.database import Synchronous, WritableDatabase
+from store.errors import StorageFaultError, StoreError, WriterClosedError, explain, primary_code
+from store.migrations import Schema
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Operation = Callable[[sqlite3.Connection], T]
+
+_FIRST_RETRY_S = 0.2
+_LAST_RETRY_S = 2.0
+
+# Errors of the operation itself: the same again at every attempt. All others are the disk's or a lock's.
+_OWN_FAULTS = frozenset(
+    {
+        sqlite3.SQLITE_ERROR,
+        sqlite3.SQLITE_CONSTRAINT,
+        sqlite3.SQLITE_MISMATCH,
+        sqlite3.SQLITE_MISUSE,
+        sqlite3.SQLITE_RANGE,
+        sqlite3.SQLITE_TOOBIG,
+    }
+)
+# Faults after which the same connection simply works again once their cause is gone.
+_KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
+
+
+class WriterState(NamedTuple):
+    """How the writer is doing, for metrics, alerts and `doctor`."""
+
+    lag_rows: int
+    """Operations that wait for their commit."""
+    lag_ms: float
+    """Age of the oldest of them; up to the commit interval is normal."""
+    last_error: str | None
+    """Why the latest attempt failed; None once the database takes writes again."""
+    failing_s: float
+    """For how long the database has refused writes; 0 when it does not."""
+    committed_rows: int
+    dropped_rows: int
+    """Lost because the spool was full, or still waiting when the writer closed."""
+    rejected_rows: int
+    """Lost because the database cannot hold them at all (a programming error, logged each time)."""
+
+
+class _Item(NamedTuple):
+    operation: Operation[Any]
+    submitted_at: float  # time.monotonic()
+    future: Future[Any] | None  # there for those who wait: makes the commit urgent
+    once: bool  # alone in its transaction, and its failure goes to the future instead of being retried
+    after_commit: Callable[[Any], None] | None
+
+
+class Writer:
+    """Owns the writing connection to the database at `path`, on a thread of its own from `start()` to
+    `close()`.
+
+    All methods may be called from any thread. `submit` holds a lock for microseconds: safe on an event loop.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        schema: Schema,
+        *,
+        synchronous: Synchronous,
+        commit_interval_ms: float = 200.0,
+        batch_rows: int = 500,
+        spool_rows: int = 50_000,
+    ) -> None:
+        """`spool_rows` bounds the operations in memory; at about 1 KB each the default holds 50 MB."""
+        for name, value in (
+            ("commit_interval_ms", commit_interval_ms),
+            ("batch_rows", batch_rows),
+            ("spool_rows", spool_rows),
+        ):
+            if value <= 0:
+                raise ValueError(f"{name} is {value}, and must be above 0")
+        self.path = path
+        self._schema = schema
+        self._synchronous = synchronous
+        self._interval_s = commit_interval_ms / 1000
+        self._batch_rows = batch_rows
+        self._spool_rows = spool_rows
+        self._thread = threading.Thread(target=self._run, name=f"write {path.name}", daemon=True)
+        self._opened: Future[None] = Future()
+        self._database: WritableDatabase | None = None  # the writer thread's alone
+
+        # Everything below is guarded by the condition's lock.
+        self._condition = threading.Condition()
+        self._queue: deque[_Item] = deque()
+        self._urgent = 0  # items with a future
+        self._close_by: float | None = None
+        self._last_error: str | None = None
+        self._failing_since: float | None = None
+        self._retry_at = 0.0
+        self._retry_s = _FIRST_RETRY_S
+        self._committed_rows = 0
+        self._dropped_rows = 0
+        self._rejected_rows = 0
+
+    # ── any thread ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Open the database (creating or migrating it) and begin to write.
+
+        Raises a `StoreError` for what only a person can mend. A full or failing disk is not that: the writer
+        starts, spools, says so in `state()` and the log, and opens the database when it can.
+        """
+        self._thread.start()
+        self._opened.result()
+
+    def submit(self, operation: Operation[object]) -> bool:
+        """Hand over an operation to be committed soon. False if it had to be dropped (spool full, or
+        closed)."""
+        return self._enqueue(_Item(operation, time.monotonic(), None, False, None))
+
+    def call(self, operation: Operation[T], after_commit: Callable[[T], None] | None = None) -> Future[T]:
+        """Run `operation` in a transaction of its own; the future resolves after the commit, with what it
+        returned.
+
+        Whatever it raises rolls the transaction back and becomes the future's exception; the disk's faults
+        come as a `StoreError`. `after_commit` runs on the writer thread before the future resolves.
+        """
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        self._enqueue(_Item(operation, time.monotonic(), future, True, after_commit))
+        return future
+
+    def submit_for_result(self, operation: Operation[T]) -> Future[T]:
+        """Like `submit` (shared commit, retried while the disk refuses), but now, and with a future for the
+        result."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        self._enqueue(_Item(operation, time.monotonic(), future, False, None))
+        return future
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything handed over before is committed. False if it was not within `timeout_s`."""
+        try:
+            self.submit_for_result(_nothing).result(timeout_s)
+        except (TimeoutError, StoreError):
+            return False
+        return True
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Commit what waits, leave the file complete and readable without write rights, and end the thread.
+
+        What the disk still refuses after `timeout_s` is lost, counted and logged. A second call does nothing.
+        """
+        with self._condition:
+            if self._close_by is None:
+                self._close_by = time.monotonic() + timeout_s
+            self._condition.notify_all()
+        if self._thread.ident is not None:
+            # Beyond the time for the last commits: a checkpoint and the wait for readers to let go.
+            self._thread.join(timeout_s + 10.0)
+            if self._thread.is_alive():
+                log.error(
+                    "%s: the disk did not answer within %.0f s; left as it is", self.path, timeout_s + 10.0
+                )
+
+    def state(self) -> WriterState:
+        """The writer's figures at this moment."""
+        with self._condition:
+            now = time.monotonic()
+            return WriterState(
+                lag_rows=len(self._queue),
+                lag_ms=(now - self._queue[0].submitted_at) * 1000 if self._queue else 0.0,
+                last_error=self._last_error,
+                failing_s=0.0 if self._failing_since is None else now - self._failing_since,
+                committed_rows=self._committed_rows,
+                dropped_rows=self._dropped_rows,
+                rejected_rows=self._rejected_rows,
+            )
+
+    def _enqueue(self, item: _Item) -> bool:
+        with self._condition:
+            closed = self._close_by is not None
+            if not closed and len(self._queue) < self._spool_rows:
+                self._queue.append(item)
+                if item.future is not None:
+                    self._urgent += 1
+                # The thread sleeps until the first item's commit is due: wake it for nothing else.
+                if item.future is not None or len(self._queue) in (1, self._batch_rows):
+                    self._condition.notify()
+                return True
+            self._dropped_rows += 1
+            dropped = self._dropped_rows
+        why = "is closed" if closed else f"is full ({self._spool_rows} rows wait; {self._last_error})"
+        if item.future is not None:
+            error = WriterClosedError if closed else StorageFaultError
+            item.future.set_exception(error(f"{self.path}: the writer {why}; the change was not made"))
+        if dropped == 1 or dropped % 1000 == 0:
+            log.error("%s: the writer %s; %d rows lost so far", self.path, why, dropped)
+        return False
+
+    # ── the writer thread ───────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            self._open()
+        except StorageFaultError as error:
+            self._note_failure(str(error))
+        except BaseException as error:
+            self._opened.set_exception(error)
+            self._give_up_the_rest()
+            return
+        self._opened.set_result(None)
+        while (batch := self._wait_for_batch()) is not None:
+            self._write(batch)
+        self._give_up_the_rest()
+        if self._database is not None:
+            self._database.close()
+
+    def _wait_for_batch(self) -> list[_Item] | None:
+        """The operations to commit now, oldest first; none of them when only the database is to be opened
+        again. None when it is time to end."""
+        with self._condition:
+            while True:
+                now = time.monotonic()
+                if self._close_by is not None and (not self._queue or now >= self._close_by):
+                    return None
+                due = self._due()
+                if due is not None and now >= due:
+                    return self._next_batch()
+                # While closing, time also runs out for what the disk refuses.
+                ends = [moment for moment in (due, self._close_by) if moment is not None]
+                self._condition.wait(min(ends) - now if ends else None)
+
+    def _due(self) -> float | None:
+        if self._failing_since is not None and (self._queue or self._database is None):
+            return self._retry_at
+        if not self._queue:
+            return None
+        if self._urgent or self._close_by is not None or len(self._queue) >= self._batch_rows:
+            return 0.0
+        return self._queue[0].submitted_at + self._interval_s
+
+    def _next_batch(self) -> list[_Item]:
+        batch: list[_Item] = []
+        for item in islice(self._queue, self._batch_rows):
+            if item.once:
+                return batch or [item]
+            batch.append(item)
+        return batch
+
+    def _write(self, batch: list[_Item]) -> None:
+        try:
+            database = self._open()
+        except StoreError as error:
+            self._note_failure(str(error))
+            if batch and batch[0].once:
+                self._fail(batch[0], error)
+            return
+        try:
+            self._commit(database, batch)
+        except Exception as error:
+            if batch[0].once:
+                self._fail(batch[0], error if _is_own_fault(error) else self._explained(error))
+            elif _is_own_fault(error):
+                self._write_one_by_one(database, batch)
+            else:
+                self._note_failure(str(self._explained(error)))
+
+    def _write_one_by_one(self, database: WritableDatabase, batch: list[_Item]) -> None:
+        # One of them cannot be written, ever. Find it, so that it does not hold up the others.
+        for item in batch:
+            try:
+                self._commit(database, [item])
+            except Exception as error:
+                if not _is_own_fault(error):
+                    self._note_failure(str(self._explained(error)))
+                    return
+                log.error("%s: a row cannot be written and is lost: %r", self.path, error)
+                self._fail(item, error)
+
+    def _open(self) -> WritableDatabase:
+        if self._database is None:
+            self._database = WritableDatabase(self.path, self._schema, self._synchronous)
+            self._note_success([])
+        return self._database
+
+    def _commit(self, database: WritableDatabase, batch: list[_Item]) -> None:
+        if not batch:
+            return
+        connection = database.connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            results = [item.operation(connection) for item in batch]
+            connection.execute("COMMIT")
+        except BaseException as error:
+            self._roll_back(database, error)
+            raise
+        self._note_success(batch)
+        for item, result in zip(batch, results, strict=True):
+            if item.after_commit is not None:
+                item.after_commit(result)
+            if item.future is not None:
+                item.future.set_result(result)
+
+    def _roll_back(self, database: WritableDatabase, error: BaseException) -> None:
+        keep = _is_own_fault(error) or (
+            isinstance(error, sqlite3.Error) and primary_code(error) in _KEEP_CONNECTION
+        )
+        try:
+            # SQLite rolls back by itself on some errors; rollback() is nothing then.
+            database.connection.rollback()
+        except sqlite3.Error:
+            keep = False
+        if not keep:
+            database.abandon()
+            self._database = None
+
+    def _explained(self, error: Exception) -> Exception:
+        return explain(self.path, error) if isinstance(error, sqlite3.Error) else error
+
+    def _pop(self, count: int) -> None:
+        for _ in range(count):
+            if self._queue.popleft().future is not None:
+                self._urgent -= 1
+
+    def _fail(self, item: _Item, error: Exception) -> None:
+        """Take the oldest item out of the queue, unwritten."""
+        with self._condition:
+            self._pop(1)
+            if not item.once:
+                self._rejected_rows += 1
+        if item.future is not None:
+            item.future.set_exception(error)
+
+    def _note_success(self, batch: list[_Item]) -> None:
+        with self._condition:
+            self._pop(len(batch))
+            self._committed_rows += sum(item.operation is not _nothing for item in batch)
+            failing_since, self._failing_since, self._last_error = self._failing_since, None, None
+            self._retry_s = _FIRST_RETRY_S
+            waiting = len(self._queue)
+        if failing_since is not None:
+            seconds = time.monotonic() - failing_since
+            log.warning(
+                "%s takes writes again after %.1f s; %d rows to catch up", self.path, seconds, waiting
+            )
+
+    def _note_failure(self, message: str) -> None:
+        with self._condition:
+            news = message != self._last_error
+            self._last_error = message
+            now = time.monotonic()
+            if self._failing_since is None:
+                self._failing_since = now
+            self._retry_at = now + self._retry_s
+            self._retry_s = min(self._retry_s * 2, _LAST_RETRY_S)
+            waiting = len(self._queue)
+        if news:
+            log.error("%s; %d rows wait in memory, trying again", message, waiting)
+
+    def _give_up_the_rest(self) -> None:
+        with self._condition:
+            if self._close_by is None:
+                self._close_by = time.monotonic()  # opening failed: nobody will serve the queue
+            rest = list(self._queue)
+            self._pop(len(rest))
+            self._dropped_rows += len(rest)
+            why = self._last_error or "the writer closed"
+        if rest:
+            log.error("%s: %d rows lost (%s)", self.path, len(rest), why)
+        for item in rest:
+            if item.future is not None:
+                item.future.set_exception(
+                    WriterClosedError(f"{self.path}: not written before the writer closed ({why})")
+                )
+
+
+def _nothing(connection: sqlite3.Connection) -> None:
+    """What `flush` waits for: an operation that only has a place in the order."""
+
+
+def _is_own_fault(error: BaseException) -> bool:
+    """Whether an operation raised this by what it is, so that it would again."""
+    if not isinstance(error, sqlite3.Error):
+        return True
+    # ProgrammingError and InterfaceError of the Python module itself carry no SQLite code.
+    return primary_code(error) in _OWN_FAULTS or primary_code(error) == 0

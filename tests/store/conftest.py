@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from store.requests import RequestLog, RequestReader, RequestRow
+from store.schemas import HISTORY
+from store.writer import Writer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class History:
+    """An open request log in a folder of its own, with everything that a test wants to reach."""
+
+    def __init__(self, folder: Path, **writer_options: float) -> None:
+        self.path = folder / "history.db"
+        self.writer = Writer(self.path, HISTORY, synchronous="NORMAL", **writer_options)  # type: ignore[arg-type]
+        self.writer.start()
+        self.log = RequestLog(self.writer)
+        self.reader = RequestReader(self.path)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Iterator[History]:
+    opened = History(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def open_history() -> Iterator[Callable[..., History]]:
+    opened: list[History] = []
+
+    def make(folder: Path, **writer_options: float) -> History:
+        opened.append(History(folder, **writer_options))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.writer.close(timeout_s=0.1)
+
+
+@pytest.fixture
+def request_row() -> Callable[..., RequestRow]:
+    def make(request_id: str = "req-1", **fields: object) -> RequestRow:
+        known: dict[str, object] = {"created_at": 1_000_000.0, "endpoint": "/v1/completions", **fields}
+        return RequestRow(request_id=request_id, **known)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    def wait(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true"
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """A folder that other users can enter, unlike pytest's."""
+    folder = Path(tempfile.mkdtemp(prefix="store-"))
+    folder.chmod(0o755)
+    yield folder
+    folder.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def run_unprivileged() -> Callable[..., str]:
+    """Runs Python source as a user without write rights to anything of root's; returns what it printed."""
+
+    def run(source: str, *arguments: object) -> str:
+        # Imports come first: the interpreter's own files may be closed to the other user.
+        prelude = "import os, sqlite3, sys; from pathlib import Path; import store.database, store.requests\n"
+        if os.geteuid() == 0:
+            prelude += "os.setgroups([]); os.setegid(65534); os.seteuid(65534)\n"
+        done = subprocess.run(
+            [sys.executable, "-c", prelude + source, *map(str, arguments)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return run
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", mounted], capture_output=True
+    ).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield mounted
+    finally:
+        subprocess.run(["umount", "--lazy", mounted], check=True)
