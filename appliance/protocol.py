@@ -1,0 +1,225 @@
+"""The admin API's types: what `admin.sock` says to the CLI and the console. JSON on the wire."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class FrontStatus(msgspec.Struct, kw_only=True):
+    """One front process."""
+
+    name: str
+    state: str
+    """"starting", "ready", "restarting", "stopping" or "stopped"."""
+    detail: str = ""
+    """The state in words, e.g. "restarting in 2 s"."""
+    pid: int | None = None
+    connections: int = 0
+    streams: int = 0
+    requests: int = 0
+    tokens: int = 0
+    """Streamed since the front started."""
+    unauthenticated: int = 0
+    """Requests refused for want of a valid identity since the front started."""
+    cpu_seconds: float = 0.0
+    cpu_us_per_token: float | None = None
+    restarts: int = 0
+    last_error: str = ""
+
+
+class ReplicaStatus(msgspec.Struct, kw_only=True):
+    """One running copy of a model."""
+
+    name: str
+    state: str
+    """"starting", "loading", "ready", "restarting", "failed" or "stopped"."""
+    detail: str = ""
+    """The state in words, e.g. "loading weights 43%"."""
+    fraction: float | None = None
+    """How far loading is, 0 to 1."""
+    pids: list[int] = []
+    """By rank."""
+    devices: list[str] = []
+    """By rank."""
+    backend: str = ""
+    dtype: str = ""
+    kv_dtype: str = ""
+    tensor_parallel_size: int = 1
+    parameters: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    predicted_bytes: int = 0
+    used_bytes: int = 0
+    load_seconds: float = 0.0
+    max_rows: int = 0
+    step_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    """Sequences that the replica holds but does not run yet."""
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    credit_rows: int = 0
+    """Available now."""
+    credit_tokens: int = 0
+    steps: int = 0
+    step_ms: float = 0.0
+    idle_us: float = 0.0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    last_report_s: float | None = None
+    """Seconds since the last sign of life."""
+    restarts: int = 0
+    last_error: str = ""
+
+
+class ModelStatus(msgspec.Struct, kw_only=True):
+    """A model that apps may name."""
+
+    name: str
+    folder: str
+    version: str
+    """A fingerprint of the folder's files."""
+    created: int
+    """Unix seconds."""
+    state: str
+    """"ready" (a replica answers), "loading", "restarting" or "failed"."""
+    detail: str = ""
+    max_model_len: int = 0
+    queued: int = 0
+    replicas: list[ReplicaStatus] = []
+
+
+class QueueStatus(msgspec.Struct, kw_only=True):
+    """Requests in the house."""
+
+    waiting: int
+    """For their turn."""
+    running: int
+    """Handed to a replica and not ended."""
+    oldest_wait_s: float
+    limit: int
+    timeout_s: float
+    admitted: int
+    """Since the start."""
+    refused: int
+    """By the core, since the start."""
+    ended: int
+    """Rows ended, since the start."""
+
+
+class DatabaseStatus(msgspec.Struct, kw_only=True):
+    """One of the databases and its writer."""
+
+    path: str
+    lag_rows: int
+    lag_ms: float
+    failing_s: float
+    last_error: str | None
+    committed_rows: int
+    dropped_rows: int
+    rejected_rows: int
+
+
+class SocketStatus(msgspec.Struct, kw_only=True):
+    """A listening socket."""
+
+    name: str
+    """"api", "tcp" or "admin"."""
+    address: str
+    state: str
+    """"accepting", "waiting" (no front is ready; connections wait in the backlog) or "closed"."""
+    accepted: int = 0
+
+
+class Problem(msgspec.Struct, kw_only=True):
+    """Something that went wrong, most recent first in `Status.problems`."""
+
+    at: float
+    """Unix seconds, of the last time."""
+    where: str
+    """A front, replica, database or socket."""
+    what: str
+    count: int = 1
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """What the service is and does."""
+
+    version: str
+    pid: int
+    uid: int
+    python: str
+    sqlite: str
+    started_at: float
+    """Unix seconds."""
+    uptime_s: float
+    state: str
+    """"starting", "ready", "degraded" (something does not answer) or "draining"."""
+    reason: str = ""
+    """Why it is not ready."""
+    config_file: str
+    run_dir: str
+    state_dir: str
+    sockets: list[SocketStatus]
+    fronts: list[FrontStatus]
+    models: list[ModelStatus]
+    queue: QueueStatus
+    databases: list[DatabaseStatus]
+    problems: list[Problem]
+
+
+class InFlight(msgspec.Struct, kw_only=True):
+    """A request that has not ended."""
+
+    request_id: str
+    state: str
+    """"queued", "running", "lost" (its replica died; the front will ask again) or "ending"."""
+    model: str
+    tenant: str
+    key_id: str
+    peer: str
+    front: str
+    replica: str
+    attempt: int
+    age_s: float
+    prompt_tokens: int
+    max_tokens: int
+
+
+class Key(msgspec.Struct, kw_only=True):
+    """A bearer key, without its secret."""
+
+    id: str
+    name: str
+    tenant: str
+    prefix: str
+    """Its first characters, to recognise it by."""
+    created_at: float
+    """Unix seconds, like the next two."""
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+
+class NewKey(msgspec.Struct, kw_only=True):
+    """A key just made: the only time its secret is shown."""
+
+    id: str
+    key: str
+    name: str
+    tenant: str
+    expires_at: float | None = None
+
+
+class Done(msgspec.Struct, kw_only=True):
+    """An action that has nothing else to say."""
+
+    message: str
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """What an admin call says when it fails."""
+
+    message: str
