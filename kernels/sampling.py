@@ -1,0 +1,196 @@
+"""Sampling operations in plain torch: noise, masks and penalties over rows of logits.
+
+Every function works on rows independently: a row's result never depends on which other rows are beside it.
+The `_` at the end of a name means that the first argument is changed in place, as torch has it.
+
+Noise
+-----
+Gumbel-max (Gumbel 1954; Maddison et al. 2014): argmax over `logit / temperature + g`, with g independent
+standard Gumbel noise, is a draw from the softmax. The noise is *counter-based*: a pure function of (seed,
+sample, position, token id), so a draw does not depend on the batch, on the shard of the vocabulary that a
+rank holds, or on what was drawn before, and repeats after a preemption or on another replica.
+
+    base  = splitmix64(splitmix64(seed) + sample)                    once a sequence, `noise_base`
+    key   = splitmix64(base + position · 0x9E3779B97F4A7C15)         once a row and step, `noise_keys`
+    t     = fmix32(token id)                                         once a process, `token_hashes`
+    h     = fmix32((t xor low(key)) · (high(key) | 1))  mod 2^31     for each row and token
+    g     = −ln(−ln(1 − (h + ½) / 2^31))
+
+splitmix64 is the finalizer of Steele, Lea & Flood (2014), fmix32 the one of MurmurHash3; both are bijective.
+The integers are the same everywhere; g is computed in float32, where a device's `log` may differ in the last
+place. h is small where g is large, so the upper tail keeps the full precision of float32 (up to g = 22).
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them gains nothing and overflows in the end."""
+
+
+def _signed64(value: int) -> int:
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _splitmix64(value: int) -> int:
+    value = (value + _GOLDEN) & _MASK64
+    value = ((value ^ (value >> 30)) * _MIX1) & _MASK64
+    value = ((value ^ (value >> 27)) * _MIX2) & _MASK64
+    return value ^ (value >> 31)
+
+
+def noise_base(seed: int, sample: int) -> int:
+    """The constant part of a sequence's noise key, as a signed 64-bit integer; see the module's text."""
+    return _signed64(_splitmix64((_splitmix64(seed & _MASK64) + sample) & _MASK64))
+
+
+def noise_keys(base: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Noise keys [rows] int64 for the tokens at `positions` [rows] int64, from `base` [rows] int64."""
+    x = positions * _signed64(_GOLDEN)
+    x += base
+    x += _signed64(_GOLDEN)
+    # int64 shifts are arithmetic in torch: the masks make them logical.
+    x ^= (x >> 30) & ((1 << 34) - 1)
+    x *= _signed64(_MIX1)
+    x ^= (x >> 27) & ((1 << 37) - 1)
+    x *= _signed64(_MIX2)
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    return x
+
+
+def _fmix32_(x: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's finalizer on int32 (products wrap)."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x85EBCA6B - (1 << 32)
+    x ^= (x >> 13) & 0x7FFFF
+    x *= 0xC2B2AE35 - (1 << 32)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def token_hashes(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """[count] int32: the hashes of the token ids first … first + count − 1, made once for a vocabulary shard."""
+    return _fmix32_(torch.arange(first, first + count, dtype=torch.int32, device=device))
+
+
+def noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
+    """[rows, tokens] int32 in 0 … 2^31 − 1: the integer part of the noise."""
+    low = ((keys << 32) >> 32).to(torch.int32).unsqueeze(1)
+    high = (keys >> 32).to(torch.int32).unsqueeze(1) | 1
+    bits = _fmix32_((low ^ hashes).mul_(high))
+    bits &= 0x7FFFFFFF
+    return bits
+
+
+def gumbel_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
+    """[rows, tokens] float32 standard Gumbel noise for `keys` [rows] int64 and `hashes` [tokens] int32."""
+    share = noise_bits(keys, hashes).to(torch.float32)
+    share.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return share.neg_().log1p_().neg_().log_().neg_()
+
+
+def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest value [rows] and its column [rows] int64; the lowest column on ties.
+
+    A row with a NaN gives NaN; a row of −inf gives −inf: callers take a value that is not finite as an error.
+    """
+    result = scores.max(dim=1)
+    return result.values, result.indices
+
+
+def penalize_(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> torch.Tensor:
+    """Apply penalties to `logits` [rows, vocabulary] float32; the other parameters are [rows] float32.
+
+    `counts` [rows, vocabulary] int32 is 2 × (times in the output) + (1 where in the prompt). The repetition
+    penalty (Keskar et al. 2019, as Hugging Face has it) divides positive and multiplies negative logits of
+    tokens in prompt or output; then frequency × count and presence are subtracted over the output, as in
+    OpenAI's API.
+    """
+    factor = torch.where(counts > 0, repetition.unsqueeze(1), 1.0)
+    torch.where(logits > 0, logits / factor, logits * factor, out=logits)
+    output = counts >> 1
+    logits -= output * frequency.unsqueeze(1)
+    logits -= (output > 0) * presence.unsqueeze(1)
+    return logits
+
+
+def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
+    """Set logits below each row's k-th largest to −inf; ties with it stay, as in Hugging Face's warper.
+
+    `top_k` [rows] int64, from 1; `largest` is its maximum, known to the host.
+    """
+    if largest >= logits.shape[1]:
+        top_k = top_k.clamp(max=logits.shape[1])
+        largest = logits.shape[1]
+    ranked = logits.topk(largest, dim=1).values
+    lowest = ranked.gather(1, (top_k - 1).unsqueeze(1))
+    return logits.masked_fill_(logits < lowest, -torch.inf)
+
+
+def keep_min_p_(scores: torch.Tensor, logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Set scores to −inf where the token's probability is below min_p × the highest one (Nguyen et al. 2024).
+
+    `scores` and `logits` [rows, vocabulary] float32, `min_p` [rows] float32; 0 keeps all.
+    """
+    lowest = logits.amax(dim=1) + min_p.log()
+    return scores.masked_fill_(logits < lowest.unsqueeze(1), -torch.inf)
+
+
+def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Set scores to −inf outside the nucleus (Holtzman et al. 2020): the smallest set of most likely tokens
+    whose probabilities reach top_p. Tokens tied with the nucleus's last stay in. By sorting; no host sync.
+    """
+    ranked = logits.sort(dim=1, descending=True).values
+    probabilities = ranked.softmax(dim=1)
+    before = probabilities.cumsum(dim=1) - probabilities
+    # The condition is monotone up to rounding; counting it gives the nucleus's size.
+    size = (before < top_p.unsqueeze(1)).sum(dim=1).clamp_(min=1)
+    lowest = ranked.gather(1, (size - 1).unsqueeze(1))
+    return scores.masked_fill_(logits < lowest, -torch.inf)
+
+
+def best_in_top_p(
+    scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor, tries: int = 8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`best(keep_top_p_(scores, logits, top_p))` without a sort: walk the tokens by falling score until one
+    lies in the nucleus, i.e. the tokens more likely than it hold less than top_p.
+
+    The first accepted token is the best score inside the nucleus, so this is the same draw (up to rounding
+    at the nucleus's border). About 1 / top_p tries are needed; after `tries` the sort decides. Reads results
+    on the host, so it is meant for CPU. Changes `scores`.
+    """
+    values, columns = best(scores)
+    highest = logits.amax(dim=1, keepdim=True)
+    weights = (logits - highest).exp_()
+    target = weights.sum(dim=1).mul_(top_p)
+    open_rows = torch.arange(logits.shape[0], device=logits.device)
+    for attempt in range(tries):
+        everything = open_rows.shape[0] == logits.shape[0]
+        mine = logits if everything else logits[open_rows]
+        mass = weights if everything else weights[open_rows]
+        chosen = mine.gather(1, columns[open_rows].unsqueeze(1))
+        above = mass.masked_fill(mine <= chosen, 0.0).sum(dim=1)
+        inside = (above < target[open_rows]) | (chosen >= highest[open_rows]).squeeze(1)
+        inside |= ~values[open_rows].isfinite()
+        open_rows = open_rows[~inside]
+        if open_rows.numel() == 0:
+            return values, columns
+        scores[open_rows, columns[open_rows]] = -torch.inf
+        rest = scores[open_rows]
+        if attempt == tries - 1:
+            keep_top_p_(rest, logits[open_rows], top_p[open_rows])
+        values[open_rows], columns[open_rows] = best(rest)
+    return values, columns
