@@ -1,0 +1,1 @@
+"""The model: one decoder described by `engine.config.ModelConfig`, and its loader."""

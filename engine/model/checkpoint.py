@@ -1,0 +1,111 @@
+"""Which tensors lie in which safetensors file of a folder, checked before a single weight is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str
+    """In safetensors' words, e.g. "BF16"."""
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def read_entries(folder: Path) -> dict[str, Entry]:
+    """All tensors of a checkpoint folder by name: one `model.safetensors`, or the shards of its index.
+
+    Raises CheckpointError for missing, unreadable, malformed and truncated files.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        return _read_header(_single_file(folder))
+    weight_map = _read_index(index)
+    entries: dict[str, Entry] = {}
+    for shard in sorted(set(weight_map.values())):
+        file = folder / shard
+        if not file.exists():
+            raise CheckpointError(f"{file}: no such file, but {INDEX} names it; download the missing shard")
+        for name, entry in _read_header(file).items():
+            if weight_map.get(name, shard) == shard:
+                entries[name] = entry
+    for name, shard in weight_map.items():
+        if name not in entries:
+            raise CheckpointError(
+                f"{folder / shard}: has no tensor {name}, but {INDEX} says so; the shards and the index are of
+                " "different checkpoints: download them again"
+            )
+    return entries
+
+
+def _single_file(folder: Path) -> Path:
+    file = folder / SINGLE
+    if file.exists():
+        return file
+    found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pth"))
+    raise CheckpointError(
+        f"{file}: no such file, and no {INDEX}; found {', '.join(found) or 'no weights'}; "
+        "save the model with save_pretrained(safe_serialization=True)"
+    )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: has no readable weight_map ({error!r}); download it again") from None
+    for name, shard in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", weight_map)]:
+        # A shard is a plain file name: an index must not reach out of its folder.
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{index}: {name} is {shard!r}; the name of a file in the folder is needed")
+    return weight_map
+
+
+def _read_header(file: Path) -> dict[str, Entry]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            header_bytes = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or header_bytes > _LARGEST_HEADER_BYTES:
+                raise CheckpointError(f"{file}: is not a safetensors file; download it again")
+            if 8 + header_bytes > size:
+                raise CheckpointError(
+                    f"{file}: is truncated: its header needs {8 + header_bytes} bytes, the file has {size}; "
+                    "download it again"
+                )
+            header = json.loads(stream.read(header_bytes))
+        entries = {name: _entry(file, value) for name, value in header.items() if name != "__metadata__"}
+        end = max(
+            (value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"), default=0
+        )
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: its header is not safetensors ({error!r}); download it again"
+        ) from None
+    expected = 8 + header_bytes + end
+    if size < expected:
+        raise CheckpointError(
+            f"{file}: is truncated: {expected} bytes expected, {size} found; download it again"
+        )
+    return entries
+
+
+def _entry(file: Path, value: dict[str, Any]) -> Entry:
+    first, last = value["data_offsets"]
+    return Entry(file, str(value["dtype"]), tuple(int(n) for n in value["shape"]), int(last) - int(first))

@@ -1,0 +1,134 @@
+"""The decoder: every family that `engine.config` reads, on one rank.
+
+Pre-norm transformer over a paged cache. Each rank holds its heads, its slice of the MLP and its rows of the
+vocabulary; hidden states are whole and equal on every rank (two sums over the ranks a layer).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from engine.config import ModelConfig
+from engine.forward import ForwardInput, KvPool
+from engine.messages import BLOCK_TOKENS
+from engine.model.layers import Layer, Piece, Place
+from engine.model.rotary import rotary_table
+from engine.parallel import Ranks
+from kernels import Ops
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The torch dtypes of `engine.config.DTYPE_BYTES`."""
+
+
+class Decoder:
+    """A model on one rank. Weights are unset until `engine.model.loader` has filled them.
+
+    max_model_len: the longest sequence; None: the checkpoint's (`ModelConfig.context_length`).
+    Raises UnfitError when the model cannot be split over the ranks or serve that length.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ranks: Ranks,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_model_len: int | None = None,
+    ) -> None:
+        place = Place(ops, dtype, device)
+        self.config = config
+        self.ranks = ranks
+        self.ops = ops
+        self.dtype = dtype
+        self.device = device
+        self.max_model_len = config.resolve_length(max_model_len)
+        self.shard = config.shard(ranks.size, ranks.rank)
+        self.embedding = place.empty(self.shard.vocab, config.hidden_size)
+        self.layers = [Layer(config, self.shard, place, index) for index in range(config.layers)]
+        self.final_norm = place.empty(config.hidden_size)
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else place.empty(self.shard.vocab, config.hidden_size)
+        self.cos_sin = rotary_table(config, self.max_model_len).to(device)
+
+    # ── computing ────────────────────────────────────────────────────────────────────────────────
+
+    def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
+        """Runs a pass, writing its keys and values into `kv` (one pool a layer): `[tokens, hidden]`, before
+        the final norm, which `logits` applies to the rows that need it."""
+        ops, ranks, eps = self.ops, self.ranks, self.config.rms_norm_eps
+        first = self.shard.first_vocab if ranks.size > 1 else None
+        residual = ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first))
+        x: torch.Tensor | None = None
+        for layer, pool in zip(self.layers, kv, strict=True):
+            if x is None:
+                normed = ops.rms_norm(residual, layer.input_norm, eps)
+            else:
+                normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
+            x = ranks.all_reduce(layer.attention(normed, inputs, pool, self.cos_sin))
+            normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = ranks.all_reduce(layer.mlp(normed))
+        return residual if x is None else residual + x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of rows of `forward`'s result: `[rows, vocabulary on this rank]` float32.
+
+        Column i is token `vocab_start + i`. Equal widths on every rank; columns beyond the vocabulary, where
+        it does not divide, are -inf. All ranks side by side (`all_gather_last_dim`), cut at
+        `config.vocab_size`, are the whole logits.
+        """
+        normed = self.ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+        logits = self.ops.linear(normed, self.head, None).float()
+        if self.shard.vocab_real < self.shard.vocab:
+            logits[:, self.shard.vocab_real :] = -math.inf
+        return logits
+
+    @property
+    def vocab_start(self) -> int:
+        """Token id of the first column of `logits` on this rank."""
+        return self.shard.first_vocab
+
+    # ── the cache ────────────────────────────────────────────────────────────────────────────────
+
+    def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
+        """Of the keys, and of the values, of one layer on this rank."""
+        return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
+
+    def allocate_kv(self, blocks: int, dtype: torch.dtype | None = None) -> list[KvPool]:
+        """One pool a layer, in `dtype` (None: the model's). Zeroed: attention reads whole blocks and masks
+        what lies past a sequence's end, which works for every value but infinities and NaN."""
+        shape = self.kv_shape(blocks)
+
+        def pool() -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+
+        return [KvPool(keys=pool(), values=pool()) for _ in self.layers]
+
+    # ── weights ──────────────────────────────────────────────────────────────────────────────────
+
+    def pieces(self) -> list[Piece]:
+        """Every tensor that a checkpoint of this model has, in the order of a pass. Before `finish` only."""
+        config, shard = self.config, self.shard
+        whole = (config.vocab_size, config.hidden_size)
+        start, real = shard.first_vocab, shard.vocab_real
+        pieces = [Piece("model.embed_tokens.weight", whole, self.embedding[:real], 0, start)]
+        for index, layer in enumerate(self.layers):
+            pieces.extend(layer.pieces(f"model.layers.{index}"))
+        pieces.append(Piece("model.norm.weight", (config.hidden_size,), self.final_norm))
+        if not config.tie_word_embeddings:
+            pieces.append(Piece("lm_head.weight", whole, self.head[:real], 0, start))
+        return pieces
+
+    def finish(self) -> None:
+        """Once, when every piece is filled: clears padding and lays weights out as the backend likes them.
+
+        A backend that packs keeps a tied output matrix twice (`engine.sizing` counts it).
+        """
+        self.embedding[self.shard.vocab_real :] = 0
+        self.head[self.shard.vocab_real :] = 0
+        for layer in self.layers:
+            layer.pack()
+        self.head = self.ops.pack_weight(self.head)

@@ -1,0 +1,201 @@
+"""The two halves of a decoder layer on one rank, and how their weights are found in a checkpoint.
+
+Both end in a partial sum over the ranks: the decoder reduces it, so that reduction, residual and norm can be
+one kernel. Fused weights: q, k, v are one product, gate and up another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import ModelConfig, Shard
+from engine.forward import ForwardInput, KvPool
+from kernels import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the weights of a layer are made."""
+
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor of the checkpoint and this rank's part of it: the loader's instruction."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor in the checkpoint."""
+    target: torch.Tensor | None
+    """A view of a parameter, which the part fills; None: another rank's."""
+    dim: int = 0
+    """The dimension that is split; `target` has the others whole."""
+    start: int = 0
+    """First index of the part along `dim`."""
+
+
+class Linear:
+    """A weight `[out, in]` and perhaps a bias `[out]`, on this rank. `pack` once, after loading."""
+
+    def __init__(self, place: Place, inputs: int, outputs: int, bias: bool) -> None:
+        self.ops = place.ops
+        self.weight = place.empty(outputs, inputs)
+        self.bias = place.empty(outputs) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops.linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        self.weight = self.ops.pack_weight(self.weight)
+
+    def outputs_piece(self, name: str, whole: int, start: int, first: int, count: int) -> list[Piece]:
+        """Rows `[first, first + count)` of this weight (and bias) are rows from `start` of the checkpoint's
+        `whole` rows."""
+        weight = self.weight[first : first + count]
+        pieces = [Piece(f"{name}.weight", (whole, self.weight.shape[1]), weight, 0, start)]
+        if self.bias is not None:
+            pieces.append(Piece(f"{name}.bias", (whole,), self.bias[first : first + count], 0, start))
+        return pieces
+
+    def inputs_piece(self, name: str, whole: int, start: int, bias: bool) -> list[Piece]:
+        """All columns of this weight are columns from `start` of the checkpoint's `whole` columns. The sum
+        over the ranks must hold the bias once: the first rank has it."""
+        outputs = self.weight.shape[0]
+        pieces = [Piece(f"{name}.weight", (outputs, whole), self.weight, 1, start)]
+        if bias:
+            pieces.append(Piece(f"{name}.bias", (outputs,), self.bias))
+        return pieces
+
+
+class Attention:
+    """Grouped-query attention with rotary positions over the paged cache."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, place: Place, layer: int) -> None:
+        self.config = config
+        self.shard = shard
+        self.ops = place.ops
+        self.window = config.sliding_windows[layer]
+        self.scale = config.head_dim**-0.5
+        outputs = (shard.heads + 2 * shard.kv_heads) * config.head_dim
+        inputs = shard.heads * config.head_dim
+        self.qkv = Linear(place, config.hidden_size, outputs, config.qkv_bias)
+        self.o = Linear(place, inputs, config.hidden_size, config.o_bias and shard.rank == 0)
+        self.q_norm = place.empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = place.empty(config.head_dim) if config.qk_norm else None
+
+    def __call__(
+        self, x: torch.Tensor, inputs: ForwardInput, kv: KvPool, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """`[tokens, hidden]`: this rank's part of the sum."""
+        q = self.ops.rope_cache_write(
+            self.qkv(x),
+            inputs.positions,
+            inputs.slots,
+            cos_sin,
+            self.q_norm,
+            self.k_norm,
+            self.config.rms_norm_eps,
+            kv.keys,
+            kv.values,
+            self.shard.heads,
+        )
+        return self.o(self._attend(q, inputs, kv).view(q.shape[0], -1))
+
+    def _attend(self, q: torch.Tensor, inputs: ForwardInput, kv: KvPool) -> torch.Tensor:
+        tokens = q.shape[0]
+        parts = []
+        if inputs.decodes:
+            tables, lens = inputs.decode_block_tables, inputs.decode_lens
+            decodes = q if inputs.decodes == tokens else q[: inputs.decodes]
+            parts.append(
+                self.ops.paged_attention_decode(
+                    decodes, kv.keys, kv.values, tables, lens, self.scale, self.window
+                )
+            )
+        for chunk in inputs.chunks:
+            part = q[chunk.first : chunk.first + chunk.count]
+            parts.append(
+                self.ops.paged_attention_prefill(
+                    part, kv.keys, kv.values, chunk.block_table, chunk.context, self.scale, self.window
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def pieces(self, prefix: str) -> list[Piece]:
+        config, shard, size = self.config, self.shard, self.config.head_dim
+        q, kv = shard.heads * size, shard.kv_heads * size
+        whole_q, whole_kv = config.heads * size, config.kv_heads * size
+        q_start, kv_start = shard.first_head * size, shard.first_kv_head * size
+        pieces = [
+            *self.qkv.outputs_piece(f"{prefix}.q_proj", whole_q, q_start, 0, q),
+            *self.qkv.outputs_piece(f"{prefix}.k_proj", whole_kv, kv_start, q, kv),
+            *self.qkv.outputs_piece(f"{prefix}.v_proj", whole_kv, kv_start, q + kv, kv),
+            *self.o.inputs_piece(f"{prefix}.o_proj", whole_q, q_start, config.o_bias),
+        ]
+        if config.qk_norm:
+            pieces.append(Piece(f"{prefix}.q_norm.weight", (size,), self.q_norm))
+            pieces.append(Piece(f"{prefix}.k_norm.weight", (size,), self.k_norm))
+        return pieces
+
+    def pack(self) -> None:
+        self.qkv.pack()
+        self.o.pack()
+
+
+class Mlp:
+    """`down(silu(gate x) × up x)`."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, place: Place) -> None:
+        self.config = config
+        self.shard = shard
+        self.ops = place.ops
+        self.gate_up = Linear(place, config.hidden_size, 2 * shard.intermediate, config.mlp_bias)
+        self.down = Linear(place, shard.intermediate, config.hidden_size, config.mlp_bias and shard.rank == 0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[tokens, hidden]`: this rank's part of the sum."""
+        return self.down(self.ops.silu_mul(self.gate_up(x)))
+
+    def pieces(self, prefix: str) -> list[Piece]:
+        whole, count = self.config.intermediate_size, self.shard.intermediate
+        start = self.shard.first_intermediate
+        return [
+            *self.gate_up.outputs_piece(f"{prefix}.gate_proj", whole, start, 0, count),
+            *self.gate_up.outputs_piece(f"{prefix}.up_proj", whole, start, count, count),
+            *self.down.inputs_piece(f"{prefix}.down_proj", whole, start, self.config.mlp_bias),
+        ]
+
+    def pack(self) -> None:
+        self.gate_up.pack()
+        self.down.pack()
+
+
+class Layer:
+    """Norm, attention, norm, MLP. The residual stream is the decoder's."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, place: Place, index: int) -> None:
+        self.input_norm = place.empty(config.hidden_size)
+        self.attention = Attention(config, shard, place, index)
+        self.post_norm = place.empty(config.hidden_size)
+        self.mlp = Mlp(config, shard, place)
+
+    def pieces(self, prefix: str) -> list[Piece]:
+        hidden = tuple(self.input_norm.shape)
+        return [
+            Piece(f"{prefix}.input_layernorm.weight", hidden, self.input_norm),
+            *self.attention.pieces(f"{prefix}.self_attn"),
+            Piece(f"{prefix}.post_attention_layernorm.weight", hidden, self.post_norm),
+            *self.mlp.pieces(f"{prefix}.mlp"),
+        ]
+
+    def pack(self) -> None:
+        self.attention.pack()
+        self.mlp.pack()

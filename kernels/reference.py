@@ -1,0 +1,219 @@
+"""Every operation in plain torch: the CPU backend, and the oracle of the kernels' tests.
+
+Shapes and meanings are stated once, on `kernels.Ops`. On a CPU these are also the fast ones: what costs there
+is the matrix products, then copies of KV pages, then the number of calls.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+PAGE_TOKENS = 64
+
+name = "reference"
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """On a CPU, float32 weights are kept in oneDNN's blocked layout: 2 to 3.6 times the speed of MKL's
+    product at 4 to 256 rows (Zen 5, one thread), since torch sends plain float32 products to MKL, whose
+    AVX-512 path is closed to other makers' processors. Other dtypes go to oneDNN by themselves."""
+    packable = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if packable and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._reorder_linear_weight(weight)
+    return weight
+
+
+def embedding(token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
+    if first is None:
+        return F.embedding(token_ids, weight)
+    rows = token_ids - first
+    foreign = (rows < 0) | (rows >= weight.shape[0])
+    return F.embedding(rows.masked_fill(foreign, 0), weight).masked_fill_(foreign.unsqueeze(1), 0.0)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    residual.add_(x)
+    return rms_norm(residual, weight, eps), residual
+
+
+def rope_cache_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+) -> torch.Tensor:
+    _, kv_heads, _, head_dim = keys.shape
+    both = heads + kv_heads
+    qkv = qkv.view(-1, both + kv_heads, head_dim)
+    qk = qkv[:, :both]
+    if q_norm is not None and k_norm is not None:
+        qk = torch.cat((rms_norm(qk[:, :heads], q_norm, eps), rms_norm(qk[:, heads:], k_norm, eps)), dim=1)
+    # The rotation pairs dimension i with i + head_dim / 2, as Hugging Face checkpoints are laid out.
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    low, high = qk.float().chunk(2, dim=-1)
+    rotated = torch.empty(qk.shape, dtype=torch.float32, device=qk.device)
+    low_out, high_out = rotated.chunk(2, dim=-1)
+    torch.mul(low, cos, out=low_out).addcmul_(high, sin, value=-1.0)
+    torch.mul(high, cos, out=high_out).addcmul_(low, sin)
+    block, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+    keys[block, :, offset] = rotated[:, heads:].to(keys.dtype)
+    values[block, :, offset] = qkv[:, both:].to(values.dtype)
+    return rotated[:, :heads].to(qkv.dtype)
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    groups = _length_groups(lens.tolist(), window)
+    if len(groups) == 1:
+        return _attend_group(q, keys, values, block_tables, lens, scale, window, groups[0])
+    out = torch.empty_like(q)
+    for group in groups:
+        rows = torch.tensor(group.rows, device=q.device)
+        part = (q[rows], keys, values, block_tables[rows], lens[rows])
+        out[rows] = _attend_group(*part, scale, window, group)
+    return out
+
+
+class _Group:
+    """Sequences that are computed together, over the same columns of their block tables."""
+
+    def __init__(self, rows: list[int], first: int, last: int) -> None:
+        self.rows = rows
+        self.first = first
+        self.last = last
+
+
+def _length_groups(lens: list[int], window: int | None) -> list[_Group]:
+    """Sequences by length, so that padding never more than about doubles the pages that are copied.
+
+    One group where that already holds; else one for each power of two of the number of pages.
+    """
+    last = [-(-length // PAGE_TOKENS) for length in lens]
+    first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]
+    needed = sum(last) - sum(first)
+    whole = _Group(list(range(len(lens))), min(first), max(last))
+    if (whole.last - whole.first) * len(lens) <= 2 * needed:
+        return [whole]
+    by_size: dict[int, list[int]] = {}
+    for row, pages in enumerate(last):
+        by_size.setdefault((pages - 1).bit_length(), []).append(row)
+    return [
+        _Group(rows, min(first[row] for row in rows), max(last[row] for row in rows))
+        for _, rows in sorted(by_size.items())
+    ]
+
+
+def _attend_group(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_tables: torch.Tensor,
+    lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+    group: _Group,
+) -> torch.Tensor:
+    sequences, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    pages = _pages(block_tables[:, group.first : group.last], kv_heads)
+    tokens = (group.last - group.first) * PAGE_TOKENS
+    shape = (sequences, kv_heads, tokens, head_dim)
+    k = _gather(keys, pages, q.dtype).view(shape)
+    v = _gather(values, pages, q.dtype).view(shape)
+    position = torch.arange(group.first * PAGE_TOKENS, group.last * PAGE_TOKENS, device=q.device)
+    lens = lens.unsqueeze(1)
+    visible = position < lens
+    if window is not None:
+        visible &= position >= lens - window
+    # The query heads of a KV head take the place of query tokens: they share its keys and the mask.
+    out = F.scaled_dot_product_attention(
+        q.view(sequences, kv_heads, heads // kv_heads, head_dim),
+        k,
+        v,
+        attn_mask=visible[:, None, None, :],
+        scale=scale,
+    )
+    return out.reshape(q.shape)
+
+
+def paged_attention_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    context: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    count, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    end = context + count
+    first = 0 if window is None else max(0, context + 1 - window) // PAGE_TOKENS
+    last = -(-end // PAGE_TOKENS)
+    start = first * PAGE_TOKENS
+    pages = _pages(block_table[first:last].unsqueeze(0), kv_heads)
+    shape = (kv_heads, 1, (last - first) * PAGE_TOKENS, head_dim)
+    group = (kv_heads, heads // kv_heads, end - start, head_dim)
+    k = _gather(keys, pages, q.dtype).view(shape)[:, :, : end - start].expand(group)
+    v = _gather(values, pages, q.dtype).view(shape)[:, :, : end - start].expand(group)
+    visible = None
+    if start < context or window is not None:
+        query = torch.arange(context, end, device=q.device).unsqueeze(1)
+        key = torch.arange(start, end, device=q.device)
+        visible = key <= query
+        if window is not None:
+            visible &= key > query - window
+    out = F.scaled_dot_product_attention(
+        q.view(count, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3),
+        k,
+        v,
+        attn_mask=visible,
+        is_causal=visible is None,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _pages(block_tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Pages (block × kv_heads + head) of `[sequences, columns]` block tables, in the order sequence, head,
+    column: so that one copy of whole pages lays the tokens of a head out in a row."""
+    head = torch.arange(kv_heads, device=block_tables.device).unsqueeze(1)
+    return (block_tables.unsqueeze(1) * kv_heads + head).flatten()
+
+
+def _gather(pool: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[pages, 64 × head_dim]` in `dtype`."""
+    return pool.view(pool.shape[0] * pool.shape[1], -1).index_select(0, pages).to(dtype)
