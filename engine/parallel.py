@@ -136,7 +136,8 @@ def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_se
 
     if backend == "gloo":
         # Without it gloo resolves the host's name, which fails or leaves the machine where there is no
-        # network. os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     try:
         store = dist.FileStore(rendezvous_path, size)
@@ -144,7 +145,7 @@ def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_se
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise RankLost(
-            f"rank {rank} of {size} did not meet the others at {rendezvous_path} within {timeout_seconds:g} s
-            " f"({str(error).splitlines()[0]})"
+            f"rank {rank} of {size} did not meet the others at {rendezvous_path} in {timeout_seconds:g} s "
+            f"({str(error).splitlines()[0]})"
         ) from error
     return _Group(size, rank)

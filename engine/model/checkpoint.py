@@ -45,8 +45,8 @@ def read_entries(folder: Path) -> dict[str, Entry]:
     for name, shard in weight_map.items():
         if name not in entries:
             raise CheckpointError(
-                f"{folder / shard}: has no tensor {name}, but {INDEX} says so; the shards and the index are of
-                " "different checkpoints: download them again"
+                f"{folder / shard}: has no tensor {name}, but {INDEX} says so; shards and index "
+                "are of different checkpoints: download them again"
             )
     return entries
 

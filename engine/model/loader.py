@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -86,8 +87,7 @@ def _check(entries: dict[str, Entry], pieces: dict[str, Piece], folder: Path, ti
     unknown = [name for name in entries if name not in pieces and not _harmless(name, tied)]
     if unknown:
         raise CheckpointError(
-            f"{entries[unknown[0]].file}: {_names(unknown)} unknown; the model of config.json has no such
-            tensors"
+            f"{entries[unknown[0]].file}: {_names(unknown)} unknown; config.json describes a model without"
         )
     for name, piece in pieces.items():
         entry = entries[name]
@@ -123,11 +123,11 @@ def _bytes_wanted(piece: Piece, entry: Entry) -> int:
     return entry.nbytes * piece.target.numel() // whole
 
 
-def _fill(piece: Piece, source: object) -> None:
+def _fill(piece: Piece, source: Any) -> None:
     """Reads the rank's part of a tensor. The slice's shape is the target's, so a piece that is copied is a
     piece that is filled; the pieces of a parameter tile it by construction."""
     if piece.target is None:
         return
     stop = piece.start + piece.target.shape[piece.dim]
-    part = source[piece.start : stop] if piece.dim == 0 else source[:, piece.start : stop]  # type:
-    ignore[index] piece.target.copy_(part)
+    part = source[piece.start : stop] if piece.dim == 0 else source[:, piece.start : stop]
+    piece.target.copy_(part)
