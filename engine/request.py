@@ -1,0 +1,307 @@
+"""A submission and its sequences: what the scheduler knows of a request.
+
+Plain state, changed by `engine.scheduler` alone, and the checks that a submission passes before it is queued.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+
+from engine.blocks import PrefixChain
+from engine.messages import BLOCK_TOKENS, Finished, Submit, TokenLogprob
+
+MOST_SAMPLES = 1024
+"""Largest `Submit.n`."""
+CLASSES = 4
+"""`Submit.priority` is 0 to 3."""
+
+_NEVER = 1 << 62
+
+QueueEntry = tuple[int, bool, int, int, int, "Sequence"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The tokens of one sample, and where it stands.
+
+    It is *waiting* (no row), *running* (a row, and blocks but for a sibling before its fork) or *ended*
+    (`finish` is set). Positions count from 0; `position` runs ahead of the tokens known by what is in flight.
+    """
+
+    submission: Submission
+    sample: int
+    tokens: list[int]
+    """Prompt and known output."""
+    limit: int
+    """Length (prompt and output) at which it ends."""
+    stops: frozenset[int]
+    chain: PrefixChain
+    prompt_logprobs: list[TokenLogprob | None] | None
+    """Grows from [None] to one for each prompt token; None when not asked for."""
+
+    row: int = -1
+    table: list[int] = field(default_factory=list)
+    sent_blocks: int = 0
+    """Entries of `table` that are in the device's block table of `row`."""
+    position: int = 0
+    """Tokens whose keys and values are written by steps launched so far: the next position to feed."""
+    pause: int = _NEVER
+    """Position at which a decode needs attention: its block is full or shared, or its last token launched."""
+    watch: int = _NEVER
+    """Length at which a new token needs attention: a block is full, or `limit` is reached."""
+    registered: int = 0
+    """Blocks at the head of `table` that were offered to the prefix cache."""
+    in_flight: int = 0
+    """Launched chunks and samplings whose results were not collected."""
+    requeued: bool = False
+    """It ran before: it goes before new sequences of its class."""
+    forks: list[Sequence] = field(default_factory=list)
+    """Siblings with a row that sample from the end of this sequence's prefill."""
+    leader: Sequence | None = None
+    """The sibling whose `forks` this is in."""
+    entry: QueueEntry | None = None
+    """Its place in the waiting queue."""
+
+    started: bool = False
+    """It was admitted once: `cached_tokens` and `batch_size` stand."""
+    announced: bool = False
+    """Its first output is out."""
+    cached_tokens: int = 0
+    batch_size: int = 0
+    finish: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Order of service; the largest is preempted first: lowest class, then youngest."""
+        return (self.submission.submit.priority, self.submission.arrival, self.sample)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) - len(self.submission.submit.prompt_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        prompt = self.submission.submit.prompt_token_ids
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(prompt)
+
+    @property
+    def samples(self) -> bool:
+        """Whether there is a token to generate at all (there is none when only a prompt is scored)."""
+        return self.limit > len(self.tokens)
+
+    @property
+    def prefill_end(self) -> int:
+        """Tokens to compute before it decodes; read while nothing of it is in flight."""
+        return len(self.tokens) if self.samples else len(self.submission.submit.prompt_token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """The samples of one `Submit`, and its ledger."""
+
+    origin: Hashable
+    """Which channel it came from."""
+    submit: Submit
+    arrival: int
+    sequences: list[Sequence] = field(default_factory=list)
+    live: int = 0
+    """Sequences that have not ended."""
+    started: bool = False
+    cached_tokens: int = 0
+    batch_size: int = 0
+    preemptions: int = 0
+    credited_tokens: int = 0
+    """Of `submit.credit_tokens`, what was granted back."""
+
+    def ledger(self) -> Finished:
+        """The final count; every sequence has ended."""
+        submit = self.submit
+        known = len(submit.output_token_ids)
+        return Finished(
+            request_id=submit.request_id,
+            index=submit.index,
+            first_sample=submit.first_sample,
+            prompt_tokens=len(submit.prompt_token_ids),
+            cached_tokens=self.cached_tokens,
+            generated_tokens=sum(sequence.output_tokens - known for sequence in self.sequences),
+            preemptions=self.preemptions,
+            batch_size=self.batch_size,
+            finish=[sequence.finish for sequence in self.sequences] or ["error"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a sequence must fit into."""
+
+    max_model_len: int
+    vocab_size: int
+    blocks: int
+
+
+def new_submission(origin: Hashable, submit: Submit, arrival: int, limits: Limits) -> Submission:
+    """A submission with its sequences, all waiting; `submit` passed `refusal`."""
+    submission = Submission(origin, submit, arrival)
+    sampling = submit.sampling
+    stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
+    chain = PrefixChain(submit.cache_salt)
+    for sample in range(submit.first_sample, submit.first_sample + submit.n):
+        scores_prompt = sampling.prompt_logprobs is not None and sample == submit.first_sample
+        submission.sequences.append(
+            Sequence(
+                submission=submission,
+                sample=sample,
+                tokens=submit.prompt_token_ids + submit.output_token_ids,
+                limit=_limit(submit, limits),
+                stops=stops,
+                chain=chain.fork(),
+                prompt_logprobs=[None] if scores_prompt else None,
+            )
+        )
+    submission.live = submit.n
+    return submission
+
+
+def already_finished(sequence: Sequence) -> str:
+    """The finish of a sequence that has nothing to compute: "", "stop" or "length"."""
+    sampling = sequence.submission.submit.sampling
+    if sequence.wants_prompt_logprobs:
+        return ""
+    if sequence.output_tokens > sampling.min_tokens and sequence.tokens[-1] in sequence.stops:
+        return "stop"
+    return "" if sequence.samples else "length"
+
+
+def blocks_for(tokens: int) -> int:
+    """Blocks that hold the keys and values of `tokens` tokens."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def _limit(submit: Submit, limits: Limits) -> int:
+    """Length at which a sequence ends: max_tokens or the model's length, whichever is first."""
+    wanted = len(submit.prompt_token_ids) + submit.sampling.max_tokens
+    return max(min(wanted, limits.max_model_len), submit.credit_tokens)
+
+
+def refusal(submit: Submit, limits: Limits) -> str | None:
+    """Why a submission cannot be computed: names the field, its value and the bound; None if it can."""
+    sampling = submit.sampling
+    prompt = len(submit.prompt_token_ids)
+    if not 1 <= submit.n <= MOST_SAMPLES:
+        return f"n is {submit.n}, must be 1 to {MOST_SAMPLES}"
+    if submit.first_sample < 0:
+        return f"first_sample is {submit.first_sample}, must not be negative"
+    if not 0 <= submit.priority < CLASSES:
+        return f"priority is {submit.priority}, must be 0 to {CLASSES - 1}"
+    if submit.output_token_ids and submit.n != 1:
+        return f"output_token_ids go with one sample, n is {submit.n}"
+    if not prompt:
+        return "prompt_token_ids is empty, at least one token is needed"
+    if sampling.max_tokens < 0:
+        return f"max_tokens is {sampling.max_tokens}, must not be negative"
+    longest_prompt = limits.max_model_len - (1 if sampling.max_tokens else 0)
+    if prompt > longest_prompt:
+        return (
+            f"the prompt has {prompt} tokens, with max_tokens {sampling.max_tokens} "
+            f"the model's length of {limits.max_model_len} leaves room for {longest_prompt}"
+        )
+    token_fields: dict[str, Collection[int]] = {
+        "prompt_token_ids": submit.prompt_token_ids,
+        "output_token_ids": submit.output_token_ids,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias or (),
+    }
+    for name, ids in token_fields.items():
+        if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < limits.vocab_size)
+            return f"{name} contains {wrong}, the vocabulary has ids 0 to {limits.vocab_size - 1}"
+    needed = blocks_for(max(_limit(submit, limits) - 1, prompt))
+    if needed > limits.blocks:
+        return (
+            f"a sequence of {prompt} prompt tokens and {sampling.max_tokens} to generate needs "
+            f"{needed} KV blocks, the pool has {limits.blocks}: shorten it, or raise kv_blocks"
+        )
+    return _sampling_refusal(submit, limits)
+
+
+def _sampling_refusal(submit: Submit, limits: Limits) -> str | None:
+    sampling = submit.sampling
+    for name, value, low, high in (
+        ("temperature", sampling.temperature, 0.0, math.inf),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("presence_penalty", sampling.presence_penalty, -math.inf, math.inf),
+        ("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf),
+        ("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf),
+    ):
+        if not (math.isfinite(value) and low <= value <= high):
+            return f"{name} is {value}, must be a finite number from {low:g} to {high:g}"
+    if sampling.top_p == 0.0 or sampling.repetition_penalty == 0.0:
+        return "top_p and repetition_penalty must be above 0"
+    for token, bias in (sampling.logit_bias or {}).items():
+        if math.isnan(bias):
+            return f"logit_bias of token {token} is not a number"
+    for name, count in (
+        ("top_k", sampling.top_k),
+        ("min_tokens", sampling.min_tokens),
+        ("logprobs", sampling.logprobs or 0),
+        ("prompt_logprobs", sampling.prompt_logprobs or 0),
+    ):
+        if count < 0:
+            return f"{name} is {count}, must not be negative"
+    for name, count in (
+        ("logprobs", sampling.logprobs or 0),
+        ("prompt_logprobs", sampling.prompt_logprobs or 0),
+    ):
+        if count > limits.vocab_size:
+            return f"{name} is {count}, the vocabulary has {limits.vocab_size} tokens"
+    return None
+
+
+class WaitingQueue:
+    """Sequences in order of admission: class, then those that ran before, then arrival, then sample.
+
+    A binary heap; entries of sequences that left are dropped when they surface, or all at once when they
+    are the greater part.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[QueueEntry] = []
+        self._live = 0
+        self._pushed = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The waiting sequences, in no order."""
+        return (entry[-1] for entry in self._heap if entry[-1].entry is entry)
+
+    def push(self, sequence: Sequence) -> None:
+        priority, arrival, sample = sequence.order
+        # The serial keeps sequences from being compared: an entry that was left behind may have an equal key.
+        self._pushed += 1
+        sequence.entry = (priority, not sequence.requeued, arrival, sample, self._pushed, sequence)
+        heapq.heappush(self._heap, sequence.entry)
+        self._live += 1
+
+    def peek(self) -> Sequence | None:
+        """Who is next; None when nobody waits."""
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            if entry[-1].entry is entry:
+                return entry[-1]
+            heapq.heappop(heap)
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out, wherever it stands."""
+        sequence.entry = None
+        self._live -= 1
+        if len(self._heap) > 2 * self._live + 64:
+            self._heap = [entry for entry in self._heap if entry[-1].entry is entry]
+            heapq.heapify(self._heap)

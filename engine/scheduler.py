@@ -1,0 +1,576 @@
+"""Rows and a token budget in, a `StepPlan` out.
+
+The rules, in the order in which a step is filled:
+
+1. *Decodes first.* Every decoding sequence gets its one token. When a decode lacks a block, the running
+   sequence of the lowest class (highest `priority`), the youngest of it, is preempted: its blocks go back and
+   it is recomputed later. The oldest of the highest class is never preempted by others, so something always
+   gets ahead.
+2. *Then the prefill that runs*: its next chunk, up to the budget (chunked prefill, as in Sarathi-Serve).
+3. *Then admissions*, in order of class, preempted before new, arrival. The head of the queue waits until a
+   row, blocks for all it has to compute, and a watermark of free blocks are there, and nobody overtakes it:
+   long prompts cannot starve. A step that preempted admits nobody.
+
+A sequence takes all blocks of its prefill on admission, so only decodes can run out. Samples of one
+submission that can start together compute the prompt once: siblings take a row, share the blocks when the
+prefill ends, and copy the last, partial block before they first write to it.
+
+Results of a step are collected after later steps were planned (`engine.core` says how many), so `position`
+runs ahead of the known tokens, a sequence that ended may still be sampled once, and a preempted one waits
+for its results in flight before it is admitted again. Plans are executed in order: a freed row or block may
+be given to the next plan at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from engine.blocks import BlockPool, InvariantError
+from engine.ledger import Ledger
+from engine.messages import BLOCK_TOKENS, Chunk, Output, RowSetup, StepPlan, StepTokens, Submit
+from engine.request import (
+    Limits,
+    Sequence,
+    WaitingQueue,
+    already_finished,
+    blocks_for,
+    new_submission,
+    refusal,
+)
+
+
+@dataclass(slots=True)
+class Prefill:
+    """A chunk of a plan: whose it is and what it covers."""
+
+    sequence: Sequence
+    row: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A plan, and to whom its results belong."""
+
+    plan: StepPlan
+    slots: list[Sequence]
+    """The sequence of each sampling row, in the order of `StepTokens`."""
+    prefills: list[Prefill]
+    """One for each chunk."""
+
+
+_order = attrgetter("order")
+
+
+class Scheduler:
+    """Decides who runs. Single-threaded; `engine.core` calls it, nothing here blocks.
+
+    Raises ValueError where the sizes cannot work together.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        step_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        blocks: int,
+        prefix_cache: bool = True,
+    ) -> None:
+        if max_rows < 1:
+            raise ValueError(f"max_rows is {max_rows}: give at least 1")
+        if step_tokens < max_rows:
+            raise ValueError(
+                f"step_tokens is {step_tokens}, but {max_rows} rows decode one token each in a step: "
+                f"raise step_tokens or lower max_rows"
+            )
+        self.max_rows = max_rows
+        self.step_tokens = step_tokens
+        self.limits = Limits(max_model_len=max_model_len, vocab_size=vocab_size, blocks=blocks)
+        self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
+        self.watermark = max(1, blocks // 100)
+        """Blocks that an admission leaves free while others run: room for their next ones."""
+        self.ledger = Ledger(credit_rows=max_rows, credit_tokens=2 * step_tokens)
+        self._step = 0
+        self._arrivals = 0
+        self._waiting = WaitingQueue()
+        self._rows: list[Sequence | None] = [None] * max_rows
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._decoding: dict[int, Sequence] = {}
+        self._prefilling: dict[int, Sequence] = {}
+        self._admitted: list[Sequence] = []
+        self._blocked: tuple[Sequence, int] | None = None
+
+    # ── intake ───────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def running(self) -> int:
+        return self.max_rows - len(self._free_rows)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence has not ended."""
+        return self.ledger.has_open
+
+    def add(self, origin: Hashable, submit: Submit) -> None:
+        """Queue a submission of a channel. One that cannot be computed ends at once, with "error"."""
+        reason = refusal(submit, self.limits)
+        if reason is None and self.ledger.find(origin, submit.handle) is not None:
+            reason = f"handle {submit.handle} is in use on this channel: handles are never reused"
+        if reason is not None:
+            self.ledger.refuse(origin, submit, reason)
+            return
+        self._arrivals += 1
+        submission = new_submission(origin, submit, self._arrivals, self.limits)
+        self.ledger.open(submission)
+        for sequence in submission.sequences:
+            finish = already_finished(sequence)
+            if finish:
+                self._end(sequence, finish)
+            else:
+                self._waiting.push(sequence)
+
+    def cancel(self, origin: Hashable, handle: int, sample: int | None = None) -> None:
+        """End a submission, or one sample of it. What has ended, or never was, is passed over."""
+        submission = self.ledger.find(origin, handle)
+        if submission is not None:
+            self._cancel_all(
+                [sequence for sequence in submission.sequences if sample is None or sequence.sample == sample]
+            )
+
+    def cancel_origin(self, origin: Hashable) -> None:
+        """A channel is gone: end everything that came from it, and forget what it was still to be told."""
+        for submission in self.ledger.of_origin(origin):
+            self._cancel_all(submission.sequences)
+        self.ledger.forget_outputs(origin)
+
+    def cancel_request(self, request_id: str) -> None:
+        """End every submission of a request, whichever channel it came from."""
+        for submission in self.ledger.of_request(request_id):
+            self._cancel_all(submission.sequences)
+
+    # ── one step ─────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None when nothing can be computed before results in flight are collected."""
+        step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], []), [], [])
+        plan = step.plan
+        preempted = self._schedule_decodes(step)
+        budget = self.step_tokens - len(plan.decodes)
+        for sequence in list(self._prefilling.values()):
+            if budget:
+                budget -= self._schedule_chunk(step, sequence, budget)
+        if budget and not preempted:
+            self._admit(step, budget)
+        if not plan.decodes and not plan.chunks:
+            return None
+        self._step += 1
+        if self._admitted:
+            self._note_batch_size(plan)
+        return step
+
+    def _schedule_decodes(self, step: ScheduledStep) -> bool:
+        """Give each decoding sequence its token; returns whether that took a preemption."""
+        preempted = False
+        decoding = self._decoding
+        attention = [sequence for sequence in decoding.values() if sequence.position == sequence.pause]
+        if attention:
+            preempted = self._attend(step.plan, attention)
+        for sequence in decoding.values():
+            sequence.position += 1
+            sequence.in_flight += 1
+        step.plan.decodes.extend(decoding)
+        step.slots.extend(decoding.values())
+        return preempted
+
+    def _attend(self, plan: StepPlan, attention: list[Sequence]) -> bool:
+        """Before decodes at their `pause`: retire those whose last token is launched, give others blocks.
+
+        Returns whether that took a preemption.
+        """
+        needy = []
+        for sequence in attention:
+            if sequence.position >= sequence.limit - 1:
+                del self._decoding[sequence.row]
+            else:
+                needy.append(sequence)
+        if not needy:
+            return False
+        needy.sort(key=_order)
+        # Whoever got its block comes before the one who needs it now, and victims come from the other end: a
+        # victim was given nothing in this plan.
+        victims: list[Sequence] | None = None
+        for sequence in needy:
+            while sequence.row >= 0 and not self._give_block(plan, sequence):
+                if victims is None:
+                    victims = sorted([*self._decoding.values(), *self._prefilling.values()], key=_order)
+                self._preempt(victims.pop())
+        return victims is not None
+
+    def _give_block(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Make `position` writable: a new block, or a copy of a shared one. False when none is available."""
+        pool, table, row = self.pool, sequence.table, sequence.row
+        if sequence.position == len(table) * BLOCK_TOKENS:
+            if not pool.available:
+                return False
+            table.append(pool.allocate())
+            plan.blocks.append((row, len(table) - 1, table[-1]))
+            sequence.sent_blocks = len(table)
+        elif pool.references(table[-1]) > 1:
+            if not pool.available:
+                return False
+            shared, table[-1] = table[-1], pool.allocate()
+            pool.release(shared)
+            plan.copies.append((shared, table[-1]))
+            plan.blocks.append((row, len(table) - 1, table[-1]))
+        sequence.pause = min(len(table) * BLOCK_TOKENS, sequence.limit - 1)
+        return True
+
+    def _schedule_chunk(self, step: ScheduledStep, sequence: Sequence, budget: int) -> int:
+        """Compute the next tokens of a prefill, `budget` at most; returns how many."""
+        plan, start, last = step.plan, sequence.position, sequence.prefill_end
+        end = min(start + budget, last)
+        logprobs = next_token = None
+        submit = sequence.submission.submit
+        prompt = len(submit.prompt_token_ids)
+        if sequence.wants_prompt_logprobs and start < prompt:
+            # A chunk that is scored stays inside the prompt.
+            end = min(end, prompt)
+            logprobs = submit.sampling.prompt_logprobs
+            next_token = sequence.tokens[end] if end < prompt else None
+        sample_rows = []
+        if end == last:
+            del self._prefilling[sequence.row]
+            if sequence.samples:
+                sample_rows = self._begin_decoding(step, sequence, end)
+        self._send_blocks(plan, sequence)
+        plan.chunks.append(
+            Chunk(sequence.row, start, sequence.tokens[start:end], sample_rows, logprobs, next_token)
+        )
+        step.prefills.append(Prefill(sequence, sequence.row, start, end))
+        sequence.position = end
+        sequence.in_flight += 1
+        self.ledger.credit(sequence.submission, end)
+        return end - start
+
+    def _begin_decoding(self, step: ScheduledStep, leader: Sequence, end: int) -> list[int]:
+        """The prefill ends with this chunk: it and its forks sample from it. Returns their rows."""
+        for fork in leader.forks:
+            fork.leader = None
+            fork.table = leader.table.copy()
+            for block in fork.table:
+                self.pool.share(block)
+            fork.chain = leader.chain.fork()
+            fork.sent_blocks = 0
+            self._send_blocks(step.plan, fork)
+        group = [leader, *leader.forks]
+        leader.forks = []
+        for sequence in group:
+            # A last block that is shared is not writable yet: `_give_block` sorts it out.
+            writable = end if len(group) > 1 else len(sequence.table) * BLOCK_TOKENS
+            sequence.position = end
+            sequence.pause = min(writable, sequence.limit - 1)
+            sequence.in_flight += 1
+            self._watch(sequence)
+            self._decoding[sequence.row] = sequence
+        step.slots.extend(group)
+        return [sequence.row for sequence in group]
+
+    def _send_blocks(self, plan: StepPlan, sequence: Sequence) -> None:
+        """Bring the device's block table of the sequence's row up to date."""
+        row, table = sequence.row, sequence.table
+        plan.blocks.extend((row, index, table[index]) for index in range(sequence.sent_blocks, len(table)))
+        sequence.sent_blocks = len(table)
+
+    # ── admission and preemption ─────────────────────────────────────────────────────────────
+
+    def _admit(self, step: ScheduledStep, budget: int) -> None:
+        """Start waiting sequences, the head of the queue first, until one does not fit."""
+        while budget and self._free_rows:
+            sequence = self._waiting.peek()
+            # A preempted sequence cannot be recomputed before the tokens it sampled last are known.
+            if sequence is None or sequence.in_flight or not self._fits_now(sequence):
+                return
+            forks = [] if sequence.requeued else self._siblings(sequence)
+            hits = self._take_blocks(sequence, forks)
+            if hits is None:
+                return
+            for member in (sequence, *sequence.forks):
+                self._start(step.plan, member, hits * BLOCK_TOKENS)
+            sequence.position = hits * BLOCK_TOKENS
+            sequence.registered = hits
+            self._prefilling[sequence.row] = sequence
+            budget -= self._schedule_chunk(step, sequence, budget)
+
+    def _fits_now(self, sequence: Sequence) -> bool:
+        """Whether it is worth looking: enough happened since the same sequence was found not to fit."""
+        if self._blocked is None or not self.running:
+            return True
+        blocked, gains = self._blocked
+        return blocked is not sequence or self.pool.gains >= gains
+
+    def _siblings(self, sequence: Sequence) -> list[Sequence]:
+        """Samples that can start together with this one: all that wait for their first start, or none."""
+        siblings: list[Sequence] = []
+        for other in sequence.submission.sequences:
+            if other is not sequence and other.entry is not None and not other.requeued:
+                siblings.append(other)
+                if len(siblings) >= len(self._free_rows):
+                    return []
+        return siblings
+
+    def _take_blocks(self, sequence: Sequence, forks: list[Sequence]) -> int | None:
+        """Take the blocks of a prefill, found or new, and attach the forks that fit with it.
+
+        Returns the number of blocks found in the prefix cache, or None (and takes nothing) if even the
+        sequence alone does not fit.
+        """
+        pool = self.pool
+        count = sequence.prefill_end
+        # What is scored must be computed.
+        hits = [] if sequence.wants_prompt_logprobs else pool.match(sequence.chain, sequence.tokens, count)
+        needed = blocks_for(count) - len(hits)
+        # An empty house needs no reserve: whatever passed `refusal` fits into the whole pool.
+        room = pool.available - pool.unused_among(hits) - (self.watermark if self.running else 0)
+        if needed > room:
+            self._blocked = (sequence, pool.gains + needed - room)
+            return None
+        self._blocked = None
+        if needed + len(forks) <= room:
+            sequence.forks = forks
+            for fork in forks:
+                fork.leader = sequence
+        for block in hits:
+            pool.share(block)
+        sequence.table = hits + [pool.allocate() for _ in range(needed)]
+        return len(hits)
+
+    def _start(self, plan: StepPlan, sequence: Sequence, cached: int) -> None:
+        """Give a waiting sequence a row."""
+        self._waiting.remove(sequence)
+        submission = sequence.submission
+        submit, sampling = submission.submit, submission.submit.sampling
+        row = sequence.row = self._free_rows.pop()
+        self._rows[row] = sequence
+        sequence.sent_blocks = 0
+        penalized = (
+            sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+            or sampling.repetition_penalty != 1.0
+        )
+        prompt = len(submit.prompt_token_ids)
+        history = sequence.tokens.copy() if penalized else []
+        plan.setups.append(RowSetup(row, sampling, sequence.sample, prompt, history))
+        if not sequence.started:
+            sequence.started = True
+            sequence.cached_tokens = min(cached, prompt)
+            self._admitted.append(sequence)
+        if not submission.started:
+            submission.started = True
+            submission.cached_tokens = sequence.cached_tokens
+            self.ledger.totals.prompt_tokens += prompt
+            self.ledger.totals.cached_tokens += sequence.cached_tokens
+
+    def _note_batch_size(self, plan: StepPlan) -> None:
+        """Sequences in this step: those that decode, and those whose prompt is computed."""
+        size = len(plan.decodes) + sum(max(1, len(chunk.sample_rows)) for chunk in plan.chunks)
+        for sequence in self._admitted:
+            sequence.batch_size = size
+            if not sequence.submission.batch_size:
+                sequence.submission.batch_size = size
+        self._admitted.clear()
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's row and blocks; it waits to be computed anew."""
+        sequence.submission.preemptions += 1
+        self.ledger.totals.preemptions += 1
+        for member in (sequence, *sequence.forks):
+            self._vacate(member)
+            member.leader = None
+            member.requeued = True
+            self._waiting.push(member)
+        sequence.forks = []
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Take a running sequence out of its row and free its blocks. What is in flight for it still runs,
+        before anything that a later plan does with them."""
+        row = sequence.row
+        self._decoding.pop(row, None)
+        self._prefilling.pop(row, None)
+        self._rows[row] = None
+        self._free_rows.append(row)
+        self.pool.release_table(sequence.table)
+        sequence.row = -1
+        sequence.table = []
+        sequence.position = sequence.registered = 0
+
+    # ── results ──────────────────────────────────────────────────────────────────────────────
+
+    def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
+        """Take in what a step computed. Steps are collected in the order in which they were scheduled."""
+        for prefill in step.prefills:
+            self._collect_prefill(prefill, tokens)
+        emit, logprobs = self.ledger.emit, tokens.logprobs
+        generated = 0
+        for slot, (sequence, token) in enumerate(zip(step.slots, tokens.token_ids, strict=True)):
+            sequence.in_flight -= 1
+            if sequence.finish:
+                continue
+            generated += 1
+            sequence.tokens.append(token)
+            finish = ""
+            if token in sequence.stops or len(sequence.tokens) >= sequence.watch:
+                finish = self._examine(sequence, token)
+            submission = sequence.submission
+            output = Output(submission.submit.handle, sequence.sample, [token], finish)
+            if logprobs is not None:
+                entry = logprobs[slot]
+                output.logprobs = None if entry is None else [entry]
+            if not sequence.announced:
+                self._announce(sequence, output)
+            emit(submission.origin, output)
+            if finish:
+                self._finish(sequence, finish)
+        self.ledger.totals.generated_tokens += generated
+
+    def _collect_prefill(self, prefill: Prefill, tokens: StepTokens) -> None:
+        sequence = prefill.sequence
+        sequence.in_flight -= 1
+        if sequence.finish:
+            return
+        if sequence.row >= 0:
+            self._register(sequence, prefill.end)
+        # The row is the plan's: the sequence may have lost it since, what was computed stands.
+        scores = tokens.prompt_logprobs.get(prefill.row)
+        if scores is not None and sequence.prompt_logprobs is not None:
+            # The first score is that of the token at start + 1; recomputed ones are known already.
+            sequence.prompt_logprobs.extend(scores[len(sequence.prompt_logprobs) - prefill.start - 1 :])
+        if not sequence.samples and not sequence.wants_prompt_logprobs:
+            self._end(sequence, "length")
+
+    def _examine(self, sequence: Sequence, token: int) -> str:
+        """After a token that might end the sequence or fill a block: its finish, or ""."""
+        if sequence.row >= 0:
+            # The newest token was sampled, not yet fed: its keys and values are not in the cache.
+            self._register(sequence, len(sequence.tokens) - 1)
+            self._watch(sequence)
+        # Stop tokens before min_tokens are suppressed by the sampler; none may slip through as an end.
+        if token in sequence.stops and (
+            sequence.output_tokens > sequence.submission.submit.sampling.min_tokens
+        ):
+            return "stop"
+        return "length" if len(sequence.tokens) >= sequence.limit else ""
+
+    def _watch(self, sequence: Sequence) -> None:
+        """Set the length at which `collect` looks closer."""
+        full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
+        sequence.watch = min((full + 1) * BLOCK_TOKENS + 1, sequence.limit)
+
+    def _register(self, sequence: Sequence, confirmed: int) -> None:
+        """Offer the full blocks under the first `confirmed` tokens to the prefix cache."""
+        if not self.pool.prefix_cache:
+            return
+        for index in range(sequence.registered, confirmed // BLOCK_TOKENS):
+            block = sequence.table[index]
+            if not self.pool.is_cached(block):
+                self.pool.register(block, sequence.chain.link(index, sequence.tokens))
+            sequence.registered = index + 1
+
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────
+
+    def _cancel_all(self, sequences: list[Sequence]) -> None:
+        # Forks before their leader, so that its prefill is not handed from one to the next.
+        for sequence in reversed(sequences):
+            if not sequence.finish:
+                self._end(sequence, "cancelled")
+
+    def _end(self, sequence: Sequence, finish: str) -> None:
+        """End a sequence outside of sampling: its last output brings no token."""
+        submission = sequence.submission
+        output = Output(submission.submit.handle, sequence.sample, [], finish)
+        if not sequence.announced:
+            self._announce(sequence, output)
+        self.ledger.emit(submission.origin, output)
+        self._finish(sequence, finish)
+
+    def _announce(self, sequence: Sequence, output: Output) -> None:
+        """A sample's first output says how it started."""
+        sequence.announced = True
+        output.cached_tokens = sequence.cached_tokens
+        output.batch_size = sequence.batch_size
+        if sequence.prompt_logprobs is not None and not sequence.wants_prompt_logprobs:
+            output.prompt_logprobs = sequence.prompt_logprobs
+
+    def _finish(self, sequence: Sequence, finish: str) -> None:
+        """A sequence's end: everything it held goes back; the last of a submission closes the ledger."""
+        sequence.finish = finish
+        if sequence.entry is not None:
+            self._waiting.remove(sequence)
+        if sequence.leader is not None:
+            sequence.leader.forks.remove(sequence)
+            sequence.leader = None
+        if sequence.forks:
+            self._hand_over(sequence)
+        if sequence.row >= 0:
+            self._vacate(sequence)
+        self.ledger.end_sample(sequence)
+
+    def _hand_over(self, leader: Sequence) -> None:
+        """A leader ends before its forks sampled: the first of them goes on with its prefill."""
+        heir, *rest = leader.forks
+        heir.leader, heir.forks = None, rest
+        for fork in rest:
+            fork.leader = heir
+        heir.table, leader.table = leader.table, []
+        heir.position, heir.chain = leader.position, leader.chain
+        self._prefilling[heir.row] = heir
+        leader.forks = []
+
+    # ── invariants ───────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Raise InvariantError unless rows, queue, blocks and ledger tell the same story."""
+        live = [s for submission in self.ledger.all_open() for s in submission.sequences if not s.finish]
+        self.pool.check([sequence.table for sequence in live])
+        rows = {sequence.row: sequence for sequence in live if sequence.row >= 0}
+        waiting = set(self._waiting)
+        for sequence in live:
+            name = f"sample {sequence.sample} of {sequence.submission.submit.request_id}"
+            if (sequence.row >= 0) == (sequence in waiting):
+                raise InvariantError(f"{name} must either have a row or wait: row {sequence.row}")
+            if sequence.row >= 0 and self._rows[sequence.row] is not sequence:
+                raise InvariantError(f"{name} believes to own row {sequence.row}, which is another's")
+            if sequence.row < 0 and (sequence.table or sequence.leader or sequence.forks):
+                raise InvariantError(f"{name} waits, yet holds blocks or siblings")
+            if sequence.table and not sequence.position <= len(sequence.table) * BLOCK_TOKENS:
+                raise InvariantError(
+                    f"{name} wrote {sequence.position} tokens into {len(sequence.table)} blocks"
+                )
+            if sequence.leader is not None and sequence not in sequence.leader.forks:
+                raise InvariantError(f"{name} waits for a leader that does not know it")
+        if len(waiting) != len(self._waiting):
+            raise InvariantError(f"{len(waiting)} sequences wait, the queue counts {len(self._waiting)}")
+        taken = {row for row, sequence in enumerate(self._rows) if sequence is not None}
+        if taken != set(rows):
+            raise InvariantError(f"rows {sorted(taken)} are taken, live sequences own {sorted(rows)}")
+        if len(set(self._free_rows)) != len(self._free_rows) or taken & set(self._free_rows):
+            raise InvariantError(f"free rows {self._free_rows} overlap, or are taken: {sorted(taken)}")
+        if len(taken) + len(self._free_rows) != self.max_rows:
+            raise InvariantError(
+                f"{len(taken)} taken and {len(self._free_rows)} free rows of {self.max_rows}"
+            )
+        if self._decoding.keys() & self._prefilling.keys():
+            raise InvariantError("a row both decodes and prefills")
+        for row, sequence in [*self._decoding.items(), *self._prefilling.items()]:
+            if self._rows[row] is not sequence:
+                raise InvariantError(f"row {row} is scheduled for a sequence that does not own it")
+        if not live and (self.pool.used or self.running):
+            raise InvariantError(f"idle, with {self.pool.used} blocks and {self.running} rows in use")
