@@ -13,15 +13,14 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from store import audit
-from store.database import open_readonly
-from store.errors import UnknownKeyError, explain
+from store.database import reading
+from store.errors import UnknownKeyError
 from store.schemas import CONTROL
 from store.writer import Writer, WriterState
 
@@ -204,33 +203,30 @@ class ControlStore:
 
 def read_keys(path: Path) -> list[KeyRecord]:
     """All keys in the file at `path`, oldest first, through a read-only connection. Raises a `StoreError`."""
-    with closing(open_readonly(path, CONTROL)) as connection:
-        try:
-            return [
-                _key_record(row)
-                for row in connection.execute(f"SELECT {_KEY_COLUMNS} FROM keys ORDER BY created_at")
-            ]
-        except sqlite3.Error as error:
-            raise explain(path, error) from error
+    with reading(path, CONTROL) as connection:
+        return [
+            _key_record(row)
+            for row in connection.execute(f"SELECT {_KEY_COLUMNS} FROM keys ORDER BY created_at")
+        ]
 
 
 def read_audit(path: Path, after: int = 0, limit: int = 1000) -> list[audit.AuditRow]:
     """Audit rows with a seq above `after`, oldest first, through a read-only connection. Raises a
     `StoreError`."""
-    with closing(open_readonly(path, CONTROL)) as connection:
-        try:
-            return audit.rows(connection, after, limit)
-        except sqlite3.Error as error:
-            raise explain(path, error) from error
+    with reading(path, CONTROL) as connection:
+        return audit.rows(connection, after, limit)
+
+
+def read_audit_head(path: Path) -> audit.Head:
+    """The newest audit row's seq and hash, to be kept outside the file. Raises a `StoreError`."""
+    with reading(path, CONTROL) as connection:
+        return audit.head(connection)
 
 
 def verify_audit(path: Path, recorded: Iterable[audit.Head] = ()) -> audit.Verdict:
     """`store.audit.verify` of the file at `path`, through a read-only connection. Raises a `StoreError`."""
-    with closing(open_readonly(path, CONTROL)) as connection:
-        try:
-            return audit.verify(connection, recorded)
-        except sqlite3.Error as error:
-            raise explain(path, error) from error
+    with reading(path, CONTROL) as connection:
+        return audit.verify(connection, recorded)
 
 
 def _key_record(row: tuple[object, ...]) -> KeyRecord:

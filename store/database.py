@@ -14,6 +14,8 @@ import logging
 import os
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -55,6 +57,8 @@ class WritableDatabase:
         _check_writable(path)
         self._lock = _lock(path)
         try:
+            if not path.exists():
+                os.close(_create(path))
             self.connection = _open_writer(path, schema, synchronous)
         except BaseException:
             os.close(self._lock)
@@ -136,6 +140,18 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     return connection
 
 
+@contextmanager
+def reading(path: Path, schema: Schema) -> Iterator[sqlite3.Connection]:
+    """`open_readonly` for the length of a `with` block, with SQLite's errors as `StoreError`."""
+    connection = open_readonly(path, schema)
+    try:
+        yield connection
+    except sqlite3.Error as error:
+        raise explain(path, error) from error
+    finally:
+        connection.close()
+
+
 def integrity_problems(path: Path) -> list[str]:
     """What SQLite's full check finds wrong with the file, in its words; empty if nothing. Reads the whole
     file."""
@@ -201,22 +217,25 @@ def _check_writable(path: Path) -> None:
             )
 
 
+def _create(path: Path) -> int:
+    """Open `path`, making it if need be, for the service's user and group only: SQLite would let everybody
+    read it."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise StorageFaultError(
+                f"{path} cannot be made now ({error.strerror}): free some space"
+            ) from error
+        raise NotWritableError(f"{path} cannot be opened ({error.strerror}): check owner and mode") from error
+
+
 def _lock(path: Path) -> int:
     """Take the writer's lock; return its file descriptor, which holds it until closed or the process is gone.
 
     A file of its own: opening and closing the database itself would drop SQLite's own POSIX locks on it.
     """
-    lock_path = path.with_name(path.name + "-lock")
-    try:
-        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise StorageFaultError(
-                f"{lock_path} cannot be made now ({error.strerror}): free some space"
-            ) from error
-        raise NotWritableError(
-            f"{lock_path} cannot be opened ({error.strerror}): check its owner and mode"
-        ) from error
+    descriptor = _create(path.with_name(path.name + "-lock"))
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -10,15 +10,13 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from store.database import open_readonly
-from store.errors import explain
+from store.database import reading
 from store.schemas import HISTORY
 from store.writer import Writer
 
@@ -275,11 +273,8 @@ class RequestReader:
         ]
 
     def _fetch(self, sql: str, values: tuple[object, ...]) -> list[Any]:
-        with closing(open_readonly(self.path, HISTORY)) as connection:
-            try:
-                return connection.execute(sql, values).fetchall()
-            except sqlite3.Error as error:
-                raise explain(self.path, error) from error
+        with reading(self.path, HISTORY) as connection:
+            return connection.execute(sql, values).fetchall()
 
 
 def _logged(values: tuple[Any, ...]) -> LoggedRequest:

@@ -321,10 +321,7 @@ class Writer:
             raise
         self._note_success(batch)
         for item, result in zip(batch, results, strict=True):
-            if item.after_commit is not None:
-                item.after_commit(result)
-            if item.future is not None:
-                item.future.set_result(result)
+            _deliver(item, result)
 
     def _roll_back(self, database: WritableDatabase, error: BaseException) -> None:
         keep = _is_own_fault(error) or (
@@ -401,6 +398,21 @@ class Writer:
 
 def _nothing(connection: sqlite3.Connection) -> None:
     """What `flush` waits for: an operation that only has a place in the order."""
+
+
+def _deliver(item: _Item, result: object) -> None:
+    """Tell whoever waits that the item is committed. Never raises: what is on disk must not be tried
+    again."""
+    try:
+        if item.after_commit is not None:
+            item.after_commit(result)
+    except Exception as error:
+        log.exception("following up a committed change failed")
+        if item.future is not None:
+            item.future.set_exception(error)
+        return
+    if item.future is not None:
+        item.future.set_result(result)
 
 
 def _is_own_fault(error: BaseException) -> bool:

@@ -15,7 +15,6 @@ from store.errors import (
     CorruptDatabaseError,
     DatabaseInUseError,
     MissingDatabaseError,
-    NotWritableError,
     SchemaVersionError,
 )
 from store.migrations import Migration, Schema
@@ -71,6 +70,7 @@ print(sqlite3.connect(sys.argv[1]).execute("SELECT text FROM notes").fetchone()[
 
 def test_an_auditor_reads_the_file_of_a_running_service(public_folder, run_unprivileged):
     path = public_folder / "notes.db"
+    path.touch(0o644)
     database = WritableDatabase(path, NOTES, "FULL")
     database.connection.execute("INSERT INTO notes VALUES ('live')")
     source = """
@@ -82,6 +82,7 @@ print(store.database.open_readonly(Path(sys.argv[1])).execute("SELECT text FROM 
 
 def test_a_copy_in_wal_mode_is_read_where_its_shared_memory_cannot_be_made(public_folder, run_unprivileged):
     path = public_folder / "notes.db"
+    path.touch(0o644)
     database = WritableDatabase(path, NOTES, "FULL")
     database.connection.execute("INSERT INTO notes VALUES ('copied')")
     database.abandon()
@@ -95,6 +96,13 @@ except sqlite3.OperationalError:
 print(store.database.open_readonly(Path(sys.argv[1])).execute("SELECT text FROM notes").fetchone()[0])
 """
     assert run_unprivileged(source, path).split("\n") == ["plain fails", "copied"]
+
+
+def test_new_files_are_for_the_services_user_and_group_only(tmp_path):
+    database = WritableDatabase(tmp_path / "notes.db", NOTES, "FULL")
+    modes = {file.name: oct(file.stat().st_mode & 0o777 | 0o040) for file in tmp_path.iterdir()}
+    assert modes == {f"notes.db{suffix}": "0o640" for suffix in ("", "-wal", "-shm", "-lock")}
+    database.close()
 
 
 def test_a_reader_cannot_write(tmp_path):
@@ -174,8 +182,12 @@ def test_missing_files_and_folders_are_named(tmp_path):
         WritableDatabase(tmp_path / "nowhere" / "notes.db", NOTES, "FULL")
 
 
-def test_a_folder_without_write_rights_is_named(public_folder, run_unprivileged):
-    public_folder.chmod(0o555)
+@pytest.mark.parametrize(("folder_mode", "named"), [(0o555, "{folder} cannot"), (0o777, "{file} cannot")])
+def test_a_file_or_folder_without_write_rights_is_named(public_folder, run_unprivileged, folder_mode, named):
+    path = public_folder / "notes.db"
+    make_notes(path)
+    path.chmod(0o444)
+    public_folder.chmod(folder_mode)
     source = """
 from store.migrations import Schema
 try:
@@ -183,16 +195,7 @@ try:
 except store.database.NotWritableError as error:
     print(error)
 """
-    assert f"{public_folder} cannot be written by uid" in run_unprivileged(source, public_folder / "notes.db")
-
-
-def test_a_read_only_file_is_named(tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root writes everything")
-    make_notes(tmp_path / "notes.db")
-    (tmp_path / "notes.db").chmod(0o444)
-    with pytest.raises(NotWritableError, match=r"notes\.db cannot be written"):
-        WritableDatabase(tmp_path / "notes.db", NOTES, "FULL")
+    assert named.format(folder=public_folder, file=path) in run_unprivileged(source, path)
 
 
 def test_migrations_run_once_in_order_and_keep_what_is_there(tmp_path):

@@ -191,6 +191,34 @@ def test_one_row_that_cannot_be_written_does_not_hold_up_the_others(writer, capl
     assert "nowhere" in caplog.text
 
 
+def test_a_failing_disk_costs_the_connection_but_no_row(writer, eventually):
+    connections: list[sqlite3.Connection] = []
+
+    def fails_twice(connection: sqlite3.Connection) -> None:
+        connections.append(connection)
+        if len(connections) <= 2:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+            raise error
+
+    writer.submit(insert(1))
+    writer.submit(fails_twice)
+    writer.submit(insert(2))
+    eventually(lambda: "disk I/O error" in (writer.state().last_error or ""))
+    assert writer.flush()
+    assert numbers(writer.path) == [1, 2]
+    assert len(set(map(id, connections))) == 3
+    assert writer.state().last_error is None
+
+
+def test_a_follow_up_that_raises_does_not_undo_or_repeat_the_commit(writer, caplog):
+    with pytest.raises(ZeroDivisionError):
+        writer.call(insert(1), after_commit=lambda result: 1 / 0).result(10)
+    writer.call(insert(2)).result(10)
+    assert numbers(writer.path) == [1, 2]
+    assert "following up" in caplog.text
+
+
 def test_a_call_that_raises_undoes_all_it_did_and_the_writer_goes_on(writer):
     def half(connection):
         insert(1)(connection)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from store import audit
+from store.schemas import CONTROL
+
+
+def chain(length: int) -> sqlite3.Connection:
+    """A chain in memory, with the triggers off as a forger would have them."""
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    for migration in CONTROL.migrations:
+        for statement in migration.statements:
+            connection.execute(statement)
+    for number in range(1, length + 1):
+        append(connection, number)
+    connection.execute("DROP TRIGGER audit_rows_do_not_change")
+    connection.execute("DROP TRIGGER audit_rows_do_not_go")
+    return connection
+
+
+def append(connection: sqlite3.Connection, number: int) -> audit.Head:
+    connection.execute("BEGIN")
+    head = audit.append(
+        connection,
+        actor="uid:0",
+        action="keys.create",
+        params={"name": f"n{number}", "id": number},
+        result="ok",
+    )
+    connection.execute("COMMIT")
+    return head
+
+
+def forge(connection: sqlite3.Connection, first: int) -> None:
+    """Recompute every hash from `first` on, as somebody would who knows how."""
+    for row in audit.rows(connection, after=first - 1, limit=10**6):
+        before = connection.execute(
+            "SELECT hash FROM audit WHERE seq < ? ORDER BY seq DESC", (row.seq,)
+        ).fetchone()
+        row = row._replace(previous_hash=before[0] if before else audit.GENESIS_HASH)
+        connection.execute(
+            "UPDATE audit SET previous_hash = ?, hash = ? WHERE seq = ?",
+            (row.previous_hash, audit.row_hash(row), row.seq),
+        )
+
+
+def test_a_whole_chain_is_found_whole():
+    connection = chain(20)
+    verdict = audit.verify(connection, [audit.head(connection)])
+    assert verdict.ok and verdict.rows == 20 and verdict.head == audit.head(connection)
+    assert audit.verify(chain(0)) == audit.Verdict(0, audit.Head(0, audit.GENESIS_HASH))
+
+
+def test_anybody_can_check_a_hash_with_the_documented_recipe():
+    connection = chain(2)
+    seq, at, actor, action, params, result, previous, found = connection.execute(
+        "SELECT seq, at, actor, action, params, result, previous_hash, hash FROM audit WHERE seq = 2"
+    ).fetchone()
+    content = {"seq": seq, "at": at, "actor": actor, "action": action, "params": params, "result": result}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    assert hashlib.sha256((previous + text).encode()).hexdigest() == found
+    assert params == '{"id":2,"name":"n2"}'
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_one_changed_byte_anywhere_is_found_at_its_row(data):
+    connection = chain(5)
+    seq = data.draw(st.integers(1, 5))
+    column = data.draw(
+        st.sampled_from(["at", "actor", "action", "params", "result", "previous_hash", "hash"])
+    )
+    text = connection.execute(f"SELECT {column} FROM audit WHERE seq = ?", (seq,)).fetchone()[0]
+    place = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.characters(codec="ascii").filter(lambda character: character != text[place]))
+    changed = text[:place] + other + text[place + 1 :]
+    connection.execute(f"UPDATE audit SET {column} = ? WHERE seq = ?", (changed, seq))
+    verdict = audit.verify(connection)
+    assert not verdict.ok
+    assert verdict.broken_seq == seq
+    assert "rewritten" in (verdict.problem or "")
+
+
+def test_a_row_taken_out_of_the_middle_is_missed():
+    connection = chain(10)
+    connection.execute("DELETE FROM audit WHERE seq = 5")
+    verdict = audit.verify(connection)
+    assert (verdict.broken_seq, verdict.problem) == (5, "missing: row 6 follows row 4")
+
+
+def test_a_row_taken_out_with_the_rest_renumbered_is_found():
+    connection = chain(10)
+    connection.execute("DELETE FROM audit WHERE seq = 5")
+    for seq in range(6, 11):
+        connection.execute("UPDATE audit SET seq = ? WHERE seq = ?", (seq - 1, seq))
+    connection.execute("UPDATE sqlite_sequence SET seq = 9")
+    assert audit.verify(connection).broken_seq == 5
+
+
+def test_the_first_row_is_missed_too():
+    connection = chain(3)
+    connection.execute("DELETE FROM audit WHERE seq = 1")
+    assert audit.verify(connection).broken_seq == 1
+
+
+def test_a_tail_cut_off_carelessly_shows_without_a_recorded_head():
+    connection = chain(10)
+    connection.execute("DELETE FROM audit WHERE seq > 7")
+    verdict = audit.verify(connection)
+    assert (verdict.broken_seq, verdict.problem) == (8, "rows 8 to 10 are missing from the end")
+
+
+def test_a_tail_cut_off_with_care_shows_against_a_recorded_head():
+    connection = chain(10)
+    recorded = audit.head(connection)
+    connection.execute("DELETE FROM audit WHERE seq > 7")
+    connection.execute("UPDATE sqlite_sequence SET seq = 7")
+    assert audit.verify(connection).ok
+    assert audit.verify(connection, [recorded]).broken_seq == 8
+
+
+def test_an_emptied_chain_shows_against_a_recorded_head():
+    connection = chain(3)
+    recorded = audit.head(connection)
+    connection.execute("DELETE FROM audit")
+    connection.execute("DELETE FROM sqlite_sequence")
+    assert audit.verify(connection, [recorded]).broken_seq == 1
+
+
+def test_a_chain_rewritten_with_new_hashes_shows_against_a_recorded_head():
+    connection = chain(10)
+    recorded = audit.head(connection)
+    connection.execute("UPDATE audit SET actor = 'uid:1000' WHERE seq = 4")
+    forge(connection, 4)
+    assert audit.verify(connection).ok
+    verdict = audit.verify(connection, [recorded])
+    assert verdict.broken_seq == 10 and "recorded outside" in (verdict.problem or "")
+
+
+def test_a_chain_that_lost_its_end_does_not_grow_over_the_gap():
+    connection = chain(5)
+    connection.execute("DELETE FROM audit WHERE seq > 3")
+    assert append(connection, 9).seq == 6
+    assert audit.verify(connection).broken_seq == 4
+
+
+def test_old_recorded_heads_stay_good_as_the_chain_grows():
+    connection = chain(3)
+    recorded = [audit.head(connection)]
+    recorded += [append(connection, number) for number in range(4)]
+    assert audit.verify(connection, recorded).ok
+
+
+def test_an_audit_row_needs_the_transaction_of_its_change():
+    connection = chain(1)
+    with pytest.raises(ValueError, match=r"keys\.create outside a transaction"):
+        audit.append(connection, actor="a", action="keys.create", params={}, result="ok")
+
+
+def test_what_is_not_json_is_refused():
+    connection = chain(1)
+    connection.execute("BEGIN")
+    with pytest.raises(ValueError, match="JSON"):
+        audit.append(connection, actor="a", action="b", params={"x": float("nan")}, result="ok")
+    with pytest.raises(TypeError):
+        audit.append(connection, actor="a", action="b", params={"x": object()}, result="ok")

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import sqlite3
+import subprocess
+import sys
+import time
+from concurrent.futures import wait
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from store import audit
+from store.control import ControlStore, read_audit, read_audit_head, read_keys, verify_audit
+from store.errors import StorageFaultError, UnknownKeyError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def control(tmp_path):
+    store = ControlStore(tmp_path / "control.db")
+    store.start()
+    yield store
+    store.close()
+
+
+def create(control: ControlStore, name: str = "laptop", **options: float):
+    return control.create_key(actor="uid:0", name=name, tenant="acme", **options).result(10)
+
+
+def test_a_new_key_opens_the_door_and_names_its_tenant(control):
+    created = create(control)
+    assert re.fullmatch(r"ak-[A-Za-z0-9_-]{43}", created.key)
+    found = control.lookup(created.key)
+    assert found == created.record
+    assert (found.name, found.tenant, found.prefix) == ("laptop", "acme", created.key[:8])
+    assert create(control).key != created.key
+
+
+@pytest.mark.parametrize("guess", ["", "ak-", "ak-" + "A" * 43, "\ud800", "x" * 100_000])
+def test_other_texts_open_nothing(control, guess):
+    create(control)
+    assert control.lookup(guess) is None
+
+
+def test_the_secret_is_nowhere_on_the_disk_and_its_hash_is(tmp_path, control):
+    created = create(control)
+    control.close()
+    content = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert created.key.encode() not in content
+    assert created.key[12:].encode() not in content
+    assert hashlib.sha256(created.key.encode()).hexdigest().encode() in content
+
+
+def test_a_revoked_key_opens_nothing_from_then_on(control):
+    created = create(control)
+    revoked = control.revoke_key(actor="uid:0", key_id=created.record.id).result(10)
+    assert revoked.revoked_at is not None
+    assert control.lookup(created.key) is None
+    again = control.revoke_key(actor="uid:0", key_id=created.record.id).result(10)
+    assert again.revoked_at == revoked.revoked_at
+
+
+def test_revoking_an_unknown_key_fails_by_name_and_leaves_no_audit_row(control):
+    with pytest.raises(UnknownKeyError, match="key_none"):
+        control.revoke_key(actor="uid:0", key_id="key_none").result(10)
+    assert read_audit(control.path) == []
+
+
+def test_an_expired_key_opens_nothing(control, monkeypatch):
+    created = create(control, expires_at=time.time() + 1000)
+    assert control.lookup(created.key) is not None
+    later = time.time() + 1001
+    monkeypatch.setattr("store.control.time.time", lambda: later)
+    assert control.lookup(created.key) is None
+
+
+def test_senseless_keys_are_refused_with_the_value(control):
+    with pytest.raises(ValueError, match=r"expires_at is 5\.0, which is past"):
+        control.create_key(actor="uid:0", name="a", tenant="acme", expires_at=5.0)
+    for name in ("", "a\nb", "x" * 201, "\ud800"):
+        with pytest.raises(ValueError, match="name is"):
+            control.create_key(actor="uid:0", name=name, tenant="acme")
+
+
+def test_keys_are_there_after_a_restart(tmp_path, control):
+    kept, revoked = create(control, "kept"), create(control, "revoked")
+    control.revoke_key(actor="uid:0", key_id=revoked.record.id).result(10)
+    control.close()
+    again = ControlStore(control.path)
+    again.start()
+    assert [record.name for record in again.list_keys()] == ["kept", "revoked"]
+    assert again.lookup(kept.key) == kept.record
+    assert again.lookup(revoked.key) is None
+    again.close()
+
+
+def test_each_change_is_in_the_audit_chain_without_the_secret(control):
+    created = create(control)
+    control.revoke_key(actor="uid:1000", key_id=created.record.id).result(10)
+    control.record(actor="uid:5", action="keys.create", params={"name": "x"}, result="refused").result(10)
+    rows = read_audit(control.path)
+    assert [(row.seq, row.actor, row.action, row.result) for row in rows] == [
+        (1, "uid:0", "keys.create", "ok"),
+        (2, "uid:1000", "keys.revoke", "ok"),
+        (3, "uid:5", "keys.create", "refused"),
+    ]
+    assert created.record.id in rows[0].params and created.key not in rows[0].params
+    assert read_audit_head(control.path) == audit.Head(rows[2].seq, rows[2].hash)
+    assert verify_audit(control.path, [read_audit_head(control.path)]).ok
+
+
+def test_a_change_and_its_audit_row_stand_or_fall_together(control):
+    def half(connection: sqlite3.Connection) -> None:
+        connection.execute("DELETE FROM keys")
+        raise RuntimeError("halfway")
+
+    created = create(control)
+    with pytest.raises(RuntimeError):
+        control.change(actor="uid:0", action="keys.purge", params={}, apply=half).result(10)
+    with pytest.raises(TypeError):
+        control.change(
+            actor="uid:0",
+            action="keys.purge",
+            params={"not": object()},
+            apply=lambda connection: connection.execute("DELETE FROM keys").rowcount,
+        ).result(10)
+    assert [record.id for record in read_keys(control.path)] == [created.record.id]
+    assert [row.action for row in read_audit(control.path)] == ["keys.create"]
+
+
+def test_audit_rows_resist_plain_sql(control):
+    create(control)
+    control.close()
+    with closing(sqlite3.connect(control.path)) as connection:
+        for statement in ("UPDATE audit SET actor = 'x'", "DELETE FROM audit"):
+            with pytest.raises(sqlite3.IntegrityError, match="audit rows are never"):
+                connection.execute(statement)
+
+
+def test_tampering_on_the_disk_is_found_in_the_file(control):
+    for number in range(5):
+        create(control, f"key-{number}")
+    control.close()
+    content = control.path.read_bytes()
+    assert content.count(b'"name":"key-2"') == 1
+    control.path.write_bytes(content.replace(b'"name":"key-2"', b'"name":"key-9"'))
+    verdict = verify_audit(control.path)
+    assert (verdict.ok, verdict.broken_seq) == (False, 3)
+
+
+def test_a_hundred_keys_made_at_once_make_one_chain(control):
+    futures = [control.create_key(actor="uid:0", name=f"k{number}", tenant="t") for number in range(100)]
+    assert not wait(futures, 30).not_done
+    assert len(control.list_keys()) == 100
+    verdict = verify_audit(control.path)
+    assert verdict.ok and verdict.rows == 100
+
+
+def test_changes_are_awaited_without_stopping_the_loop(control):
+    async def make() -> str:
+        created = await asyncio.wrap_future(control.create_key(actor="uid:0", name="a", tenant="t"))
+        return created.key
+
+    assert control.lookup(asyncio.run(make())) is not None
+
+
+def test_what_a_future_has_confirmed_survives_kill_9(tmp_path):
+    source = """
+import os, signal, sys; from pathlib import Path
+from store.control import ControlStore
+control = ControlStore(Path(sys.argv[1])); control.start()
+print(control.create_key(actor="uid:0", name="a", tenant="t").result().record.id, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    path = tmp_path / "control.db"
+    done = subprocess.run(
+        [sys.executable, "-c", source, path], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == -9
+    assert [record.id for record in read_keys(path)] == [done.stdout.strip()]
+    assert verify_audit(path).rows == 1
+
+
+def test_a_full_disk_refuses_new_keys_and_keeps_the_old_ones_working(tiny_disk):
+    control = ControlStore(tiny_disk / "control.db")
+    control.start()
+    created = create(control)
+    ballast = tiny_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"\0" * 1024)
+    with pytest.raises(StorageFaultError, match="check free space"):
+        for number in range(50):
+            create(control, f"k{number}")
+    assert control.lookup(created.key) is not None
+    ballast.unlink()
+    after = create(control, "after")
+    control.close()
+    assert after.record in read_keys(control.path)
+    assert verify_audit(control.path).ok
