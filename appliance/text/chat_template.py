@@ -28,6 +28,8 @@ DEFAULT_MAX_SECONDS = 10.0
 # Above this, rendering in place would be felt by the other streams on the event loop (about 5 µs a message).
 _INLINE_MESSAGES = 64
 
+_MOST_ERROR_CHARACTERS = 500
+
 # The names a message's reasoning is passed under; templates read the first (the rule of transformers).
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -86,32 +88,32 @@ class ChatTemplate:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """`render` for the event loop: long conversations and tools are rendered in a thread."""
-        if len(messages) <= _INLINE_MESSAGES and not tools and not extra:
+        if len(messages) <= _INLINE_MESSAGES and not tools and not variables:
             return self.render(messages, add_generation_prompt)
-        return await asyncio.to_thread(self.render, messages, add_generation_prompt, tools, **extra)
+        return await asyncio.to_thread(self.render, messages, add_generation_prompt, tools, variables)
 
     def render(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **extra: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text, BOS included where the template writes it: encode it without special tokens.
 
-        `messages`, `tools` and `extra` (further template variables) are plain JSON values; they are data to
-        the template, never template text. Keys of messages whose value is None are dropped, as transformers
-        does. Raises `NoChatTemplateError`, or `ChatTemplateError` with the template's own words if it rejects
+        `messages`, `tools` and `variables` (further ones for the template) are plain JSON values: data to the
+        template, never template text. Keys of messages whose value is None are dropped, as transformers does.
+        Raises `NoChatTemplateError`, or `ChatTemplateError` with the template's own words if it rejects
         the messages, fails on them, or exceeds the bounds.
         """
         template = self._select(tools)
-        variables = {
+        everything = {
             **self._special_tokens,
             "documents": None,
-            **extra,
+            **(variables or {}),
             "messages": _prepare(messages),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
@@ -120,7 +122,7 @@ class ChatTemplate:
         left = self._max_characters
         pieces: list[str] = []
         try:
-            for piece in template.generate(variables):
+            for piece in template.generate(everything):
                 pieces.append(piece)
                 left -= len(piece)
                 if left < 0:
@@ -132,13 +134,13 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(
-                error.message or f"the chat template failed: {type(error).__name__}"
-            ) from error
+            raise ChatTemplateError(_for_client(str(error) or type(error).__name__)) from error
         except Exception as error:
             # Whatever a template does wrong with a client's messages is a refused request, no broken front.
             raise ChatTemplateError(
-                f"the model's chat template cannot render these messages: {type(error).__name__}: {error}"
+                _for_client(
+                    f"the chat template cannot render these messages: {type(error).__name__}: {error}"
+                )
             ) from error
         return "".join(pieces)
 
@@ -154,6 +156,11 @@ class ChatTemplate:
         raise NoChatTemplateError(
             f"this model has no default chat template, only {sorted(self._templates)}; use /v1/completions"
         )
+
+
+def _for_client(message: str) -> str:
+    """An error may quote a message of any length, with anything in it: keep it short and encodable."""
+    return message[:_MOST_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 def _prepare(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -208,7 +215,6 @@ def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _DictFunction()
     environment.globals["namespace"] = _PlainNamespace
     return environment
 
@@ -230,16 +236,6 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
                 if isinstance(sequence, (str, list, tuple)) and len(sequence) * times > self.max_characters:
                     raise jinja2.TemplateError(f"the chat template exceeds {self.max_characters} characters")
         return super().call_binop(context, operator, left, right)
-
-
-class _DictFunction:
-    """`dict(…)` in templates without the type itself, whose attributes lead into the interpreter."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
 
 
 class _PlainNamespace(jinja2.utils.Namespace):

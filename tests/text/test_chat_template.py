@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 from hypothesis import given
@@ -80,14 +79,17 @@ def test_messages_are_data_and_never_template_text():
         "{{ messages.append(1) }}",
         "{{ dict.__base__ }}",
         "{{ cycler.__init__.__globals__ }}",
-        "{{ '%s{0.__class__}'.format(messages) }}",
-        "{% set ns = namespace() %}{% set ns.__call__ = messages %}",
-        "{{ namespace(__class__=1) }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{% set ns = namespace() %}{% set ns.__call__ = messages %}stored",
+        "{{ namespace(__class__=1) and 'stored' }}",
     ],
 )
-def test_a_template_stays_in_its_sandbox(source):
-    with pytest.raises(ChatTemplateError):
-        template(source + "{{ undefined_name.x }}").render(USER)
+def test_a_template_reaches_nothing_outside_of_its_sandbox(source):
+    try:
+        reached = template(source).render(USER)
+    except ChatTemplateError:
+        reached = ""
+    assert reached == ""
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,14 @@ def test_a_template_stays_in_its_sandbox(source):
 def test_a_failing_or_runaway_template_is_a_clear_refusal(source, message):
     with pytest.raises(ChatTemplateError, match=message):
         template(source, max_characters=100).render(USER)
+
+
+def test_a_refusal_that_quotes_the_message_is_short_and_encodable():
+    chat = template("{{ raise_exception('unknown role ' + messages[0].role) }}")
+    with pytest.raises(ChatTemplateError) as caught:
+        chat.render([{"role": "\ud800" * 100_000, "content": ""}])
+    assert str(caught.value).encode().startswith(b"unknown role ??")
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_slow_template_is_ended_at_its_time():
@@ -160,6 +170,8 @@ def test_long_conversations_render_the_same_in_a_thread():
     assert asyncio.run(chat.render_async(USER)) == chat.render(USER)
 
 
-def test_extra_variables_reach_the_template():
-    assert template("{{ enable_thinking }}").render(USER, enable_thinking=False) == "False"
-    assert json.loads(template("{{ documents | tojson }}").render(USER, documents=[1])) == [1]
+def test_further_variables_reach_the_template_and_cannot_replace_the_messages():
+    chat = template("{{ enable_thinking }} {{ documents | tojson }} {{ messages[0].content }}")
+    variables = {"enable_thinking": False, "documents": [1], "messages": [{"content": "forged"}]}
+    assert chat.render(USER, variables=variables) == "False [1] Hi"
+    assert asyncio.run(chat.render_async(USER, variables=variables)) == "False [1] Hi"
