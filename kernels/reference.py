@@ -6,12 +6,17 @@ is the matrix products, then copies of KV pages, then the number of calls.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 PAGE_TOKENS = 64
 
 name = "reference"
+
+_GATHERED_COLUMNS = 512
+"""Most blocks copied at once for decodes, unless one sequence has more: bounds the working memory."""
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -102,33 +107,44 @@ def paged_attention_decode(
     return out
 
 
+@dataclass(frozen=True, slots=True)
 class _Group:
     """Sequences that are computed together, over the same columns of their block tables."""
 
-    def __init__(self, rows: list[int], first: int, last: int) -> None:
-        self.rows = rows
-        self.first = first
-        self.last = last
+    rows: list[int]
+    first: int
+    """The first column that any of them sees."""
+    last: int
+    """One past the last."""
+
+    @property
+    def columns(self) -> int:
+        return (self.last - self.first) * len(self.rows)
 
 
 def _length_groups(lens: list[int], window: int | None) -> list[_Group]:
-    """Sequences by length, so that padding never more than about doubles the pages that are copied.
-
-    One group where that already holds; else one for each power of two of the number of pages.
-    """
+    """Sequences in groups, so that the columns that are copied are at most about twice those that are needed
+    (padding, where lengths differ) and at most _GATHERED_COLUMNS (where there are many sequences)."""
     last = [-(-length // PAGE_TOKENS) for length in lens]
     first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]
-    needed = sum(last) - sum(first)
-    whole = _Group(list(range(len(lens))), min(first), max(last))
-    if (whole.last - whole.first) * len(lens) <= 2 * needed:
-        return [whole]
-    by_size: dict[int, list[int]] = {}
-    for row, pages in enumerate(last):
-        by_size.setdefault((pages - 1).bit_length(), []).append(row)
-    return [
-        _Group(rows, min(first[row] for row in rows), max(last[row] for row in rows))
-        for _, rows in sorted(by_size.items())
-    ]
+
+    def group(rows: list[int]) -> _Group:
+        return _Group(rows, min(first[row] for row in rows), max(last[row] for row in rows))
+
+    whole = group(list(range(len(lens))))
+    groups = [whole]
+    if whole.columns > 2 * (sum(last) - sum(first)):
+        by_size: dict[int, list[int]] = {}
+        for row, pages in enumerate(last):
+            by_size.setdefault((pages - 1).bit_length(), []).append(row)
+        groups = [group(rows) for rows in by_size.values()]
+    if all(each.columns <= _GATHERED_COLUMNS for each in groups):
+        return groups
+    parts = []
+    for each in groups:
+        count = max(1, _GATHERED_COLUMNS // (each.last - each.first))
+        parts += [group(each.rows[at : at + count]) for at in range(0, len(each.rows), count)]
+    return parts
 
 
 def _attend_group(

@@ -1,0 +1,159 @@
+"""How much memory a model takes, before it is loaded: the formulas, all in bytes a rank. No torch.
+
+Weights and KV are exact. Working memory is an estimate of the largest tensors alive at once in the largest
+step; a replica logs the difference to what it measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import DTYPE_BYTES, ModelConfig, Shard
+from engine.messages import BLOCK_TOKENS
+
+_GATHERED_TOKENS = 512 * BLOCK_TOKENS
+"""The CPU backend copies at most so many tokens' pages at once, or one sequence's (`kernels.reference`)."""
+
+_SAMPLED_COPIES = 4
+"""Float32 copies of a logit row while it is sampled: logits, noise, sorted, cumulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """One rank's memory, in bytes."""
+
+    weight_bytes: int
+    kv_bytes_per_block: int
+    kv_blocks: int
+    """As given to `predict`; 0 where it was None."""
+    activation_bytes: int
+    """Hidden states, projections, logits and attention's workspace in a step with a full token budget."""
+    table_bytes: int
+    """Rows' tables and the rotary table."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_blocks * self.kv_bytes_per_block
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but KV."""
+        return self.weight_bytes + self.activation_bytes + self.table_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.fixed_bytes + self.kv_bytes
+
+
+def parameters(config: ModelConfig) -> int:
+    """Parameters of the whole model; tied embeddings count once."""
+    return _parameters(config, config.shard(1, 0))
+
+
+def kv_bytes_per_block(config: ModelConfig, kv_dtype: str, tensor_parallel_size: int) -> int:
+    """Keys and values of BLOCK_TOKENS tokens in all layers: `2 × layers × KV heads on the rank × 64 ×
+    head_dim` elements. The same on every rank."""
+    shard = config.shard(tensor_parallel_size, 0)
+    return 2 * config.layers * shard.kv_heads * BLOCK_TOKENS * config.head_dim * DTYPE_BYTES[kv_dtype]
+
+
+def predict(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    tensor_parallel_size: int,
+    max_rows: int,
+    step_tokens: int,
+    max_model_len: int,
+    blocks: int | None,
+) -> Sizing:
+    """Memory of the rank with the most, which is rank 0 (it alone has the biases of reduced products).
+
+    dtype, kv_dtype: of engine.config.DTYPE_BYTES. max_rows: sequences at once; step_tokens: token budget of a
+    step; max_model_len: the longest sequence; blocks: of the pool, None where they are yet to be found
+    (`blocks_for`). Raises UnfitError when the model cannot be split.
+    """
+    shard = config.shard(tensor_parallel_size, 0)
+    return Sizing(
+        weight_bytes=_parameters(config, shard) * DTYPE_BYTES[dtype],
+        kv_bytes_per_block=kv_bytes_per_block(config, kv_dtype, tensor_parallel_size),
+        kv_blocks=blocks or 0,
+        activation_bytes=_activations(config, shard, dtype, max_rows, step_tokens, max_model_len),
+        table_bytes=_tables(config, max_rows, max_model_len),
+    )
+
+
+def blocks_for(
+    memory_bytes: int,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    tensor_parallel_size: int,
+    max_rows: int,
+    step_tokens: int,
+    max_model_len: int,
+) -> int:
+    """Blocks of KV that fit into `memory_bytes` a rank beside everything else; 0 where nothing fits."""
+    sizing = predict(
+        config,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        max_rows=max_rows,
+        step_tokens=step_tokens,
+        max_model_len=max_model_len,
+        blocks=None,
+    )
+    return max(0, (memory_bytes - sizing.fixed_bytes) // sizing.kv_bytes_per_block)
+
+
+def _parameters(config: ModelConfig, shard: Shard) -> int:
+    """Elements of the tensors that `engine.model.decoder` makes on this rank, padding of the vocabulary
+    included.
+
+    A layer: qkv, o, gate, up, down, two norms, and where the family has them biases and QK-norms.
+    """
+    hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
+    layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * shard.intermediate + 2 * hidden
+    first = shard.rank == 0
+    if config.qkv_bias:
+        layer += q + 2 * kv
+    if config.o_bias and first:
+        layer += hidden
+    if config.mlp_bias:
+        layer += 2 * shard.intermediate + (hidden if first else 0)
+    if config.qk_norm:
+        layer += 2 * config.head_dim
+    vocabulary = shard.vocab * hidden * (1 if config.tie_word_embeddings else 2)
+    return vocabulary + config.layers * layer + hidden
+
+
+def _activations(
+    config: ModelConfig, shard: Shard, dtype: str, max_rows: int, step_tokens: int, max_model_len: int
+) -> int:
+    """The larger of the two moments of a layer, plus logits, plus what the CPU backend keeps beside.
+
+    In both moments residual and normed input (2 × hidden a token) live. Attention: qkv, rotated q and k in
+    float32, q and the result. MLP: gate_up, its activation and the result. Logits: float32, of max_rows rows,
+    in the copies that sampling makes. CPU: the pages of one layer that attention copies; a float32 model with
+    tied embeddings keeps a packed copy of the output matrix.
+    """
+    width = DTYPE_BYTES[dtype]
+    tokens = max(step_tokens, max_rows)
+    q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
+    attention = (q + 2 * kv) * width + (q + kv) * 4 + 2 * q * width
+    mlp = 3 * shard.intermediate * width + config.hidden_size * width
+    streams = 2 * config.hidden_size * width
+    logits = max_rows * shard.vocab * 4 * _SAMPLED_COPIES
+    pages = 2 * kv * width * max(max_model_len, min(max_rows * max_model_len, _GATHERED_TOKENS))
+    packed = shard.vocab * config.hidden_size * 4 if dtype == "float32" and config.tie_word_embeddings else 0
+    return tokens * (streams + max(attention, mlp)) + logits + pages + packed
+
+
+def _tables(config: ModelConfig, max_rows: int, max_model_len: int) -> int:
+    """Block tables (8 bytes a row and block), rows' scalars (about 128 bytes), and the rotary table
+    (float32)."""
+    blocks = -(-max_model_len // BLOCK_TOKENS)
+    return max_rows * (8 * blocks + 128) + max_model_len * config.head_dim * 4
