@@ -169,6 +169,14 @@ def test_changes_are_awaited_without_stopping_the_loop(control):
     assert control.lookup(asyncio.run(make())) is not None
 
 
+def test_every_commit_of_control_state_reaches_the_disk(control):
+    def synchronous(connection: sqlite3.Connection) -> int:
+        return connection.execute("PRAGMA synchronous").fetchone()[0]
+
+    full = 2
+    assert control.change(actor="uid:0", action="test", params={}, apply=synchronous).result(10) == full
+
+
 def test_what_a_future_has_confirmed_survives_kill_9(tmp_path):
     source = """
 import os, signal, sys; from pathlib import Path
