@@ -1,0 +1,128 @@
+"""Runs a decoder by hand: sequences in shuffled blocks, passes that mix decodes and chunks, no scheduler."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.forward import ChunkSpan, ForwardInput
+from engine.messages import BLOCK_TOKENS
+from engine.model.decoder import Decoder
+
+
+@dataclass
+class Sequence:
+    """Tokens that are in the cache, as far as the driver knows: only their number and blocks."""
+
+    length: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Driver:
+    """A pool of blocks whose free list is shuffled, so that no table is in order."""
+
+    def __init__(self, decoder: Decoder, blocks: int, seed: int = 0) -> None:
+        self.decoder = decoder
+        self.kv = decoder.allocate_kv(blocks)
+        # Garbage where nothing was written yet: what lies past a sequence's end must not be seen.
+        for index, pool in enumerate(self.kv):
+            generator = torch.Generator().manual_seed(index)
+            pool.keys.normal_(std=30.0, generator=generator)
+            pool.values.normal_(std=30.0, generator=generator)
+        self.free = list(range(blocks))
+        random.Random(seed).shuffle(self.free)
+
+    def run(
+        self, decodes: list[tuple[Sequence, int]], chunks: list[tuple[Sequence, list[int]]]
+    ) -> torch.Tensor:
+        """One pass: `[tokens of the pass, vocabulary]` logits of every token, decodes first."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans: list[ChunkSpan] = []
+        for sequence, token in decodes:
+            token_ids.append(token)
+            positions.append(sequence.length)
+            slots += self._append(sequence, 1)
+        for sequence, tokens in chunks:
+            context = sequence.length
+            first = len(token_ids)
+            token_ids += tokens
+            positions += range(context, context + len(tokens))
+            slots += self._append(sequence, len(tokens))
+            spans.append(ChunkSpan(first, len(tokens), context, torch.tensor(sequence.blocks)))
+        columns = max((len(sequence.blocks) for sequence, _ in decodes), default=0)
+        tables = [s.blocks + [0] * (columns - len(s.blocks)) for s, _ in decodes]
+        inputs = ForwardInput(
+            token_ids=torch.tensor(token_ids),
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            decodes=len(decodes),
+            decode_block_tables=torch.tensor(tables, dtype=torch.int64).view(len(decodes), columns),
+            decode_lens=torch.tensor([sequence.length for sequence, _ in decodes], dtype=torch.int64),
+            chunks=spans,
+            logit_index=torch.arange(len(token_ids)),
+        )
+        hidden = self.decoder.forward(inputs, self.kv)
+        logits = self.decoder.logits(hidden[inputs.logit_index])
+        return self.decoder.ranks.all_gather_last_dim(logits)[:, : self.decoder.config.vocab_size]
+
+    def _append(self, sequence: Sequence, count: int) -> list[int]:
+        """Slots for `count` more tokens, taking blocks as needed."""
+        slots = []
+        for position in range(sequence.length, sequence.length + count):
+            if position == len(sequence.blocks) * BLOCK_TOKENS:
+                sequence.blocks.append(self.free.pop())
+            slots.append(sequence.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS)
+        sequence.length += count
+        return slots
+
+
+def teacher_forced(
+    driver: Driver, tokens: list[int], prompt_lengths: list[int], chunk_sizes: list[int], decode_steps: int
+) -> list[torch.Tensor]:
+    """Sequences that all begin like `tokens`, run side by side: each prompt in chunks of its own size, then
+    `decode_steps` decodes that are fed the next of `tokens`. A pass holds whatever each of them is at.
+
+    Returns each sequence's logits, `[prompt length + decode_steps, vocabulary]`.
+    """
+    sequences = [Sequence() for _ in prompt_lengths]
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    ends = [length + decode_steps for length in prompt_lengths]
+    while any(sequence.length < end for sequence, end in zip(sequences, ends, strict=True)):
+        decodes: list[int] = []
+        chunks: list[tuple[int, list[int]]] = []
+        for index, sequence in enumerate(sequences):
+            prompt = prompt_lengths[index]
+            if sequence.length < prompt:
+                stop = min(prompt, sequence.length + chunk_sizes[index])
+                chunks.append((index, tokens[sequence.length : stop]))
+            elif sequence.length < ends[index]:
+                decodes.append(index)
+        rows = driver.run(
+            [(sequences[index], tokens[sequences[index].length]) for index in decodes],
+            [(sequences[index], part) for index, part in chunks],
+        )
+        order = [(index, 1) for index in decodes] + [(index, len(part)) for index, part in chunks]
+        for (index, _), part in zip(order, rows.split([count for _, count in order]), strict=True):
+            logits[index].append(part)
+    return [torch.cat(parts) for parts in logits]
+
+
+def greedy(driver: Driver, prompt: list[int], count: int, chunk_size: int) -> tuple[list[int], list[float]]:
+    """`count` tokens after `prompt`, each the most likely, and the gap between the two best logits of
+    each."""
+    sequence = Sequence()
+    for start in range(0, len(prompt), chunk_size):
+        rows = driver.run([], [(sequence, prompt[start : start + chunk_size])])
+    tokens: list[int] = []
+    gaps: list[float] = []
+    while True:
+        best = rows[-1].topk(2)
+        tokens.append(int(best.indices[0]))
+        gaps.append(float(best.values[0] - best.values[1]))
+        if len(tokens) == count:
+            return tokens, gaps
+        rows = driver.run([(sequence, tokens[-1])], [])

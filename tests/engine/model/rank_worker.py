@@ -1,0 +1,69 @@
+"""One rank of a group, as a process: loads checkpoints, runs them, and sees how the group ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from engine.config import ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.loader import load, load_dummy
+from engine.parallel import RankLost, Ranks, join, single
+from kernels import select_backend
+
+from .driver import Driver, teacher_forced
+
+PROMPTS = [1, 64, 100]
+CHUNK_SIZES = [7, 64, 33]
+DECODES = 4
+
+
+def logits_of(folder: Path, ranks: Ranks, tokens: list[int], *, dummy: bool = False) -> list[torch.Tensor]:
+    """Every rank calls it: the logits of PROMPTS of `tokens`, and DECODES more."""
+    config = ModelConfig.from_folder(folder)
+    decoder = Decoder(config, ranks, select_backend("cpu"), torch.float32, torch.device("cpu"))
+    if dummy:
+        load_dummy(decoder, seed=3)
+    else:
+        load(decoder, folder, lambda stage, fraction: None)
+    return teacher_forced(Driver(decoder, blocks=8), tokens, PROMPTS, CHUNK_SIZES, DECODES)
+
+
+def alone(folders: list[Path], tokens: list[int]) -> dict[str, list[torch.Tensor]]:
+    """What a group must give."""
+    found = {folder.name: logits_of(folder, single(), tokens) for folder in folders}
+    found["dummy"] = logits_of(folders[0], single(), tokens, dummy=True)
+    return found
+
+
+def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: list[int], result: Path) -> None:
+    """Rank 0 writes the logits, what the collectives gave, and how long the last rank's death went
+    unnoticed."""
+    torch.set_num_threads(1)
+    ranks = join(size, rank, rendezvous, "gloo", timeout_seconds=60)
+    found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
+    found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
+    mine = torch.tensor([[rank, 10.0 + rank]])
+    collectives = [
+        ranks.all_reduce(mine.clone()),
+        ranks.all_gather_last_dim(mine),
+        ranks.all_gather_stack(mine),
+        ranks.broadcast(mine + 5),
+        ranks.all_reduce(torch.ones(3, dtype=torch.bfloat16)).float(),
+    ]
+    if rank == size - 1:
+        os._exit(0)
+    started = time.monotonic()
+    lost = ""
+    try:
+        while True:
+            ranks.all_reduce(torch.ones(4))
+    except RankLost as error:
+        lost = str(error)
+    seconds = time.monotonic() - started
+    if rank == 0:
+        torch.save({"logits": found, "collectives": collectives, "lost": lost, "seconds": seconds}, result)
+    os._exit(0)

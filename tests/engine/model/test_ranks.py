@@ -1,0 +1,101 @@
+"""Several ranks compute what one does, over real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.parallel import RankLost, join, single
+
+from . import rank_worker
+from .checkpoints import Case, make
+
+GROUPS = [
+    # The vocabulary divides neither: its last shard is padded. KV heads are split over 2 ranks, and each is
+    # held twice on 4.
+    Case("biased", "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    Case("normed", "qwen3", {"head_dim": 32}, shard_size="100KB"),
+    Case("windowed", "qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
+]
+
+
+def _run_group(size: int, folders: list[Path], tokens: list[int], folder: Path) -> dict[str, Any]:
+    result = folder / "result.pt"
+    context = multiprocessing.get_context("spawn")
+    arguments = (str(folder / "rendezvous"), folders, tokens, result)
+    processes = [
+        context.Process(target=rank_worker.main, args=(size, rank, *arguments), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 100
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+    assert result.exists(), f"exit codes {[process.exitcode for process in processes]}"
+    return torch.load(result)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_give_the_logits_of_one_and_notice_a_death(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folders = [make(case, tmp_path / case.name) for case in GROUPS]
+    tokens = torch.randint(3, 157, (120,), generator=torch.Generator().manual_seed(1)).tolist()
+    result = _run_group(size, folders, tokens, tmp_path)
+    for name, expected in rank_worker.alone(folders, tokens).items():
+        for found, wanted in zip(result["logits"][name], expected, strict=True):
+            assert found.shape == wanted.shape
+            assert (found - wanted).abs().max() < 1e-4, name
+
+    total = float(sum(range(size)))
+    reduced, last_dim, stack, broadcast, ones = result["collectives"]
+    assert reduced.tolist() == [[total, 10.0 * size + total]]
+    assert last_dim.tolist() == [[value for rank in range(size) for value in (rank, 10.0 + rank)]]
+    assert stack.tolist() == [[[rank, 10.0 + rank]] for rank in range(size)]
+    assert broadcast.tolist() == [[5.0, 15.0]]
+    assert ones.tolist() == [size] * 3
+
+    assert f"rank 0 of {size}" in result["lost"]
+    assert "started again" in result["lost"]
+    assert result["seconds"] < 5
+
+
+def test_one_rank_needs_no_group() -> None:
+    ranks = join(1, 0, "", "gloo")
+    tensor = torch.arange(6.0).view(2, 3)
+    assert (ranks.size, ranks.rank) == (1, 0)
+    assert ranks.all_reduce(tensor) is tensor
+    assert ranks.broadcast(tensor) is tensor
+    assert ranks.all_gather_last_dim(tensor) is tensor
+    assert ranks.all_gather_stack(tensor).shape == (1, 2, 3)
+    ranks.close()
+    single().close()
+
+
+def test_a_rank_that_waits_in_vain_says_so(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 0 of 2 did not meet the others at .*rendezvous in 0\.5 s"):
+        join(2, 0, str(tmp_path / "rendezvous"), "gloo", timeout_seconds=0.5)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 2, "/tmp/x", "gloo"), "rank is 2; with 2 ranks it must be 0 to 1"),
+        ((2, 0, "/tmp/x", "mpi"), "backend is 'mpi'; use gloo on CPU and nccl on CUDA"),
+        ((2, 0, "", "gloo"), "rendezvous_path is empty; 2 ranks need a file to meet at"),
+    ],
+)
+def test_arguments_that_make_no_group_are_named(arguments: tuple[int, int, str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        join(*arguments)
