@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from engine.runner import Launched, Runner
 
 HEARTBEAT_S = 0.5
+MEETING_TIMEOUT_S = 600.0
+"""How long ranks wait for each other (one may read from a slower disk). A death is seen at once, by the core."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -201,10 +203,10 @@ class Replica:
 
     def _emit(self, result: StepResult) -> None:
         for front, outputs in result.outputs.items():
-            channel = self._fronts.get(front)
+            channel = self._fronts.get(str(front))
             if channel is not None:
                 channel.send(StepFrame(result.step, outputs))
-        if result.step_ms is not None:
+        if result.step_ms is not None and result.idle_us is not None:
             self._step_ms.add(result.step_ms)
             self._idle_us.add(result.idle_us)
         news = result.finished or result.credits_changed or self._fronts_gone
@@ -252,16 +254,27 @@ class _Mean:
 
 
 def _build_runner(start: Start, control: Channel[RankInbound]) -> Runner:
-    from engine.parallel import Ranks
+    import torch
+
+    from engine import parallel
     from engine.runner import Runner
 
     def progress(stage: str, fraction: float) -> None:
         control.send(Progress(stage, fraction))
 
     progress("starting", 0.0)
-    size = start.spec.tensor_parallel_size
-    ranks = Ranks.join(size, start.rank, start.spec.rendezvous) if size > 1 else Ranks.single()
-    return Runner(start.spec, ranks, progress)
+    spec = start.spec
+    on_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
+    if on_cuda and torch.cuda.is_available():
+        torch.cuda.set_device(start.rank)
+    ranks = parallel.join(
+        spec.tensor_parallel_size,
+        start.rank,
+        spec.rendezvous,
+        "nccl" if on_cuda else "gloo",
+        timeout_seconds=MEETING_TIMEOUT_S,
+    )
+    return Runner(spec, ranks, progress)
 
 
 def _await_start(control: Channel[RankInbound]) -> Start:
