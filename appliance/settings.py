@@ -131,7 +131,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     run_dir: str = ""
     """Where the sockets are; `$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR/appliance` or `/tmp/appliance-UID`."""
     state_dir: str = ""
-    """Where the databases are; `$STATE_DIRECTORY`, `$XDG_STATE_HOME/appliance`, `~/.local/state/appliance`."""
+    """Where the databases are; `$STATE_DIRECTORY` or `$XDG_STATE_HOME/appliance` (`~/.local/state`)."""
     drain_grace_s: Seconds = 10.0
     """On SIGTERM, running requests get this long to finish."""
     hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0

@@ -40,8 +40,11 @@ class ReplicaGroup:
     `Fatal`; `on_end(reason)` once, when every rank is gone and reaped.
     """
 
-    def __init__(self, spec: ReplicaSpec, on_message: OnMessage, on_end: OnEnd) -> None:
+    def __init__(
+        self, spec: ReplicaSpec, on_message: OnMessage, on_end: OnEnd, module: str = "engine.replica"
+    ) -> None:
         self.spec = spec
+        self._module = module
         self._on_message = on_message
         self._on_end = on_end
         self._ranks: list[_Rank] = []
@@ -49,13 +52,15 @@ class ReplicaGroup:
         self._ended = asyncio.Event()
 
     @classmethod
-    def launch(cls, spec: ReplicaSpec, on_message: OnMessage, on_end: OnEnd) -> ReplicaGroup:
-        """Start the ranks; must be called on the event loop's (permanent) thread, since each rank asks the
-        kernel to be killed when the thread that spawned it ends.
+    def launch(
+        cls, spec: ReplicaSpec, on_message: OnMessage, on_end: OnEnd, module: str = "engine.replica"
+    ) -> ReplicaGroup:
+        """Start the ranks, each a `python -m module`; must be called on the event loop's (permanent) thread,
+        since each rank asks the kernel to be killed when the thread that spawned it ends.
 
         Raises OSError when no process can be started.
         """
-        group = cls(spec, on_message, on_end)
+        group = cls(spec, on_message, on_end, module)
         group._start()
         return group
 
@@ -129,7 +134,7 @@ class ReplicaGroup:
         environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "engine.replica", "--channel", str(theirs.fileno())],
+                [sys.executable, "-m", self._module, "--channel", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=environment,

@@ -1,0 +1,52 @@
+"""Serves the admin API on `admin.sock`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from starlette.types import Scope
+
+from appliance.admin.app import Backend, admin_app
+from appliance.http import HttpServer
+from appliance.listeners import bind_unix
+from appliance.messages import Limits
+from appliance.protocol import SocketStatus
+from appliance.rundir import remove_socket
+
+_MOST_CONNECTIONS = 64
+_MOST_BODY_BYTES = 64 << 10
+
+
+class AdminServer:
+    """The admin socket, from `start` to `stop`. Answers the service's own user and root."""
+
+    def __init__(self, path: Path, mode: str) -> None:
+        self._path = path
+        self._mode = mode
+        self._server: HttpServer | None = None
+
+    async def start(self, backend: Backend) -> None:
+        """Listen. Raises ListenError."""
+        app = admin_app(backend, frozenset({os.geteuid(), 0}), _peer_uid)
+        sock = bind_unix(self._path, self._mode)
+        limits = Limits(max_body_bytes=_MOST_BODY_BYTES, max_connections=_MOST_CONNECTIONS)
+        self._server = HttpServer(app, limits)
+        await self._server.listen(sock)
+
+    async def stop(self) -> None:
+        """Finish what is being answered and remove the socket."""
+        remove_socket(self._path)
+        if self._server is not None:
+            await self._server.stop(1.0)
+
+    def status(self) -> SocketStatus:
+        """As operators see it."""
+        return SocketStatus(
+            name="admin", address=str(self._path), state="accepting" if self._server else "closed"
+        )
+
+
+def _peer_uid(scope: Scope) -> int | None:
+    peer = scope.get("state", {}).get("peer")
+    return peer.uid if peer is not None and peer.kind == "unix" else None

@@ -1,0 +1,121 @@
+"""The service's status, put together from those who know its parts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sqlite3
+import time
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from appliance.protocol import DatabaseStatus, InFlight, ModelStatus, QueueStatus, SocketStatus, Status
+from appliance.settings import Settings
+from appliance.switchboard import Switchboard
+from store.writer import WriterState
+
+
+def service_version() -> str:
+    """The installed product's version."""
+    try:
+        return version("appliance")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def database_status(path: Path, state: WriterState) -> DatabaseStatus:
+    """A database's writer, as operators see it."""
+    return DatabaseStatus(path=str(path), **state._asdict())
+
+
+def status_of(
+    settings: Settings,
+    switchboard: Switchboard,
+    *,
+    sockets: Iterable[SocketStatus],
+    databases: list[DatabaseStatus],
+    started_at: float,
+) -> Status:
+    """Everything that `appliance status` shows."""
+    figures = switchboard.ledger.figures()
+    reason = switchboard.readiness()
+    models = _models(switchboard)
+    fronts = [front.status() for front in switchboard.fronts]
+    return Status(
+        version=service_version(),
+        pid=os.getpid(),
+        uid=os.geteuid(),
+        python=platform.python_version(),
+        sqlite=sqlite3.sqlite_version,
+        started_at=started_at,
+        uptime_s=time.time() - started_at,
+        state=_state(switchboard, reason, [front.state for front in fronts], databases),
+        reason=reason,
+        config_file=settings.config_file,
+        run_dir=settings.run_dir,
+        state_dir=settings.state_dir,
+        sockets=list(sockets),
+        fronts=fronts,
+        models=models,
+        queue=QueueStatus(
+            limit=settings.queue.limit, timeout_s=settings.queue.timeout_s, **figures._asdict()
+        ),
+        databases=databases,
+        problems=switchboard.problems.recent(),
+    )
+
+
+def in_flight(switchboard: Switchboard) -> list[InFlight]:
+    """The requests that have not ended, oldest first."""
+    now = time.time()
+    return [
+        InFlight(
+            request_id=request.request_id,
+            state=request.state,
+            model=request.first.model,
+            tenant=request.first.identity.tenant,
+            key_id=request.first.identity.key_id,
+            peer=request.first.peer,
+            front=request.front,
+            replica=request.latest.replica if request.latest else "",
+            attempt=request.admit.attempt,
+            age_s=now - request.first.arrived_at,
+            prompt_tokens=request.first.prompt_tokens,
+            max_tokens=request.first.max_tokens,
+        )
+        for request in switchboard.ledger
+    ]
+
+
+def _state(switchboard: Switchboard, reason: str, fronts: list[str], databases: list[DatabaseStatus]) -> str:
+    if switchboard.draining:
+        return "draining"
+    replicas = [replica.state for replica in switchboard.replicas]
+    broken = {"failed", "restarting"} & {*replicas, *fronts}
+    if broken or any(database.failing_s for database in databases):
+        return "degraded"
+    return "starting" if reason or any(state != "ready" for state in (*replicas, *fronts)) else "ready"
+
+
+def _models(switchboard: Switchboard) -> list[ModelStatus]:
+    statuses = []
+    for model in switchboard.models.values():
+        replicas = [replica.status() for replica in switchboard.replicas if replica.model == model.name]
+        # The best of its replicas is what apps meet.
+        order = ("ready", "loading", "starting", "restarting", "failed", "stopped")
+        best = min(replicas, key=lambda replica: order.index(replica.state))
+        statuses.append(
+            ModelStatus(
+                name=model.name,
+                folder=model.folder,
+                version=model.version,
+                created=model.created,
+                state="loading" if best.state == "starting" else best.state,
+                detail=best.detail,
+                max_model_len=model.max_model_len,
+                queued=switchboard.ledger.queued(model.name),
+                replicas=replicas,
+            )
+        )
+    return statuses

@@ -1,0 +1,262 @@
+"""The front processes: spawned, told what to serve, given connections, started again when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Protocol
+
+from appliance.backoff import Backoff
+from appliance.messages import (
+    Admit,
+    AttachReplica,
+    Configure,
+    Connection,
+    CoreToFront,
+    FrontReady,
+    FrontReport,
+    FrontToCore,
+    Rejected,
+    Settle,
+    StopFront,
+)
+from appliance.protocol import FrontStatus
+from engine.client import Channel, socketpair
+
+log = logging.getLogger(__name__)
+
+_MOST_UNREAD_BYTES = 64 << 10
+"""A front that leaves more of its control channel unread gets no further connections for now."""
+
+
+class FrontEvents(Protocol):
+    """Who is told what happens to a front."""
+
+    def front_started(self, front: Front) -> None:
+        """A new process, which has been told nothing yet."""
+
+    def front_ready(self, front: Front) -> None:
+        """It takes connections."""
+
+    def front_asks(self, front: Front, message: Admit | Settle | Rejected) -> None:
+        """A word on a request."""
+
+    def front_lost(self, front: Front, name: str) -> None:
+        """The process that was called `name` is gone."""
+
+    def front_problem(self, front: Front, what: str) -> None:
+        """Something to tell the operator."""
+
+
+class Front:
+    """One front and whoever supervises it. All methods belong on the event loop's thread, which must be a
+    permanent one: each front asks the kernel to be killed when the thread that spawned it ends.
+
+    Every process has a name of its own ("front-0", then "front-0.1", …): a replica's word on a front that is
+    gone must never be taken for one on its successor.
+    """
+
+    def __init__(
+        self, number: int, events: FrontEvents, *, hang_timeout_s: float, module: str = "appliance.front"
+    ) -> None:
+        self.number = number
+        self.name = f"front-{number}"
+        self.state = "stopped"
+        self.detail = ""
+        self.restarts = 0
+        self.last_error = ""
+        self._events = events
+        self._hang_timeout_s = hang_timeout_s
+        self._module = module
+        self._backoff = Backoff()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._channel: Channel[FrontToCore] | None = None
+        self._report: FrontReport | None = None
+        self._kill_reason = ""
+        self._ready_at: float | None = None
+        self._last_sign = 0.0
+        self._stopping = False
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process."""
+        return self._process.pid if self._process else None
+
+    @property
+    def takes_connections(self) -> bool:
+        """Whether a connection may be dealt to it now."""
+        channel = self._channel
+        return self.state == "ready" and channel is not None and channel.backlog_bytes < _MOST_UNREAD_BYTES
+
+    # ── its life ──
+
+    def start(self) -> None:
+        """Spawn the process."""
+        self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
+        self.state, self.detail = "starting", ""
+        self._report, self._ready_at, self._kill_reason = None, None, ""
+        self._last_sign = time.monotonic()
+        ours, theirs = socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module, "--channel", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            self._restart(f"it could not be started: {error}")
+            return
+        finally:
+            theirs.close()
+        self._ended.clear()
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._channel = Channel(ours, FrontToCore)
+        self._channel.listen(self._message, lambda: self.kill("it closed its channel to the core"))
+        asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
+        log.info("%s starts (pid %d)", self.name, self._process.pid)
+        self._events.front_started(self)
+
+    def send(self, message: CoreToFront) -> None:
+        """Tell it something; a front that is gone hears nothing."""
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def configure(self, configure: Configure) -> None:
+        """Tell it what is served."""
+        self.send(configure)
+
+    def attach(self, replica: str, model: str, descriptor: int) -> None:
+        """Hand it a channel to a replica; the descriptor is closed here."""
+        if self._channel is not None:
+            self._channel.send(AttachReplica(replica, model), (descriptor,))
+        os.close(descriptor)
+
+    def give(self, connection: Connection, descriptor: int) -> None:
+        """Hand it a client's connection; the caller closes its own descriptor."""
+        if self._channel is not None:
+            self._channel.send(connection, (descriptor,))
+
+    def begin_stop(self, grace_s: float) -> None:
+        """Have it finish what streams and end; it is not started again."""
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._process is None:
+            self.state, self.detail = "stopped", ""
+            return
+        self.state = "stopping"
+        self.send(StopFront(grace_s))
+
+    async def ended(self) -> None:
+        """Wait until its process is gone."""
+        await self._ended.wait()
+
+    def kill(self, reason: str) -> None:
+        """Kill the process now."""
+        if self._process is not None:
+            self._kill_reason = self._kill_reason or reason
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def check(self) -> None:
+        """Kill it if it hangs. To be called about once a second."""
+        silent_s = time.monotonic() - self._last_sign
+        if self.state == "ready" and silent_s > self._hang_timeout_s:
+            self.kill(f"it gave no sign of life for {silent_s:.0f} s")
+
+    def _message(self, message: FrontToCore) -> None:
+        self._last_sign = time.monotonic()
+        if isinstance(message, FrontReport):
+            self._report = message
+        elif isinstance(message, FrontReady):
+            if self.state == "starting":
+                self.state, self._ready_at = "ready", time.monotonic()
+                log.info("%s is ready", self.name)
+                self._events.front_ready(self)
+        else:
+            self._events.front_asks(self, message)
+
+    def _exited(self) -> None:
+        process, channel = self._process, self._channel
+        if process is None or channel is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        # Its last words still lie in the channel.
+        for message in channel.read():
+            self._message(message)
+        channel.close()
+        channel.release_fds()
+        returncode = process.wait()
+        os.close(self._pidfd)
+        self._process = self._channel = None
+        self._ended.set()
+        self._events.front_lost(self, self.name)
+        if self._stopping:
+            self.state, self.detail = "stopped", ""
+            return
+        how = f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
+        self._restart(f"pid {process.pid} ended: {self._kill_reason or how}")
+
+    def _restart(self, error: str) -> None:
+        self.last_error = error
+        lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+        delay_s = self._backoff.delay_s(lived_s)
+        self.state, self.detail = "restarting", f"restarting in {delay_s:.1f} s"
+        self.restarts += 1
+        self._events.front_problem(self, error)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self.start)
+
+    # ── for the status ──
+
+    def status(self) -> FrontStatus:
+        """As operators see it."""
+        status = FrontStatus(
+            name=self.name,
+            state=self.state,
+            detail=self.detail,
+            pid=self.pid,
+            restarts=self.restarts,
+            last_error=self.last_error,
+        )
+        report = self._report
+        if report is not None and self._process is not None:
+            for field in report.__struct_fields__:
+                setattr(status, field, getattr(report, field))
+            if report.tokens:
+                status.cpu_us_per_token = report.cpu_seconds * 1e6 / report.tokens
+        return status
+
+
+class Dealer:
+    """Deals connections to the fronts that take them, round robin."""
+
+    def __init__(self, fronts: list[Front]) -> None:
+        self._fronts = fronts
+        self._next = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether any front takes connections."""
+        return any(front.takes_connections for front in self._fronts)
+
+    def deal(self, connection: Connection, descriptor: int) -> bool:
+        """Hand the connection to the next front; False if none takes it."""
+        for step in range(len(self._fronts)):
+            front = self._fronts[(self._next + step) % len(self._fronts)]
+            if front.takes_connections:
+                front.give(connection, descriptor)
+                self._next += step + 1
+                return True
+        return False

@@ -1,0 +1,1 @@
+"""Models: what apps may name, and the replicas that run them."""

@@ -1,0 +1,68 @@
+"""What a model's folder says about it, without loading it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from appliance.messages import ServedModel
+from appliance.settings import ModelSettings
+
+_WHOLE_BYTES = 32 << 20
+_SAMPLE_BYTES = 1 << 20
+
+
+def describe(name: str, settings: ModelSettings) -> ServedModel:
+    """The model as fronts need to know it before a replica is ready.
+
+    What the configuration does not say is 0 here and known when a replica is ready. Raises OSError when the
+    folder cannot be read.
+    """
+    folder = Path(settings.folder)
+    config = _config(folder / "config.json")
+    longest = config.get("max_position_embeddings")
+    max_model_len = longest if isinstance(longest, int) else 0
+    if settings.max_model_len is not None:
+        max_model_len = min(settings.max_model_len, max_model_len or settings.max_model_len)
+    vocab_size = config.get("vocab_size")
+    return ServedModel(
+        name=name,
+        folder=str(folder),
+        version=fingerprint(folder),
+        created=int((folder / "config.json").stat().st_mtime),
+        max_model_len=max_model_len,
+        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
+    )
+
+
+def fingerprint(folder: Path) -> str:
+    """12 hex digits that name the folder's files: equal for equal copies, whatever their dates.
+
+    Files up to 32 MB go in whole, of larger ones the name, the size and a megabyte of the beginning, the
+    middle and the end: a new training run changes every part of its weights.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.name.startswith("."):
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode("utf-8", "surrogateescape"))
+        with path.open("rb") as file:
+            if size <= _WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            for start in (0, size // 2, size - _SAMPLE_BYTES):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:12]
+
+
+def _config(path: Path) -> dict[str, Any]:
+    # A broken file is the engine's to explain: it says which file and why when it loads the model.
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,33 @@
+"""What went wrong lately, for the status: said once in the log, counted when it repeats."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+
+from appliance.protocol import Problem
+
+log = logging.getLogger(__name__)
+
+_KEPT = 50
+
+
+class Problems:
+    """The most recent distinct problems."""
+
+    def __init__(self) -> None:
+        self._problems: OrderedDict[tuple[str, str], Problem] = OrderedDict()
+
+    def note(self, where: str, what: str) -> None:
+        """Something went wrong at `where` (a front, replica, socket, …)."""
+        log.warning("%s: %s", where, what)
+        known = self._problems.pop((where, what), None)
+        count = known.count + 1 if known else 1
+        self._problems[(where, what)] = Problem(at=time.time(), where=where, what=what, count=count)
+        if len(self._problems) > _KEPT:
+            self._problems.popitem(last=False)
+
+    def recent(self) -> list[Problem]:
+        """Most recent first."""
+        return list(reversed(self._problems.values()))

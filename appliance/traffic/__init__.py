@@ -1,0 +1,1 @@
+"""Traffic: who runs when. The queue, the replicas' credits and the ledger of requests in flight."""
