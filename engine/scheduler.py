@@ -11,9 +11,10 @@ The rules, in the order in which a step is filled:
    row, blocks for all it has to compute, and a watermark of free blocks are there, and nobody overtakes it:
    long prompts cannot starve. A step that preempted admits nobody.
 
-A sequence takes all blocks of its prefill on admission, so only decodes can run out. Samples of one
-submission that can start together compute the prompt once: siblings take a row, share the blocks when the
-prefill ends, and copy the last, partial block before they first write to it.
+A sequence takes all blocks of its prefill on admission, so only decodes can run out. As many samples of a
+submission as can start together compute the prompt once: siblings take a row, share the blocks when the
+prefill ends, and copy the last, partial block before they first write to it. The rest wait as sequences of
+their own, and find the prompt in the prefix cache.
 
 Results of a step are collected after later steps were planned (`engine.core` says how many), so `position`
 runs ahead of the known tokens, a sequence that ended may still be sampled once, and a preempted one waits
@@ -299,8 +300,7 @@ class Scheduler:
             # A preempted sequence cannot be recomputed before the tokens it sampled last are known.
             if sequence is None or sequence.in_flight or not self._fits_now(sequence):
                 return
-            forks = [] if sequence.requeued else self._siblings(sequence)
-            hits = self._take_blocks(sequence, forks)
+            hits = self._take_blocks(sequence)
             if hits is None:
                 return
             for member in (sequence, *sequence.forks):
@@ -317,21 +317,24 @@ class Scheduler:
         blocked, gains = self._blocked
         return blocked is not sequence or self.pool.gains >= gains
 
-    def _siblings(self, sequence: Sequence) -> list[Sequence]:
-        """Samples that can start together with this one: all that wait for their first start, or none."""
+    def _siblings(self, sequence: Sequence, most: int) -> list[Sequence]:
+        """Samples that start together with this one: those that wait for their first start, as rows allow."""
+        most = min(most, len(self._free_rows) - 1)
         siblings: list[Sequence] = []
+        if sequence.requeued or most <= 0:
+            return siblings
         for other in sequence.submission.sequences:
             if other is not sequence and other.entry is not None and not other.requeued:
                 siblings.append(other)
-                if len(siblings) >= len(self._free_rows):
-                    return []
+                if len(siblings) == most:
+                    break
         return siblings
 
-    def _take_blocks(self, sequence: Sequence, forks: list[Sequence]) -> int | None:
-        """Take the blocks of a prefill, found or new, and attach the forks that fit with it.
+    def _take_blocks(self, sequence: Sequence) -> int | None:
+        """Take the blocks of a prefill, found or new, and attach as many siblings as fit with it.
 
-        Returns the number of blocks found in the prefix cache, or None (and takes nothing) if even the
-        sequence alone does not fit.
+        Returns the number of blocks found in the prefix cache, or None (and takes nothing) if the sequence
+        does not fit.
         """
         pool = self.pool
         count = sequence.prefill_end
@@ -344,10 +347,10 @@ class Scheduler:
             self._blocked = (sequence, pool.gains + needed - room)
             return None
         self._blocked = None
-        if needed + len(forks) <= room:
-            sequence.forks = forks
-            for fork in forks:
-                fork.leader = sequence
+        # Each fork soon needs one block of its own, for its next token or its copy of the partial block.
+        sequence.forks = self._siblings(sequence, room - needed)
+        for fork in sequence.forks:
+            fork.leader = sequence
         for block in hits:
             pool.share(block)
         sequence.table = hits + [pool.allocate() for _ in range(needed)]

@@ -1,0 +1,163 @@
+"""The block pool and its prefix cache, one claim at a time, and under random operations."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import engine.blocks
+from engine.blocks import BlockPool, InvariantError, PrefixChain
+from engine.messages import BLOCK_TOKENS
+
+
+def tokens_of(*blocks: int) -> list[int]:
+    """One full block of equal tokens for each argument."""
+    return [token for token in blocks for _ in range(BLOCK_TOKENS)]
+
+
+def cache(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
+    """Compute, register and release the full blocks of a sequence; returns the blocks."""
+    chain = PrefixChain(salt)
+    table = [pool.allocate() for _ in range(len(tokens) // BLOCK_TOKENS)]
+    for index, block in enumerate(table):
+        pool.register(block, chain.link(index, tokens))
+    pool.release_table(table)
+    return table
+
+
+def found(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
+    return pool.match(PrefixChain(salt), tokens, len(tokens))
+
+
+def test_a_known_prefix_is_found_up_to_the_first_difference() -> None:
+    pool = BlockPool(8)
+    table = cache(pool, tokens_of(1, 2, 3))
+    assert found(pool, [*tokens_of(1, 2, 3), 9]) == table
+    assert found(pool, [*tokens_of(1, 2, 4), 9]) == table[:2]
+    assert found(pool, [*tokens_of(2, 2, 3), 9]) == []
+
+
+def test_a_whole_prompt_is_never_a_hit_since_its_last_token_must_give_logits() -> None:
+    pool = BlockPool(8)
+    table = cache(pool, tokens_of(1, 2))
+    assert found(pool, tokens_of(1, 2)) == table[:1]
+    assert found(pool, tokens_of(1)) == []
+
+
+def test_salts_separate_equal_prompts() -> None:
+    pool = BlockPool(8)
+    table = cache(pool, tokens_of(1, 2), salt="tenant-a")
+    assert found(pool, [*tokens_of(1, 2), 0], salt="tenant-a") == table
+    assert found(pool, [*tokens_of(1, 2), 0], salt="tenant-b") == []
+    assert found(pool, [*tokens_of(1, 2), 0]) == []
+
+
+def test_a_digest_that_collides_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every digest is equal: only the comparison of tokens and parents stands between two prompts.
+    monkeypatch.setattr(engine.blocks, "sha256", lambda data: hashlib.sha256(b""))
+    pool = BlockPool(8)
+    cache(pool, tokens_of(1))
+    assert found(pool, [*tokens_of(2), 0]) == []
+    assert len(found(pool, [*tokens_of(1), 0])) == 1
+
+
+def test_each_block_of_a_sequence_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counting(data: bytes) -> object:
+        hashed.append(len(data))
+        return hashlib.sha256(data)
+
+    monkeypatch.setattr(engine.blocks, "sha256", counting)
+    chain = PrefixChain("")
+    tokens = tokens_of(*range(20))
+    for _ in range(3):
+        for index in range(20):
+            chain.link(index, tokens)
+    assert len(hashed) == 1 + 20
+    fork = chain.fork()
+    fork.link(19, tokens)
+    assert len(hashed) == 1 + 20
+
+
+def test_the_least_recently_used_prefix_goes_first_and_from_its_tail() -> None:
+    pool = BlockPool(4)
+    old, young = cache(pool, tokens_of(1, 2)), cache(pool, tokens_of(3, 4))
+    for block in found(pool, [*tokens_of(1, 2), 0]):
+        pool.share(block)
+    pool.release_table(old)
+    assert [pool.allocate() for _ in range(4)] == [young[1], young[0], old[1], old[0]]
+    assert found(pool, [*tokens_of(1), 0]) == []
+
+
+def test_equal_blocks_stay_private_and_the_first_is_found() -> None:
+    pool = BlockPool(4)
+    first = cache(pool, tokens_of(1))
+    block = pool.allocate()
+    pool.register(block, PrefixChain("").link(0, tokens_of(1)))
+    assert not pool.is_cached(block)
+    assert found(pool, [*tokens_of(1), 0]) == first
+    pool.release(block)
+    pool.check([])
+
+
+def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
+    pool = BlockPool(4, prefix_cache=False)
+    cache(pool, tokens_of(1, 2))
+    assert found(pool, [*tokens_of(1, 2), 0]) == []
+    assert (pool.cached, pool.available) == (0, 4)
+
+
+def test_check_names_what_does_not_agree() -> None:
+    pool = BlockPool(4)
+    block = pool.allocate()
+    with pytest.raises(InvariantError, match="has 1 references, 0 block tables name it"):
+        pool.check([])
+    with pytest.raises(InvariantError, match="twice in one block table"):
+        pool.check([[block, block]])
+    pool.release(block)
+    with pytest.raises(InvariantError, match="released once too often"):
+        pool.release(block)
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match="pool of 0 KV blocks"):
+        BlockPool(0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    total=st.integers(1, 8),
+    operations=st.lists(st.tuples(st.sampled_from(["take", "end", "check"]), st.integers(0, 30))),
+)
+def test_any_order_of_taking_and_ending_keeps_the_invariants(
+    total: int, operations: list[tuple[str, int]]
+) -> None:
+    pool = BlockPool(total)
+    tables: list[list[int]] = []
+    for operation, number in operations:
+        if operation == "take":
+            blocks = [number % 2, number % 3, number % 5][: 1 + number % 3]
+            tokens = [*tokens_of(*blocks), 0]
+            chain = PrefixChain(str(number % 2))
+            hits = pool.match(chain, tokens, len(tokens))
+            wanted = len(tokens) // BLOCK_TOKENS - len(hits)
+            if wanted > pool.available - pool.unused_among(hits):
+                continue
+            for block in hits:
+                pool.share(block)
+            table = hits + [pool.allocate() for _ in range(wanted)]
+            for index in range(len(table)):
+                pool.register(table[index], chain.link(index, tokens))
+            tables.append(table)
+        elif operation == "end" and tables:
+            pool.release_table(tables.pop(number % len(tables)))
+        pool.check(tables)
+        assert pool.used + pool.available == pool.total
+    for table in tables:
+        pool.release_table(table)
+    pool.check([])
+    assert pool.available == total
