@@ -20,6 +20,9 @@ import msgspec
 from engine.messages import Attach, CancelRequest, RankOutbound, ReplicaSpec, Start, Stop
 from engine.wire import Channel, socketpair
 
+_LAST_BREATH_S = 0.5
+"""A rank that closed its channel and has not ended after this is killed."""
+
 OnMessage = Callable[[int, RankOutbound], None]
 OnEnd = Callable[[str], None]
 
@@ -152,9 +155,10 @@ class ReplicaGroup:
         return rank
 
     def _closed(self, rank: _Rank) -> None:
-        """A rank closed its channel: it is ending or dying; the others must not wait for it."""
-        if rank.returncode is None:
-            self.kill(f"rank {rank.rank} closed its channel")
+        """A rank closed its channel: it is dying. Its exit, which follows at once, says of what."""
+        asyncio.get_running_loop().call_later(
+            _LAST_BREATH_S, self.kill, f"rank {rank.rank} (pid {rank.process.pid}) closed its channel"
+        )
 
     def _exited(self, rank: _Rank) -> None:
         asyncio.get_running_loop().remove_reader(rank.pidfd)

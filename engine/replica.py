@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 0.5
 MEETING_TIMEOUT_S = 600.0
-"""How long ranks wait for each other (one may read from a slower disk). A death is seen at once, by the core."""
+"""How long ranks wait for each other: one may read from a slower disk. Deaths are the core's to notice."""
 _PR_SET_PDEATHSIG = 1
 
 
