@@ -1,9 +1,8 @@
 """The device tables of one rank, and what a step reads of them: a `StepPlan` in, a `StepBatch` out.
 
-A running sequence owns one row. What the device advances by itself (lengths, last tokens, penalty counts) lives
-there; lengths have a mirror on the host that follows from the plans alone, so that shapes are known without
-asking the device. Equal plans in equal order give equal tables: nothing here depends on time, on the rank or
-on what was sampled.
+A running sequence owns one row. What the device advances by itself (lengths, last tokens, penalty counts)
+lives there; lengths have a mirror on the host that follows from the plans alone, so that shapes are known
+without asking the device. Equal plans in equal order give equal tables: nothing here depends on time or rank.
 """
 
 from __future__ import annotations
@@ -21,7 +20,11 @@ GREEDY, PLAIN, FULL = 0, 1, 2
 """What a row's sampling needs: the largest logit; noise at a temperature; changes of the distribution."""
 
 TEMPERATURE, NOISE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(7)
-"""Columns of `RowTables.floats`: 1 / temperature (1 where greedy), noise factor (0 where greedy, else 1), …"""
+"""Columns of `RowTables.floats`: 1 / temperature (greedy: 1), noise factor (greedy: 0, else 1), and so on."""
+
+
+Rows = torch.Tensor | slice
+"""Some rows, as indices [rows] int64, or `slice(None)`: all of them, for which nothing need be copied."""
 
 
 @dataclass(slots=True)
@@ -40,8 +43,8 @@ class PromptSlice:
 class Group:
     """Sampling rows of one kind."""
 
-    index: torch.Tensor | None
-    """[rows] int64 into the step's sampling rows; None: all of them."""
+    index: Rows
+    """Into the step's sampling rows."""
     rows: torch.Tensor
     """[rows] int64: rows of the tables."""
 
@@ -50,17 +53,17 @@ class Group:
 class FullGroup(Group):
     """Rows whose distribution is changed before a token is drawn. All indices are into the group."""
 
-    penalised: torch.Tensor | None = None
+    penalised: Rows | None = None
     slots: torch.Tensor | None = None
     """[penalised] int64 into the penalty counts."""
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     """Row, token id, value of each biased token."""
     suppressed: tuple[torch.Tensor, torch.Tensor] | None = None
     """Row, token id of each stop token that `min_tokens` forbids now."""
-    top_k: torch.Tensor | None = None
+    top_k: Rows | None = None
     largest_k: int = 0
-    top_p: torch.Tensor | None = None
-    min_p: torch.Tensor | None = None
+    top_p: Rows | None = None
+    min_p: Rows | None = None
 
 
 @dataclass(slots=True)
@@ -119,7 +122,7 @@ class RowTables:
         self.floats = torch.zeros((max_rows, 7), dtype=torch.float32, device=device)
         self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.counts: torch.Tensor | None = None
-        """[slots, vocabulary] int32: 2 × (times in the output) + (1 where in the prompt); None: nobody needs it."""
+        """[slots, vocabulary] int32: 2 × (times in the output) + (1 if in the prompt); None if not needed."""
         self._slot_of_row: dict[int, int] = {}
         self._lengths_host = np.zeros(max_rows, dtype=np.int64)
         self._kind = np.zeros(max_rows, dtype=np.int8)
@@ -229,7 +232,7 @@ class RowTables:
     # ── a step's input ───────────────────────────────────────────────────────────────────────────
 
     def step_batch(self, plan: StepPlan) -> StepBatch:
-        """The pass and the sampling that `plan` asks for, after `apply(plan)`; advances the host's lengths."""
+        """The pass and the sampling that `plan` asks for, after `apply(plan)`; the host's lengths advance."""
         decodes = len(plan.decodes)
         self._lengths_host[plan.decodes] += 1
         for chunk in plan.chunks:
@@ -255,7 +258,9 @@ class RowTables:
             chunks=[],
             logit_index=self._iota[:decodes],
         )
-        sampling_rows, logit_rows, prompts, sampled = plan.decodes, None, [], decodes
+        sampling_rows, sampled = plan.decodes, decodes
+        logit_rows: torch.Tensor | None = None
+        prompts: list[PromptSlice] = []
         next_positions = lengths
         if plan.chunks:
             sampling_rows, logit_rows, prompts, sampled = self._add_chunks(forward, plan)
@@ -276,7 +281,8 @@ class RowTables:
         """
         decodes = len(plan.decodes)
         sampling_rows, logit_rows = list(plan.decodes), list(range(decodes))
-        logit_index, prompt_index = list(range(decodes)), []
+        logit_index = list(range(decodes))
+        prompt_index: list[int] = []
         first, columns = decodes, []
         for chunk in plan.chunks:
             count = len(chunk.token_ids)
@@ -295,15 +301,16 @@ class RowTables:
             forward.chunks.append(ChunkSpan(first, count, chunk.start, self.block_table[chunk.row, :used]))
             first += count
         staged = self._upload(np.concatenate(columns, axis=1))
-        sampled, prompts = len(logit_index), []
+        sampled = len(logit_index)
+        prompts: list[PromptSlice] = []
         for chunk, span in zip(plan.chunks, forward.chunks, strict=True):
             if chunk.prompt_logprobs is None:
                 continue
             wanted = span.count if chunk.next_token is not None else span.count - 1
             begin = span.first - decodes
-            targets = staged[3, begin : begin + wanted]
+            following = staged[3, begin : begin + wanted]
             prompts.append(
-                PromptSlice(chunk.row, sampled + len(prompt_index), targets, chunk.prompt_logprobs)
+                PromptSlice(chunk.row, sampled + len(prompt_index), following, chunk.prompt_logprobs)
             )
             prompt_index.extend(range(span.first, span.first + wanted))
         forward.token_ids = torch.cat((forward.token_ids, staged[0]))
@@ -342,14 +349,13 @@ class RowTables:
             if len(index) == 0:
                 continue
             group = array[index]
-            on_device = self._upload(np.stack((index, group)))
-            where = None if len(index) == len(rows) else on_device[0]
+            where, on_device = self._index(kinds == kind), self._upload(group)
             if kind == GREEDY:
-                partition.greedy = Group(where, on_device[1])
+                partition.greedy = Group(where, on_device)
             elif kind == PLAIN:
-                partition.plain = Group(where, on_device[1])
+                partition.plain = Group(where, on_device)
             else:
-                partition.full = self._full_group(where, on_device[1], group.tolist(), suppressing[index])
+                partition.full = self._full_group(where, on_device, group.tolist(), suppressing[index])
         slotted = [(i, self._slot_of_row[row]) for i, row in enumerate(rows) if row in self._slot_of_row]
         if slotted:
             pairs = self._upload(np.array(slotted, dtype=np.int64).T.copy())
@@ -364,13 +370,13 @@ class RowTables:
         return partition
 
     def _full_group(
-        self, where: torch.Tensor | None, on_device: torch.Tensor, rows: list[int], suppressing: np.ndarray
+        self, where: Rows, on_device: torch.Tensor, rows: list[int], suppressing: np.ndarray
     ) -> FullGroup:
         group = FullGroup(where, on_device)
         params = [self._params[row] for row in rows]
-        group.penalised = self._index([_penalised(p) for p in params])
-        if group.penalised is not None:
-            slots = [self._slot_of_row[row] for row in rows if row in self._slot_of_row]
+        slots = [self._slot_of_row[row] for row in rows if row in self._slot_of_row]
+        if slots:
+            group.penalised = self._index([row in self._slot_of_row for row in rows])
             group.slots = self._upload(np.array(slots, dtype=np.int64))
         biased = [(i, *self._bias[row]) for i, row in enumerate(rows) if row in self._bias]
         if biased:
@@ -381,12 +387,17 @@ class RowTables:
         if stopped:
             where_stopped = torch.cat([torch.full_like(ids, i) for i, ids in stopped])
             group.suppressed = (where_stopped, torch.cat([ids for _, ids in stopped]))
+        # Greedy rows pass through with neither: whatever is kept, the largest logit is.
         drawn = [p.temperature >= sampling.GREEDY_BELOW for p in params]
-        top_k = [d and 0 < p.top_k < self.vocab_size for d, p in zip(drawn, params, strict=True)]
-        group.top_k = self._index(top_k)
-        group.largest_k = max((p.top_k for p, wanted in zip(params, top_k, strict=True) if wanted), default=0)
-        group.top_p = self._index([d and p.top_p < 1 for d, p in zip(drawn, params, strict=True)])
-        group.min_p = self._index([d and p.min_p > 0 for d, p in zip(drawn, params, strict=True)])
+        top_k = [
+            p.top_k if d and 0 < p.top_k < self.vocab_size else 0 for d, p in zip(drawn, params, strict=True)
+        ]
+        top_p = [d and p.top_p < 1 for d, p in zip(drawn, params, strict=True)]
+        min_p = [d and p.min_p > 0 for d, p in zip(drawn, params, strict=True)]
+        group.largest_k = max(top_k)
+        group.top_k = self._index([k > 0 for k in top_k]) if any(top_k) else None
+        group.top_p = self._index(top_p) if any(top_p) else None
+        group.min_p = self._index(min_p) if any(min_p) else None
         return group
 
     # ── transfers ────────────────────────────────────────────────────────────────────────────────
@@ -395,8 +406,8 @@ class RowTables:
         tensor = torch.from_numpy(array)
         return tensor if self._shared else tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _index(self, chosen: list[bool]) -> torch.Tensor | None:
-        return self._upload(np.flatnonzero(chosen)) if any(chosen) else None
+    def _index(self, chosen: list[bool] | np.ndarray) -> Rows:
+        return slice(None) if all(chosen) else self._upload(np.flatnonzero(chosen))
 
     def _rows(self, rows: list[int]) -> torch.Tensor:
         """`rows` on the device; the transfer is saved while the same rows decode."""

@@ -2,15 +2,15 @@
 
 Each row pays for what it asks for only: the rows of a step are partitioned (`batch.Partition`) into *greedy*
 (the largest logit, the lowest id on ties), *plain* (Gumbel noise at a temperature: no softmax, no sort) and
-*full* (the distribution is changed first). With tensor parallelism, greedy and plain rows exchange each rank's
-best (value, id), which gives exactly the single-rank draw; full rows gather their logits.
+*full* (the distribution is changed first). With tensor parallelism, greedy and plain rows exchange each
+rank's best (value, id), which gives exactly the single-rank draw; full rows gather their logits.
 
 The order in full rows: repetition penalty, frequency and presence penalties, logit bias, ban of stop tokens
 before `min_tokens`, temperature, top-k, top-p, min-p. Penalties before temperature and top-p over what top-k
-left (renormalised) are Hugging Face's and vLLM's order; min-p last is Hugging Face's (vLLM has it before top-k,
-and differs only where top-p would then be renormalised over fewer tokens). The bias comes after the penalties,
-so that −100 bans and +100 forces whatever was said before, and the ban comes last, so that no bias lifts it.
-Ties with the last token kept by top-k, top-p or min-p are kept.
+left (renormalised) are Hugging Face's and vLLM's order; min-p last is Hugging Face's (vLLM has it before
+top-k, and differs only where top-p would then be renormalised over fewer tokens). The bias comes after the
+penalties, so that −100 bans and +100 forces whatever was said before, and the ban comes last, so that no bias
+lifts it. Ties with the last token kept by top-k, top-p or min-p are kept.
 
 Log probabilities are of the model's own distribution: before all of the above.
 
@@ -20,6 +20,7 @@ token id −1 (`BAD_LOGITS`): the sequence has to end with an error. Other rows 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ from engine.batch import (
     TOP_P,
     FullGroup,
     Group,
+    Rows,
     RowTables,
     StepBatch,
 )
@@ -60,8 +62,8 @@ class SampledStep:
 class Sampler:
     """Samples from one rank's part of the vocabulary.
 
-    first_vocab: token id of the first column of this rank's logits. vocab: columns, padding included, equal on
-    every rank. vocab_real: columns of real tokens. vocab_size: tokens of the model.
+    first_vocab: token id of the first column of this rank's logits. vocab: columns, padding included, equal
+    on every rank. vocab_real: columns of real tokens. vocab_size: tokens of the model.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: StepBatch, tables: RowTables) -> SampledStep:
         """Draw a token for each sampling row and write it into `tables` as the rows' next input.
 
-        `logits` [at least batch.sampled_logits, columns of this rank] float32, changed only in padding columns.
+        `logits` [at least batch.sampled_logits, columns of this rank] float32; only padding is changed.
         """
         logits = self._without_padding(logits[: batch.sampled_logits])
         if batch.logit_rows is not None:
@@ -97,7 +99,7 @@ class Sampler:
             keys = sampling.noise_keys(tables.noise_base[batch.rows], batch.positions)
         results = []
         if part.greedy is not None:
-            local = sampling.best(_take(logits, part.greedy.index))
+            local = sampling.best(logits[part.greedy.index])
             results.append((part.greedy, self._best_of_ranks(*local)))
         if part.plain is not None and keys is not None:
             local = sampling.best(self._plain_scores(logits, keys, part.plain, tables))
@@ -114,10 +116,10 @@ class Sampler:
         return SampledStep(token_ids, logprobs)
 
     def token_logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
-        """Log probabilities of `token_ids` [rows] int64 (of the whole vocabulary) and of the `top` most likely.
+        """Log probabilities of `token_ids` [rows] int64 (of the whole vocabulary) and of the `top` best.
 
-        `logits` [rows, columns of this rank] float32. Returns [rows, 1 + 2k] float64 with k = top, or less in a
-        smaller vocabulary: the tokens' own log probabilities, the k highest, falling, and their token ids.
+        `logits` [rows, columns of this rank] float32. Returns [rows, 1 + 2k] float64 with k = top, or less in
+        a smaller vocabulary: the tokens' own log probabilities, the k highest, falling, and their token ids.
         """
         logits = self._without_padding(logits)
         sums = logits.logsumexp(dim=1, keepdim=True)
@@ -141,27 +143,29 @@ class Sampler:
     def _plain_scores(
         self, logits: torch.Tensor, keys: torch.Tensor, group: Group, tables: RowTables
     ) -> torch.Tensor:
-        scores = sampling.gumbel_noise(_take(keys, group.index), self._hashes)
+        scores = sampling.gumbel_noise(keys[group.index], self._hashes)
         rates = tables.floats[group.rows, TEMPERATURE].unsqueeze(1)
-        return scores.addcmul_(_take(logits, group.index), rates)
+        return scores.addcmul_(logits[group.index], rates)
 
     def _full(
         self, logits: torch.Tensor, keys: torch.Tensor, group: FullGroup, tables: RowTables
     ) -> torch.Tensor:
         """Token ids [rows of the group] int64, equal on every rank."""
-        # A copy in any case: what follows changes it, and log probabilities want the original.
-        logits = logits.clone() if group.index is None else logits[group.index]
+        mine = logits[group.index]
         if self._ranks.size > 1:
-            logits = self._ranks.all_gather_last_dim(logits)[:, : self._vocab_size].contiguous()
+            logits = self._ranks.all_gather_last_dim(mine.contiguous())[:, : self._vocab_size].contiguous()
+        else:
+            # What follows changes it, and log probabilities want the original.
+            logits = mine.clone() if isinstance(group.index, slice) else mine
         floats = tables.floats[group.rows]
         if group.penalised is not None and group.slots is not None and tables.counts is not None:
-            rates = floats[group.penalised]
-            logits[group.penalised] = sampling.penalize_(
-                logits[group.penalised],
-                tables.counts[group.slots],
-                rates[:, REPETITION],
-                rates[:, FREQUENCY],
-                rates[:, PRESENCE],
+            rates, counts = floats[group.penalised], tables.counts[group.slots]
+            _edit(
+                logits,
+                group.penalised,
+                lambda rows: sampling.penalize_(
+                    rows, counts, rates[:, REPETITION], rates[:, FREQUENCY], rates[:, PRESENCE]
+                ),
             )
         if group.bias is not None:
             rows, ids, values = group.bias
@@ -170,28 +174,29 @@ class Sampler:
             logits[group.suppressed] = -torch.inf
         logits *= floats[:, TEMPERATURE].unsqueeze(1)
         if group.top_k is not None:
-            index = group.top_k
-            top_k = tables.top_k[group.rows[index]]
-            logits[index] = sampling.keep_top_k_(logits[index], top_k, group.largest_k)
-        scores = sampling.gumbel_noise(_take(keys, group.index), self._all_hashes)
+            top_k = tables.top_k[group.rows[group.top_k]]
+            _edit(logits, group.top_k, lambda rows: sampling.keep_top_k_(rows, top_k, group.largest_k))
+        scores = sampling.gumbel_noise(keys[group.index], self._all_hashes)
         scores.mul_(floats[:, NOISE].unsqueeze(1)).add_(logits)
         if group.min_p is not None:
-            index = group.min_p
-            scores[index] = sampling.keep_min_p_(scores[index], logits[index], floats[index, MIN_P])
+            unlikely, min_p = logits[group.min_p], floats[group.min_p, MIN_P]
+            _edit(scores, group.min_p, lambda rows: sampling.keep_min_p_(rows, unlikely, min_p))
         values, ids = self._best_full(scores, logits, group.top_p, floats)
         return torch.where(values.isfinite(), ids, BAD_LOGITS)
 
     def _best_full(
-        self, scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor | None, floats: torch.Tensor
+        self, scores: torch.Tensor, logits: torch.Tensor, top_p: Rows | None, floats: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if top_p is None:
             return sampling.best(scores)
         limits = floats[top_p, TOP_P]
         if logits.device.type == "cpu":
+            if isinstance(top_p, slice):
+                return sampling.best_in_top_p(scores, logits, limits)
             values, ids = sampling.best(scores)
             values[top_p], ids[top_p] = sampling.best_in_top_p(scores[top_p], logits[top_p], limits)
             return values, ids
-        scores[top_p] = sampling.keep_top_p_(scores[top_p], logits[top_p], limits)
+        _edit(scores, top_p, lambda rows: sampling.keep_top_p_(rows, logits[top_p], limits))
         return sampling.best(scores)
 
     def _best_of_ranks(self, values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -210,13 +215,17 @@ class Sampler:
         return logits
 
 
-def _take(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    return rows if index is None else rows[index]
+def _edit(rows: torch.Tensor, some: Rows, change_: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply an in-place operation to some of the rows."""
+    if isinstance(some, slice):
+        change_(rows)
+    else:
+        rows[some] = change_(rows[some])
 
 
 def _join(results: list[tuple[Group, torch.Tensor]], rows: int, device: torch.device) -> torch.Tensor:
     """Each group's token ids at their places."""
-    if len(results) == 1 and results[0][0].index is None:
+    if len(results) == 1 and isinstance(results[0][0].index, slice):
         return results[0][1]
     token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
     for group, ids in results:

@@ -76,7 +76,7 @@ def _fmix32_(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_hashes(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """[count] int32: the hashes of the token ids first … first + count − 1, made once for a vocabulary shard."""
+    """[count] int32: the hashes of the token ids first … first + count − 1, made once for a shard."""
     return _fmix32_(torch.arange(first, first + count, dtype=torch.int32, device=device))
 
 

@@ -1,0 +1,419 @@
+"""What executes plans on one rank: the decoder, its KV pool, the rows' tables and the sampler.
+
+Steps run strictly in the order of their launch, on one stream: the current CUDA stream, or one worker thread
+on a CPU, so that the step loop's own work (reading, planning, sending) goes on beside them. *Forward* (to
+logits) and *sample* (which writes the rows' next input) are separate, so that each can become a graph.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from engine import memory
+from engine.batch import PromptSlice, RowTables, StepBatch
+from engine.config import DTYPE_BYTES, ModelConfig
+from engine.forward import KvPool
+from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens, TokenLogprob
+from engine.model.decoder import TORCH_DTYPES, Decoder
+from engine.model.loader import load, load_dummy
+from engine.parallel import Ranks
+from engine.profiling import profile_cuda
+from engine.sampler import SampledStep, Sampler
+from engine.sizing import Sizing, parameters, predict
+from kernels import select_backend
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how far it is, 0 to 1."""
+
+PROMPT_LOGPROB_ROWS = 128
+"""Prompt tokens whose logits are held at once: a whole chunk's could take gigabytes."""
+
+
+class DeviceError(RuntimeError):
+    """The device that was asked for cannot be used."""
+
+
+@dataclass(slots=True)
+class _StepResults:
+    """A step's results as tensors; on the host when they are read."""
+
+    sampled: SampledStep
+    prompts: list[list[torch.Tensor]]
+    """For each `StepBatch.prompts`: pieces of `Sampler.token_logprobs`."""
+
+
+class Launched:
+    """A step on its way; see `engine.core.Launched`."""
+
+    host_gap_us = 0.0
+    """After `wait`: microseconds in which the device had nothing to do although sequences were waiting for
+    their next step. 0 where every sequence of the step is new: whether there was work before is unknown."""
+
+    def wait(self) -> StepTokens:
+        """Block until the step's tokens are known. Raises what the step raised."""
+        raise NotImplementedError
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        raise NotImplementedError
+
+
+class _OnThread(Launched):
+    def __init__(self, future: Future[tuple[StepTokens, float]]) -> None:
+        self._future = future
+
+    def wait(self) -> StepTokens:
+        tokens, self.host_gap_us = self._future.result()
+        return tokens
+
+    def ready(self) -> bool:
+        return self._future.done()
+
+
+class _OnStream(Launched):
+    def __init__(
+        self,
+        plan: StepPlan,
+        batch: StepBatch,
+        results: _StepResults,
+        began: torch.cuda.Event,
+        ended: torch.cuda.Event,
+        before: torch.cuda.Event | None,
+    ) -> None:
+        self._plan, self._batch, self._results = plan, batch, results
+        self._began, self._ended, self._before = began, ended, before
+
+    def wait(self) -> StepTokens:
+        self._ended.synchronize()
+        if self._before is not None:
+            self.host_gap_us = max(0.0, 1e3 * self._before.elapsed_time(self._began))
+            self._before = None
+        return _read(self._plan, self._batch, self._results)
+
+    def ready(self) -> bool:
+        return self._ended.query()
+
+
+class Runner:
+    """One rank of a replica, loaded and ready.
+
+    `ranks` must have met already (and, with NCCL, `select_device` must have been called before that).
+    `progress` is told what the build is doing. Raises CheckpointError for files that cannot be used,
+    UnfitError for a split or length that the model does not allow, DeviceError for a device that is not
+    there, PoolTooSmall where the longest sequence does not fit, ValueError for meaningless fields of `spec`.
+    """
+
+    def __init__(self, spec: ReplicaSpec, ranks: Ranks, progress: Progress) -> None:
+        began = time.monotonic()
+        self.spec = spec
+        self.ranks = ranks
+        self.device = select_device(spec.device, ranks.rank, ranks.size)
+        if spec.device == "auto" and self.device.type == "cpu":
+            progress("no GPU was found: using the CPU", 0.0)
+        self._threads = _threads(spec, ranks.size)
+        torch.set_num_threads(self._threads)
+        resident = memory.resident_bytes()
+        self.config = ModelConfig.from_folder(spec.model_path)
+        self.dtype = _dtype_name(spec.dtype, self.config, self.device)
+        self._failed: BaseException | None = None
+        self._ended_at: float | None = None
+        self._ended_event: torch.cuda.Event | None = None
+        self._stream: ThreadPoolExecutor | None = None
+        with torch.inference_mode():
+            self.decoder = Decoder(
+                self.config,
+                ranks,
+                select_backend(self.device.type),
+                TORCH_DTYPES[self.dtype],
+                self.device,
+                max_model_len=spec.max_model_len,
+            )
+            self.max_model_len = self.decoder.max_model_len
+            self._load(progress)
+            self.sampler = Sampler(
+                ranks,
+                self.device,
+                vocab_size=self.config.vocab_size,
+                first_vocab=self.decoder.shard.first_vocab,
+                vocab=self.decoder.shard.vocab,
+                vocab_real=self.decoder.shard.vocab_real,
+            )
+            progress("sizing the KV pool", 0.0)
+            self.kv_blocks = self._size_pool()
+            self.kv = self._allocate_kv(self.kv_blocks)
+            self.tables = self._new_tables()
+            self._used_bytes = self._sum_over_ranks(self._measure(resident))
+        if self.device.type == "cpu":
+            self._stream = ThreadPoolExecutor(1, "engine-step", self._enter_thread)
+        self._load_seconds = time.monotonic() - began
+        progress("ready", 1.0)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start the step that `plan` describes, after all launched before it, without waiting for any.
+
+        After a step has failed, every later one raises too: the tables are void.
+        """
+        if self._stream is not None:
+            return _OnThread(self._stream.submit(self._run_on_thread, plan))
+        with torch.inference_mode():
+            began = torch.cuda.Event(enable_timing=True)
+            ended = torch.cuda.Event(enable_timing=True)
+            began.record()
+            batch, results = self._run(plan)
+            results = _to_host(results)
+            ended.record()
+        before = self._ended_event if _continues(plan) else None
+        self._ended_event = ended
+        return _OnStream(plan, batch, results, began, ended, before)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Hidden states `[tokens, hidden]` of the pass, before the final norm; writes the KV pool."""
+        return self.decoder.forward(batch.forward, self.kv)
+
+    def sample(self, hidden: torch.Tensor, batch: StepBatch) -> SampledStep:
+        """Tokens for the sampling rows; writes them into the tables as the rows' next input."""
+        index = batch.forward.logit_index[: batch.sampled_logits]
+        wanted = hidden if len(index) == len(hidden) else hidden.index_select(0, index)
+        return self.sampler.sample(self.decoder.logits(wanted), batch, self.tables)
+
+    def close(self) -> None:
+        """Wait for what was launched and leave the group."""
+        if self._stream is not None:
+            self._stream.shutdown()
+        self.ranks.close()
+
+    def _enter_thread(self) -> None:
+        # OpenMP keeps the number of threads per calling thread.
+        torch.set_num_threads(self._threads)
+
+    def _run_on_thread(self, plan: StepPlan) -> tuple[StepTokens, float]:
+        began = time.perf_counter()
+        with torch.inference_mode():
+            tokens = _read(plan, *self._run(plan))
+        waited = _continues(plan) and self._ended_at is not None
+        gap_us = 1e6 * (began - (self._ended_at or began)) if waited else 0.0
+        self._ended_at = time.perf_counter()
+        return tokens, gap_us
+
+    def _run(self, plan: StepPlan) -> tuple[StepBatch, _StepResults]:
+        if self._failed is not None:
+            raise RuntimeError(f"step {plan.step} cannot run: an earlier one failed") from self._failed
+        try:
+            self.tables.apply(plan)
+            self._copy_blocks(plan.copies)
+            batch = self.tables.step_batch(plan)
+            hidden = self.forward(batch)
+            sampled = self.sample(hidden, batch)
+            prompts = [self._prompt_logprobs(hidden, batch, prompt) for prompt in batch.prompts]
+        except BaseException as error:
+            self._failed = error
+            raise
+        return batch, _StepResults(sampled, prompts)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        if not copies:
+            return
+        source, destination = torch.tensor(copies, dtype=torch.int64, device=self.device).unbind(1)
+        for pool in self.kv:
+            pool.keys[destination] = pool.keys[source]
+            pool.values[destination] = pool.values[source]
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, batch: StepBatch, prompt: PromptSlice
+    ) -> list[torch.Tensor]:
+        pieces = []
+        for first in range(0, len(prompt.targets), PROMPT_LOGPROB_ROWS):
+            targets = prompt.targets[first : first + PROMPT_LOGPROB_ROWS]
+            at = prompt.first + first
+            rows = batch.forward.logit_index[at : at + len(targets)]
+            logits = self.decoder.logits(hidden.index_select(0, rows))
+            pieces.append(self.sampler.token_logprobs(logits, targets, prompt.top))
+        return pieces
+
+    # ── building ─────────────────────────────────────────────────────────────────────────────────
+
+    def _load(self, progress: Progress) -> None:
+        if self.spec.load_format == "dummy":
+            progress("making random weights", 0.0)
+            load_dummy(self.decoder, self.spec.seed)
+        elif self.spec.load_format == "safetensors":
+            load(self.decoder, self.spec.model_path, progress)
+        else:
+            raise ValueError(f'load_format is {self.spec.load_format!r}: use "safetensors" or "dummy"')
+
+    def _new_tables(self) -> RowTables:
+        blocks = -(-self.max_model_len // BLOCK_TOKENS)
+        return RowTables(self.spec.max_rows, blocks, self.config.vocab_size, self.device)
+
+    def _size_pool(self) -> int:
+        """Blocks, equal on every rank. Raises PoolTooSmall."""
+        per_block = self._predict(None).kv_bytes_per_block
+        if self.spec.kv_blocks is not None:
+            return memory.check_blocks(self.spec.kv_blocks, self.max_model_len, per_block, given=True)
+        if self.device.type == "cuda":
+            budget = profile_cuda(self.decoder, self.sampler, self._new_tables(), self.spec)
+        else:
+            working = self._predict(None).activation_bytes
+            share = int(memory.available_host_bytes() * self.spec.memory_fraction) // self.ranks.size
+            budget = min(share - working, memory.CPU_MOST_KV_BYTES // self.ranks.size)
+        mine = torch.tensor([budget // per_block], device=self.device)
+        blocks = int(self.ranks.all_gather_stack(mine).min())
+        return memory.check_blocks(blocks, self.max_model_len, per_block, given=False)
+
+    def _allocate_kv(self, blocks: int) -> list[KvPool]:
+        if self.device.type != "cpu":
+            return self.decoder.allocate_kv(blocks)
+        # The kernel's zero pages: a pool costs no start-up time, and no memory before its blocks are used.
+        shape, dtype = self.decoder.kv_shape(blocks), TORCH_DTYPES[self.dtype]
+
+        def pool() -> torch.Tensor:
+            zeros = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(zeros, dtype=dtype).view(shape)
+
+        return [KvPool(pool(), pool()) for _ in range(self.config.layers)]
+
+    def _predict(self, blocks: int | None) -> Sizing:
+        return predict(
+            self.config,
+            dtype=self.dtype,
+            kv_dtype=self.dtype,
+            tensor_parallel_size=self.ranks.size,
+            max_rows=self.spec.max_rows,
+            step_tokens=self.spec.step_tokens,
+            max_model_len=self.max_model_len,
+            blocks=blocks,
+        )
+
+    def _measure(self, resident_before: int) -> int:
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return total - free
+        # Pages of the zeroed pool become resident with their first use.
+        pool = self.kv_blocks * self._predict(None).kv_bytes_per_block
+        return max(0, memory.resident_bytes() - resident_before) + pool
+
+    def _sum_over_ranks(self, value: int) -> int:
+        return int(self.ranks.all_gather_stack(torch.tensor([value], device=self.device)).sum())
+
+    def info(self) -> ReplicaInfo:
+        """What the replica turned out to be. Bytes are sums over its ranks."""
+        size = self.ranks.size
+        predicted = self._predict(self.kv_blocks)
+        return ReplicaInfo(
+            replica=self.spec.replica,
+            model_type=self.config.model_type,
+            parameters=parameters(self.config),
+            weight_bytes=predicted.weight_bytes * size,
+            kv_bytes=predicted.kv_bytes * size,
+            kv_blocks=self.kv_blocks,
+            block_tokens=BLOCK_TOKENS,
+            max_rows=self.spec.max_rows,
+            step_tokens=self.spec.step_tokens,
+            max_model_len=self.max_model_len,
+            vocab_size=self.config.vocab_size,
+            dtype=self.dtype,
+            kv_dtype=self.dtype,
+            backend=self.device.type,
+            devices=[_device_name(self.device.type, rank) for rank in range(size)],
+            tensor_parallel_size=size,
+            load_seconds=self._load_seconds,
+            predicted_bytes=predicted.total_bytes * size,
+            used_bytes=self._used_bytes,
+            torch_version=str(torch.__version__),
+        )
+
+
+def select_device(wanted: str, rank: int, size: int) -> torch.device:
+    """The device of a rank, made current; "auto" is CUDA where there is one for each rank, else the CPU.
+
+    Raises DeviceError where "cuda" was asked for and is not there, ValueError for another word.
+    """
+    if wanted not in ("auto", "cuda", "cpu"):
+        raise ValueError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
+    if wanted == "cpu":
+        return torch.device("cpu")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found >= size:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        return device
+    if wanted == "auto" and found == 0:
+        return torch.device("cpu")
+    raise DeviceError(
+        f"device is {wanted!r}, but {size} CUDA device{'s' * (size > 1)} would be needed and {found} can be "
+        f"used (torch {torch.__version__}): see `nvidia-smi`, lower tensor_parallel_size, or use the cpu"
+    )
+
+
+def _device_name(kind: str, rank: int) -> str:
+    return "cpu" if kind == "cpu" else f"cuda:{rank} {torch.cuda.get_device_name(rank)}"
+
+
+def _dtype_name(wanted: str, config: ModelConfig, device: torch.device) -> str:
+    if wanted == "auto":
+        return "float32" if device.type == "cpu" else config.dtype
+    if wanted not in DTYPE_BYTES:
+        raise ValueError(f"dtype is {wanted!r}: use auto, {', '.join(DTYPE_BYTES)}")
+    return wanted
+
+
+def _threads(spec: ReplicaSpec, ranks: int) -> int:
+    if spec.threads is not None and spec.threads < 1:
+        raise ValueError(f"threads is {spec.threads}: give at least 1, or leave it out")
+    return spec.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _continues(plan: StepPlan) -> bool:
+    """Whether a sequence of the plan was there before it, so that the device was waited for."""
+    if plan.decodes:
+        return True
+    new = {setup.row for setup in plan.setups}
+    return any(chunk.row not in new for chunk in plan.chunks)
+
+
+def _to_host(results: _StepResults) -> _StepResults:
+    """Copies on their way to pinned memory; complete when an event recorded after this is."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cpu", non_blocking=True)
+
+    logprobs = results.sampled.logprobs
+    sampled = SampledStep(copy(results.sampled.token_ids), None if logprobs is None else copy(logprobs))
+    return _StepResults(sampled, [[copy(piece) for piece in pieces] for pieces in results.prompts])
+
+
+def _read(plan: StepPlan, batch: StepBatch, results: _StepResults) -> StepTokens:
+    token_ids: list[int] = results.sampled.token_ids.tolist()
+    logprobs: list[TokenLogprob | None] | None = None
+    if results.sampled.logprobs is not None:
+        logprobs = [None] * len(token_ids)
+        wanting = zip(batch.partition.logprob_rows, results.sampled.logprobs.tolist(), strict=True)
+        for (index, top), numbers in wanting:
+            logprobs[index] = _token_logprob(token_ids[index], numbers, top)
+    following = {chunk.row: [*chunk.token_ids[1:], chunk.next_token or 0] for chunk in plan.chunks}
+    prompts = {}
+    for prompt, pieces in zip(batch.prompts, results.prompts, strict=True):
+        rows = [numbers for piece in pieces for numbers in piece.tolist()]
+        prompts[prompt.row] = [
+            _token_logprob(token, numbers, prompt.top)
+            for token, numbers in zip(following[prompt.row], rows, strict=False)
+        ]
+    return StepTokens(token_ids, logprobs, prompts)
+
+
+def _token_logprob(token_id: int, numbers: list[float], top: int) -> TokenLogprob:
+    """From a row of `Sampler.token_logprobs`, of which the first `top` alternatives were asked for."""
+    width = (len(numbers) - 1) // 2
+    best = min(top, width)
+    ids = [int(x) for x in numbers[1 + width : 1 + width + best]]
+    return TokenLogprob(token_id, numbers[0], list(zip(ids, numbers[1 : 1 + best], strict=True)))
