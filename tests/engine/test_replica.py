@@ -1,0 +1,223 @@
+"""Real replica processes: they answer, count, give back, and die as one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.client import ReplicaClient, ReplicaGroup, ReplicaLost
+from engine.messages import (
+    Fatal,
+    Finished,
+    RankOutbound,
+    Ready,
+    ReplicaInfo,
+    ReplicaSpec,
+    Report,
+    SamplingParams,
+    Submit,
+)
+
+pytestmark = pytest.mark.system
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+}
+
+
+class Watched:
+    """A replica and everything it said."""
+
+    def __init__(self) -> None:
+        self.info: asyncio.Future[ReplicaInfo] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.reports: list[Report] = []
+        self.fatal: list[Fatal] = []
+        self.group: ReplicaGroup
+
+    def on_message(self, rank: int, message: RankOutbound) -> None:
+        match message:
+            case Ready(info):
+                self.info.set_result(info)
+            case Report():
+                self.reports.append(message)
+            case Fatal():
+                self.fatal.append(message)
+
+    def client(self, front: str, lost: list[list[int]] | None = None) -> ReplicaClient:
+        on_lost = (lambda handles: None) if lost is None else lost.append
+        return ReplicaClient(socket.socket(fileno=self.group.attach_front(front)), on_lost)
+
+    def finished(self) -> list[Finished]:
+        return [entry for report in self.reports for entry in report.finished]
+
+    async def settled(self, submissions: int) -> Report:
+        """The report in which everything is given back."""
+        async with asyncio.timeout(20):
+            while not self.reports or len(self.finished()) < submissions or self.reports[-1].running:
+                await asyncio.sleep(0.01)
+        return self.reports[-1]
+
+
+@asynccontextmanager
+async def replica(folder: Path, **fields: object) -> AsyncIterator[Watched]:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    spec = ReplicaSpec(
+        replica="test-0",
+        model_path=str(folder),
+        load_format="dummy",
+        device="cpu",
+        kv_blocks=64,
+        max_rows=16,
+        threads=1,
+        **fields,  # type: ignore[arg-type]
+    )
+    watched = Watched()
+    watched.group = ReplicaGroup.launch(
+        spec, watched.on_message, lambda reason: watched.end.set_result(reason)
+    )
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.wait({watched.info, watched.end}, return_when=asyncio.FIRST_COMPLETED)
+        yield watched
+    finally:
+        if not watched.end.done():
+            await watched.group.stop()
+
+
+def ask(client: ReplicaClient, name: str, prompt: int = 40, most: int = 12, n: int = 1) -> Submit:
+    return Submit(
+        handle=client.next_handle(),
+        request_id=name,
+        prompt_token_ids=[(7 * place) % 500 + 3 for place in range(prompt)],
+        n=n,
+        sampling=SamplingParams(max_tokens=most, temperature=0.8 if n > 1 else 0.0, seed=11),
+    )
+
+
+async def collect(client: ReplicaClient, submit: Submit) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    async for output in client.generate(submit):
+        tokens.setdefault(output.sample, []).extend(output.token_ids)
+    return tokens
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_and_four_ranks_give_the_tokens_of_one(tmp_path: Path, ranks: int) -> None:
+    async def tokens(size: int) -> list[dict[int, list[int]]]:
+        async with replica(tmp_path, tensor_parallel_size=size) as watched:
+            client = watched.client("front-0")
+            submits = [ask(client, f"r{i}", prompt=30 + 20 * i) for i in range(3)]
+            return await asyncio.gather(*(collect(client, submit) for submit in submits))
+
+    assert asyncio.run(tokens(1)) == asyncio.run(tokens(ranks))
+
+
+def test_everything_is_given_back_and_counted_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with replica(tmp_path) as watched:
+            client = watched.client("front-0")
+            before = await watched.settled(0)
+            await asyncio.gather(
+                *(collect(client, ask(client, f"r{i}", n=1 + i % 3, most=5)) for i in range(20))
+            )
+            after = await watched.settled(20)
+            rows = sum(1 + i % 3 for i in range(20))
+            assert after.credit_rows - before.credit_rows == rows
+            assert after.credit_tokens - before.credit_tokens == 20 * 40
+            assert after.blocks_used == 0
+            assert sorted(entry.request_id for entry in watched.finished()) == sorted(
+                f"r{i}" for i in range(20)
+            )
+            assert sum(entry.generated_tokens for entry in watched.finished()) == 5 * rows
+
+    asyncio.run(scenario())
+
+
+def test_a_front_that_dies_leaves_nothing_behind_and_others_go_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with replica(tmp_path) as watched:
+            dying, living = watched.client("front-0"), watched.client("front-1")
+            for i in range(4):
+                dying.submit(ask(dying, f"dead{i}", most=400), lambda output: None)
+            going = asyncio.create_task(collect(living, ask(living, "alive", most=60)))
+            while not any(report.running >= 4 for report in watched.reports):
+                await asyncio.sleep(0.01)
+            dying.close()
+            assert len((await going)[0]) == 60
+            report = await watched.settled(5)
+            assert [name for r in watched.reports for name in r.fronts_gone] == ["front-0"]
+            assert report.blocks_used == 0
+            dead = [entry for entry in watched.finished() if entry.request_id.startswith("dead")]
+            assert [entry.finish for entry in dead] == [["cancelled"]] * 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_group_dies_as_a_whole_within_a_second(tmp_path: Path, victim: int) -> None:
+    async def scenario() -> None:
+        async with replica(tmp_path, tensor_parallel_size=2) as watched:
+            lost: list[list[int]] = []
+            client = watched.client("front-0", lost)
+            running = asyncio.create_task(collect(client, ask(client, "r", most=400)))
+            while not any(report.running for report in watched.reports):
+                await asyncio.sleep(0.01)
+            os.kill(watched.group.pids[victim], signal.SIGKILL)
+            async with asyncio.timeout(1):
+                reason = await watched.end
+            assert reason.startswith(f"rank {victim} ")
+            assert "SIGKILL" in reason
+            assert not any(alive(pid) for pid in watched.group.pids)
+            with pytest.raises(ReplicaLost):
+                await running
+            assert lost == [[1]]
+
+    asyncio.run(scenario())
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused_with_what_is_wrong(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "model").mkdir()
+        async with replica(tmp_path / "model") as watched:
+            await watched.group.stop()
+        spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path / "model"), device="cpu", kv_blocks=8)
+        watched = Watched()
+        watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
+        async with asyncio.timeout(60):
+            reason = await watched.end
+        assert "exit code 1" in reason
+        assert [fatal.kind for fatal in watched.fatal] == ["checkpoint"]
+        assert str(tmp_path / "model") in watched.fatal[0].message
+
+    asyncio.run(scenario())
