@@ -212,7 +212,7 @@ class _Fields:
             raise CheckpointError(f"{file}: no such file; a Hugging Face checkpoint has one") from None
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: is not JSON: {error}; copy the file again") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{file}: is not a JSON object; copy the file again")
@@ -324,7 +324,7 @@ def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
         return tuple(window if layer >= first else None for layer in range(layers))
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise fields.error("layer_types", f"a list of {layers} (num_hidden_layers) is needed")
-    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+    if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise fields.error("layer_types", "only full_attention and sliding_attention are supported")
     if "sliding_attention" in kinds and window is None:
         raise fields.error("layer_types", "sliding_attention needs use_sliding_window and sliding_window")
@@ -366,7 +366,8 @@ def _family(fields: _Fields) -> tuple[str, _Family]:
     if family is None:
         raise fields.error("model_type", f"supported are {supported}")
     architectures = fields.get("architectures")
-    if architectures is not None and family.architecture not in architectures:
+    named = architectures if isinstance(architectures, list) else [architectures]
+    if architectures is not None and family.architecture not in named:
         raise fields.error("architectures", f"supported are {supported}")
     return str(model_type), family
 
@@ -383,6 +384,7 @@ def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
     if fields.get("hidden_act") not in (None, "silu"):
         raise fields.error("hidden_act", "only silu is supported")
     hidden_size = fields.integer("hidden_size")
+    positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
     layers = fields.integer("num_hidden_layers")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", family.kv_heads or heads)
@@ -395,8 +397,10 @@ def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
     head_dim = fields.integer("head_dim", family.head_dim or hidden_size // heads)
     if head_dim % 2:
         raise fields.error("head_dim", "rotary embeddings need an even one")
+    rope = _rope(fields, positions)
+    if rope.kind == "dynamic" and head_dim == 2:
+        raise fields.error("head_dim", "dynamic rope needs at least 4")
     vocab_size = fields.integer("vocab_size")
-    positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
     source = generation if generation and generation.get("eos_token_id") is not None else fields
     bos = fields.token_ids("bos_token_id", vocab_size)
     return ModelConfig(
@@ -409,7 +413,7 @@ def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size"),
         vocab_size=vocab_size,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields, positions),
+        rope=rope,
         max_position_embeddings=positions,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias(fields),
@@ -430,7 +434,7 @@ def _dtype(fields: _Fields) -> str:
     if value is None:
         return "float32"
     value = value.removeprefix("torch.") if isinstance(value, str) else value
-    if value not in DTYPE_BYTES:
+    if value not in list(DTYPE_BYTES):
         raise fields.error(name, f"supported are {', '.join(DTYPE_BYTES)}")
     return str(value)
 

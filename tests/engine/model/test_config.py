@@ -1,0 +1,248 @@
+"""`config.json` in the words of every version, and refusals that name file, field, value and remedy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import CheckpointError, ModelConfig, RopeConfig, UnfitError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 101,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+
+
+def _read(folder: Path, values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.from_folder(folder)
+
+
+def test_what_an_old_llama_leaves_out_has_its_defaults(tmp_path: Path) -> None:
+    config = _read(tmp_path, LLAMA)
+    assert config.head_dim == 8
+    assert config.rope == RopeConfig(theta=10000.0)
+    assert config.max_position_embeddings == 2048
+    assert config.rms_norm_eps == 1e-6
+    assert config.dtype == "float32"
+    assert config.sliding_windows == (None,) * 4
+    assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
+    assert not (config.tie_word_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias)
+    without = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert _read(tmp_path, without).kv_heads == 8
+
+
+def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
+    assert _read(tmp_path, LLAMA, {"temperature": 0.6}).eos_token_ids == (2,)
+    assert _read(tmp_path, LLAMA, {"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
+    assert _read(tmp_path, {**LLAMA, "eos_token_id": None}, {}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "windows"),
+    [
+        (LLAMA | {"sliding_window": 9}, (None,) * 4),
+        (MISTRAL, (4096,) * 4),
+        (MISTRAL | {"sliding_window": None}, (None,) * 4),
+        (MISTRAL | {"sliding_window": 9}, (9,) * 4),
+        (QWEN2 | {"sliding_window": 9}, (None,) * 4),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 9}, (None,) * 4),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+            (None,) * 3 + (9,),
+        ),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, (None,) * 4),
+        (
+            QWEN3
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            (None, 9, None, 9),
+        ),
+    ],
+)
+def test_windows_are_those_of_each_family(
+    values: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    assert _read(tmp_path, values).sliding_windows == windows
+
+
+def test_families_differ_in_biases_and_norms(tmp_path: Path) -> None:
+    qwen2, qwen3 = _read(tmp_path, QWEN2), _read(tmp_path, QWEN3)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm, qwen3.head_dim) == (False, False, True, 128)
+    biased = _read(tmp_path, LLAMA | {"attention_bias": True, "mlp_bias": True})
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+
+
+def test_rope_and_dtype_are_read_in_both_versions_words(tmp_path: Path) -> None:
+    rope = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    older = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **rope}, "torch_dtype": "bfloat16"}
+    newer = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **rope}, "dtype": "bfloat16"}
+    assert _read(tmp_path, LLAMA | older) == _read(tmp_path, LLAMA | newer)
+    assert _read(tmp_path, LLAMA | newer).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("rope", "default", "limit"),
+    [
+        ({}, 2048, 2048),
+        ({"rope_type": "linear", "factor": 4}, 2048, 8192),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2048, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192, 8192),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 512}, 2048, 2048),
+    ],
+)
+def test_lengths_follow_from_the_scaling(
+    rope: dict[str, Any], default: int, limit: int, tmp_path: Path
+) -> None:
+    config = _read(tmp_path, LLAMA | {"rope_scaling": rope})
+    assert config.resolve_length(None) == default
+    assert config.resolve_length(limit) == limit
+    with pytest.raises(
+        UnfitError, match=f"max_model_len is {limit + 1}; this checkpoint allows 1 to {limit}"
+    ):
+        config.resolve_length(limit + 1)
+    with pytest.raises(UnfitError, match="max_model_len is 0"):
+        config.resolve_length(0)
+
+
+NAN = float("nan")
+REFUSED = [
+    ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported are llama (LlamaForCausalLM), mistral ("),
+    ({"model_type": None}, "model_type is None; supported are llama"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is ['LlamaForSequenceClass"),
+    ({"architectures": 5}, "architectures is 5; supported are llama"),
+    ({"hidden_size": None}, "hidden_size is missing; the model needs it"),
+    ({"hidden_size": "64"}, "hidden_size is '64'; an integer of at least 1 is needed"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; an integer of at least 1"),
+    ({"vocab_size": True}, "vocab_size is True; an integer"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads (8)"),
+    ({"num_attention_heads": 6}, "num_attention_heads is 6; without head_dim it must divide hidden_size 64"),
+    ({"head_dim": 7}, "head_dim is 7; rotary embeddings need an even one"),
+    ({"rms_norm_eps": NAN}, "rms_norm_eps is nan; a number above 0 is needed"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is supported"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; true or false is needed"),
+    ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported are float32, bfloat16, float16"),
+    ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method is 'gptq'"),
+    ({"eos_token_id": 101}, "eos_token_id is 101; token ids from 0 to 100 are needed"),
+    ({"eos_token_id": [1, "x"]}, "eos_token_id is [1, 'x']; token ids"),
+    (
+        {"rope_scaling": {"type": "longrope"}},
+        "rope_scaling.type is 'longrope'; supported are default, linear",
+    ),
+    ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling.type is ['yarn']; supported are"),
+    ({"rope_scaling": [1]}, "rope_scaling is [1]; one set of parameters for all layers is needed"),
+    ({"rope_scaling": {"full_attention": {}}}, "one set of parameters for all layers"),
+    ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 0.5}},
+        "rope_scaling.factor is 0.5; it must be at least 1",
+    ),
+    (
+        {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "rope_scaling.low_freq_factor is 4; it must be below high_freq_factor (4)",
+    ),
+    ({"rope_theta": -1}, "rope_theta is -1; a number above 0 is needed"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only full rotation"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim is 2; dynamic rope needs"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_a_bad_field_is_refused_by_name(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        _read(tmp_path, LLAMA | change)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert message in str(caught.value)
+
+
+def test_layer_types_must_fit(tmp_path: Path) -> None:
+    for kinds, message in [
+        (["full_attention"], "a list of 4 (num_hidden_layers) is needed"),
+        (["linear_attention"] * 4, "only full_attention and sliding_attention are supported"),
+        ([["full_attention"]] * 4, "only full_attention and sliding_attention are supported"),
+        (["sliding_attention"] * 4, "sliding_attention needs use_sliding_window and sliding_window"),
+    ]:
+        with pytest.raises(CheckpointError) as caught:
+            _read(tmp_path, QWEN3 | {"layer_types": kinds})
+        assert message in str(caught.value)
+
+
+def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
+    for content, message in [
+        (None, "no such file"),
+        ("{", "is not JSON"),
+        ("[" * 10**6, "is not JSON"),
+        ("[1]", "is not a JSON object"),
+    ]:
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(CheckpointError) as caught:
+            ModelConfig.from_folder(tmp_path)
+        assert f"{tmp_path / 'config.json'}: {message}" in str(caught.value)
+    with pytest.raises(CheckpointError, match="no such folder; give the folder of a Hugging Face checkpoint"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+
+
+def test_a_split_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    config = _read(tmp_path, LLAMA)
+    for size in (1, 2, 4, 8):
+        config.check_parallel(size)
+    with pytest.raises(UnfitError) as caught:
+        config.check_parallel(3)
+    assert str(caught.value) == (
+        "tensor_parallel_size is 3, which does not divide 8 attention heads and 2 KV heads; "
+        "this model can use 1, 2, 4, 8"
+    )
+    with pytest.raises(UnfitError, match="does not divide an MLP of 90; this model can use 1, 2"):
+        _read(tmp_path, LLAMA | {"intermediate_size": 90}).check_parallel(4)
+    with pytest.raises(UnfitError, match="it must be at least 1"):
+        config.check_parallel(0)
+    with pytest.raises(UnfitError, match="rank is 2; with tensor_parallel_size 2 it must be 0 to 1"):
+        config.shard(2, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_shards_tile_the_model(size: int, tmp_path: Path) -> None:
+    config = _read(tmp_path, LLAMA)
+    shards = [config.shard(size, rank) for rank in range(size)]
+    assert [s.first_head for s in shards] == [rank * 8 // size for rank in range(size)]
+    assert sum(s.vocab_real for s in shards) == 101
+    assert {s.vocab for s in shards} == {-(-101 // size)}
+    group = config.heads // config.kv_heads
+    for shard in shards:
+        # The KV heads of a rank are those of its own query heads.
+        wanted = {head // group for head in range(shard.first_head, shard.first_head + shard.heads)}
+        assert wanted == set(range(shard.first_kv_head, shard.first_kv_head + shard.kv_heads))
+
+
+def test_reading_a_config_and_sizing_it_load_no_torch() -> None:
+    code = "import sys, engine.sizing, engine.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

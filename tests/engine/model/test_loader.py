@@ -1,0 +1,204 @@
+"""The loader takes what belongs to the model and refuses everything else by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import CheckpointError, ModelConfig
+from engine.model.decoder import Decoder
+from engine.model.loader import load, load_dummy
+from engine.parallel import single
+from kernels import select_backend
+
+from .checkpoints import Case, make
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(Case("plain", "llama"), tmp_path)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return make(Case("plain", "llama", shard_size="100KB"), tmp_path)
+
+
+def _decoder(folder: Path, config: ModelConfig | None = None) -> Decoder:
+    config = config or ModelConfig.from_folder(folder)
+    return Decoder(config, single(), select_backend("cpu"), torch.float32, torch.device("cpu"))
+
+
+def _load(folder: Path) -> int:
+    return load(_decoder(folder), folder, lambda stage, fraction: None)
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], file: str = SINGLE) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file)
+
+
+def _refused(folder: Path, *parts: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        _load(folder)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_everything_is_read_once_and_progress_ends_at_one(sharded: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    decoder = _decoder(sharded)
+    parameters = [piece.target for piece in decoder.pieces() if piece.target is not None]
+    for target in parameters:
+        target.fill_(torch.nan)
+    read = load(decoder, sharded, lambda stage, fraction: seen.append((stage, fraction)))
+    shards = sorted(sharded.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert read == sum(tensor.nbytes for shard in shards for tensor in load_file(shard).values())
+    assert not any(target.isnan().any() for target in parameters)
+    fractions = [fraction for _, fraction in seen]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert {stage for stage, _ in seen} == {f"loading {shard.name}" for shard in shards}
+
+
+def test_pieces_cover_every_parameter_exactly_once(folder: Path) -> None:
+    decoder = _decoder(folder)
+    for piece in decoder.pieces():
+        assert piece.target is not None
+        piece.target.fill_(0)
+    for piece in decoder.pieces():
+        assert piece.target is not None
+        piece.target.add_(1)
+    layer = decoder.layers[0]
+    for whole in (layer.attention.qkv.weight, layer.mlp.gate_up.weight, decoder.embedding, decoder.head):
+        assert (whole == 1).all()
+
+
+def test_rotary_frequencies_and_the_copy_of_a_tied_matrix_are_ignored(tmp_path: Path) -> None:
+    folder = make(Case("tied", "llama", {"tie_word_embeddings": True}), tmp_path)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    _rewrite(folder, add)
+    assert _load(folder) > 0
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.__delitem__("model.layers.1.mlp.up_proj.weight"))
+    _refused(folder, str(folder), "tensor model.layers.1.mlp.up_proj.weight is missing", "config.json")
+
+
+def test_many_missing_tensors_are_counted(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 5}))
+    _refused(folder, "tensors model.layers.3.input_layernorm.weight, ", "and 14 more are missing")
+
+
+def test_an_unknown_tensor_is_named(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.update({"model.layers.0.mlp.gate.weight": torch.ones(2)}))
+    _refused(folder, f"{folder / SINGLE}: tensor model.layers.0.mlp.gate.weight is unknown")
+
+
+def test_another_shape_is_refused_with_both(folder: Path) -> None:
+    name = "model.layers.2.self_attn.k_proj.weight"
+    _rewrite(folder, lambda tensors: tensors.update({name: torch.ones(48, 64)}))
+    _refused(folder, f"{folder / SINGLE}: {name} has shape [48, 64], config.json needs [32, 64]")
+
+
+def test_a_dtype_that_cannot_be_loaded_is_refused(folder: Path) -> None:
+    name = "model.norm.weight"
+    _rewrite(folder, lambda tensors: tensors.update({name: torch.ones(64, dtype=torch.int8)}))
+    _refused(folder, f"{folder / SINGLE}: {name} has dtype I8; F32, BF16, F16 can be loaded")
+
+
+def test_a_truncated_file_is_refused_with_both_sizes(folder: Path) -> None:
+    file = folder / SINGLE
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-1000])
+    _refused(folder, f"{file}: is truncated: {size} bytes expected, {size - 1000} found")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a safetensors file"),
+        (b"\xff" * 100, "is not a safetensors file"),
+        (b"\x40\0\0\0\0\0\0\0{}", "is truncated: its header needs 72 bytes, the file has 10"),
+        (b"\x02\0\0\0\0\0\0\0[]", "its header is not safetensors"),
+        (b"\x02\0\0\0\0\0\0\0{{", "its header is not safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is not a safetensors file"),
+    ],
+    ids=["empty", "noise", "cut header", "list", "no JSON", "Git LFS pointer"],
+)
+def test_a_file_that_is_not_safetensors_is_refused(folder: Path, content: bytes, message: str) -> None:
+    (folder / SINGLE).write_bytes(content)
+    _refused(folder, f"{folder / SINGLE}: ", message, "download it again")
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    _refused(sharded, f"{shard}: no such file, but {INDEX} names it")
+
+
+def test_a_truncated_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-4])
+    _refused(sharded, f"{shard}: is truncated")
+
+
+def test_a_shard_without_its_tensor_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[0]
+    name = sorted(load_file(shard))[0]
+    _rewrite(sharded, lambda tensors: tensors.__delitem__(name), shard.name)
+    _refused(sharded, f"{shard}: has no tensor {name}, but {INDEX} says so")
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b'{"weight_map": [1]}', b'{"weight_map": {"a": "../b"}}'])
+def test_a_bad_index_is_refused(sharded: Path, content: bytes) -> None:
+    (sharded / INDEX).write_bytes(content)
+    _refused(sharded, f"{sharded / INDEX}: ")
+
+
+def test_a_folder_without_safetensors_says_what_it_found(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    _refused(folder, f"{folder / SINGLE}: no such file", "found pytorch_model.bin", "safe_serialization=True")
+
+
+def test_nothing_is_read_before_everything_is_checked(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-4])
+    seen: list[str] = []
+    with pytest.raises(CheckpointError):
+        load(_decoder(sharded), sharded, lambda stage, fraction: seen.append(stage))
+    assert seen == []
+
+
+def test_dummy_weights_are_the_same_for_a_seed_and_keep_activations_sane(folder: Path) -> None:
+    def embedding(seed: int) -> torch.Tensor:
+        decoder = _decoder(folder)
+        assert load_dummy(decoder, seed) == sum(p.numel() for p in _targets(folder)) * 4
+        return decoder.embedding
+
+    assert torch.equal(embedding(1), embedding(1))
+    assert not torch.equal(embedding(1), embedding(2))
+    decoder = _decoder(folder)
+    load_dummy(decoder, 0)
+    logits = decoder.logits(torch.randn(50, 64))
+    assert 0.3 < logits.std() < 3
+
+
+def _targets(folder: Path) -> list[torch.Tensor]:
+    return [piece.target for piece in _decoder(folder).pieces() if piece.target is not None]

@@ -1,0 +1,90 @@
+"""Sizes are predicted from the config alone, and are those of the real thing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import sizing
+from engine.config import ModelConfig
+from engine.model.decoder import TORCH_DTYPES, Decoder
+from kernels import select_backend
+
+from .checkpoints import SMALL, Case, make, oracle
+
+CASES = [
+    Case("llama", "llama"),
+    Case(
+        "tied with biases", "llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+    ),
+    Case("mistral", "mistral", {"head_dim": 24}),
+    Case("qwen2", "qwen2"),
+    Case("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+]
+STEP: dict[str, Any] = {"max_rows": 16, "step_tokens": 256, "max_model_len": 512}
+
+
+class FirstRank:
+    """Stands where a group's rank 0 would: nothing here communicates."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_parameters_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    folder = make(case, tmp_path)
+    expected = sum(parameter.numel() for parameter in oracle(folder).parameters())
+    assert sizing.parameters(ModelConfig.from_folder(folder)) == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_and_blocks_are_exact(case: Case, size: int, dtype: str, tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(make(case, tmp_path))
+    ranks: Any = FirstRank(size)
+    decoder = Decoder(config, ranks, select_backend("cpu"), TORCH_DTYPES[dtype], torch.device("cpu"))
+    predicted = sizing.predict(
+        config, dtype=dtype, kv_dtype=dtype, tensor_parallel_size=size, blocks=5, **STEP
+    )
+    held = sum(piece.target.nbytes for piece in decoder.pieces() if piece.target is not None)
+    assert predicted.weight_bytes == held
+    pools = decoder.allocate_kv(5)
+    assert predicted.kv_bytes == sum(pool.keys.nbytes + pool.values.nbytes for pool in pools)
+    assert pools[0].keys.shape == decoder.kv_shape(5)
+    assert predicted.total_bytes == predicted.fixed_bytes + predicted.kv_bytes
+
+
+def test_blocks_fill_the_memory_and_no_more(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(make(CASES[0], tmp_path))
+    how: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32", "tensor_parallel_size": 2, **STEP}
+    blocks = sizing.blocks_for(50_000_000, config, **how)
+    assert blocks > 0
+    assert sizing.predict(config, blocks=blocks, **how).total_bytes <= 50_000_000
+    assert sizing.predict(config, blocks=blocks + 1, **how).total_bytes > 50_000_000
+    assert sizing.blocks_for(1000, config, **how) == 0
+
+
+def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
+    """Llama 3.1 8B: 8,030,261,248 parameters; 128 KiB of bfloat16 KV a token."""
+    big = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **big, "model_type": "llama"}))
+    config = ModelConfig.from_folder(tmp_path)
+    assert sizing.parameters(config) == 8_030_261_248
+    assert sizing.kv_bytes_per_block(config, "bfloat16", 1) == 64 * 128 * 1024
+    assert sizing.kv_bytes_per_block(config, "bfloat16", 8) == 64 * 16 * 1024
+    assert sizing.kv_bytes_per_block(config, "bfloat16", 16) == 64 * 16 * 1024

@@ -1,0 +1,207 @@
+"""Each operation of a backend equals its formula, written out naively in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from kernels import PAGE_TOKENS, Ops, reference, select_backend
+from kernels.rope import cos_sin_table, default_frequencies
+
+OPS = select_backend("cpu")
+EPS = 1e-5
+
+
+def _random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert found.shape == expected.shape
+    assert (found.double() - expected).abs().max() < tolerance
+
+
+def test_a_device_without_a_backend_is_refused() -> None:
+    backend: Ops = select_backend("cuda")
+    assert backend.name
+    with pytest.raises(ValueError, match="device is 'mps'; backends exist for cpu and cuda"):
+        select_backend("mps")
+
+
+def test_embedding_of_a_shard_gives_zeros_for_foreign_tokens() -> None:
+    weight = _random(10, 4)
+    tokens = torch.tensor([0, 3, 9, 5, 3])
+    assert torch.equal(OPS.embedding(tokens, weight, None), weight[tokens])
+    parts = [OPS.embedding(tokens, weight[first : first + 5].clone(), first) for first in (0, 5)]
+    assert torch.equal(parts[0] + parts[1], weight[tokens])
+    assert (parts[0][2] == 0).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 130])
+@pytest.mark.parametrize("shape", [(48, 64), (157, 31), (1, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_is_a_product_packed_or_not(tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias, x = (
+        _random(*shape).to(dtype),
+        _random(shape[0]).to(dtype),
+        _random(tokens, shape[1]).to(dtype),
+    )
+    exact = x.double() @ weight.double().T
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05 * math.sqrt(shape[1])
+    for form in (weight, OPS.pack_weight(weight)):
+        _close(OPS.linear(x, form, None), exact, tolerance)
+        _close(OPS.linear(x, form, bias), exact + bias.double(), tolerance)
+
+
+def test_float32_weights_are_packed_on_a_cpu() -> None:
+    assert reference.pack_weight(_random(8, 8)).is_mkldnn == torch.backends.mkldnn.is_available()
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norms_are_computed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    x, residual, weight = (_random(5, 64, seed=seed).to(dtype) for seed in range(3))
+    ulp = torch.finfo(dtype).eps * 8
+    _close(OPS.rms_norm(x, weight[0], EPS), _rms_norm(x, weight[0]), ulp)
+    total = x + residual
+    normed, left = OPS.add_rms_norm(x, residual.clone(), weight[0], EPS)
+    assert torch.equal(left, total)
+    _close(normed, _rms_norm(total, weight[0]), ulp)
+
+
+def test_silu_mul_gates_the_second_half_with_the_first() -> None:
+    gate_up = _random(7, 24)
+    gate, up = gate_up.double().split(12, dim=1)
+    _close(OPS.silu_mul(gate_up.clone()), gate / (1 + (-gate).exp()) * up)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_cache_write_rotates_and_writes_every_head(normed: bool) -> None:
+    heads, kv_heads, size, tokens = 6, 2, 16, 9
+    qkv = _random(tokens, (heads + 2 * kv_heads) * size)
+    q_norm, k_norm = (_random(size, seed=4), _random(size, seed=5)) if normed else (None, None)
+    positions = torch.tensor([0, 1, 2, 63, 64, 65, 500, 7, 8])
+    slots = torch.randperm(4 * PAGE_TOKENS, generator=torch.Generator().manual_seed(1))[:tokens]
+    keys, values = (
+        _random(4, kv_heads, PAGE_TOKENS, size, seed=2),
+        _random(4, kv_heads, PAGE_TOKENS, size, seed=3),
+    )
+    expected_keys, expected_values = keys.double(), values.double()
+    expected_q = torch.empty(tokens, heads, size, dtype=torch.float64)
+    for token in range(tokens):
+        rows = qkv[token].double().view(-1, size)
+        block, offset = divmod(int(slots[token]), PAGE_TOKENS)
+        for head in range(heads + 2 * kv_heads):
+            row = rows[head]
+            if head >= heads + kv_heads:
+                expected_values[block, head - heads - kv_heads, offset] = row
+                continue
+            norm = q_norm if head < heads else k_norm
+            row = row if norm is None else _rms_norm(row, norm)
+            turned = torch.empty_like(row)
+            for i in range(size // 2):
+                angle = int(positions[token]) * 10000.0 ** (-2 * i / size)
+                a, b = row[i], row[i + size // 2]
+                turned[i] = a * math.cos(angle) - b * math.sin(angle)
+                turned[i + size // 2] = b * math.cos(angle) + a * math.sin(angle)
+            if head < heads:
+                expected_q[token, head] = turned
+            else:
+                expected_keys[block, head - heads, offset] = turned
+    table = cos_sin_table(default_frequencies(size, 10000.0), 512)
+    q = OPS.rope_cache_write(qkv, positions, slots, table, q_norm, k_norm, EPS, keys, values, heads)
+    _close(q, expected_q, 1e-4)
+    _close(keys, expected_keys, 1e-4)
+    _close(values, expected_values, 1e-6)
+
+
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: list[int],
+    position: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """One token's attention, `[heads, head_dim]` float64, key by key."""
+    heads, size = q.shape
+    group = heads // keys.shape[1]
+    first = 0 if window is None else max(0, position - window + 1)
+    out = torch.zeros(heads, size, dtype=torch.float64)
+    for head in range(heads):
+        places = [
+            (table[p // PAGE_TOKENS], head // group, p % PAGE_TOKENS) for p in range(first, position + 1)
+        ]
+        k = torch.stack([keys[place].double() for place in places])
+        v = torch.stack([values[place].double() for place in places])
+        scores = (k @ q[head].double()) * scale
+        weights = (scores - scores.max()).exp()
+        out[head] = (weights / weights.sum()) @ v
+    return out
+
+
+def _pool(kv_heads: int, size: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (blocks, kv_heads, PAGE_TOKENS, size)
+    return _random(*shape, seed=11), _random(*shape, seed=12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 64, 100])
+@pytest.mark.parametrize(
+    "lens",
+    [[1], [64, 65], [5, 63, 127, 128, 129], [1, 2, 3, 4, 5, 6, 700]],
+    ids=["one", "border", "ragged", "one is much longer"],
+)
+def test_decodes_attend_to_their_own_pages(lens: list[int], window: int | None) -> None:
+    heads, kv_heads, size = 6, 2, 8
+    keys, values = _pool(kv_heads, size, 40)
+    order = random.Random(0)
+    columns = -(-max(lens) // PAGE_TOKENS)
+    tables = [[order.randrange(40) for _ in range(columns)] for _ in lens]
+    q = _random(len(lens), heads, size)
+    found = OPS.paged_attention_decode(q, keys, values, torch.tensor(tables), torch.tensor(lens), 0.3, window)
+    for row, length in enumerate(lens):
+        _close(found[row], _attend(q[row], keys, values, tables[row], length - 1, 0.3, window))
+
+
+def test_many_decodes_are_computed_in_bounded_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, values = _pool(1, 8, 30)
+    lens = [70, 130, 10, 200, 64, 129, 1, 300]
+    tables = torch.stack([torch.randperm(30)[:5] for _ in lens])
+    q = _random(len(lens), 2, 8)
+    arguments = (q, keys, values, tables, torch.tensor(lens), 0.3, None)
+    whole = OPS.paged_attention_decode(*arguments)
+    largest = []
+    attend = reference._attend_group
+
+    def spy(*args: object) -> torch.Tensor:
+        group = args[-1]
+        assert isinstance(group, reference._Group)
+        largest.append(group.columns)
+        return attend(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reference, "_GATHERED_COLUMNS", 6)
+    monkeypatch.setattr(reference, "_attend_group", spy)
+    assert (OPS.paged_attention_decode(*arguments) - whole).abs().max() < 1e-6
+    assert len(largest) > 1
+    assert max(largest) <= 6
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 64, 100])
+@pytest.mark.parametrize(("context", "count"), [(0, 1), (0, 65), (63, 2), (64, 64), (130, 7), (200, 33)])
+def test_a_chunk_attends_to_its_context_and_itself(context: int, count: int, window: int | None) -> None:
+    heads, kv_heads, size = 4, 2, 8
+    keys, values = _pool(kv_heads, size, 12)
+    table = [7, 3, 11, 0, 5][: -(-(context + count) // PAGE_TOKENS)]
+    q = _random(count, heads, size)
+    found = OPS.paged_attention_prefill(q, keys, values, torch.tensor(table), context, 0.3, window)
+    assert found.shape == q.shape
+    for index in range(count):
+        _close(found[index], _attend(q[index], keys, values, table, context + index, 0.3, window))
