@@ -1,0 +1,262 @@
+"""Through the real engine on the CPU, greedy tokens are those of the request alone, whatever else runs and
+however it is cut: batch, chunk size, prefix hit, preemption, samples, overlap.
+
+Sums of different shapes differ in their last bits, so where the two best tokens are closer than NEAR_TIE a
+sequence may part from its reference, and only there. Log probabilities are compared as well: they show a
+wrong key or value long before it changes a token.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from engine.generate import LocalEngine
+from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLogprob
+
+NEAR_TIE = 1e-4
+"""Nats between the best two tokens."""
+LOGPROB_ERROR = 1e-3
+VOCAB = 157
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass
+class Ask:
+    prompt: list[int]
+    max_tokens: int
+    n: int = 1
+    priority: int = 1
+    scored: bool = False
+    """Whether the prompt's log probabilities are wanted."""
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+    finish: str = ""
+
+
+Build = Callable[..., LocalEngine]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture
+def build(model: Path) -> Iterator[Build]:
+    """Makes engines over one random model, and closes them."""
+    engines: list[LocalEngine] = []
+
+    def make(**changes: object) -> LocalEngine:
+        sizes = {"max_rows": 8, "step_tokens": 512, "max_model_len": 320, "kv_blocks": 64, **changes}
+        spec = ReplicaSpec(
+            replica="tiny-0", model_path=str(model), load_format="dummy", device="cpu", threads=1, **sizes
+        )
+        engines.append(LocalEngine(spec))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+class Alone:
+    """References: each request in an empty engine, in one piece, nothing shared; kept for later tests."""
+
+    def __init__(self, model: Path) -> None:
+        self._engine = LocalEngine(
+            ReplicaSpec(
+                replica="alone-0",
+                model_path=str(model),
+                load_format="dummy",
+                device="cpu",
+                max_rows=1,
+                step_tokens=512,
+                max_model_len=320,
+                kv_blocks=8,
+                prefix_cache=False,
+                overlap=False,
+                threads=1,
+            )
+        )
+        self._known: dict[tuple[int, ...], Answer] = {}
+
+    def answer(self, ask: Ask) -> Answer:
+        key = (ask.max_tokens, *ask.prompt)
+        if key not in self._known:
+            reference = Ask(ask.prompt, ask.max_tokens, scored=True)
+            ((self._known[key],),) = serve(self._engine, [reference])
+        return self._known[key]
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Iterator[Alone]:
+    references = Alone(model)
+    yield references
+    references.close()
+
+
+def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lambda: 0) -> list[list[Answer]]:
+    """Submit all, `arrive()` steps apart, and run to the end, checking the invariants at every step."""
+    core = engine.core
+    answers = [[Answer() for _ in range(ask.n)] for ask in asks]
+
+    def step() -> None:
+        for output in core.step().outputs.get("test", []):
+            take(answers[output.handle][output.sample], output)
+        core.check()
+
+    for handle, ask in enumerate(asks):
+        sampling = SamplingParams(
+            max_tokens=ask.max_tokens, logprobs=2, prompt_logprobs=0 if ask.scored else None
+        )
+        core.submit(
+            "test",
+            Submit(
+                handle=handle,
+                request_id=f"request-{handle}",
+                prompt_token_ids=ask.prompt,
+                n=ask.n,
+                sampling=sampling,
+                priority=ask.priority,
+            ),
+        )
+        for _ in range(arrive()):
+            step()
+    while core.has_work:
+        step()
+    return answers
+
+
+def take(answer: Answer, output: Output) -> None:
+    assert not answer.finish and not output.error
+    answer.token_ids += output.token_ids
+    answer.logprobs += output.logprobs or []
+    answer.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
+    answer.cached_tokens += output.cached_tokens or 0
+    answer.finish = output.finish
+
+
+def expect_equal(answer: Answer, reference: Answer) -> None:
+    assert answer.finish == reference.finish == "length"
+    assert len(answer.token_ids) == len(reference.token_ids)
+    if answer.prompt_logprobs is not None and reference.prompt_logprobs is not None:
+        assert len(answer.prompt_logprobs) == len(reference.prompt_logprobs)
+        for mine, other in zip(answer.prompt_logprobs[1:], reference.prompt_logprobs[1:], strict=True):
+            assert mine is not None and other is not None and mine.token_id == other.token_id
+            assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROB_ERROR)
+    for place, (mine, other) in enumerate(zip(answer.logprobs, reference.logprobs, strict=True)):
+        if mine.token_id != other.token_id:
+            gap = other.top[0][1] - other.top[1][1]
+            assert gap < NEAR_TIE, f"token {place} differs where the best two are {gap} apart"
+            return
+        assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROB_ERROR), f"token {place}"
+
+
+def expect_all_equal(answers: list[list[Answer]], asks: list[Ask], alone: Alone) -> None:
+    for samples, ask in zip(answers, asks, strict=True):
+        for answer in samples:
+            expect_equal(answer, alone.answer(ask))
+
+
+def prompt(length: int, family: int = 0) -> list[int]:
+    """Prompts of one family begin alike."""
+    draw = random.Random(family)
+    return [draw.randrange(3, VOCAB) for _ in range(length)]
+
+
+LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 200]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_in_a_batch(build: Build, alone: Alone, overlap: bool) -> None:
+    asks = [Ask(prompt(length, length), 12) for length in LENGTHS]
+    expect_all_equal(serve(build(overlap=overlap), asks), asks, alone)
+
+
+@pytest.mark.parametrize("step_tokens", [3, 16, 63, 64, 65, 130])
+def test_at_any_chunk_size(build: Build, alone: Alone, step_tokens: int) -> None:
+    asks = [Ask(prompt(length, length), 6, scored=length > 64) for length in (65, 129, 200)]
+    expect_all_equal(serve(build(step_tokens=step_tokens, max_rows=3), asks), asks, alone)
+
+
+@pytest.mark.parametrize("hit", [64, 128, 192])
+def test_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
+    engine = build()
+    serve(engine, [Ask(prompt(hit + 1), 1)])
+    asks = [Ask(prompt(hit) + prompt(length, length), 8) for length in (1, 30, 64)]
+    answers = serve(engine, asks)
+    assert [samples[0].cached_tokens for samples in answers] == [hit] * 3
+    expect_all_equal(answers, asks, alone)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_through_preemptions(build: Build, alone: Alone, overlap: bool, prefix_cache: bool) -> None:
+    engine = build(kv_blocks=6, max_rows=4, overlap=overlap, prefix_cache=prefix_cache)
+    asks = [Ask(prompt(60, family), 100, priority=family % 2) for family in range(4)]
+    answers = serve(engine, asks)
+    assert engine.core.gauges().preemptions >= 2
+    expect_all_equal(answers, asks, alone)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+def test_samples_that_share_the_prompt(build: Build, alone: Alone, length: int) -> None:
+    asks = [Ask(prompt(length, length), 70, n=3), Ask(prompt(40, 1), 30)]
+    expect_all_equal(serve(build(), asks), asks, alone)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
+    draw = random.Random(seed)
+    engine = build(
+        max_rows=draw.choice([2, 4, 8]),
+        step_tokens=draw.choice([8, 40, 100, 300]),
+        kv_blocks=draw.choice([6, 9, 30]),
+        overlap=draw.random() < 0.5,
+        prefix_cache=draw.random() < 0.8,
+    )
+    asks = [
+        Ask(
+            prompt(draw.choice([10, 64, 70, 128, 150]), draw.randrange(3)),
+            draw.choice([1, 5, 40, 90]),
+            n=draw.choice([1, 1, 2, 3]),
+            priority=draw.randrange(4),
+            scored=draw.random() < 0.2,
+        )
+        for _ in range(12)
+    ]
+    expect_all_equal(serve(engine, asks, lambda: draw.choice([0, 0, 1, 5])), asks, alone)
