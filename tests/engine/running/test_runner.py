@@ -1,0 +1,351 @@
+"""The runner through the real decoder: against full passes over whole sequences, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import memory
+from engine.forward import ChunkSpan, ForwardInput
+from engine.generate import LocalEngine
+from engine.memory import PoolTooSmall, available_host_bytes
+from engine.messages import (
+    BLOCK_TOKENS,
+    Chunk,
+    ReplicaInfo,
+    ReplicaSpec,
+    RowSetup,
+    SamplingParams,
+    StepPlan,
+    StepTokens,
+)
+from engine.parallel import single
+from engine.runner import DeviceError, Runner
+from kernels import sampling
+from tests.engine.running.thread_ranks import ThreadRank, on_ranks
+
+VOCAB = 101
+TIE = 1e-4
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def spec_of(folder: Path, **changes: object) -> ReplicaSpec:
+    fields: dict[str, object] = {
+        "replica": "test-0",
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "device": "cpu",
+        "max_rows": 8,
+        "step_tokens": 96,
+        "kv_blocks": 40,
+        "threads": 1,
+        "seed": 3,
+    }
+    return ReplicaSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+def quiet(stage: str, fraction: float) -> None:
+    return
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[LocalEngine]:
+    engine = LocalEngine(spec_of(folder))
+    yield engine
+    engine.close()
+
+
+def full_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of one pass over a whole sequence, in a pool of its own."""
+    count, device = len(tokens), runner.device
+    blocks = -(-count // BLOCK_TOKENS)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    positions = torch.arange(count, device=device)
+    with torch.inference_mode():
+        hidden = runner.decoder.forward(
+            ForwardInput(
+                token_ids=torch.tensor(tokens, device=device),
+                positions=positions,
+                slots=positions,
+                decodes=0,
+                decode_block_tables=none.view(0, 0),
+                decode_lens=none,
+                chunks=[ChunkSpan(0, count, 0, torch.arange(blocks, device=device))],
+                logit_index=positions,
+            ),
+            runner.decoder.allocate_kv(blocks),
+        )
+        return runner.decoder.logits(hidden)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+
+
+def check_greedy(runner: Runner, prompt: list[int], tokens: list[int]) -> None:
+    logits = full_logits(runner, prompt + tokens)
+    for index, token in enumerate(tokens, start=len(prompt) - 1):
+        assert logits[index, token] >= logits[index].max() - TIE
+
+
+def check_sampled(
+    runner: Runner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
+) -> None:
+    """Each token has the largest logit / temperature + noise, over logits of a full pass."""
+    count, first = len(tokens), len(prompt)
+    logits = full_logits(runner, prompt + tokens)[first - 1 : first - 1 + count]
+    base = torch.full((count,), sampling.noise_base(params.seed, sample))
+    keys = sampling.noise_keys(base, torch.arange(first, first + count))
+    scores = logits / params.temperature + sampling.gumbel_noise(
+        keys, sampling.token_hashes(0, VOCAB, runner.device)
+    )
+    chosen = scores.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+    assert (chosen >= scores.amax(dim=1) - TIE / params.temperature).all()
+
+
+LENGTHS = [1, 2, 63, 64, 65, 95, 97, 130, 200]
+
+
+def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
+    """Prompts around block and chunk borders, more of them than rows, all at once."""
+    prompts = [prompt_of(length) for length in LENGTHS]
+    answers = engine.generate(prompts, SamplingParams(max_tokens=20))
+    for prompt, [answer] in zip(prompts, answers, strict=True):
+        assert len(answer.token_ids) == 20
+        check_greedy(engine.runner, prompt, answer.token_ids)
+    engine.scheduler.check()
+
+
+def test_samples_of_one_prompt_share_blocks_and_go_their_own_ways(engine: LocalEngine) -> None:
+    """n > 1: the copies on write must be real copies."""
+    params = SamplingParams(max_tokens=40, temperature=0.9, seed=77)
+    for length in (5, 64, 100):
+        [samples] = engine.generate([prompt_of(length, seed=1)], params, n=4)
+        assert len({tuple(sample.token_ids) for sample in samples}) == 4
+        for index, sample in enumerate(samples):
+            check_sampled(engine.runner, prompt_of(length, seed=1), sample.token_ids, params, index)
+
+
+def test_a_sampled_answer_is_the_same_in_company_and_without_overlap(
+    engine: LocalEngine, folder: Path
+) -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=5, repetition_penalty=1.2)
+    prompt = prompt_of(70, seed=2)
+    [[alone]] = engine.generate([prompt], params)
+    crowd = [prompt, *[prompt_of(length, seed=3) for length in (3, 90, 64)]]
+    mixed = [
+        params,
+        SamplingParams(max_tokens=25),
+        SamplingParams(max_tokens=9, temperature=1.0, logprobs=2),
+        params,
+    ]
+    again = engine.generate(crowd, mixed)[0][0]
+    assert again.token_ids == alone.token_ids
+    plain = LocalEngine(spec_of(folder, overlap=False, step_tokens=32))
+    [[stepwise]] = plain.generate([prompt], params)
+    plain.close()
+    assert stepwise.token_ids == alone.token_ids
+
+
+def test_prompt_logprobs_are_log_softmax_of_a_full_pass(engine: LocalEngine) -> None:
+    """Over several chunks, and beside a sampled row's own."""
+    prompt = prompt_of(200, seed=4)
+    params = SamplingParams(max_tokens=3, prompt_logprobs=4, logprobs=2)
+    [[answer]] = engine.generate([prompt], params)
+    expected = full_logits(engine.runner, prompt + answer.token_ids).log_softmax(dim=1)
+    assert answer.prompt_logprobs is not None and answer.prompt_logprobs[0] is None
+    entries = [entry for entry in answer.prompt_logprobs[1:] if entry is not None] + answer.logprobs
+    assert len(entries) == 199 + 3
+    for row, (token, entry) in enumerate(zip((prompt + answer.token_ids)[1:], entries, strict=True)):
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(expected[row, token].item(), abs=1e-4)
+        best = expected[row].topk(len(entry.top)).values.tolist()
+        assert [logprob for _, logprob in entry.top] == pytest.approx(best, abs=1e-4)
+        for candidate, logprob in entry.top:
+            assert logprob == pytest.approx(expected[row, candidate].item(), abs=1e-4)
+        assert len(entry.top) == (4 if row < 199 else 2)
+
+
+def test_stop_tokens_wait_for_min_tokens(engine: LocalEngine) -> None:
+    prompt = prompt_of(10, seed=6)
+    [[free]] = engine.generate([prompt], SamplingParams(max_tokens=12))
+    stop = (free.token_ids[2],)
+    [[early]] = engine.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=stop))
+    assert early.finish == "stop" and early.token_ids == free.token_ids[: early.token_ids.index(stop[0]) + 1]
+    [[late]] = engine.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=stop, min_tokens=6))
+    assert stop[0] not in late.token_ids[:6]
+    assert late.token_ids[:2] == free.token_ids[:2]
+
+
+def test_a_block_copy_is_a_copy_in_every_layer(folder: Path) -> None:
+    runner = Runner(spec_of(folder), single(), quiet)
+    with torch.inference_mode():
+        for pool in runner.kv:
+            pool.keys.normal_()
+            pool.values.normal_()
+    before = [(pool.keys.clone(), pool.values.clone()) for pool in runner.kv]
+    setup = RowSetup(0, SamplingParams(max_tokens=1), 0, 1, [])
+    plan = StepPlan(1, [setup], [(0, 0, 9)], [(2, 5), (7, 6)], [], [Chunk(0, 0, [4], [0])])
+    runner.launch(plan).wait()
+    for pool, (keys, values) in zip(runner.kv, before, strict=True):
+        for source, destination in plan.copies:
+            assert torch.equal(pool.keys[destination], keys[source])
+            assert torch.equal(pool.values[destination], values[source])
+    runner.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, size: int) -> None:
+    """With 4 ranks the 2 KV heads are there twice, and the vocabulary of 101 is padded."""
+    params = [
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=9, temperature=1.0, seed=1, logprobs=3),
+        SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, frequency_penalty=0.5, seed=2),
+    ]
+    prompts = [prompt_of(length, seed=9) for length in (70, 3, 20)]
+    setups = [RowSetup(i, p, 0, len(t), t) for i, (p, t) in enumerate(zip(params, prompts, strict=True))]
+    blocks = [(row, index, 3 * row + index) for row in range(3) for index in range(3)]
+    chunks = [Chunk(i, 0, tokens, [i], 2, None) for i, tokens in enumerate(prompts)]
+    plans = [StepPlan(1, setups, blocks, [], [], chunks)]
+    plans += [StepPlan(step, [], [], [], [0, 1, 2], []) for step in range(2, 10)]
+
+    def work(rank: ThreadRank | None) -> list[StepTokens]:
+        spec = spec_of(folder, tensor_parallel_size=rank.size if rank else 1)
+        runner = Runner(spec, rank or single(), quiet)
+        launched = [runner.launch(plan) for plan in plans]
+        tokens = [step.wait() for step in launched]
+        runner.close()
+        return tokens
+
+    alone = work(None)
+    for mine in on_ranks(size, work):
+        assert [step.token_ids for step in mine] == [step.token_ids for step in alone]
+        for step, reference in zip(mine, alone, strict=True):
+            assert step.logprobs is not None and reference.logprobs is not None
+            assert step.logprobs[1] is not None and reference.logprobs[1] is not None
+            assert step.logprobs[1].logprob == pytest.approx(reference.logprobs[1].logprob, abs=1e-4)
+        assert [len(entries) for entries in mine[0].prompt_logprobs.values()] == [69, 2, 19]
+
+
+def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: Path) -> None:
+    runner = Runner(spec_of(folder), single(), quiet)
+    setup = RowSetup(0, SamplingParams(max_tokens=9), 0, 60, [])
+    begin = StepPlan(1, [setup], [(0, 0, 0), (0, 1, 1)], [], [], [Chunk(0, 0, prompt_of(60), [0])])
+    gate = threading.Event()
+    assert runner._stream is not None
+    runner._stream.submit(gate.wait)
+    launched = [runner.launch(begin), *[runner.launch(StepPlan(n, [], [], [], [0], [])) for n in range(2, 9)]]
+    assert not any(step.ready() for step in launched)
+    gate.set()
+    tokens = [step.wait().token_ids[0] for step in launched]
+    check_greedy(runner, prompt_of(60), tokens)
+    assert all(step.ready() for step in launched)
+    assert launched[0].host_gap_us == 0.0
+    assert all(0.0 <= step.host_gap_us < 20_000 for step in launched)
+    threading.Event().wait(0.03)
+    late = runner.launch(StepPlan(9, [], [], [], [0], []))
+    late.wait()
+    assert late.host_gap_us > 25_000
+    fresh = runner.launch(StepPlan(10, [setup], [], [], [], [Chunk(0, 0, [5], [0])]))
+    fresh.wait()
+    assert fresh.host_gap_us == 0.0, "nothing was waiting before a new sequence came"
+    runner.close()
+
+
+def test_a_step_that_failed_stays_failed(folder: Path) -> None:
+    runner = Runner(spec_of(folder), single(), quiet)
+    setup = RowSetup(0, SamplingParams(max_tokens=9), 0, 1, [])
+    good = StepPlan(2, [setup], [(0, 0, 0)], [], [], [Chunk(0, 0, [5], [0])])
+    bad = StepPlan(1, [setup], [(0, 0, 10_000)], [], [], [Chunk(0, 0, [5], [0])])
+    steps = [runner.launch(bad), runner.launch(good)]
+    with pytest.raises(IndexError):
+        steps[0].wait()
+    with pytest.raises(RuntimeError, match="an earlier one failed"):
+        steps[1].wait()
+    runner.close()
+
+
+def test_info_says_what_was_built(engine: LocalEngine, folder: Path) -> None:
+    info: ReplicaInfo = engine.info
+    assert (info.backend, info.devices, info.dtype) == ("cpu", ["cpu"], "float32")
+    assert (info.kv_blocks, info.max_model_len, info.vocab_size) == (40, 256, VOCAB)
+    decoder = engine.runner.decoder
+    per_block = sum(2 * torch.zeros(decoder.kv_shape(1)).nbytes for _ in decoder.layers)
+    assert info.kv_bytes == 40 * per_block
+    assert info.weight_bytes == 4 * info.parameters
+
+
+def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = Runner(spec_of(folder, kv_blocks=None), single(), quiet)
+    per_block = big.info().kv_bytes // big.kv_blocks
+    assert big.info().kv_bytes <= memory.CPU_MOST_KV_BYTES
+    assert big.info().kv_bytes > memory.CPU_MOST_KV_BYTES - per_block or available_host_bytes() < 4 << 30
+    big.close()
+    working = big._predict(None).activation_bytes
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 7 * per_block))
+    small = Runner(spec_of(folder, kv_blocks=None, memory_fraction=0.5), single(), quiet)
+    assert small.kv_blocks == 7
+    small.close()
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 3 * per_block))
+    with pytest.raises(PoolTooSmall, match=r"3 KV blocks .* 256 tokens takes 4.*at most 192"):
+        Runner(spec_of(folder, kv_blocks=None, memory_fraction=0.5), single(), quiet)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"kv_blocks": 3}, PoolTooSmall, r"kv_blocks is 3.*256 tokens takes 4 blocks.*at most 192"),
+        ({"device": "tpu"}, ValueError, "device is 'tpu'"),
+        ({"dtype": "int8"}, ValueError, "dtype is 'int8'"),
+        ({"load_format": "gguf"}, ValueError, "load_format is 'gguf'"),
+        ({"threads": 0}, ValueError, "threads is 0"),
+        ({"max_model_len": 100_000}, ValueError, "max_model_len is 100000"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_field_and_value(
+    folder: Path, changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Runner(spec_of(folder, **changes), single(), quiet)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_cpu_never_stands_in_for_a_gpu_silently(folder: Path) -> None:
+    with pytest.raises(DeviceError, match="1 CUDA device would be needed and 0"):
+        Runner(spec_of(folder, device="cuda"), single(), quiet)
+    said: list[str] = []
+    runner = Runner(spec_of(folder, device="auto"), single(), lambda stage, fraction: said.append(stage))
+    assert runner.info().backend == "cpu"
+    assert "no GPU was found: using the CPU" in said
+    runner.close()

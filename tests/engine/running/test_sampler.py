@@ -1,0 +1,307 @@
+"""The sampler: exact distributions, order, independence of the batch, ranks, log probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.batch import RowTables, StepBatch
+from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.parallel import Ranks, single
+from engine.sampler import BAD_LOGITS, LOWEST_LOGPROB, SampledStep, Sampler
+from tests.engine.running.test_sampling_ops import chi_square
+from tests.engine.running.thread_ranks import ThreadRank, on_ranks
+
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A row to sample: its parameters, sample index, and what stands before the position."""
+
+    params: SamplingParams
+    sample: int = 0
+    prompt: tuple[int, ...] = (1,)
+    output: tuple[int, ...] = ()
+
+
+def staged(cases: Sequence[Case], vocab: int) -> tuple[RowTables, StepBatch]:
+    """One chunk of one token for each row, at the end of what stands before."""
+    tables = RowTables(len(cases), 4, vocab, CPU)
+    plan = StepPlan(1, [], [], [], [], [])
+    for row, case in enumerate(cases):
+        history = [*case.prompt, *case.output]
+        plan.setups.append(RowSetup(row, case.params, case.sample, len(case.prompt), history))
+        plan.chunks.append(Chunk(row, len(history) - 1, [0], [row]))
+    tables.apply(plan)
+    return tables, tables.step_batch(plan)
+
+
+def sample(cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None) -> SampledStep:
+    """`logits` [cases, vocabulary]; with ranks, each takes its columns, the last padded."""
+    vocab = logits.shape[1]
+    tables, batch = staged(cases, vocab)
+    ranks = ranks or single()
+    part = -(-vocab // ranks.size)
+    first = min(part * ranks.rank, vocab)
+    real = min(part, vocab - first)
+    mine = torch.full((len(logits), part), math.nan)
+    mine[:, :real] = logits[:, first : first + real]
+    sampler = Sampler(ranks, CPU, vocab_size=vocab, first_vocab=first, vocab=part, vocab_real=real)
+    return sampler.sample(mine, batch, tables)
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def oracle(case: Case, logits: torch.Tensor) -> torch.Tensor:
+    """Probabilities [vocabulary] float64 by transformers' processors in the documented order."""
+    params, history = case.params, torch.tensor([[*case.prompt, *case.output]])
+    scores = logits.unsqueeze(0).clone()
+    if params.repetition_penalty != 1.0:
+        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(history, scores)
+    for token in set(case.output):
+        scores[0, token] -= params.frequency_penalty * case.output.count(token) + params.presence_penalty
+    for token, bias in (params.logit_bias or {}).items():
+        scores[0, token] += bias
+    if len(case.output) < params.min_tokens and not params.ignore_eos:
+        scores[0, list(params.stop_token_ids)] = -torch.inf
+    if params.temperature == 0:
+        return torch.nn.functional.one_hot(scores[0].argmax(), logits.shape[0]).double()
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers(history, scores)[0].double().softmax(dim=0)
+
+
+HISTORY = {"prompt": (3, 3, 9, 17), "output": (5, 9, 9, 20)}
+CASES = {
+    "temperature": Case(SamplingParams(max_tokens=9, temperature=0.7)),
+    "hot": Case(SamplingParams(max_tokens=9, temperature=3.0)),
+    "top_k": Case(SamplingParams(max_tokens=9, temperature=1.3, top_k=5)),
+    "top_p": Case(SamplingParams(max_tokens=9, temperature=1.0, top_p=0.8)),
+    "narrow top_p": Case(SamplingParams(max_tokens=9, temperature=2.0, top_p=0.3)),
+    "min_p": Case(SamplingParams(max_tokens=9, temperature=1.5, min_p=0.1)),
+    "all three": Case(SamplingParams(max_tokens=9, temperature=1.5, top_k=12, top_p=0.9, min_p=0.05)),
+    "repetition": Case(SamplingParams(max_tokens=9, temperature=1.0, repetition_penalty=1.8), **HISTORY),
+    "frequency": Case(
+        SamplingParams(max_tokens=9, temperature=1.0, frequency_penalty=0.9, presence_penalty=-0.7), **HISTORY
+    ),
+    "bias": Case(SamplingParams(max_tokens=9, temperature=1.0, logit_bias={2: 3.0, 7: -100.0, 30: 1.5})),
+    "min_tokens": Case(
+        SamplingParams(max_tokens=9, temperature=1.0, min_tokens=5, stop_token_ids=(2, 4, 6)), **HISTORY
+    ),
+    "min_tokens reached": Case(
+        SamplingParams(max_tokens=9, temperature=1.0, min_tokens=4, stop_token_ids=(2, 4, 6)), **HISTORY
+    ),
+    "everything": Case(
+        SamplingParams(
+            max_tokens=9,
+            temperature=1.2,
+            top_k=20,
+            top_p=0.95,
+            min_p=0.02,
+            repetition_penalty=1.3,
+            frequency_penalty=0.2,
+            presence_penalty=0.3,
+            logit_bias={2: 2.0, 5: 4.0},
+            min_tokens=6,
+            stop_token_ids=(2, 31),
+        ),
+        **HISTORY,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frequencies_over_many_seeds_are_those_of_transformers_distribution(name: str) -> None:
+    case, draws, vocab = CASES[name], 8_000, 32
+    logits = random_logits(1, vocab, seed=11)
+    expected = oracle(case, logits[0]).numpy() * draws
+    # All rows of one chunk sample from its one row of logits, each with its own seed.
+    tables = RowTables(draws, 1, vocab, CPU)
+    history = [*case.prompt, *case.output]
+    setups = [
+        RowSetup(row, _with(case.params, seed=row), 0, len(case.prompt), history) for row in range(draws)
+    ]
+    plan = StepPlan(1, setups, [], [], [], [Chunk(0, len(history) - 1, [0], list(range(draws)))])
+    tables.apply(plan)
+    tokens = (
+        Sampler(single(), CPU, vocab_size=vocab).sample(logits, tables.step_batch(plan), tables).token_ids
+    )
+    observed = torch.bincount(tokens, minlength=vocab).numpy()
+    assert (observed[expected == 0] == 0).all()
+    assert abs(chi_square(observed, expected)) < 3.5
+
+
+def _with(params: SamplingParams, **changes: object) -> SamplingParams:
+    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    return SamplingParams(**(fields | changes))
+
+
+def some_params() -> st.SearchStrategy[SamplingParams]:
+    def off_or(default: float, *values: float) -> st.SearchStrategy[float]:
+        return st.sampled_from([default, default, *values])
+
+    return st.builds(
+        SamplingParams,
+        max_tokens=st.just(9),
+        temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
+        top_k=st.sampled_from([0, 0, 1, 4, 1000]),
+        top_p=off_or(1.0, 0.5, 0.95),
+        min_p=off_or(0.0, 0.05),
+        presence_penalty=off_or(0.0, 1.5),
+        frequency_penalty=off_or(0.0, -0.5),
+        repetition_penalty=off_or(1.0, 1.4),
+        logit_bias=st.sampled_from([None, None, {3: 5.0, 40: -100.0}]),
+        seed=st.integers(-(2**63), 2**64 - 1),
+        min_tokens=st.sampled_from([0, 0, 4]),
+        stop_token_ids=st.sampled_from([(), (7, 8)]),
+        logprobs=st.sampled_from([None, None, 0, 3]),
+    )
+
+
+def some_cases(most: int = 7) -> st.SearchStrategy[list[Case]]:
+    tokens = st.lists(st.integers(0, 50), max_size=5).map(tuple)
+    case = st.builds(Case, some_params(), st.integers(0, 3), tokens.map(lambda t: (1, *t)), tokens)
+    return st.lists(case, min_size=1, max_size=most)
+
+
+@given(cases=some_cases(), seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_a_row_draws_the_same_alone_as_in_any_batch_and_inside_its_support(
+    cases: list[Case], seed: int
+) -> None:
+    logits = random_logits(len(cases), 51, seed)
+    together = sample(cases, logits.clone()).token_ids.tolist()
+    for row, case in enumerate(cases):
+        assert sample([case], logits[row : row + 1].clone()).token_ids.tolist() == together[row : row + 1]
+        assert oracle(case, logits[row])[together[row]] > 0
+
+
+@given(cases=some_cases(), seed=st.integers(0, 1000), size=st.sampled_from([2, 3, 4]))
+@settings(max_examples=40, deadline=None)
+def test_ranks_with_a_shard_of_the_vocabulary_draw_exactly_what_one_rank_draws(
+    cases: list[Case], seed: int, size: int
+) -> None:
+    logits = random_logits(len(cases), 51, seed)
+    alone = sample(cases, logits.clone())
+
+    def work(rank: ThreadRank) -> SampledStep:
+        return sample(cases, logits, rank)
+
+    for mine in on_ranks(size, work):
+        assert torch.equal(mine.token_ids, alone.token_ids)
+        assert (mine.logprobs is None) == (alone.logprobs is None)
+        if mine.logprobs is not None and alone.logprobs is not None:
+            torch.testing.assert_close(mine.logprobs, alone.logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_draws_over_a_large_vocabulary_do_not_depend_on_its_split() -> None:
+    params = [SamplingParams(max_tokens=1, temperature=0.1 + row / 8, seed=row) for row in range(16)]
+    cases = [Case(p, prompt=(1,) * (row + 1)) for row, p in enumerate(params)]
+    logits = random_logits(16, 32_003, seed=5)
+    alone = sample(cases, logits).token_ids
+    for size in (2, 8):
+        for mine in on_ranks(size, lambda rank: sample(cases, logits, rank)):
+            assert torch.equal(mine.token_ids, alone)
+
+
+def test_the_draw_is_keyed_by_seed_sample_and_position() -> None:
+    params = SamplingParams(max_tokens=9, temperature=5.0, seed=4)
+    cases = [
+        Case(params),
+        Case(params),
+        Case(params, sample=1),
+        Case(params, prompt=(1, 1)),
+        Case(_with(params, seed=5)),
+    ]
+    logits = random_logits(1, 5000).expand(len(cases), -1).clone()
+    tokens = sample(cases, logits).token_ids.tolist()
+    assert tokens[0] == tokens[1]
+    assert len(set(tokens)) == 4
+
+
+def test_greedy_takes_the_lowest_id_of_equal_logits_on_any_number_of_ranks() -> None:
+    logits = torch.zeros(2, 10)
+    logits[0, [3, 8]] = 1.0
+    cases = [Case(SamplingParams(max_tokens=1))] * 2
+    for size in (1, 2, 4):
+        for mine in on_ranks(size, lambda rank: sample(cases, logits, rank)):
+            assert mine.token_ids.tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_logits_end_their_own_row_only(size: int) -> None:
+    everything_banned = SamplingParams(max_tokens=1, min_tokens=1, stop_token_ids=tuple(range(12)))
+    kinds = [
+        SamplingParams(max_tokens=1, logprobs=1),
+        SamplingParams(max_tokens=1, temperature=1.0),
+        SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5, top_k=3, min_p=0.1),
+        SamplingParams(max_tokens=1, temperature=1.0, frequency_penalty=1.0),
+    ]
+    logits = random_logits(13, 12)
+    cases = [Case(kind) for kind in kinds for _ in range(3)] + [Case(everything_banned)]
+    good = sample(cases, logits.clone()).token_ids
+    for row in range(0, 12, 3):
+        logits[row, 10] = math.nan
+        logits[row + 1] = -math.inf
+    for mine in on_ranks(size, lambda rank: sample(cases, logits.clone(), rank)):
+        expected = [BAD_LOGITS if row % 3 < 2 else good[row].item() for row in range(12)] + [BAD_LOGITS]
+        assert mine.token_ids.tolist() == expected
+        assert mine.logprobs is not None and mine.logprobs.isfinite().all()
+        assert mine.logprobs[0, 0] == LOWEST_LOGPROB
+
+
+def test_a_bad_row_leaves_a_token_to_feed() -> None:
+    """The step after is launched before anybody sees the -1: what it feeds must be a token."""
+    case = Case(SamplingParams(max_tokens=1))
+    tables, batch = staged([case], 8)
+    Sampler(single(), CPU, vocab_size=8).sample(torch.full((1, 8), math.nan), batch, tables)
+    assert tables.last_tokens.tolist() == [0]
+
+
+def test_log_probabilities_are_the_models_own_whatever_the_sampling() -> None:
+    logits = random_logits(3, 40, seed=8)
+    heavy = SamplingParams(
+        max_tokens=1, temperature=0.5, top_k=2, logit_bias={3: 9.0}, repetition_penalty=2.0, logprobs=5
+    )
+    plain = SamplingParams(max_tokens=1, temperature=2.0, logprobs=0)
+    cases = [Case(heavy), Case(SamplingParams(max_tokens=1)), Case(plain)]
+    sampled = sample(cases, logits.clone())
+    assert sampled.logprobs is not None
+    expected = logits[[0, 2]].double().log_softmax(dim=1)
+    chosen = expected.gather(1, sampled.token_ids[[0, 2]].unsqueeze(1)).squeeze(1)
+    best = expected.topk(5, dim=1)
+    torch.testing.assert_close(sampled.logprobs[:, 0], chosen, atol=1e-5, rtol=0)
+    torch.testing.assert_close(sampled.logprobs[:, 1:6], best.values, atol=1e-5, rtol=0)
+    assert np.array_equal(sampled.logprobs[:, 6:].long().numpy(), best.indices.numpy())
+
+
+def test_more_alternatives_than_tokens_are_all_tokens() -> None:
+    logits = random_logits(2, 6)
+    cases = [Case(SamplingParams(max_tokens=1, logprobs=20))] * 2
+    for size in (1, 4):
+        for mine in on_ranks(size, lambda rank: sample(cases, logits, rank)):
+            assert mine.logprobs is not None and mine.logprobs.shape == (2, 13)
+            assert mine.logprobs[:, 1:7].exp().sum(dim=1).tolist() == pytest.approx([1.0, 1.0])

@@ -1,0 +1,217 @@
+"""`RowTables` against a model of it in dicts and lists, over random plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import RowTables, StepBatch
+from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan, sampling_rows
+
+CPU = torch.device("cpu")
+ROWS, BLOCKS, VOCAB = 5, 4, 50
+
+PARAMS = [
+    SamplingParams(max_tokens=9),
+    SamplingParams(max_tokens=9, temperature=0.7, seed=3),
+    SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, logprobs=2),
+    SamplingParams(max_tokens=9, frequency_penalty=0.5),
+    SamplingParams(max_tokens=9, temperature=0.5, repetition_penalty=1.2, logprobs=0),
+    SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=(7,)),
+    SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=(7,), ignore_eos=True),
+    SamplingParams(max_tokens=9, temperature=2.0, logit_bias={4: 1.0}),
+]
+PENALISED = (3, 4)
+CHANGED = (2, 3, 4, 7)
+
+
+@dataclass
+class ModelRow:
+    """What a row is, told naively."""
+
+    which: int
+    prompt: list[int]
+    tokens: list[int]
+    computed: int = 0
+    sampled: bool = False
+    table: list[int] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        suppressed = self.which == 5 and len(self.tokens) - len(self.prompt) < 2
+        if self.which in CHANGED or suppressed:
+            return "full"
+        return "plain" if PARAMS[self.which].temperature else "greedy"
+
+
+def slots_of(row: ModelRow, positions: range) -> list[int]:
+    return [row.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in positions]
+
+
+def indices(group: object, total: int) -> list[int]:
+    """The sampling rows of a group of the partition."""
+    if group is None:
+        return []
+    index = group.index  # type: ignore[attr-defined]
+    return list(range(total)) if isinstance(index, slice) else index.tolist()
+
+
+def check_counts(tables: RowTables, rows: dict[int, ModelRow]) -> None:
+    penalised = {number: row for number, row in rows.items() if row.which in PENALISED}
+    for number, row in penalised.items():
+        expected = torch.zeros(VOCAB, dtype=torch.int32)
+        expected[row.prompt] = 1
+        for token in row.tokens[len(row.prompt) :]:
+            expected[token] += 2
+        assert tables.counts is not None
+        assert torch.equal(tables.counts[tables._slot_of_row[number]], expected)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None:
+    tables = RowTables(ROWS, BLOCKS, VOCAB, CPU)
+    rows: dict[int, ModelRow] = {}
+    next_block = 1
+    for step in range(data.draw(st.integers(1, 12), label="steps")):
+        plan = StepPlan(step, [], [], [], [], [])
+        # Sequences end silently; some rows rest for a step; rows in prefill go on with a chunk.
+        for number in [n for n, row in rows.items() if data.draw(st.integers(0, 9)) == 0]:
+            del rows[number]
+        decoding = [n for n, row in rows.items() if row.sampled]
+        plan.decodes.extend(n for n in decoding if data.draw(st.booleans()))
+        for number in [n for n in range(ROWS) if n not in rows and data.draw(st.booleans())]:
+            which = data.draw(st.integers(0, len(PARAMS) - 1))
+            prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=150))
+            output = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
+            rows[number] = ModelRow(which, prompt, prompt + output)
+            history = prompt + output if which in PENALISED else []
+            plan.setups.append(RowSetup(number, PARAMS[which], number, len(prompt), history))
+        for number, row in rows.items():
+            if number in decoding:
+                continue
+            end = data.draw(st.integers(row.computed + 1, len(row.tokens)))
+            last = end == len(row.tokens)
+            wanted = data.draw(st.sampled_from([None, 0, 3]))
+            following = row.tokens[end] if not last else None
+            tokens = row.tokens[row.computed : end]
+            samples = [number] if last else []
+            plan.chunks.append(Chunk(number, row.computed, tokens, samples, wanted, following))
+        ends = {chunk.row: chunk.start + len(chunk.token_ids) for chunk in plan.chunks}
+        ends |= {number: rows[number].computed + 1 for number in plan.decodes}
+        for number, end in ends.items():
+            while len(rows[number].table) * BLOCK_TOKENS < end:
+                plan.blocks.append((number, len(rows[number].table), next_block))
+                rows[number].table.append(next_block)
+                next_block += 1
+        tables.apply(plan)
+        check_counts(tables, rows)
+        batch = tables.step_batch(plan)
+        check_batch(batch, plan, rows)
+        samples = sampling_rows(plan)
+        tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(samples), max_size=len(samples)))
+        tables.advance(batch, torch.tensor(tokens, dtype=torch.int64))
+        for number, end in ends.items():
+            rows[number].computed = end
+        for number, token in zip(samples, tokens, strict=True):
+            rows[number].tokens.append(token)
+            rows[number].sampled = True
+        check_counts(tables, rows)
+        assert [tables.last_tokens[n].item() for n in samples] == tokens
+        assert [tables.lengths[n].item() for n in samples] == [rows[n].computed for n in samples]
+
+
+def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> None:
+    forward, decodes = batch.forward, [rows[n] for n in plan.decodes]
+    tokens = [row.tokens[-1] for row in decodes]
+    positions = [row.computed for row in decodes]
+    slots = [slots_of(row, range(row.computed, row.computed + 1))[0] for row in decodes]
+    assert forward.decodes == len(decodes)
+    assert forward.decode_lens.tolist() == [p + 1 for p in positions]
+    for row, table in zip(decodes, forward.decode_block_tables.tolist(), strict=True):
+        used = row.computed // BLOCK_TOKENS + 1
+        assert table[:used] == row.table[:used]
+    logit_index, sampled_positions = list(range(len(decodes))), [p + 1 for p in positions]
+    prompt_index: list[int] = []
+    for chunk, span in zip(plan.chunks, forward.chunks, strict=True):
+        end = chunk.start + len(chunk.token_ids)
+        assert (span.first, span.count, span.context) == (len(tokens), end - chunk.start, chunk.start)
+        assert span.block_table.tolist() == rows[chunk.row].table[: -(-end // BLOCK_TOKENS)]
+        if chunk.sample_rows:
+            logit_index.append(len(tokens) + span.count - 1)
+            sampled_positions.append(end)
+        if chunk.prompt_logprobs is not None:
+            wanted = span.count - (chunk.next_token is None)
+            prompt_index.extend(range(len(tokens), len(tokens) + wanted))
+        tokens += chunk.token_ids
+        positions += range(chunk.start, end)
+        slots += slots_of(rows[chunk.row], range(chunk.start, end))
+    assert forward.token_ids.tolist() == tokens
+    assert forward.positions.tolist() == positions
+    assert forward.slots.tolist() == slots
+    assert forward.logit_index.tolist() == logit_index + prompt_index
+    assert batch.rows.tolist() == sampling_rows(plan)
+    assert batch.positions.tolist() == sampled_positions
+    assert batch.logit_rows is None and batch.sampled_logits == len(logit_index)
+    kinds = [rows[n].kind for n in sampling_rows(plan)]
+    part = batch.partition
+    for kind, group in (("greedy", part.greedy), ("plain", part.plain), ("full", part.full)):
+        assert indices(group, len(kinds)) == [i for i, k in enumerate(kinds) if k == kind]
+    wanting = [rows[n].which for n in sampling_rows(plan)]
+    expected = [(i, PARAMS[w].logprobs) for i, w in enumerate(wanting) if PARAMS[w].logprobs is not None]
+    assert part.logprob_rows == expected
+    targets = [target for prompt in batch.prompts for target in prompt.targets.tolist()]
+    follow = {
+        c.row: [*c.token_ids[1:], *([] if c.next_token is None else [c.next_token])] for c in plan.chunks
+    }
+    assert targets == [t for c in plan.chunks if c.prompt_logprobs is not None for t in follow[c.row]]
+
+
+def plan_of(setups: list[RowSetup], step: int = 1) -> StepPlan:
+    return StepPlan(step, setups, [], [], [], [])
+
+
+def test_penalty_counts_exist_only_while_a_row_needs_them() -> None:
+    tables = RowTables(8, 2, VOCAB, CPU)
+    plain, penalised = PARAMS[0], PARAMS[3]
+    tables.apply(plan_of([RowSetup(0, plain, 0, 1, [])]))
+    assert tables.counts is None
+    tables.apply(plan_of([RowSetup(n, penalised, 0, 1, [n]) for n in range(3)]))
+    assert tables.counts is not None and tables.counts.shape == (4, VOCAB)
+    tables.apply(plan_of([RowSetup(n, plain, 0, 1, []) for n in range(2)]))
+    assert tables.counts is not None
+    tables.apply(plan_of([RowSetup(2, plain, 0, 1, [])]))
+    assert tables.counts is None
+
+
+def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
+    tables = RowTables(4, 2, VOCAB, CPU)
+    setups = [RowSetup(n, PARAMS[1], n, 3, []) for n in range(4)]
+    chunks = [Chunk(0, 0, [1, 2, 3], [0, 2, 3]), Chunk(1, 0, [5], [1])]
+    plan = StepPlan(1, setups, [(0, 0, 1), (1, 0, 2)], [], [], chunks)
+    tables.apply(plan)
+    batch = tables.step_batch(plan)
+    assert batch.forward.logit_index.tolist() == [2, 3]
+    assert batch.logit_rows is not None and batch.logit_rows.tolist() == [0, 0, 0, 1]
+    assert batch.rows.tolist() == [0, 2, 3, 1]
+    assert batch.positions.tolist() == [3, 3, 3, 1]
+
+
+@pytest.mark.parametrize("stops", [(7,), (7, 7, 999, -1)])
+def test_the_last_entry_of_a_block_counts_and_foreign_ids_are_left_out(stops: tuple[int, ...]) -> None:
+    tables = RowTables(1, 2, VOCAB, CPU)
+    bias = {3: 1.0, VOCAB: 5.0, -1: 5.0}
+    params = SamplingParams(max_tokens=1, logit_bias=bias, min_tokens=1, stop_token_ids=stops)
+    plan = StepPlan(
+        1, [RowSetup(0, params, 0, 1, [])], [(0, 0, 5), (0, 0, 9)], [], [], [Chunk(0, 0, [1], [0])]
+    )
+    tables.apply(plan)
+    full = tables.step_batch(plan).partition.full
+    assert tables.block_table[0, 0] == 9
+    assert full is not None and full.bias is not None and full.suppressed is not None
+    assert full.bias[1].tolist() == [3]
+    assert full.suppressed[1].tolist() == [7]

@@ -1,0 +1,55 @@
+"""Ranks that are threads of this process: collectives over a barrier, for tests of what ranks compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class ThreadRank:
+    """One of `size` ranks that share `slots` and `barrier`."""
+
+    def __init__(self, size: int, rank: int, slots: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self.size, self.rank = size, rank
+        self._slots, self._barrier = slots, barrier
+
+    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._slots[self.rank] = tensor
+        self._barrier.wait()
+        stack = torch.stack(self._slots)
+        self._barrier.wait()
+        return stack
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(self.all_gather_stack(tensor)), dim=-1)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.all_gather_stack(tensor).sum(dim=0)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self.all_gather_stack(tensor)[0])
+
+    def close(self) -> None:
+        return
+
+
+def on_ranks(size: int, work: Callable[[ThreadRank], Result]) -> list[Result]:
+    """`work` on every rank at once; the results in rank order. An error on one ends all."""
+    slots = [torch.empty(0)] * size
+    barrier = threading.Barrier(size, timeout=60)
+
+    def guarded(rank: int) -> Result:
+        try:
+            return work(ThreadRank(size, rank, slots, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(guarded, range(size)))
