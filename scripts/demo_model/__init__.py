@@ -1,0 +1,1 @@
+"""How the shipped demo model is made: corpus, tokenizer, conversations, training, export, score."""

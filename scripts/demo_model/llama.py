@@ -1,0 +1,148 @@
+"""The Llama architecture in plain torch, for training.
+
+RMSNorm, rotate-half RoPE, grouped-query attention, SwiGLU, tied embeddings.
+
+Parameter names are those of Hugging Face's LlamaForCausalLM, so that a state dict is a checkpoint.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Sizes of the model; every matrix dimension is a multiple of 64 on each of four ranks."""
+
+    vocabulary: int = 5120
+    hidden: int = 384
+    intermediate: int = 1024
+    layers: int = 5
+    query_heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 64
+    context: int = 2048
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        query, keys = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, query, bias=False)
+        self.k_proj = nn.Linear(shape.hidden, keys, bias=False)
+        self.v_proj = nn.Linear(shape.hidden, keys, bias=False)
+        self.o_proj = nn.Linear(query, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """x [batch, length, hidden] → the same; causal."""
+        batch, length, _ = x.shape
+        shape = self.shape
+        query = self.q_proj(x).view(batch, length, shape.query_heads, shape.head_dim).transpose(1, 2)
+        key = self.k_proj(x).view(batch, length, shape.kv_heads, shape.head_dim).transpose(1, 2)
+        value = self.v_proj(x).view(batch, length, shape.kv_heads, shape.head_dim).transpose(1, 2)
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return projected
+
+
+class Mlp(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Norm(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.eps = shape.norm_eps
+        self.weight = nn.Parameter(torch.ones(shape.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape)
+        self.mlp = Mlp(shape)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cosine, sine)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Body(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = Norm(shape)
+
+
+class Llama(nn.Module):
+    """Decoder with tied input and output embeddings.
+
+    Weights start as in GPT-2: normal 0.02, the layers' outputs scaled by 1/sqrt(2 × layers).
+    """
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Body(shape)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                scale = (
+                    (2 * shape.layers) ** -0.5
+                    if name.endswith(("o_proj.weight", "down_proj.weight"))
+                    else 1.0
+                )
+                nn.init.normal_(parameter, std=0.02 * scale)
+        cosine, sine = rope_tables(shape)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [batch, length] → logits [batch, length, vocabulary]."""
+        length = tokens.shape[1]
+        cosine, sine = self.get_buffer("cosine")[:length], self.get_buffer("sine")[:length]
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers:
+            x = layer(x, cosine, sine)
+        return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy in nats over labels (int64 [batch, length]) other than -100."""
+        return functional.cross_entropy(
+            self(tokens).flatten(0, 1).float(), labels.flatten(), ignore_index=-100
+        )
+
+
+def rope_tables(shape: LlamaShape) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, fp32 [context, head_dim]: the frequencies twice over, as rotate-half wants them."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    angles = torch.outer(torch.arange(shape.context, dtype=torch.float32), shape.rope_theta**-exponents)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """RoPE (Su et al. 2021) in the rotate-half convention; x [..., length, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)

@@ -1,0 +1,94 @@
+#!/usr/bin/env python
+"""Make the demo model that ships in appliance/demo_model, in three steps.
+
+    python scripts/train_demo_model.py corpus          # on CPython 3.11: its sources become build/demo_corpus
+    python scripts/train_demo_model.py train FOLDER    # on a GPU; needs torch, numpy, safetensors, tokenizers
+    python scripts/train_demo_model.py score FOLDER    # anywhere; needs transformers
+
+The corpus is that of the Python which runs the first step; the other steps run on any. A run is seeded, and
+repeatable on one machine with the same software. One H200 trains for a minute and a half.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from demo_model.corpus import build_corpus, load_documents, load_purposes
+from demo_model.tokenizer import train_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+CORPUS = ROOT / "build" / "demo_corpus"
+SEED = 20240711
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus", type=Path, default=CORPUS, help="folder of the corpus (default: %(default)s)"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("corpus", help="collect text, names, questions and train the tokenizer")
+    training = commands.add_parser("train", help="train and export")
+    training.add_argument("out", type=Path, help="folder to write the checkpoint to")
+    training.add_argument("--device", default="cuda")
+    training.add_argument(
+        "--set", action="append", default=[], metavar="NAME=NUMBER", help="change a field of the recipe"
+    )
+    training.add_argument("--smoke", action="store_true", help="tiny batches, to try the script on a CPU")
+    scoring = commands.add_parser("score", help="ask the frozen questions and measure perplexity")
+    scoring.add_argument("folder", type=Path)
+    scoring.add_argument("--device", default="cpu")
+    scoring.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    arguments = parser.parse_args()
+
+    if arguments.command == "corpus":
+        _corpus(arguments.corpus)
+    elif arguments.command == "train":
+        _train(arguments.corpus, arguments.out, arguments.device, arguments.set, arguments.smoke)
+    else:
+        _score(arguments.corpus, arguments.folder, arguments.device, arguments.dtype)
+
+
+def _corpus(folder: Path) -> None:
+    build_corpus(folder, SEED)
+    texts = [document.text for document in load_documents(folder)]
+    texts += [f"{purpose.name} {purpose.answer}" for purpose in load_purposes(folder)] * 2
+    tokenizer = train_tokenizer(texts)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    print(f"tokenizer of {tokenizer.get_vocab_size()} entries", flush=True)
+
+
+def _train(corpus: Path, out: Path, device: str, changes: list[str], smoke: bool) -> None:
+    import torch
+    from demo_model.export import export_model
+    from demo_model.training import Recipe, train
+
+    recipe = Recipe(seed=SEED)
+    if smoke:
+        recipe = replace(
+            recipe, steps=6, warmup_steps=2, text_rows=1, text_length=256, chat_rows=4, distinct_chat_rows=64,
+            workers=1, report_every=3,
+        )  # fmt: skip
+    numbers = {name: float(value) for name, _, value in (change.partition("=") for change in changes)}
+    recipe = replace(recipe, **{name: type(getattr(recipe, name))(value) for name, value in numbers.items()})
+    model, summary = train(corpus, recipe, torch.device(device))
+    export_model(model, corpus, out)
+    summary["corpus"] = json.loads((corpus / "manifest.json").read_text("utf-8"))
+    summary["torch"] = torch.__version__
+    (out / "training.json").write_text(json.dumps(summary, indent=2) + "\n", "utf-8")
+    print(f"exported to {out}", flush=True)
+
+
+def _score(corpus: Path, folder: Path, device: str, dtype: str) -> None:
+    import torch
+    from demo_model.score import score
+
+    has_corpus = (corpus / "purposes.jsonl").exists()
+    score(folder, torch.device(device), getattr(torch, dtype), corpus if has_corpus else None)
+
+
+if __name__ == "__main__":
+    main()
