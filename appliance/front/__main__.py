@@ -1,0 +1,46 @@
+"""`python -m appliance.front --channel FD`: started by the core, with one end of their channel."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Become a front."""
+    parent = os.getppid()
+    parser = argparse.ArgumentParser(prog="python -m appliance.front", description=__doc__)
+    parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
+    arguments = parser.parse_args()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # The core ended before the kernel was told to take this process along.
+        return 0
+    # The core decides when a front ends (StopFront, or the end of the channel). A signal to the whole group,
+    # Ctrl-C or systemd's, must not cut off streams that the core lets finish.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.INFO, format="front %(process)d: %(levelname)s: %(message)s", stream=sys.stderr
+    )
+
+    import uvloop
+
+    from appliance.front.process import run_front
+
+    # Per-token work makes no cycles; the default looks for them every 700 objects.
+    gc.set_threshold(50_000, 20, 100)
+    uvloop.run(run_front(socket.socket(fileno=arguments.channel)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

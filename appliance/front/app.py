@@ -1,0 +1,108 @@
+"""Puts the API together: endpoints, error shape, OpenAPI document, and the gate around it all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.security import HTTPBearer
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from appliance.front.body import ClientLeft
+from appliance.front.box import Box
+from appliance.front.call import Call, call_of
+from appliance.front.errors import ApiError
+from appliance.front.gate import OPEN_PATHS, Gate
+from appliance.front.generation import CLIENT_LEFT
+from appliance.front.health import health_routes
+from appliance.front.routes import api_routes
+from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+_BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+_DESCRIPTION = """\
+OpenAI's API over the models of one box. On TCP every request needs a key; on the Unix socket the peer's uid
+is enough, and a key, if it is valid, wins. `x-appliance-class` (P0 to P3) or `service_tier` ask for a class
+of service. Every answer carries `x-request-id`."""
+
+_MESSAGES = {404: "there is no such path here", 405: "this path does not take this method"}
+
+
+def build_app(box: Box) -> tuple[FastAPI, ASGIApp]:
+    """The FastAPI application (its route table is what tests walk), and what to serve: the gate around it."""
+    app = FastAPI(
+        title="Appliance",
+        version="1",
+        description=_DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        redirect_slashes=False,
+    )
+    app.include_router(api_routes(box))
+    app.include_router(health_routes(box))
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        return _refuse(box, request, error)
+
+    for kind in (ApiError, HTTPException, ClientLeft, Exception):
+        app.add_exception_handler(kind, refuse)
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _openapi(app)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+    return app, Gate(app, box)
+
+
+def _refuse(box: Box, request: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        refusal = error
+    elif isinstance(error, HTTPException):
+        message = _MESSAGES.get(error.status_code, str(error.detail))
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
+    elif isinstance(error, ClientLeft):
+        refusal = ApiError(CLIENT_LEFT, "the client left before its request was whole")
+    else:
+        # uvicorn writes the traceback.
+        refusal = ApiError(500, "the front failed to answer; its journal says why", code="internal")
+    call: Call | None = request.scope["state"].get("call")
+    if call is not None and not call.admitted:
+        box.reject(call_of(request), refusal)
+    return refusal.response()
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(
+        title=app.title,
+        version=app.version,
+        description=app.description,
+        routes=app.routes,
+        openapi_version="3.1.0",
+    )
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in _BODIES], ref_template="#/components/schemas/{model}"
+    )
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(definitions["$defs"])
+    components["securitySchemes"] = {
+        "key": HTTPBearer(description="A key of this box.").model.model_dump(
+            mode="json", by_alias=True, exclude_none=True
+        )
+    }
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            # FastAPI documents its own validation error, which cannot happen here.
+            operation["responses"].pop("422", None)
+            operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
+    for leftover in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(leftover, None)
+    return document

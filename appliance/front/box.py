@@ -1,0 +1,68 @@
+"""What the parts of a front share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from appliance.front.errors import ApiError
+from appliance.front.identity import Directory
+from appliance.front.models import Catalog
+from appliance.front.replicas import Replicas
+from appliance.messages import FrontToCore, Limits, Rejected
+
+if TYPE_CHECKING:
+    from appliance.front.call import Call
+    from appliance.front.generation import Generation
+
+
+class Box:
+    """The state of one front. Everything happens on its event loop's thread."""
+
+    def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
+        self.to_core = to_core
+        self.limits = Limits()
+        self.catalog = Catalog()
+        self.directory = Directory()
+        self.replicas = Replicas()
+        self.active: dict[str, Generation] = {}
+        """Admitted or waiting for it, by request id."""
+        self.ready = False
+        self.not_ready_reason = "the front has not been configured yet"
+        self.draining = False
+        self.requests = 0
+        self.tokens = 0
+        self.streams = 0
+        self.unauthenticated = 0
+        self._unflushed: list[Callable[[], None]] = []
+
+    def reject(self, call: Call, error: ApiError) -> None:
+        """Log a request that the front refused by itself."""
+        self.to_core(
+            Rejected(
+                request_id=call.request_id,
+                identity=call.identity,
+                peer=call.peer,
+                endpoint=call.endpoint,
+                model=call.model,
+                stream=call.stream,
+                status=error.status,
+                error=error.message[:500],
+                prompt_tokens=call.prompt_tokens,
+                arrived_at=call.arrived_at,
+                e2e_ms=call.elapsed_ms(),
+            )
+        )
+
+    def flush_soon(self, flush: Callable[[], None]) -> None:
+        """Call `flush` once everything that lies in the channels has been taken: what piled up for a stream
+        leaves as one chunk."""
+        if not self._unflushed:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unflushed.append(flush)
+
+    def _flush(self) -> None:
+        flushes, self._unflushed = self._unflushed, []
+        for flush in flushes:
+            flush()

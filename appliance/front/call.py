@@ -1,0 +1,58 @@
+"""One HTTP request as the front sees it, from its header on."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from appliance.http import Connection
+from appliance.messages import Identity
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:@+/=-]{1,64}")
+
+
+@dataclass(slots=True)
+class Call:
+    """Who asked for what, and when. The gate makes it; the endpoint fills in model, stream and counts."""
+
+    request_id: str
+    identity: Identity
+    peer: str
+    endpoint: str
+    connection: Connection
+    asked_class: str = ""
+    model: str = ""
+    stream: bool = False
+    prompt_tokens: int = 0
+    admitted: bool = False
+    """`Admit` was sent: the request ends with `Settle` or `Refused`, never with `Rejected`."""
+    arrived_at: float = field(default_factory=time.time)
+    """Unix seconds."""
+    started: float = field(default_factory=time.monotonic)
+
+    def elapsed_ms(self, until: float | None = None) -> float:
+        """Milliseconds since the request's header was read."""
+        return ((time.monotonic() if until is None else until) - self.started) * 1000.0
+
+
+def call_of(request: Request) -> Call:
+    """The call that the gate made for this request."""
+    call: Call = request.scope["state"]["call"]
+    return call
+
+
+def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """A fresh request id.
+
+    A client's own `X-Request-Id`, if it is sane, is its beginning: findable by what the client calls it, and
+    yet unique, since the log is keyed by it and clients repeat theirs when they retry.
+    """
+    for name, value in headers:
+        if name == b"x-request-id" and _SANE_ID.fullmatch(value):
+            return f"{value.decode()}.{secrets.token_hex(6)}"
+    return f"req-{secrets.token_hex(12)}"

@@ -1,0 +1,161 @@
+"""What clients get, as pydantic models: the response side of the OpenAPI document. Answers themselves are
+written by hand; the tests hold them against these models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(_Document):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = Field(description="The field that is at fault.")
+    code: str | None
+
+
+class ErrorDocument(_Document):
+    """Every error's body, and the data of an error event in a stream."""
+
+    error: ErrorDetail
+
+
+class HealthDocument(_Document):
+    """`reason` says what is missing."""
+
+    status: Literal["live", "ready", "not_ready"]
+    reason: str | None = None
+
+
+class ModelDocument(_Document):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelListDocument(_Document):
+    """The served models."""
+
+    object: Literal["list"]
+    data: list[ModelDocument]
+
+
+class CachedTokens(_Document):
+    """Prompt tokens that were found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class UsageDocument(_Document):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class ChatTokenDocument(_Document):
+    """A token and its log probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatChosenTokenDocument(ChatTokenDocument):
+    """A token of the answer, and its best alternatives."""
+
+    top_logprobs: list[ChatTokenDocument]
+
+
+class ChatLogprobsDocument(_Document):
+    """Log probabilities of an answer's tokens."""
+
+    content: list[ChatChosenTokenDocument]
+    refusal: None
+
+
+class ChatMessageDocument(_Document):
+    """The answer."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoiceDocument(_Document):
+    """One sample."""
+
+    index: int
+    message: ChatMessageDocument
+    logprobs: ChatLogprobsDocument | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletionDocument(_Document):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoiceDocument]
+    usage: UsageDocument
+
+
+class CompletionLogprobsDocument(_Document):
+    """Log probabilities of an answer's tokens, in parallel lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoiceDocument(_Document):
+    """One sample."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobsDocument | None
+    finish_reason: Literal["stop", "length"]
+
+
+class CompletionDocument(_Document):
+    """Answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoiceDocument]
+    usage: UsageDocument
+
+
+class TokenizeDocument(_Document):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeDocument(_Document):
+    """Answer of /detokenize."""
+
+    prompt: str

@@ -1,0 +1,75 @@
+"""Errors as OpenAI's clients understand them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from starlette.responses import Response
+
+from appliance.http import error_document
+
+INVALID_REQUEST = "invalid_request_error"
+
+_KINDS = {429: "rate_limit_error", 503: "service_unavailable"}
+
+
+class ApiError(Exception):
+    """What a client is told. `param` names the field, in OpenAI's notation: `messages[0].content`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        return _KINDS.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
+
+    def document(self) -> bytes:
+        """The error as a JSON object: the body of an answer, or the data of a stream's error event."""
+        return error_document(self.message, self.kind, self.param, self.code)
+
+    def response(self) -> Response:
+        """The answer."""
+        headers = self.headers
+        if self.retry_after_s is not None:
+            # Whole seconds for everybody, and what OpenAI's client prefers.
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, round(self.retry_after_s * 1000)))
+        return Response(self.document(), self.status, headers, "application/json")
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """A 400 about one field."""
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def unauthorized(message: str, code: str) -> ApiError:
+    """A 401."""
+    return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
+
+
+def model_not_found(name: str) -> ApiError:
+    """A 404 for a model that is not served."""
+    shown = name if len(name) <= 80 else name[:80] + "…"
+    return ApiError(
+        404,
+        f"model {shown!r} is not served here; GET /v1/models lists what is",
+        param="model",
+        code="model_not_found",
+    )

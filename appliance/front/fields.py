@@ -1,0 +1,230 @@
+"""Field types of the request models that JSON Schema's usual types do not cover.
+
+They validate by hand where pydantic's unions would try every branch on every element of a hostile list.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+MOST_PROMPTS = 1024
+MOST_LOGIT_BIASES = 1024
+MOST_STOPS = 16
+
+
+def _error(kind: str, message: str) -> PydanticCustomError:
+    # Text from a client must not be taken for a template.
+    return PydanticCustomError(kind, "{message}", {"message": message})
+
+
+def _refuse(value: Any) -> None:
+    if value is None or value in ([], {}, "", False):
+        return
+    raise _error("unsupported", "is not supported by this server; leave it out")
+
+
+Unsupported = Annotated[
+    None,
+    BeforeValidator(_refuse),
+    WithJsonSchema({"type": "null", "description": "Not supported: leave it out."}),
+]
+"""A parameter of OpenAI's API that this server refuses rather than ignores."""
+
+
+def _only_text_format(value: Any) -> None:
+    if value is None or (isinstance(value, dict) and value.get("type") == "text"):
+        return
+    raise _error("unsupported", 'only {"type": "text"} is supported by this server')
+
+
+ResponseFormat = Annotated[
+    None,
+    PlainValidator(_only_text_format),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {"type": {"type": "string", "const": "text"}},
+                    "required": ["type"],
+                },
+                {"type": "null"},
+            ],
+            "description": "Only text.",
+        }
+    ),
+]
+
+
+def _no_tool_choice(value: Any) -> None:
+    if value is None or value == "none":
+        return
+    raise _error("unsupported", "tools are not supported by this server; leave it out")
+
+
+ToolChoice = Annotated[
+    None, PlainValidator(_no_tool_choice), WithJsonSchema({"anyOf": [{"const": "none"}, {"type": "null"}]})
+]
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _error("string_type", "must be a string or a list of text parts")
+    texts: list[str] = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            shown = repr(kind)[:60]
+            raise _error("unsupported", f"part {index} has type {shown}; this server takes text parts only")
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise _error("string_type", f"part {index} needs a string in 'text'")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+Content = Annotated[
+    str,
+    PlainValidator(_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+            ],
+            "description": "Text, or text parts, which are joined by line breaks.",
+        }
+    ),
+]
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else value
+    if value is None or strings == []:
+        return ()
+    if not isinstance(strings, (list, tuple)) or not all(
+        isinstance(string, str) for string in strings[: MOST_STOPS + 1]
+    ):
+        raise _error("string_type", "must be a string or a list of strings")
+    if len(strings) > MOST_STOPS:
+        raise _error("too_long", f"has {len(strings)} strings; give at most {MOST_STOPS}")
+    return tuple(strings)
+
+
+Stops = Annotated[
+    tuple[str, ...],
+    PlainValidator(_stops),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": 4096},
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1, "maxLength": 4096},
+                    "maxItems": MOST_STOPS,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise _error("dict_type", "must be an object from token ids to numbers")
+    if len(value) > MOST_LOGIT_BIASES:
+        raise _error("too_long", f"has {len(value)} tokens; give at most {MOST_LOGIT_BIASES}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise _error("int_parsing", f"{key[:20]!r} is not a token id")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise _error("range", f"the bias of token {key} must be a number from -100 to 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": MOST_LOGIT_BIASES,
+                },
+                {"type": "null"},
+            ],
+            "description": "Added to the logits of these token ids.",
+        }
+    ),
+]
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _error(
+            "prompt_type", "must be a string, a list of strings, a list of token ids, or a list of such lists"
+        )
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return [value]
+    if len(value) > MOST_PROMPTS:
+        raise _error("too_long", f"has {len(value)} prompts; give at most {MOST_PROMPTS}")
+    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
+        return value
+    raise _error(
+        "prompt_type", "mixes types or has an empty list: give strings only, or lists of token ids only"
+    )
+
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MOST_PROMPTS},
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MOST_PROMPTS},
+            ],
+            "description": "Text, token ids, or a list of either: each is answered `n` times.",
+        }
+    ),
+]
+
+
+def _token_ids(value: Any) -> list[int]:
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise _error("token_ids", "must be a list of token ids")
+    return value
+
+
+TokenIds = Annotated[
+    list[int],
+    PlainValidator(_token_ids),
+    WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}}),
+]

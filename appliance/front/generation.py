@@ -1,0 +1,332 @@
+"""One request after validation: admitted, submitted, resubmitted if a replica is lost, settled once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from appliance.front.box import Box
+from appliance.front.call import Call
+from appliance.front.errors import ApiError
+from appliance.front.job import Job
+from appliance.front.replicas import Link
+from appliance.front.sample import Sample
+from appliance.messages import Admit, Admitted, Refused, Settle
+from engine.messages import Output, Submit
+
+MOST_RESUBMISSIONS = 3
+_RESUBMIT_DELAY_S = 0.02
+"""Before the first resubmission, doubled for each further one: the core must learn of the death too."""
+
+CLIENT_LEFT = 499
+
+
+class Generation:
+    """Driven by events: the core's answers, the replica's outputs, the client's leaving.
+
+    Its end shows in `ended`: then either all samples have a `finish`, or there is a `failure`, or the client
+    has `left`. Who answers the client calls `settle` when the answer is out.
+    """
+
+    def __init__(self, box: Box, call: Call, job: Job) -> None:
+        self.box = box
+        self.call = call
+        self.job = job
+        stream = job.model.tokenizer.stream
+        wants_logprobs = job.logprobs is not None
+        self.samples = [
+            Sample(
+                prompt,
+                number,
+                prompt.index * job.n + number,
+                # A chat's answer begins a text; a completion goes on with its prompt's.
+                stream(job.stops, context=() if job.chat else prompt.token_ids[-16:]),
+                wants_logprobs,
+                job.discard_output,
+            )
+            for prompt in job.prompts
+            for number in range(job.n)
+        ]
+        self.begun = asyncio.Event()
+        """The first output is here, or the end."""
+        self.ended = asyncio.Event()
+        self.failure: ApiError | None = None
+        self.left = False
+        self.on_progress: Callable[[Sample], None] | None = None
+        """Called after each output that a sample took."""
+        self.on_end: Callable[[], None] | None = None
+        self.delivered_tokens = 0
+        """Kept by who answers: tokens in what was handed to the client."""
+        self.first_bytes_at: float | None = None
+        """Set by who answers a stream."""
+        self._open = len(self.samples)
+        self._attempt = 0
+        self._submitted = False
+        self._settled = False
+        self._link: Link | None = None
+        self._handles: list[int] = []
+        self._first_token_at: float | None = None
+        self._last_token_at = 0.0
+        self._tokens = 0
+        self._retry: asyncio.TimerHandle | None = None
+
+    # ── from the client ──
+
+    def start(self) -> None:
+        """Ask the core for admission."""
+        self.box.active[self.call.request_id] = self
+        self.call.admitted = True
+        self.call.connection.on_lost = self._client_left
+        if self.call.connection.lost:
+            self._client_left()
+        else:
+            self._ask()
+
+    def _client_left(self) -> None:
+        self.left = True
+        self._drop()
+        self._end()
+        self.settle(CLIENT_LEFT, "the client left")
+
+    def too_slow(self) -> None:
+        """The client does not take what is made for it: hang up."""
+        self.left = True
+        self._drop()
+        self._end()
+        self.settle(CLIENT_LEFT, "the client read too slowly")
+        self.call.connection.abort()
+
+    # ── from the core ──
+
+    def admitted(self, message: Admitted) -> None:
+        """It is the request's turn."""
+        if message.attempt != self._attempt or self.ended.is_set() or self._submitted:
+            return
+        link = self.box.replicas.get(message.replica)
+        if link is None:
+            self._lost()
+            return
+        self._link = link
+        self._submitted = True
+        for submit, sink in self._submissions(link, message):
+            self._handles.append(submit.handle)
+            link.submit(submit, sink, self._lost)
+
+    def refused(self, message: Refused) -> None:
+        """The core will not run it, and has ended its row."""
+        if message.attempt != self._attempt or self._settled:
+            return
+        self._settled = True
+        self.box.active.pop(self.call.request_id, None)
+        self._fail(
+            ApiError(
+                message.status,
+                message.message,
+                param="model" if message.status == 404 else None,
+                code=message.code,
+                retry_after_s=message.retry_after_s,
+            )
+        )
+
+    def abort(self, message: str) -> None:
+        """End it now: the operator's, or the drain's, wish."""
+        self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
+
+    # ── from the replica ──
+
+    def _take(self, handle: int, sample: Sample, output: Output) -> None:
+        prompt = sample.prompt
+        if output.cached_tokens is not None and prompt.cached_tokens is None:
+            prompt.cached_tokens = output.cached_tokens
+        if output.prompt_logprobs is not None:
+            prompt.logprobs = output.prompt_logprobs
+        if sample.finish or self.failure is not None or self.left:
+            return
+        if output.finish in ("error", "cancelled"):
+            self._fail(_engine_error(output, bool(self._tokens)))
+            return
+        sample.take(output)
+        now = time.monotonic()
+        if output.token_ids:
+            self._tokens += len(output.token_ids)
+            self.box.tokens += len(output.token_ids)
+            self._last_token_at = now
+            if self._first_token_at is None:
+                self._first_token_at = now
+                self.begun.set()
+        if sample.finish:
+            self._open -= 1
+            if not output.finish and self._link is not None:
+                self._link.cancel(handle, sample.number)
+        if self.on_progress is not None:
+            self.on_progress(sample)
+        if not self._open:
+            self._end()
+
+    def _lost(self) -> None:
+        """The replica is gone; called once for each submission that ran there."""
+        self._link = None
+        self._handles.clear()
+        if self.ended.is_set() or self._retry is not None:
+            return
+        if self._attempt >= MOST_RESUBMISSIONS:
+            self._fail(
+                ApiError(
+                    503,
+                    f"the model's replica was lost {self._attempt + 1} times during this request",
+                    code="replica_lost",
+                    retry_after_s=5.0,
+                )
+            )
+            return
+        delay_s = _RESUBMIT_DELAY_S * 2**self._attempt
+        self._retry = asyncio.get_running_loop().call_later(delay_s, self._ask_again)
+
+    def _ask_again(self) -> None:
+        self._retry = None
+        if not self.ended.is_set():
+            self._attempt += 1
+            self._ask()
+
+    # ── to the core and the replica ──
+
+    def _ask(self) -> None:
+        job, call = self.job, self.call
+        again = self._attempt > 0
+        running = [sample for sample in self.samples if not sample.finish]
+        emitted = sum(len(sample.token_ids) for sample in running)
+        prompt_tokens = (
+            sum(len(sample.prompt.token_ids) for sample in running) + emitted if again else job.prompt_tokens
+        )
+        self._submitted = False
+        self.box.to_core(
+            Admit(
+                request_id=call.request_id,
+                attempt=self._attempt,
+                identity=call.identity,
+                peer=call.peer,
+                endpoint=call.endpoint,
+                model=call.model,
+                stream=call.stream,
+                submissions=len(running) if again else len(job.prompts),
+                rows=len(running),
+                prompt_tokens=prompt_tokens,
+                max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
+                arrived_at=call.arrived_at,
+                asked_class=job.asked_class,
+            )
+        )
+
+    def _submissions(self, link: Link, admitted: Admitted) -> list[tuple[Submit, Callable[[Output], None]]]:
+        n = self.job.n
+        if not self._attempt:
+            groups = [
+                (prompt, self.samples[prompt.index * n : prompt.index * n + n]) for prompt in self.job.prompts
+            ]
+        else:
+            groups = [(sample.prompt, [sample]) for sample in self.samples if not sample.finish]
+        submissions: list[tuple[Submit, Callable[[Output], None]]] = []
+        seen: set[int] = set()
+        for prompt, group in groups:
+            sampling = self.job.sampling_for(prompt)
+            if sampling.prompt_logprobs is not None and (prompt.logprobs is not None or prompt.index in seen):
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+            seen.add(prompt.index)
+            submit = Submit(
+                handle=link.next_handle(),
+                request_id=self.call.request_id,
+                index=prompt.index,
+                prompt_token_ids=prompt.token_ids,
+                output_token_ids=group[0].token_ids if self._attempt else [],
+                n=len(group),
+                first_sample=group[0].number,
+                sampling=sampling,
+                cache_salt=admitted.cache_salt,
+                priority=admitted.priority,
+            )
+            submissions.append((submit, self._sink(submit.handle, group)))
+        return submissions
+
+    def _sink(self, handle: int, group: list[Sample]) -> Callable[[Output], None]:
+        take = self._take
+        if len(group) == 1:
+            sample = group[0]
+            return lambda output: take(handle, sample, output)
+        first = group[0].number
+        return lambda output: take(handle, group[output.sample - first], output)
+
+    # ── the end ──
+
+    def _fail(self, error: ApiError) -> None:
+        if self.ended.is_set():
+            return
+        self.failure = error
+        self._drop()
+        self._end()
+
+    def _drop(self) -> None:
+        """Nobody waits for the samples that still run."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._link is not None and self._open:
+            for handle in self._handles:
+                self._link.cancel(handle)
+
+    def _end(self) -> None:
+        if self.ended.is_set():
+            return
+        self.begun.set()
+        self.ended.set()
+        if self._link is not None:
+            for handle in self._handles:
+                self._link.forget(handle)
+        if self.on_end is not None:
+            self.on_end()
+
+    def settle(self, status: int, error: str = "") -> None:
+        """Send the last word on this request; only the first one counts."""
+        if self._settled:
+            return
+        self._settled = True
+        self.call.connection.release()
+        self.box.active.pop(self.call.request_id, None)
+        now = time.monotonic()
+        first = self.first_bytes_at or self._first_token_at
+        gaps = self._tokens - len(self.samples)
+        itl_ms = None
+        if gaps > 0 and self._first_token_at is not None:
+            # Samples run side by side: each gap between two steps is one gap of every sample.
+            itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
+        self.box.to_core(
+            Settle(
+                request_id=self.call.request_id,
+                submitted=self._submitted,
+                status=status,
+                finish_reason=self._finish_reason(status),
+                error=error[:500],
+                delivered_tokens=self.delivered_tokens,
+                ttft_ms=None if first is None else self.call.elapsed_ms(first),
+                itl_ms=itl_ms,
+                e2e_ms=self.call.elapsed_ms(now),
+            )
+        )
+
+    def _finish_reason(self, status: int) -> str:
+        rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
+        if status == CLIENT_LEFT:
+            rest = "cancelled"
+        return ",".join(dict.fromkeys(sample.finish or rest for sample in self.samples))
+
+
+def _engine_error(output: Output, begun: bool) -> ApiError:
+    message = output.error or "the engine ended this request"
+    if output.finish == "cancelled":
+        return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)
+    if begun:
+        return ApiError(503, message, code="engine_error", retry_after_s=1.0)
+    # Nothing was generated: the engine would not take what the client asked for.
+    return ApiError(400, message, code="rejected_by_engine")

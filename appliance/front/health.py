@@ -1,0 +1,42 @@
+"""The two questions that anybody may ask."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from appliance.front.box import Box
+from appliance.front.documents import HealthDocument
+
+_RETRY_AFTER_S = 5
+
+
+def health_routes(box: Box) -> APIRouter:
+    """Health: no identity needed."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/health/live", response_model=HealthDocument)
+    async def live() -> Response:
+        """Whether this front answers at all."""
+        return _answer(200, "live", None)
+
+    @router.get("/health/ready", response_model=HealthDocument, responses={503: {"model": HealthDocument}})
+    async def ready() -> Response:
+        """Whether a request would be answered now; if not, why."""
+        reason = ""
+        if box.draining:
+            reason = "the service is stopping"
+        elif not box.ready:
+            reason = box.not_ready_reason or "no reason was given"
+        elif box.catalog.problem:
+            reason = box.catalog.problem
+        return _answer(503, "not_ready", reason) if reason else _answer(200, "ready", None)
+
+    return router
+
+
+def _answer(status: int, word: str, reason: str | None) -> Response:
+    headers = {"retry-after": str(_RETRY_AFTER_S)} if status == 503 else None
+    body = msgspec.json.encode({"status": word, "reason": reason})
+    return Response(body, status, headers, "application/json")

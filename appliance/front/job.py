@@ -1,0 +1,62 @@
+"""What a request asks the engine for: prompts as tokens, samples, how to choose tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from appliance.front.models import LoadedModel
+from appliance.text.stop import StopSet
+from engine.messages import SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt of a request, and what its first outputs told about it."""
+
+    index: int
+    token_ids: list[int]
+    max_tokens: int
+    """The most to generate after it, a sample."""
+    echo_text: str = ""
+    """What the answer begins with, when it is to."""
+    cached_tokens: int | None = None
+    logprobs: list[TokenLogprob | None] | None = None
+    """Of its tokens, the first None; when asked for."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A validated request."""
+
+    model: LoadedModel
+    chat: bool
+    prompts: list[Prompt]
+    n: int
+    """Samples of each prompt."""
+    sampling: SamplingParams
+    """For every prompt but for `max_tokens`."""
+    stops: StopSet | None = None
+    logprobs: int | None = None
+    """How many alternatives the answer shows for each token; None: no log probabilities."""
+    echo: bool = False
+    discard_output: bool = False
+    """Only the prompt is wanted (`max_tokens` 0): the engine makes one token, the answer has none."""
+    stream: bool = False
+    include_usage: bool = False
+    asked_class: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Over all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """The answer shows the prompt's log probabilities."""
+        return self.echo and self.logprobs is not None
+
+    def sampling_for(self, prompt: Prompt) -> SamplingParams:
+        """How tokens after `prompt` are chosen."""
+        return msgspec.structs.replace(self.sampling, max_tokens=prompt.max_tokens)

@@ -1,0 +1,86 @@
+"""The models that a front serves, with what it takes to turn text into tokens and back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from appliance.front.errors import ApiError, model_not_found
+from appliance.messages import ServedModel
+from appliance.text.chat_template import ChatTemplate
+from appliance.text.tokenizer import Tokenizer
+from appliance.text.tokenizer_files import TokenizerFilesError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model whose tokenizer is in memory."""
+
+    served: ServedModel
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    @property
+    def name(self) -> str:
+        """What apps call it."""
+        return self.served.name
+
+
+def load_model(served: ServedModel) -> LoadedModel:
+    """Read tokenizer and chat template: about a second for 128 k tokens. Raises TokenizerFilesError."""
+    tokenizer = Tokenizer.load(served.folder)
+    return LoadedModel(served, tokenizer, ChatTemplate.load(served.folder, tokenizer.special_tokens))
+
+
+class Catalog:
+    """The served models by name. One whose tokenizer cannot be read stays listed, and says so when asked."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, LoadedModel] = {}
+        self._broken: dict[str, str] = {}
+        self.served: list[ServedModel] = []
+
+    @property
+    def problem(self) -> str:
+        """Why a model cannot be used, in words; empty when all can."""
+        return "; ".join(f"model {name}: {reason}" for name, reason in self._broken.items())
+
+    async def replace(self, served: list[ServedModel]) -> None:
+        """Serve exactly these; the former ones answer until the new ones are loaded."""
+        models: dict[str, LoadedModel] = {}
+        broken: dict[str, str] = {}
+        for model in served:
+            known = self._models.get(model.name)
+            try:
+                if known is not None and (known.served.folder, known.served.version) == (
+                    model.folder,
+                    model.version,
+                ):
+                    models[model.name] = LoadedModel(model, known.tokenizer, known.template)
+                else:
+                    models[model.name] = await asyncio.to_thread(load_model, model)
+            except TokenizerFilesError as error:
+                log.error("model %s: %s", model.name, error)
+                broken[model.name] = str(error)
+        kept = {model.tokenizer for model in models.values()}
+        for old in self._models.values():
+            if old.tokenizer not in kept:
+                old.tokenizer.close()
+        self._models, self._broken, self.served = models, broken, served
+
+    def get(self, name: str) -> LoadedModel:
+        """The model of this name. Raises a 404, or a 503 where its tokenizer could not be read."""
+        model = self._models.get(name)
+        if model is not None:
+            return model
+        if name in self._broken:
+            raise ApiError(
+                503,
+                f"model {name!r} cannot be used: {self._broken[name]}",
+                code="model_broken",
+                retry_after_s=30.0,
+            )
+        raise model_not_found(name)

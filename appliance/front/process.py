@@ -1,0 +1,160 @@
+"""The front process: what the core says, and what is done about it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+from appliance.front.app import build_app
+from appliance.front.box import Box
+from appliance.http import HttpServer
+from appliance.messages import (
+    Abort,
+    Admitted,
+    AttachReplica,
+    Configure,
+    Connection,
+    CoreToFront,
+    FrontReady,
+    FrontReport,
+    Identities,
+    Refused,
+    StopFront,
+)
+from engine.client import Channel
+
+log = logging.getLogger(__name__)
+
+_REPORT_EVERY_S = 0.5
+_ERROR_EVENT_GRACE_S = 1.0
+"""For the last words to the clients of requests that outlived the grace."""
+
+
+class Front:
+    """One front on the running event loop, from its first message to `ended`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
+        self._box = Box(self._channel.send)
+        _, application = build_app(self._box)
+        self._server = HttpServer(application)
+        self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.ended = asyncio.Event()
+        """It was told to stop, and has."""
+
+    def start(self) -> None:
+        """Listen to the core."""
+        self._channel.listen(self._take, _core_gone)
+        self._spawn(self._configure())
+        self._spawn(self._report())
+
+    # ── what the core says ──
+
+    def _take(self, message: CoreToFront) -> None:
+        if isinstance(message, Admitted):
+            generation = self._box.active.get(message.request_id)
+            if generation is not None:
+                generation.admitted(message)
+        elif isinstance(message, Connection):
+            self._spawn(self._server.adopt(self._take_socket(), message.peer))
+        elif isinstance(message, Refused):
+            generation = self._box.active.get(message.request_id)
+            if generation is not None:
+                generation.refused(message)
+        elif isinstance(message, Abort):
+            generation = self._box.active.get(message.request_id)
+            if generation is not None:
+                generation.abort(message.message)
+        elif isinstance(message, Identities):
+            self._box.directory.table = message
+        elif isinstance(message, AttachReplica):
+            self._box.replicas.attach(message.replica, self._take_socket())
+        elif isinstance(message, Configure):
+            self._configurations.put_nowait(message)
+        elif isinstance(message, StopFront):
+            self._spawn(self._stop(message.grace_s))
+
+    def _take_socket(self) -> socket.socket:
+        return socket.socket(fileno=self._channel.take_fd())
+
+    async def _configure(self) -> None:
+        """Take configurations one after the other; the first one makes the front ready."""
+        told = False
+        while True:
+            configure = await self._configurations.get()
+            self._box.limits = self._server.limits = configure.limits
+            await self._box.catalog.replace(configure.models)
+            self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
+            if not told:
+                told = True
+                # What is here now stays: the collector need not look at it again.
+                gc.collect()
+                gc.freeze()
+                self._channel.send(FrontReady())
+                log.info("%s serves %d models", configure.front, len(configure.models))
+
+    async def _stop(self, grace_s: float) -> None:
+        box = self._box
+        box.draining = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        stopping = asyncio.create_task(self._server.stop(grace_s + _ERROR_EVENT_GRACE_S))
+        while box.active and loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        for generation in list(box.active.values()):
+            generation.abort("the service stopped before this request was finished")
+        await stopping
+        # The last settlements must not be lost in the channel.
+        deadline = loop.time() + _ERROR_EVENT_GRACE_S
+        while self._channel.backlog_bytes and loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        self.ended.set()
+
+    # ── what the core is told ──
+
+    async def _report(self) -> None:
+        box = self._box
+        while True:
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            self._channel.send(
+                FrontReport(
+                    connections=self._server.connections,
+                    streams=box.streams,
+                    requests=box.requests,
+                    tokens=box.tokens,
+                    unauthenticated=box.unauthenticated,
+                    cpu_seconds=usage.ru_utime + usage.ru_stime,
+                )
+            )
+            await asyncio.sleep(_REPORT_EVERY_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        with contextlib.suppress(asyncio.CancelledError):
+            if task.exception() is not None:
+                log.error("a background task failed", exc_info=task.exception())
+
+
+def _core_gone() -> None:
+    """Without the core nothing here has an owner: end at once, so that clients see connections close."""
+    os._exit(0)
+
+
+async def run_front(sock: socket.socket) -> None:
+    """Serve until the core says stop."""
+    front = Front(sock)
+    front.start()
+    await front.ended.wait()

@@ -1,0 +1,84 @@
+"""Answers a job: runs its generation and writes the answer, whole or streamed."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from appliance.front.answers import whole_answer
+from appliance.front.box import Box
+from appliance.front.call import Call
+from appliance.front.errors import ApiError
+from appliance.front.generation import Generation
+from appliance.front.job import Job
+from appliance.front.stream import EventStream
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class GenerationResponse(Response):
+    """The response to a generation request; the request is settled when it is out, whatever happens."""
+
+    def __init__(self, box: Box, call: Call, job: Job) -> None:
+        super().__init__()
+        self._box = box
+        self._call = call
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = Generation(self._box, self._call, self._job)
+        status, error = 500, "the front failed to answer; its journal says why"
+        try:
+            if self._job.stream:
+                failure = await self._stream(generation, scope, receive, send)
+            else:
+                failure = await self._whole(generation, scope, receive, send)
+            status, error = (200, "") if failure is None else (failure.status, failure.message)
+        finally:
+            if not generation.ended.is_set():
+                generation.abort(error)
+            generation.settle(status, error)
+            self._box.active.pop(self._call.request_id, None)
+            self._call.connection.release()
+
+    async def _whole(
+        self, generation: Generation, scope: Scope, receive: Receive, send: Send
+    ) -> ApiError | None:
+        generation.start()
+        await generation.ended.wait()
+        if generation.left:
+            return None
+        if generation.failure is not None:
+            await generation.failure.response()(scope, receive, send)
+            return generation.failure
+        answer = whole_answer(generation)
+        await Response(answer, media_type="application/json")(scope, receive, send)
+        if not generation.left:
+            generation.delivered_tokens = sum(sample.delivered for sample in generation.samples)
+        return None
+
+    async def _stream(
+        self, generation: Generation, scope: Scope, receive: Receive, send: Send
+    ) -> ApiError | None:
+        stream = EventStream(generation)
+        generation.start()
+        # Nothing is sent before the first token: until then a failure has its own status.
+        await generation.begun.wait()
+        if generation.left:
+            return None
+        if generation.failure is not None:
+            await generation.failure.response()(scope, receive, send)
+            return generation.failure
+        self._box.streams += 1
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            stream.open()
+            await stream.done.wait()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._box.streams -= 1
+        return generation.failure

@@ -1,0 +1,152 @@
+"""The API's endpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from appliance.front import documents
+from appliance.front.body import read_body
+from appliance.front.box import Box
+from appliance.front.call import call_of
+from appliance.front.errors import invalid
+from appliance.front.prepare import chat_job, chat_tokens, check_token_ids, completion_job
+from appliance.front.respond import GenerationResponse
+from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from appliance.messages import ServedModel
+from appliance.text.tokenizer import LoneSurrogateError
+
+_SERVER_SENT_EVENTS = {
+    "text/event-stream": {
+        "schema": {
+            "type": "string",
+            "description": "With `stream`: chunks as server-sent events, then [DONE].",
+        }
+    }
+}
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": documents.ErrorDocument} for status in statuses}
+
+
+def _body(model: type[BaseModel]) -> dict[str, Any]:
+    """Bodies are read by `read_body`; this is what the OpenAPI document says of them."""
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _document(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "appliance",
+        "max_model_len": model.max_model_len,
+    }
+
+
+def api_routes(box: Box) -> APIRouter:
+    """Every endpoint but those of health. All of them need an identity, which the gate has found."""
+    router = APIRouter(responses=_errors(400, 401, 408, 503))
+    with_model = _errors(404)
+    with_body = _errors(404, 413, 415)
+
+    @router.get("/v1/models", response_model=documents.ModelListDocument, tags=["models"])
+    async def list_models() -> Response:
+        """The served models."""
+        return _json({"object": "list", "data": [_document(model) for model in box.catalog.served]})
+
+    @router.get(
+        "/v1/models/{model:path}",
+        response_model=documents.ModelDocument,
+        tags=["models"],
+        responses=with_model,
+    )
+    async def show_model(model: str) -> Response:
+        """One served model."""
+        return _json(_document(box.catalog.get(model).served))
+
+    @router.post(
+        "/v1/chat/completions",
+        response_model=documents.ChatCompletionDocument,
+        responses={**with_body, **_errors(429), 200: {"content": _SERVER_SENT_EVENTS}},
+        openapi_extra=_body(ChatRequest),
+        tags=["generation"],
+    )
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        call = call_of(request)
+        body = await read_body(request, ChatRequest, box.limits.max_body_bytes)
+        return GenerationResponse(box, call, await chat_job(box, call, body))
+
+    @router.post(
+        "/v1/completions",
+        response_model=documents.CompletionDocument,
+        responses={**with_body, **_errors(429), 200: {"content": _SERVER_SENT_EVENTS}},
+        openapi_extra=_body(CompletionRequest),
+        tags=["generation"],
+    )
+    async def completions(request: Request) -> Response:
+        """Continue prompts."""
+        call = call_of(request)
+        body = await read_body(request, CompletionRequest, box.limits.max_body_bytes)
+        return GenerationResponse(box, call, await completion_job(box, call, body))
+
+    @router.post(
+        "/tokenize",
+        response_model=documents.TokenizeDocument,
+        responses=with_body,
+        openapi_extra=_body(TokenizeRequest),
+        tags=["tokens"],
+    )
+    async def tokenize(request: Request) -> Response:
+        """Text, or a conversation, as the model's token ids."""
+        body = await read_body(request, TokenizeRequest, box.limits.max_body_bytes)
+        model = box.catalog.get(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            tokens = await chat_tokens(
+                model, body.messages, body.add_generation_prompt is not False, bool(body.add_special_tokens)
+            )
+        else:
+            try:
+                tokens = await model.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+            except LoneSurrogateError as error:
+                raise invalid("prompt", str(error)) from None
+        return _json(
+            {
+                "count": len(tokens),
+                "max_model_len": model.served.max_model_len,
+                "tokens": tokens,
+                "token_strs": list(map(model.tokenizer.token_text, tokens))
+                if body.return_token_strs
+                else None,
+            }
+        )
+
+    @router.post(
+        "/detokenize",
+        response_model=documents.DetokenizeDocument,
+        responses=with_body,
+        openapi_extra=_body(DetokenizeRequest),
+        tags=["tokens"],
+    )
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await read_body(request, DetokenizeRequest, box.limits.max_body_bytes)
+        model = box.catalog.get(body.model)
+        token_ids = check_token_ids(model, body.tokens, "tokens")
+        return _json({"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)})
+
+    return router

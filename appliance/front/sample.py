@@ -1,0 +1,110 @@
+"""One sample of a request: tokens come in, text piles up until it is answered or streamed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from appliance.front.job import Prompt
+from appliance.text.stream import TextStream
+from engine.messages import Output, TokenLogprob
+
+
+class LogprobEntry(NamedTuple):
+    """A token's log probability and where its text begins in the answer."""
+
+    logprob: TokenLogprob
+    offset: int
+    """Characters."""
+
+
+class Sample:
+    """`finish` is "" while it runs, then "stop" or "length". What `pieces` and `entries` hold has not been
+    handed to the client yet."""
+
+    __slots__ = (
+        "_discard",
+        "_offset",
+        "_text",
+        "begun",
+        "counted",
+        "delivered",
+        "entries",
+        "finish",
+        "index",
+        "number",
+        "pieces",
+        "prompt",
+        "token_ids",
+        "waiting",
+    )
+
+    def __init__(
+        self, prompt: Prompt, number: int, index: int, text: TextStream, wants_logprobs: bool, discard: bool
+    ) -> None:
+        self.prompt = prompt
+        self.number = number
+        """Among the samples of its prompt."""
+        self.index = index
+        """In the answer."""
+        self.token_ids: list[int] = []
+        """Everything generated: what a resubmission needs."""
+        self.pieces: list[str] = []
+        self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
+        self.delivered = 0
+        """Tokens that the answer needed: up to the one that completed a stop string, end tokens included."""
+        self.counted = 0
+        """Of these, what a stream has handed over."""
+        self.finish = ""
+        self.begun = False
+        """The stream's first chunk for it has been made."""
+        self.waiting = False
+        """It has something for the stream's next flush."""
+        self._text = text
+        self._offset = len(prompt.echo_text)
+        self._discard = discard
+
+    def take(self, output: Output) -> None:
+        """Take an output that ends with neither "error" nor "cancelled". Then `finish` may be set though
+        the output's is not: a stop string was found."""
+        token_ids = output.token_ids
+        finish = output.finish
+        self.token_ids += token_ids
+        if self._discard:
+            self.finish = "length"
+            return
+        # A stop token is generated, counted and billed, but no part of the text.
+        visible = token_ids[:-1] if finish == "stop" else token_ids
+        if self.entries is None:
+            delta = self._text.push(visible)
+            if delta.text:
+                self.pieces.append(delta.text)
+            self.delivered += delta.tokens_delivered
+            stopped = delta.stopped
+        else:
+            stopped = self._push_each(visible, output.logprobs or [])
+        if stopped is not None:
+            self.finish = "stop"
+        elif finish:
+            self._end(finish)
+
+    def _end(self, finish: str) -> None:
+        tail = self._text.finish()
+        if tail.text:
+            self.pieces.append(tail.text)
+        if tail.stopped is None and finish == "stop":
+            self.delivered += 1
+        self.finish = "stop" if tail.stopped is not None else finish
+
+    def _push_each(self, token_ids: list[int], logprobs: list[TokenLogprob]) -> str | None:
+        entries = self.entries
+        for position, token_id in enumerate(token_ids):
+            offset = self._offset + self._text.characters_decoded
+            delta = self._text.push((token_id,))
+            if delta.text:
+                self.pieces.append(delta.text)
+            self.delivered += delta.tokens_delivered
+            if entries is not None and position < len(logprobs):
+                entries.append(LogprobEntry(logprobs[position], offset))
+            if delta.stopped is not None:
+                return delta.stopped
+        return None

@@ -1,0 +1,192 @@
+"""Server-sent events, built by hand: the front's cost per token is decided here.
+
+A token costs one list append when it comes and a share of one chunk when its stream is flushed: once each
+time the event loop has taken what lay in the replica's channel. While the client's socket is full nothing is
+built; what piles up leaves as one event per sample when there is room again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from appliance.front.answers import answer_head, usage
+from appliance.front.generation import Generation
+from appliance.front.logprobs import sample_logprobs
+from appliance.front.sample import Sample
+
+MOST_HELD_OUTPUTS = 65_536
+"""Outputs (a token or a few) kept for a client that does not read; then the request ends."""
+MOST_HELD_LOGPROB_OUTPUTS = 4_096
+"""The same with log probabilities, each of which may be a kilobyte."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class EventStream:
+    """Writes one generation to its connection, from `open` until `done` is set."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.done = asyncio.Event()
+        """The last event was handed to the transport, or nobody is there to take it."""
+        job = generation.job
+        self._job = job
+        self._connection = generation.call.connection
+        self._box = generation.box
+        self._is_open = False
+        self._waiting: list[Sample] = []
+        self._scheduled = False
+        self._held = 0
+        self._most_held = MOST_HELD_OUTPUTS if job.logprobs is None else MOST_HELD_LOGPROB_OUTPUTS
+        self._unfinished = len(generation.samples)
+        head = _encode(answer_head(generation, chunk=True))[:-1]
+        # Up to the choice's index; from there to the text; what follows the choice.
+        self._head = b"data: " + head + b',"choices":['
+        before_text = b',"delta":{"content":' if job.chat else b',"text":'
+        self._before_text = [
+            self._head + b'{"index":%d' % sample.index + before_text for sample in generation.samples
+        ]
+        tail = b"]"
+        if job.include_usage:
+            tail += b',"usage":null'
+        self._tail = tail + b"}\n\n"
+        self._after_text = (
+            (b"}" if job.chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._tail
+        )
+        generation.on_progress = self.progress
+        generation.on_end = self.ended
+
+    # ── from the generation ──
+
+    def progress(self, sample: Sample) -> None:
+        """The sample took an output."""
+        if not sample.waiting:
+            sample.waiting = True
+            self._waiting.append(sample)
+        if not self._is_open:
+            return
+        if self._connection.writable:
+            self._schedule()
+        else:
+            self._held += 1
+            if self._held > self._most_held:
+                self.generation.too_slow()
+
+    def ended(self) -> None:
+        """Nothing follows: all samples ended, or a failure, or the client left."""
+        if self.generation.left:
+            self.done.set()
+        elif self._is_open:
+            self._schedule()
+
+    # ── to the client ──
+
+    def open(self) -> None:
+        """The response's header is out: write what waits, and go on."""
+        self._is_open = True
+        self._connection.on_writable = self.flush
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, if the socket takes it."""
+        self._scheduled = False
+        if self.done.is_set() or not self._is_open or not self._connection.writable:
+            return
+        self._held = 0
+        generation = self.generation
+        events: list[bytes] = []
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for sample in waiting:
+                sample.waiting = False
+                self._build(sample, events)
+        last = False
+        if generation.failure is not None:
+            events.append(b"data: " + generation.failure.document() + b"\n\n")
+            last = True
+        elif not self._unfinished:
+            if self._job.include_usage:
+                events.append(self._head + b'],"usage":' + _encode(usage(generation)) + b"}\n\n")
+            events.append(b"data: [DONE]\n\n")
+            last = True
+        if events:
+            self._connection.write_chunk(b"".join(events) if len(events) > 1 else events[0])
+            if generation.first_bytes_at is None:
+                generation.first_bytes_at = time.monotonic()
+        if last:
+            # Settled now: clients hang up at the last event, before the response's formal end.
+            if generation.failure is not None:
+                generation.settle(generation.failure.status, generation.failure.message)
+            else:
+                generation.settle(200)
+            self.done.set()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._box.flush_soon(self.flush)
+
+    def _build(self, sample: Sample, events: list[bytes]) -> None:
+        if not sample.begun:
+            if (
+                self._job.echoes_logprobs
+                and sample.prompt.logprobs is None
+                and self.generation.failure is None
+            ):
+                # The prompt's log probabilities come first, with its first sample's first output.
+                sample.waiting = True
+                self._waiting.append(sample)
+                return
+            sample.begun = True
+            self._begin(sample, events)
+        self.generation.delivered_tokens += sample.delivered - sample.counted
+        sample.counted = sample.delivered
+        pieces = sample.pieces
+        if sample.entries is not None:
+            if pieces or sample.entries:
+                events.append(self._with_logprobs(sample, "".join(pieces)))
+                pieces.clear()
+                sample.entries.clear()
+        elif pieces:
+            text = pieces[0] if len(pieces) == 1 else "".join(pieces)
+            pieces.clear()
+            events.append(self._before_text[sample.index] + _encode(text) + self._after_text)
+        if sample.finish:
+            self._unfinished -= 1
+            events.append(
+                self._head
+                + b'{"index":%d' % sample.index
+                + (b',"delta":{}' if self._job.chat else b',"text":""')
+                + b',"logprobs":null,"finish_reason":"%b"}' % sample.finish.encode()
+                + self._tail
+            )
+
+    def _begin(self, sample: Sample, events: list[bytes]) -> None:
+        if self._job.chat:
+            events.append(
+                self._head
+                + b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},' % sample.index
+                + b'"logprobs":null,"finish_reason":null}'
+                + self._tail
+            )
+        elif self._job.echo:
+            logprobs = sample_logprobs(self._job, None if sample.entries is None else [], sample.prompt)
+            events.append(self._event(sample, sample.prompt.echo_text, logprobs))
+
+    def _with_logprobs(self, sample: Sample, text: str) -> bytes:
+        return self._event(sample, text, sample_logprobs(self._job, sample.entries))
+
+    def _event(self, sample: Sample, text: str, logprobs: object) -> bytes:
+        close = b"}" if self._job.chat else b""
+        return (
+            self._before_text[sample.index]
+            + _encode(text)
+            + close
+            + b',"logprobs":'
+            + _encode(logprobs)
+            + b',"finish_reason":null}'
+            + self._tail
+        )
