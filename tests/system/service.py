@@ -1,0 +1,142 @@
+"""A real service in real processes, as an operator starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx2
+import openai
+import psutil
+
+APPLIANCE = str(Path(sys.executable).with_name("appliance"))
+
+
+class Service:
+    """`appliance serve` in a folder of its own (short, because socket paths are)."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        self.run_dir, self.state_dir = folder / "run", folder / "state"
+        self.api_socket = self.run_dir / "api.sock"
+        self.flags = flags
+        self.log_path = folder / "service.log"
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> Service:
+        command = [APPLIANCE, "serve", "--run-dir", str(self.run_dir), "--state-dir", str(self.state_dir)]
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *self.flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.wait_until(self.ready, 90, "the service to be ready")
+        return self
+
+    def ready(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError(
+                f"the service ended with {self.process.returncode}:\n{self.log_path.read_text()}"
+            )
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.api_socket)), timeout=5) as client:
+                return client.get("http://appliance/health/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"waited {timeout_s} s for {what}; the log:\n{self.log_path.read_text()}"
+                )
+            time.sleep(0.02)
+        return value
+
+    def stop(self) -> int:
+        """SIGTERM, as systemd does; the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+    def command(self, *words: str) -> Any:
+        """The JSON that a client command prints."""
+        done = subprocess.run(
+            [APPLIANCE, *words, "--run-dir", str(self.run_dir), "--json"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def status(self) -> Any:
+        return self.command("status")
+
+    def replica(self) -> Any:
+        return self.status()["models"][0]["replicas"][0]
+
+    def rows(self, *words: str) -> list[dict[str, Any]]:
+        return self.command("requests", "--limit", "1000", *words)
+
+    def descendants(self) -> list[psutil.Process]:
+        """Every front and rank."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """The `openai` client on the Unix socket."""
+        transport = httpx2.HTTPTransport(uds=str(self.api_socket))
+        return openai.OpenAI(
+            base_url="http://appliance/v1",
+            api_key="none",
+            http_client=openai.DefaultHttpx2Client(transport=transport),
+            default_headers={"Authorization": openai.Omit()},
+            max_retries=0,
+            **options,
+        )
+
+    def http(self) -> httpx.Client:
+        """A plain HTTP client on the Unix socket."""
+        return httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self.api_socket)), base_url="http://appliance", timeout=60
+        )
+
+
+@contextmanager
+def service(*flags: str) -> Iterator[Service]:
+    """A started service, which is stopped (or killed with all it started) at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="appl-"))
+    running = Service(folder, *flags)
+    processes: list[psutil.Process] = []
+    try:
+        running.start()
+        yield running
+    finally:
+        if running.process.poll() is None:
+            processes = running.descendants()
+            try:
+                running.stop()
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait()
+        for process in processes:
+            if process.is_running():
+                process.kill()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,258 @@
+"""The `openai` client against the real service, over the Unix socket and over TCP."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import appliance
+from tests.system.conftest import free_port
+from tests.system.service import Service, service
+
+pytestmark = pytest.mark.system
+
+QUESTION = [{"role": "user", "content": "What does textwrap.dedent do?"}]
+PURPOSE = "Remove any common leading whitespace from every line in `text`."
+
+
+@pytest.fixture(scope="module")
+def key(demo: Service) -> str:
+    return demo.command("keys", "create", "--name", "tests")["key"]
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def client(request: pytest.FixtureRequest, demo: Service, key: str) -> Iterator[openai.OpenAI]:
+    if request.param == "unix":
+        made = demo.client()
+    else:
+        made = openai.OpenAI(base_url=f"http://{demo.flags[1]}/v1", api_key=key, max_retries=0)
+    with made:
+        yield made
+
+
+def test_a_question_about_the_library_is_answered_with_the_documented_purpose(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    assert PURPOSE in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_says_the_same_and_ends_with_usage(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    chunks = list(
+        client.chat.completions.create(
+            model="demo",
+            messages=QUESTION,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_three_samples_are_three_answers_and_the_same_seed_gives_them_again(client: openai.OpenAI) -> None:
+    def texts(seed: int) -> list[str]:
+        answer = client.completions.create(
+            model="demo", prompt="def ", n=3, temperature=1.0, seed=seed, max_tokens=24
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        return [choice.text for choice in answer.choices]
+
+    assert len(set(texts(5))) == 3
+    assert texts(5) == texts(5)
+    assert texts(5) != texts(6)
+
+
+def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    text = whole.choices[0].message.content or ""
+    for first, last in ((3, 9), (10, 30), (15, 17)):
+        stop = text[first:last]
+        cut = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, stop=[stop])
+        assert cut.choices[0].message.content == text[: text.index(stop)]
+        assert cut.choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities_come_in_both_shapes(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
+    )
+    content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
+    assert content is not None
+    assert len(content) == 5
+    for entry in content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == entry.top_logprobs[0].logprob <= 0
+    plain = client.completions.create(
+        model="demo", prompt="import os\n", temperature=0, max_tokens=4, logprobs=2, echo=True
+    )
+    logprobs = plain.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs[0] is None
+    assert "".join(logprobs.tokens) == plain.choices[0].text
+    assert plain.choices[0].text.startswith("import os\n")
+
+
+def test_prompts_come_as_strings_lists_and_token_ids(client: openai.OpenAI, demo: Service) -> None:
+    with demo.http() as http:
+        ids = http.post("/tokenize", json={"model": "demo", "prompt": "import sys"}).json()["tokens"]
+    options: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 8}
+    one = client.completions.create(prompt="import sys", **options).choices[0].text
+    assert client.completions.create(prompt=ids, **options).choices[0].text == one
+    many = client.completions.create(prompt=["import sys", "import os"], **options).choices
+    assert [choice.index for choice in many] == [0, 1]
+    assert many[0].text == one
+    assert client.completions.create(prompt=[ids, ids], **options).choices[1].text == one
+
+
+def test_mistakes_are_named_in_the_shape_that_the_client_knows(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="nothing"):
+        client.chat.completions.create(model="nothing", messages=QUESTION)
+    with pytest.raises(openai.BadRequestError, match=r"5000.*2048|2048.*5000"):
+        client.completions.create(model="demo", prompt=[5] * 5000, max_tokens=5)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=QUESTION, temperature=-1)
+    assert caught.value.param == "temperature"
+
+
+def test_leaving_a_stream_gives_back_its_blocks_and_rows(client: openai.OpenAI, demo: Service) -> None:
+    demo.wait_until(lambda: demo.replica()["running"] == 0, 10, "an idle replica")
+    stream = client.completions.create(
+        model="demo",
+        prompt="class ",
+        temperature=1.0,
+        max_tokens=1500,
+        stream=True,
+        n=4,
+        extra_body={"ignore_eos": True},
+    )
+    for _ in itertools.islice(stream, 8):
+        pass
+    assert demo.replica()["running"] == 4
+    stream.response.close()
+    demo.wait_until(lambda: demo.replica()["running"] == 0, 5, "the samples to be cancelled")
+    replica = demo.replica()
+    assert replica["blocks_used"] == 0
+    assert replica["credit_rows"] == replica["max_rows"]
+    row = demo.wait_until(
+        lambda: next((r for r in demo.rows()[-3:] if r["finish_reason"] == "cancelled"), None), 5, "its row"
+    )
+    assert row["status"] == 499
+    assert 0 < row["billed_tokens"] <= row["generated_tokens"]
+
+
+def test_a_request_leaves_one_row_that_says_what_it_cost(client: openai.OpenAI, demo: Service) -> None:
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    assert answer.usage is not None
+
+    def rows() -> list[dict[str, Any]]:
+        return [row for row in demo.rows() if row["request_id"] == request_id and row["finish_reason"]]
+
+    with_raw = client.chat.completions.with_raw_response.create(
+        model="demo", messages=QUESTION, temperature=0
+    )
+    request_id = with_raw.headers["x-request-id"]
+    (row,) = demo.wait_until(rows, 5, "the row")
+    assert row["prompt_tokens"] == answer.usage.prompt_tokens
+    assert row["billed_tokens"] == answer.usage.completion_tokens
+    assert row["status"] == 200
+    assert row["finish_reason"] == "stop"
+    assert row["ttft_ms"] <= row["e2e_ms"]
+
+
+def test_twenty_of_the_frozen_questions_are_answered_as_documented(demo: Service) -> None:
+    lines = (Path(appliance.__file__).parent / "demo_model" / "questions.jsonl").read_text().splitlines()
+    questions = [json.loads(line) for line in lines][::10]
+    assert len(questions) == 20
+    right = 0
+    with demo.client() as client:
+        for entry in questions:
+            answer = client.chat.completions.create(
+                model="demo",
+                messages=[{"role": "user", "content": entry["question"]}],
+                temperature=0,
+                max_tokens=120,
+            )
+            right += (answer.choices[0].message.content or "").startswith(entry["expected"])
+    assert right >= 17
+
+
+def test_sixty_four_streams_are_spread_over_both_fronts(demo: Service) -> None:
+    before = {front["name"]: front["requests"] for front in demo.status()["fronts"]}
+    with demo.client() as client:
+        streams = [
+            client.completions.create(
+                model="demo", prompt="x = ", max_tokens=16, stream=True, extra_body={"ignore_eos": True}
+            )
+            for _ in range(64)
+        ]
+        counts = [sum(1 for chunk in stream if chunk.choices[0].text) for stream in streams]
+    assert min(counts) > 0
+    time.sleep(1.2)  # fronts report every half second
+    taken = {front["name"]: front["requests"] - before[front["name"]] for front in demo.status()["fronts"]}
+    assert len(taken) == 2
+    assert sum(taken.values()) == 64
+    assert min(taken.values()) >= 24
+
+
+def test_nothing_but_health_is_served_to_strangers(demo: Service, key: str) -> None:
+    with httpx.Client(base_url=f"http://{demo.flags[1]}") as http:
+        document = http.get("/openapi.json", headers={"Authorization": f"Bearer {key}"}).json()
+        assert len(document["paths"]) >= 8
+        for path, methods in document["paths"].items():
+            for method in methods:
+                for headers in ({}, {"Authorization": "Bearer ak-wrong"}):
+                    answer = http.request(
+                        method, path.replace("{model}", "demo").replace("{model_id}", "demo"), headers=headers
+                    )
+                    if path.startswith("/health"):
+                        assert answer.status_code == 200
+                    else:
+                        assert answer.status_code == 401, f"{method} {path}"
+                        assert answer.json()["error"]["message"]
+
+
+def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
+    with service("--listen", f"127.0.0.1:{free_port()}", "--max-model-len", "192") as running:
+        key = running.command("keys", "create", "--name", "schemathesis")["key"]
+        done = subprocess.run(
+            [
+                str(Path(sys.executable).with_name("schemathesis")),
+                "run",
+                f"http://{running.flags[1]}/openapi.json",
+                f"--header=Authorization: Bearer {key}",
+                "--checks=not_a_server_error",
+                "--max-examples=40",
+                "--seed=1",
+                "--workers=4",
+                "--request-timeout=30",
+            ],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        running.wait_until(lambda: running.replica()["running"] == 0, 20, "an idle replica")
+        assert running.replica()["blocks_used"] == 0
+        assert not [row for row in running.rows() if (row["status"] or 0) >= 500]

@@ -1,0 +1,158 @@
+"""kill -9 of each role in the middle of requests: nothing hangs, nothing is lost, nothing is left behind."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.system.service import Service, service
+
+pytestmark = pytest.mark.system
+
+LONG = {
+    "model": "demo",
+    "prompt": "import ",
+    "temperature": 0,
+    "max_tokens": 400,
+    "stream": True,
+    "extra_body": {"ignore_eos": True},
+}
+
+
+class Stream(threading.Thread):
+    """A client that reads one stream to its end, whatever that is."""
+
+    def __init__(self, running: Service, **options: Any) -> None:
+        super().__init__(daemon=True)
+        self.running = running
+        self.options = {**LONG, **options}
+        self.text = ""
+        self.finish = ""
+        self.error: Exception | None = None
+        self.begun = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with self.running.client(timeout=60) as client:
+                for chunk in client.completions.create(**self.options):
+                    if chunk.choices:
+                        self.text += chunk.choices[0].text
+                        self.finish = chunk.choices[0].finish_reason or self.finish
+                    if len(self.text) > 40:
+                        self.begun.set()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.begun.set()
+
+
+def wait_gone(pids: list[int], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"{left} are still there after {timeout_s} s"
+        time.sleep(0.01)
+
+
+def answer(running: Service) -> str:
+    with running.client(timeout=60) as client:
+        return (
+            client.completions.create(model="demo", prompt="import ", temperature=0, max_tokens=8)
+            .choices[0]
+            .text
+        )
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on(victim: int) -> None:
+    with service("--tensor-parallel-size", "2") as running:
+        undisturbed = Stream(running)
+        undisturbed.join(60)
+        assert undisturbed.finish == "length", undisturbed.error
+        streams = [Stream(running) for _ in range(3)]
+        for stream in streams:
+            assert stream.begun.wait(30)
+        pids = running.replica()["pids"]
+        assert len(pids) == 2
+        psutil.Process(pids[victim]).kill()
+        wait_gone(pids, 1.0)
+        for stream in streams:
+            stream.join(60)
+            assert not stream.is_alive()
+            assert stream.error is None
+            assert stream.text == undisturbed.text
+        assert running.replica()["pids"] != pids
+        assert answer(running)
+        everybody = running.descendants()
+        assert len(everybody) == 3  # two ranks and a front: no orphan, no double
+        rows = running.wait_until(
+            lambda: [row for row in running.rows() if row["resubmissions"]], 5, "rows that tell of it"
+        )
+        assert len(rows) == 3
+        assert {row["billed_tokens"] for row in rows} == {400}
+        running.stop()
+        wait_gone([process.pid for process in everybody], 1.0)
+
+
+def test_a_killed_front_closes_its_connections_and_no_others() -> None:
+    with service("--fronts", "2") as running:
+        streams = [Stream(running, max_tokens=600) for _ in range(6)]
+        for stream in streams:
+            assert stream.begun.wait(30)
+        fronts = running.status()["fronts"]
+        psutil.Process(fronts[0]["pid"]).kill()
+        wait_gone([fronts[0]["pid"]], 1.0)
+        for stream in streams:
+            stream.join(60)
+            assert not stream.is_alive()
+        assert sum(stream.error is not None for stream in streams) == 3
+        assert sum(stream.finish == "length" for stream in streams) == 3
+        running.wait_until(
+            lambda: all(front["state"] == "ready" for front in running.status()["fronts"]), 20, "a new front"
+        )
+        assert answer(running)
+        assert answer(running)
+        running.wait_until(lambda: running.replica()["running"] == 0, 10, "an idle replica")
+        assert running.replica()["blocks_used"] == 0
+        rows = running.wait_until(
+            lambda: [row for row in running.rows() if row["finish_reason"] == "cancelled"], 5, "their rows"
+        )
+        assert len(rows) == 3
+        assert all(row["error"] for row in rows)
+        assert len(running.descendants()) == 3
+
+
+def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
+    with service("--fronts", "2") as running:
+        for _ in range(3):
+            answer(running)
+        finished = [row["request_id"] for row in running.rows()]
+        with ThreadPoolExecutor(64) as pool:
+            streams = list(pool.map(lambda _: Stream(running), range(64)))
+        for stream in streams:
+            assert stream.begun.wait(60)
+        time.sleep(1.1)
+        children = [process.pid for process in running.descendants()]
+        assert len(children) == 3
+        running.process.kill()
+        running.process.wait()
+        wait_gone(children, 1.0)
+        for stream in streams:
+            stream.join(20)
+            assert not stream.is_alive()
+
+        running.start()
+        with sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True) as database:
+            assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        rows = {row["request_id"]: row for row in running.rows()}
+        assert set(finished) <= set(rows)
+        interrupted = [row for row in rows.values() if row["finish_reason"] == "interrupted"]
+        assert len(interrupted) == 64
+        assert all(row["error"] for row in interrupted)
+        assert answer(running)
