@@ -88,8 +88,8 @@ async def serve(
         )
         listeners = _listen(settings, switchboard.dealer, held)
         admin = AdminServer(settings.admin_socket, settings.unix.admin_mode)
-        sockets = [*listeners, admin]
-        await admin.start(Operations(settings, switchboard, control, history, sockets, started_at))
+        operations = Operations(settings, switchboard, control, history, [*listeners, admin], started_at)
+        await admin.start(operations)
         try:
             switchboard.start(listeners)
             await stop.wait()

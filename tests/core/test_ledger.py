@@ -1,0 +1,262 @@
+"""The ledger's decisions, one at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.messages import Admitted, Identity, Refused, Rejected, Settle
+from engine.messages import Finished, Report
+from tests.core.house import ROWS, TOKENS, FakeFront, House
+
+
+@pytest.fixture
+def house() -> House:
+    return House()
+
+
+def read_all(house: House) -> None:
+    """The core reads everything that lies in its channels."""
+    for front in house.live_fronts():
+        while front.to_core:
+            house.core_reads_front(front)
+    for replica in house.replicas:
+        while replica.to_core:
+            house.core_reads_replica(replica)
+
+
+def answers(front: FakeFront) -> list[Admitted | Refused]:
+    return list(front.from_core)
+
+
+def settle(request_id: str, delivered: int) -> Settle:
+    return Settle(
+        request_id=request_id,
+        submitted=True,
+        status=200,
+        finish_reason="stop",
+        delivered_tokens=delivered,
+        e2e_ms=9.0,
+    )
+
+
+def finished(request_id: str, generated: int, cached: int = 0) -> Finished:
+    return Finished(request_id, 0, 0, 8, cached, generated, 1, 3, ["stop"])
+
+
+def report(*ended: Finished, rows: int = ROWS, tokens: int = TOKENS) -> Report:
+    return Report(step=1, credit_rows=rows, credit_tokens=tokens, finished=list(ended))
+
+
+def test_a_request_is_admitted_while_the_replica_has_rows_and_tokens(house: House) -> None:
+    front, replica = house.new_front(), house.new_replica()
+    for _ in range(ROWS + 2):
+        house.ask(front, tokens=1)
+    read_all(house)
+    assert [turn.request_id for turn in answers(front)] == ["r0", "r1", "r2", "r3"]
+    house.ledger.report(replica.account, report(finished("r0", 5), rows=ROWS + 1))
+    assert [turn.request_id for turn in answers(front)][4:] == ["r4"]
+
+
+def test_token_credit_lets_one_request_through_whatever_its_size_and_then_waits(house: House) -> None:
+    front = house.new_front()
+    house.new_replica()
+    house.ask(front, tokens=10 * TOKENS)
+    house.ask(front, tokens=1)
+    read_all(house)
+    assert [turn.request_id for turn in answers(front)] == ["r0"]
+
+
+def test_of_two_replicas_the_one_with_more_credit_takes_the_request(house: House) -> None:
+    front = house.new_front()
+    house.new_replica(), house.new_replica()
+    read_all(house)
+    for _ in range(4):
+        house.ask(front, tokens=1)
+    read_all(house)
+    turns = [turn.replica for turn in answers(front) if isinstance(turn, Admitted)]
+    assert sorted(turns) == ["m-0", "m-0", "m-1", "m-1"]
+
+
+def test_batch_requests_wait_behind_interactive_ones(house: House) -> None:
+    front = house.new_front()
+    for asked_class in ("batch", "", "P0"):
+        request_id = house.ask(front)
+        admit = front.to_core.pop()
+        fields = {field: getattr(admit, field) for field in admit.__struct_fields__}
+        front.to_core.append(type(admit)(**fields | {"asked_class": asked_class}))
+        assert request_id == admit.request_id
+    read_all(house)
+    house.new_replica()
+    read_all(house)
+    assert [(turn.request_id, turn.priority) for turn in answers(front) if isinstance(turn, Admitted)] == [
+        ("r1", 1),
+        ("r2", 1),
+        ("r0", 2),
+    ]
+
+
+def test_requests_wait_while_the_model_loads_and_are_refused_when_it_takes_too_long(house: House) -> None:
+    front = house.new_front()
+    house.ask(front)
+    read_all(house)
+    house.ledger.expire()
+    assert answers(front) == []
+    house.now += 51
+    house.ledger.expire()
+    (refused,) = answers(front)
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.code) == (503, "queue_timeout")
+    assert refused.retry_after_s is not None and "no replica of the model is ready" in refused.message
+    assert house.rows.ended[0].status == 503
+
+
+def test_a_full_queue_refuses_with_retry_after(house: House) -> None:
+    front = house.new_front()
+    for _ in range(7):
+        house.ask(front)
+    read_all(house)
+    (refused,) = answers(front)
+    assert isinstance(refused, Refused)
+    assert (refused.request_id, refused.status, refused.code) == ("r6", 503, "queue_full")
+    assert refused.retry_after_s == 1.0
+
+
+def test_an_unknown_model_is_refused_with_404_and_the_names_there_are(house: House) -> None:
+    front = house.new_front()
+    house.ask(front)
+    admit = front.to_core.pop()
+    fields = {field: getattr(admit, field) for field in admit.__struct_fields__}
+    house.ledger.admit(front.name, type(admit)(**fields | {"model": "gpt"}))
+    (refused,) = answers(front)
+    assert isinstance(refused, Refused)
+    assert (refused.status, refused.message) == (404, "there is no model 'gpt': there are m")
+
+
+def test_a_failed_model_refuses_what_waits_and_what_comes_with_the_reason(house: House) -> None:
+    front = house.new_front()
+    house.ask(front)
+    read_all(house)
+    house.ledger.fail_model("m", "model-2.safetensors is truncated")
+    house.ask(front)
+    read_all(house)
+    assert [(r.status, "truncated" in r.message) for r in answers(front) if isinstance(r, Refused)] == [
+        (503, True)
+    ] * 2
+    house.check_end()
+
+
+def test_draining_refuses_new_requests_and_finishes_the_others(house: House) -> None:
+    front, replica = house.new_front(), house.new_replica()
+    house.ask(front)
+    read_all(house)
+    house.ledger.draining = True
+    house.ask(front)
+    read_all(house)
+    admitted, refused = answers(front)
+    assert isinstance(admitted, Admitted)
+    assert isinstance(refused, Refused) and refused.code == "draining"
+    assert replica.account.available_rows == ROWS - 1
+
+
+@pytest.mark.parametrize("order", ["settle first", "finished first"])
+def test_the_row_ends_with_what_the_front_delivered_and_the_engine_counted(house: House, order: str) -> None:
+    front, replica = house.new_front(), house.new_replica()
+    house.ask(front)
+    read_all(house)
+    house.now += 2
+    words = [
+        lambda: house.ledger.settle(front.name, settle("r0", 7)),
+        lambda: house.ledger.report(replica.account, report(finished("r0", 9, cached=4), rows=5, tokens=48)),
+    ]
+    for word in words if order == "settle first" else reversed(words):
+        assert house.rows.ended == []
+        word()
+    (row,) = house.rows.ended
+    assert (row.billed_tokens, row.generated_tokens, row.cached_tokens, row.prompt_tokens) == (7, 9, 4, 8)
+    assert (row.status, row.finish_reason, row.replica, row.devices) == (200, "stop", "m-0", "cpu")
+    assert (row.batch_size_at_start, row.preemptions, row.resubmissions) == (3, 1, 0)
+    assert (row.version, row.request_class, row.key_id) == ("v1", "P1", None)
+    house.check_end()
+
+
+def test_a_request_whose_replica_died_goes_on_elsewhere_ahead_of_others(house: House) -> None:
+    front, first = house.new_front(), house.new_replica()
+    house.ask(front)
+    read_all(house)
+    house.hear(front)
+    for _ in range(5):
+        house.ask(front, tokens=TOKENS)
+    read_all(house)
+    house.kill_replica(first)
+    # The front reads the death before the core does: the core must not hand the request back to the dead one.
+    house.ask_again(front, "r0")
+    read_all(house)
+    assert all(turn.request_id != "r0" for turn in answers(front))
+    house.core_reads_replica(first)
+    second = house.new_replica()
+    read_all(house)
+    turns = [turn for turn in answers(front) if isinstance(turn, Admitted) and turn.replica == "m-1"]
+    assert [(turn.request_id, turn.attempt) for turn in turns] == [("r0", 1), ("r2", 0)]
+    house.ledger.settle(front.name, settle("r0", 6))
+    house.ledger.report(second.account, report(finished("r0", 2)))
+    row = house.rows.ended[-1]
+    # The dead replica's count is lost; what was delivered was generated.
+    assert (row.generated_tokens, row.billed_tokens, row.resubmissions) == (6, 6, 1)
+
+
+def test_the_row_of_a_dead_fronts_request_says_so_and_bills_nothing(house: House) -> None:
+    front, replica = house.new_front(), house.new_replica()
+    house.ask(front)
+    read_all(house)
+    house.kill_front(front)
+    house.bury_front(front)
+    assert house.rows.ended == [], "the replica has not said that it is rid of it"
+    replica.take(front.name)
+    replica.report()
+    read_all(house)
+    (row,) = house.rows.ended
+    assert (row.status, row.finish_reason, row.error) == (499, "cancelled", "the front process died")
+    assert row.billed_tokens == 0
+    house.check_end()
+
+
+def test_tenants_never_share_a_cache_salt(house: House) -> None:
+    front = house.new_front()
+    house.new_replica()
+    house.ask(front)
+    read_all(house)
+    (turn,) = answers(front)
+    assert isinstance(turn, Admitted) and turn.cache_salt == "salt of t"
+
+
+def test_a_request_that_the_front_refused_is_one_row(house: House) -> None:
+    house.ledger.reject(
+        Rejected(
+            request_id="x",
+            identity=Identity(tenant="t", key_id="key_1"),
+            peer="10.0.0.1:5",
+            endpoint="/v1/completions",
+            model="m",
+            stream=False,
+            status=400,
+            error="too long",
+            prompt_tokens=9000,
+            arrived_at=999.0,
+            e2e_ms=2.0,
+        )
+    )
+    (row,) = house.rows.ended
+    assert (row.status, row.error, row.key_id, row.finished_at) == (400, "too long", "key_1", 1000.0)
+
+
+def test_a_second_request_with_an_id_in_flight_is_refused_and_leaves_the_first_alone(house: House) -> None:
+    front, other = house.new_front(), house.new_front()
+    house.new_replica()
+    house.ask(front)
+    admit = front.to_core[0]
+    read_all(house)
+    house.ledger.admit(other.name, admit)
+    (refused,) = answers(other)
+    assert isinstance(refused, Refused) and refused.status == 409
+    house.settle_everything()
+    house.check_end()

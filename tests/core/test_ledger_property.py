@@ -1,0 +1,133 @@
+"""Whatever order the words of fronts and replicas arrive in, and whoever dies meanwhile: every request ends
+in exactly one row, and every credit comes back."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.core.house import FakeFront, FakeReplica, House
+
+pick = st.integers(0, 1_000)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.house = House()
+        self.house.new_front()
+        self.house.new_front()
+        self.house.new_replica()
+
+    def front(self, number: int) -> FakeFront:
+        fronts = list(self.house.fronts.values())
+        return fronts[number % len(fronts)]
+
+    def live_front(self, number: int) -> FakeFront | None:
+        fronts = self.house.live_fronts()
+        return fronts[number % len(fronts)] if fronts else None
+
+    def replica(self, number: int) -> FakeReplica:
+        return self.house.replicas[number % len(self.house.replicas)]
+
+    @rule(number=pick, submissions=st.integers(1, 3), samples=st.integers(1, 2), tokens=st.integers(1, 30))
+    def a_request_arrives(self, number: int, submissions: int, samples: int, tokens: int) -> None:
+        if front := self.live_front(number):
+            self.house.ask(front, submissions, samples, tokens)
+
+    @rule(number=pick)
+    def the_core_reads_a_front(self, number: int) -> None:
+        self.house.core_reads_front(self.front(number))
+
+    @rule(number=pick)
+    def a_front_reads_the_core(self, number: int) -> None:
+        front = self.live_front(number)
+        if front and front.from_core:
+            self.house.hear(front)
+
+    @rule(number=pick, request=pick)
+    def a_client_leaves(self, number: int, request: int) -> None:
+        front = self.live_front(number)
+        if front and front.asks:
+            self.house.settle(front, list(front.asks)[request % len(front.asks)], 499)
+
+    @rule(number=pick, request=pick)
+    def an_answer_ends(self, number: int, request: int) -> None:
+        front = self.live_front(number)
+        running = [name for name, ask in front.asks.items() if ask.replica is not None] if front else []
+        if front and running:
+            self.house.settle(front, running[request % len(running)], 200)
+
+    @rule(number=pick)
+    def a_front_notices_a_dead_replica(self, number: int) -> None:
+        if front := self.live_front(number):
+            for name, ask in list(front.asks.items()):
+                if ask.replica is not None and not ask.replica.alive:
+                    self.house.ask_again(front, name)
+
+    @rule(number=pick, front=pick)
+    def a_replica_reads_a_front(self, number: int, front: int) -> None:
+        replica = self.replica(number)
+        waiting = [name for name, inbox in replica.inbox.items() if inbox]
+        if replica.alive and waiting:
+            replica.take(waiting[front % len(waiting)])
+
+    @rule(number=pick, which=pick)
+    def a_replica_finishes_something(self, number: int, which: int) -> None:
+        replica = self.replica(number)
+        if replica.alive and replica.running:
+            replica.finish(replica.running[which % len(replica.running)])
+
+    @rule(number=pick)
+    def a_replica_reports(self, number: int) -> None:
+        replica = self.replica(number)
+        if replica.alive:
+            replica.report()
+
+    @rule(number=pick)
+    def the_core_reads_a_replica(self, number: int) -> None:
+        self.house.core_reads_replica(self.replica(number))
+
+    @rule(number=pick, unwritten=st.integers(0, 2))
+    def a_front_dies(self, number: int, unwritten: int) -> None:
+        if front := self.live_front(number):
+            self.house.kill_front(front, unwritten)
+
+    @precondition(lambda self: len(self.house.fronts) < 5)
+    @rule()
+    def a_front_starts(self) -> None:
+        self.house.new_front()
+
+    @rule(number=pick)
+    def a_replica_dies(self, number: int) -> None:
+        self.house.kill_replica(self.replica(number))
+
+    @precondition(lambda self: len(self.house.replicas) < 5)
+    @rule()
+    def a_replica_starts(self) -> None:
+        self.house.new_replica()
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.house.now += seconds
+        self.house.ledger.expire()
+
+    @rule(request=pick)
+    def an_operator_cancels(self, request: int) -> None:
+        if self.house.asked:
+            self.house.ledger.abort(self.house.asked[request % len(self.house.asked)], "cancelled")
+
+    def teardown(self) -> None:
+        if hasattr(self, "house"):
+            self.house.settle_everything()
+            self.house.check_end()
+
+
+LedgerMachine.TestCase.settings = settings(
+    max_examples=300,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+test_every_request_ends_once_and_every_credit_comes_back = LedgerMachine.TestCase
