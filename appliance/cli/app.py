@@ -1,0 +1,286 @@
+"""The commands and their options. What they do is in the other modules of this package, loaded on demand."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="One box, one service, one socket: an operated LLM inference appliance.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+keys = typer.Typer(help="Make, list and revoke the bearer keys that TCP needs.", no_args_is_help=True)
+requests = typer.Typer(help="Read the request log, oldest first.", invoke_without_command=True)
+app.add_typer(keys, name="keys", rich_help_panel=None)
+app.add_typer(requests, name="requests", rich_help_panel=None)
+
+
+class Device(StrEnum):
+    """As in the settings."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class DType(StrEnum):
+    """As in the settings."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class LoadFormat(StrEnum):
+    """As in the settings."""
+
+    safetensors = "safetensors"
+    dummy = "dummy"
+
+
+class LogLevel(StrEnum):
+    """As in the settings."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+RunDir = Annotated[
+    str | None,
+    typer.Option("--run-dir", metavar="DIR", help="Where the service's sockets are.", show_default=False),
+]
+StateDir = Annotated[
+    str | None,
+    typer.Option("--state-dir", metavar="DIR", help="Where the databases are.", show_default=False),
+]
+Config = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE", help="Settings file (TOML).", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from appliance.watch.versions import product_version
+
+        print(f"appliance {product_version()}")
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    config: Config = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="Serve the checkpoint in FOLDER as NAME; may be repeated. Without: the shipped model, "
+            "named demo.",
+            show_default=False,
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve TCP too, with bearer keys.")
+    ] = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    fronts: Annotated[int | None, typer.Option(metavar="N", help="Front processes.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where models run.", show_default=False)] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of weights.", show_default=False)] = None,
+    load_format: Annotated[
+        LoadFormat | None, typer.Option(help="dummy: random weights, to measure speed.", show_default=False)
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks (GPUs) that hold one replica.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(metavar="N", help="Longest sequence, prompt and output, in tokens.")
+    ] = None,
+    max_rows: Annotated[int | None, typer.Option(metavar="N", help="Sequences that run at once.")] = None,
+    step_tokens: Annotated[int | None, typer.Option(metavar="N", help="Token budget of one step.")] = None,
+    kv_blocks: Annotated[
+        int | None, typer.Option(metavar="N", help="Blocks of 64 tokens in the KV cache.")
+    ] = None,
+    log_level: Annotated[
+        LogLevel | None, typer.Option(help="Least that is logged.", show_default=False)
+    ] = None,
+) -> None:
+    """Run the service in the foreground, until Ctrl-C or SIGTERM."""
+    from appliance.cli.serve import serve
+    from appliance.settings import Flags
+
+    flags = Flags(
+        config=config,
+        models=model or [],
+        listen=listen,
+        fronts=fronts,
+        run_dir=run_dir,
+        state_dir=state_dir,
+        log_level=log_level and log_level.value,
+        device=device and device.value,
+        dtype=dtype and dtype.value,
+        tensor_parallel_size=tensor_parallel_size,
+        max_model_len=max_model_len,
+        max_rows=max_rows,
+        kv_blocks=kv_blocks,
+    )
+    raise typer.Exit(serve(flags, step_tokens=step_tokens, load_format=load_format and load_format.value))
+
+
+@app.command()
+def status(run_dir: RunDir = None, json: Json = False) -> None:
+    """Say what runs where: sockets, fronts, models, queue, databases, problems."""
+    from appliance.cli.status import show_status
+
+    show_status(run_dir, as_json=json)
+
+
+@keys.command("create")
+def keys_create(
+    name: Annotated[str, typer.Option(metavar="NAME", help="What or whom it is for.", show_default=False)],
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Who its requests are billed to.")] = "default",
+    expires: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Worthless after this span (90d, 12h) or from this date on."),
+    ] = None,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    """Make a key. It is shown this once and kept nowhere."""
+    from appliance.cli.keys import create_key
+
+    create_key(run_dir, name, tenant, expires, as_json=json)
+
+
+@keys.command("list")
+def keys_list(run_dir: RunDir = None, json: Json = False) -> None:
+    """List all keys, revoked ones too, without their secrets."""
+    from appliance.cli.keys import list_keys
+
+    list_keys(run_dir, as_json=json)
+
+
+@keys.command("revoke")
+def keys_revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `keys list` shows it.", show_default=False)],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    """Make a key worthless, for good."""
+    from appliance.cli.keys import revoke_key
+
+    revoke_key(run_dir, key_id, yes=yes, as_json=json)
+
+
+@requests.callback()
+def requests_read(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="At most so many.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then show requests as they end.")] = False,
+    request_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="Only this request, with every field.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only this tenant's.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Only this model's.")] = None,
+    status: Annotated[
+        str | None, typer.Option(metavar="STATUS", help="Only this HTTP status; or: open, ended.")
+    ] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only those with a status ≥ 400 or an error.")
+    ] = False,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Not older than this span (30m, 1h, 7d) or this date.")
+    ] = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    from appliance.cli.requests import show_requests
+
+    show_requests(
+        run_dir,
+        state_dir,
+        limit=limit,
+        follow=follow,
+        request_id=request_id,
+        tenant=tenant,
+        model=model,
+        status=status,
+        failed=failed,
+        since=since,
+        as_json=json,
+    )
+
+
+@requests.command("cancel")
+def requests_cancel(
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="As `requests` shows it.", show_default=False)
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    """End a request now; its client gets an error."""
+    from appliance.actions import CancelRequest
+    from appliance.cli.actions import perform
+
+    perform(run_dir, CancelRequest(request_id=request_id), yes=yes, as_json=json)
+
+
+@app.command()
+def chat(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="Ask this, print the answer and leave.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the service's first.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Longest answer.")] = None,
+    run_dir: RunDir = None,
+) -> None:
+    """Talk to a model from the terminal.
+
+    Ctrl-C cancels an answer, Ctrl-D leaves. With PROMPT or piped input: one answer.
+    """
+    from appliance.cli.chat import chat
+
+    raise typer.Exit(
+        chat(
+            run_dir,
+            prompt=prompt,
+            model=model,
+            system=system,
+            temperature=temperature,
+            max_tokens=max_tokens,
+        )
+    )
+
+
+@app.command()
+def doctor(
+    config: Config = None, run_dir: RunDir = None, state_dir: StateDir = None, json: Json = False
+) -> None:
+    """Say what runs where, what is wrong and what to do. Exit code 1 where something is wrong."""
+    from appliance.cli.doctor import show_findings
+
+    raise typer.Exit(show_findings(config, run_dir, state_dir, as_json=json))

@@ -1,0 +1,181 @@
+"""`appliance chat`: a conversation in a terminal, or one question in a script."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Generator
+from typing import Any
+
+from appliance.cli.chat_stream import AnswerError, ChatClient, End, Piece
+from appliance.cli.failure import Failure
+from appliance.cli.output import is_terminal, paint, printable
+from appliance.cli.service import find_run_dir
+
+_HELP = """\
+  Ctrl-C   cancel the answer
+  Ctrl-D   leave
+  /reset   begin a new conversation
+  /help    this list"""
+_INTERRUPTED = 130
+# An answer may hold line breaks and tabs; every other control character could steer the terminal.
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Conversation:
+    """What was said so far, and how to ask for more."""
+
+    def __init__(self, client: ChatClient, system: str | None, options: dict[str, Any]) -> None:
+        self._client = client
+        self._options = options
+        self._opening = [] if system is None else [{"role": "system", "content": _sendable(system)}]
+        self.messages = list(self._opening)
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = list(self._opening)
+
+    def ask(self, question: str) -> Generator[Piece | End, None, None]:
+        """The answer as it comes. What came stays part of the conversation, however it ended; a question
+        that got no answer does not. Raises AnswerError."""
+        self.messages.append({"role": "user", "content": _sendable(question)})
+        said: list[str] = []
+        try:
+            # Closed on the way out, whatever the reason: that is what tells the service to stop.
+            with contextlib.closing(
+                self._client.answer({**self._options, "messages": self.messages})
+            ) as answer:
+                for part in answer:
+                    if isinstance(part, Piece):
+                        said.append(part.text)
+                    yield part
+        finally:
+            if said:
+                self.messages.append({"role": "assistant", "content": "".join(said)})
+            else:
+                self.messages.pop()
+
+
+def chat(
+    run_dir: str | None,
+    *,
+    prompt: str | None,
+    model: str | None,
+    system: str | None,
+    temperature: float,
+    max_tokens: int | None,
+) -> int:
+    """Talk until the person leaves, or answer `prompt` (or what is piped in) once; the exit code."""
+    if prompt is None and not is_terminal(sys.stdin):
+        prompt = sys.stdin.read() if sys.stdin is not None else ""
+    if prompt is not None and not prompt.strip():
+        raise Failure("the prompt is empty: write one, or start a conversation with: appliance chat")
+    with ChatClient(find_run_dir(run_dir)) as client:
+        options: dict[str, Any] = {"model": _choose(client.models(), model), "temperature": temperature}
+        if max_tokens is not None:
+            options["max_tokens"] = max_tokens
+        conversation = Conversation(client, system, options)
+        if prompt is None:
+            return _converse(conversation, options["model"])
+        return _answer_once(conversation, prompt)
+
+
+def _choose(models: list[str], wanted: str | None) -> str:
+    if not models:
+        raise Failure("the service has no models: start it with --model NAME=FOLDER")
+    if wanted is None:
+        return models[0]
+    if wanted not in models:
+        raise Failure(f"--model {wanted!r} is not served: there are {', '.join(models)}")
+    return wanted
+
+
+def _answer_once(conversation: Conversation, prompt: str) -> int:
+    try:
+        _show(conversation.ask(prompt))
+    except AnswerError as error:
+        sys.stdout.flush()
+        raise Failure(str(error)) from error
+    except KeyboardInterrupt:
+        _end_line()
+        return _INTERRUPTED
+    return 0
+
+
+def _converse(conversation: Conversation, model: str) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (gives input() a history and its keys)
+    print(paint(f"You talk to {printable(model)}. /help shows the keys, Ctrl-D leaves.", "dim"))
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            continue
+        if not line or _is_command(conversation, line):
+            continue
+        try:
+            _show(conversation.ask(line))
+        except AnswerError as error:
+            _end_line()
+            print(paint(f"no answer: {printable(str(error))}", "red"))
+        except KeyboardInterrupt:
+            _end_line()
+            print(paint("cancelled", "dim"))
+
+
+def _is_command(conversation: Conversation, line: str) -> bool:
+    if not re.fullmatch(r"/[a-z]+", line):
+        return False
+    if line == "/reset":
+        conversation.reset()
+        print(paint("A new conversation.", "dim"))
+    elif line == "/help":
+        print(paint(_HELP, "dim"))
+    else:
+        print(paint(f"{line} is not a command: there are /reset and /help.", "dim"))
+    return True
+
+
+def _show(answer: Generator[Piece | End, None, None]) -> None:
+    """Print the answer as it comes, and how it went where a person looks."""
+    terminal = is_terminal(sys.stdout)
+    last = "\n"
+    with contextlib.closing(answer):
+        for part in answer:
+            if isinstance(part, Piece):
+                text = _STEERING.sub("", part.text) if terminal else part.text
+                last = text[-1:] or last
+                print(text, end="", flush=True)
+                continue
+            if last != "\n":
+                print(flush=True)
+            if terminal and is_terminal(sys.stderr):
+                print(paint(_summary(part), "dim", sys.stderr), file=sys.stderr, flush=True)
+
+
+def _summary(end: End) -> str:
+    facts = []
+    if end.completion_tokens is not None:
+        facts.append(f"{end.completion_tokens:,} tokens")
+    if end.tokens_per_s is not None:
+        facts.append(f"{end.tokens_per_s:.1f} tok/s")
+    if end.ttft_s is not None:
+        facts.append(f"TTFT {end.ttft_s * 1000:.0f} ms")
+    if end.finish_reason != "stop":
+        facts.append(f"ended by {printable(end.finish_reason)}")
+    return " · ".join(facts)
+
+
+def _end_line() -> None:
+    # The terminal may be anywhere in a line: the answer broke off, and ^C was echoed.
+    print(flush=True)
+
+
+def _sendable(text: str) -> str:
+    """`text` without what UTF-8 cannot carry: bytes of a terminal or an argument that were no text."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,170 @@
+"""The API as `chat` needs it: models, and one streamed answer at a time, over `api.sock`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import httpx
+
+from appliance.cli.failure import Failure
+from appliance.cli.service import not_there
+
+
+class AnswerError(Exception):
+    """The service did not answer, or broke off; the message says why."""
+
+
+class Piece(NamedTuple):
+    """Some of an answer's text."""
+
+    text: str
+
+
+class End(NamedTuple):
+    """The answer's end."""
+
+    finish_reason: str
+    completion_tokens: int | None
+    """None where the service did not say."""
+    ttft_s: float | None
+    """From the question to the first text."""
+    tokens_per_s: float | None
+    """After the first text."""
+
+
+class ChatClient:
+    """Asks the service of one run directory. Use as a context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._socket = run_dir / "api.sock"
+        # No read timeout: an answer may wait in the queue, whose limit is the service's to keep.
+        self._http = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self._socket)),
+            base_url="http://appliance",
+            timeout=httpx.Timeout(None, connect=10.0),
+        )
+
+    def __enter__(self) -> ChatClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def models(self) -> list[str]:
+        """The names that may be asked for. Raises Failure where the service does not answer."""
+        try:
+            response = self._http.get("/v1/models", timeout=10.0)
+        except httpx.ConnectError as error:
+            if "ermission" in str(error):
+                raise Failure(
+                    f"{self._socket} may not be opened by this user: ask for access to it"
+                ) from error
+            raise Failure(not_there(self._socket, self._run_dir)) from error
+        except httpx.TransportError as error:
+            raise Failure(
+                f"the service behind {self._socket} does not answer ({error or type(error).__name__}): "
+                f"see what it says with: appliance status --run-dir {self._run_dir}"
+            ) from error
+        if response.status_code != 200:
+            raise Failure(_refusal(response.status_code, response.content))
+        try:
+            return [str(model["id"]) for model in response.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise Failure(
+                f"{self._socket} is not the API of this product: it has no list of models"
+            ) from error
+
+    def answer(self, body: dict[str, Any]) -> Generator[Piece | End, None, None]:
+        """Stream the answer to a chat completion request; closing the iterator cancels it.
+
+        Raises AnswerError for a refusal, an error event or a connection that breaks.
+        """
+        asked = time.monotonic()
+        first: float | None = None
+        finish_reason, tokens = "", None
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise AnswerError(_refusal(response.status_code, response.read()))
+                for event in _objects(events(response.iter_raw())):
+                    if (usage := event.get("usage")) is not None:
+                        tokens = usage.get("completion_tokens")
+                    for choice in event.get("choices", ()):
+                        finish_reason = choice.get("finish_reason") or finish_reason
+                        if text := choice.get("delta", {}).get("content"):
+                            first = first or time.monotonic()
+                            yield Piece(text)
+        except httpx.TransportError as error:
+            raise AnswerError(f"the connection broke: {error or type(error).__name__}") from error
+        if not finish_reason:
+            raise AnswerError("the answer broke off: the service closed the connection")
+        yield _end(finish_reason, tokens, asked, first)
+
+
+def _end(finish_reason: str, tokens: int | None, asked: float, first: float | None) -> End:
+    if first is None:
+        return End(finish_reason, tokens, None, None)
+    later = time.monotonic() - first
+    rate = (tokens - 1) / later if tokens is not None and tokens > 1 and later > 0 else None
+    return End(finish_reason, tokens, first - asked, rate)
+
+
+def events(chunks: Iterable[bytes]) -> Iterator[str]:
+    """The data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+    Bytes are decoded line by line, so a character may be split across chunks. Comments, and fields other than
+    data, are passed over; an event without its blank line at the end was broken off and does not count.
+    """
+    data: list[str] = []
+    for line in _lines(chunks):
+        if not line:
+            if data:
+                yield "\n".join(data)
+                data = []
+            continue
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            data.append(value.removeprefix(b" ").decode("utf-8", "replace"))
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines that ended, by LF or CRLF."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+
+
+def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects up to `[DONE]`. Raises AnswerError for an error event."""
+    for text in data:
+        if text == "[DONE]":
+            return
+        try:
+            event = json.loads(text)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise AnswerError(f"the answer has an event that is not a JSON object: {text[:80]!r}")
+        if (error := event.get("error")) is not None:
+            raise AnswerError(str(error.get("message", error) if isinstance(error, dict) else error))
+        yield event
+
+
+def _refusal(status: int, content: bytes) -> str:
+    """The message of an error in OpenAI's shape, or the status."""
+    try:
+        message = str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = content[:200].decode("utf-8", "replace").strip() or "no reason was given"
+    return f"{message} (status {status})"

@@ -1,0 +1,104 @@
+"""`appliance doctor`: the findings, on a terminal or as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from appliance.cli.output import cells, paint, print_json, printable, terminal_width
+from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.cli.times import local
+from appliance.settings import Flags, Settings, SettingsError, load_settings
+from appliance.watch.doctor import examine
+from appliance.watch.findings import Examination, Finding
+
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+_INDENT = 12
+
+
+def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
+    """Examine and print; the exit code: 1 where there is a problem. Warnings are none."""
+    run, state, settings = _find(config, run_dir, state_dir)
+    examination = examine(run, state, settings)
+    if as_json:
+        print_json(examination)
+    else:
+        for line in examination_lines(examination, terminal_width()):
+            print(line)
+    return 1 if examination.problems else 0
+
+
+def _find(
+    config: str | None, run_dir: str | None, state_dir: str | None
+) -> tuple[Path, Path, Settings | str]:
+    """The directories, which a settings file that cannot be used must not hide, and the settings or why
+    not."""
+    settings: Settings | str
+    try:
+        settings = load_settings(Flags(config=config, run_dir=run_dir, state_dir=state_dir))
+    except SettingsError as error:
+        settings = str(error)
+    if isinstance(settings, Settings):
+        run = Path(settings.run_dir)
+        return run, find_state_dir(state_dir or None, run, config), settings
+    from appliance.settings import default_run_dir, default_state_dir
+
+    try:
+        run = find_run_dir(run_dir, config)
+        return run, find_state_dir(state_dir, run, config), settings
+    except Exception:  # the file is what `settings` complains about: go by the flags and defaults
+        return (
+            Path(run_dir or default_run_dir()).absolute(),
+            Path(state_dir or default_state_dir()).absolute(),
+            settings,
+        )
+
+
+def examination_lines(examination: Examination, width: int | None) -> Iterable[str]:
+    """Findings by area, then the verdict."""
+    yield paint(f"{printable(examination.host)}, {local(examination.at)}", "dim")
+    area = ""
+    for finding in examination.findings:
+        if finding.area != area:
+            area = finding.area
+            yield ""
+            yield paint(area.upper(), "bold")
+        yield from _finding_lines(finding, width)
+    yield ""
+    yield _verdict(examination)
+
+
+def _finding_lines(finding: Finding, width: int | None) -> Iterable[str]:
+    text = printable(finding.text)
+    if finding.area in ("models", "service") and finding.subject not in text:
+        text = f"{printable(finding.subject)}: {text}"
+    mark = f"  {finding.level}"
+    first = " " * (_INDENT - cells(mark))
+    lines = _wrapped(text, width)
+    yield "  " + paint(finding.level, _COLOURS[finding.level]) + first + lines[0]
+    for line in lines[1:]:
+        yield " " * _INDENT + line
+    if finding.remedy:
+        for number, line in enumerate(_wrapped(printable(finding.remedy), width, room=2)):
+            yield " " * _INDENT + ("→ " if number == 0 else "  ") + line
+
+
+def _wrapped(text: str, width: int | None, room: int = 0) -> list[str]:
+    if width is None:
+        return [text]
+    return textwrap.wrap(text, max(24, width - _INDENT - room), break_on_hyphens=False) or [""]
+
+
+def _verdict(examination: Examination) -> str:
+    if examination.problems:
+        return paint(
+            f"{_counted(examination.problems, 'problem')}, {_counted(examination.warnings, 'warning')}", "red"
+        )
+    if examination.warnings:
+        return paint(f"no problem, {_counted(examination.warnings, 'warning')}", "yellow")
+    return paint("all is well", "green")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,171 @@
+"""Text for a terminal: tables that fit it, quantities for people, colour where it is wanted, JSON where not.
+
+Everything that others chose (names, errors, answers) passes `printable`: no escape sequence of theirs reaches
+the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+_COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+_GAP = "  "
+_LEAST_FLEXIBLE = 8
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    right: bool = False
+    """Numbers stand to the right."""
+    drop: int = 0
+    """Where the terminal is too narrow, columns go in this order, highest first; 0 stays."""
+    flexible: bool = False
+    """May be cut short when no column is left to drop."""
+    colours: Mapping[str, str] | None = None
+    """The colour of a cell that holds this word."""
+
+
+class Layout:
+    """Columns with their widths, chosen once, so that lines may follow later."""
+
+    def __init__(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 0
+    ) -> None:
+        """`rows` decide the widths; `width` is the terminal's, None for one without end."""
+        self._indent = " " * indent
+        self._columns = columns
+        self._widths = [
+            max([cells(column.title), *(cells(row[index]) for row in rows)])
+            for index, column in enumerate(columns)
+        ]
+        self._shown = list(range(len(columns)))
+        if width is not None:
+            self._fit(width - indent)
+
+    def heading(self) -> str:
+        """The line of titles."""
+        return self.line([column.title for column in self._columns])
+
+    def line(self, row: Sequence[str]) -> str:
+        """One row."""
+        parts = []
+        for index in self._shown:
+            wanted, column = self._widths[index], self._columns[index]
+            last = index == self._shown[-1] and not column.right
+            text = shorten(row[index], wanted) if column.flexible else row[index]
+            room = 0 if last else wanted - cells(text)
+            if column.colours and text in column.colours:
+                text = paint(text, column.colours[text])
+            parts.append(" " * room + text if column.right else text + " " * room)
+        return (self._indent + _GAP.join(parts)).rstrip()
+
+    def _fit(self, width: int) -> None:
+        for index in sorted(self._shown, key=lambda index: -self._columns[index].drop):
+            if self._excess(width) <= 0 or not self._columns[index].drop:
+                break
+            self._shown.remove(index)
+        flexible = [index for index in self._shown if self._columns[index].flexible]
+        while flexible and self._excess(width) > 0:
+            widest = max(flexible, key=lambda index: self._widths[index])
+            if self._widths[widest] <= _LEAST_FLEXIBLE:
+                break
+            self._widths[widest] -= 1
+
+    def _excess(self, width: int) -> int:
+        return sum(self._widths[index] for index in self._shown) + len(_GAP) * (len(self._shown) - 1) - width
+
+
+def table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], *, width: int | None, indent: int = 0
+) -> list[str]:
+    """The lines of a table, titles first."""
+    layout = Layout(columns, rows, width, indent)
+    return [layout.heading(), *(layout.line(row) for row in rows)]
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a person sits at `stream`; a stream may have been closed before we started."""
+    return stream is not None and stream.isatty()
+
+
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """Columns of the terminal behind `stream` (standard output); None if it is none: nothing is cut there."""
+    return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
+
+
+def cells(text: str) -> int:
+    """Columns that `text` takes on a terminal."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(character) else 1 + (unicodedata.east_asian_width(character) in "WF")
+        for character in text
+    )
+
+
+def shorten(text: str, width: int) -> str:
+    """`text` in at most `width` columns; of a path the end is kept, of everything else the beginning."""
+    if cells(text) <= width:
+        return text
+    from_end = text.startswith("/")
+    while text and cells(text) > width - 1:
+        text = text[1:] if from_end else text[:-1]
+    return "…" + text if from_end else text + "…"
+
+
+def printable(text: str) -> str:
+    """`text` on one line, without control characters and without changes of direction."""
+    return _CONTROLS.sub(" ", text)
+
+
+def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """`text` in a colour ("red", "green", "yellow", "dim", "bold") where `stream` is a terminal that wants
+    any (https://no-color.org)."""
+    stream = stream or sys.stdout
+    if not text or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not is_terminal(stream):
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def print_json(value: Any, *, line: bool = False) -> None:
+    """Structs, lists and dicts as JSON: indented, or on one line."""
+    import msgspec
+
+    encoded = msgspec.json.encode(value)
+    print((encoded if line else msgspec.json.format(encoded, indent=2)).decode(), flush=line)
+
+
+def of_seconds(seconds: float) -> str:
+    """A span of time, with two units at most."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    for large, small, name, rest in ((86400, 3600, "d", "h"), (3600, 60, "h", "min"), (60, 1, "min", "s")):
+        if whole >= large:
+            return f"{whole // large} {name} {whole % large // small} {rest}"
+    raise AssertionError("unreachable")
+
+
+def of_ms(value: float | None) -> str:
+    """Milliseconds with three digits that mean something; empty for None."""
+    if value is None:
+        return ""
+    if value >= 100_000:
+        return f"{value / 1000:.0f}s"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def of_count(count: int) -> str:
+    """A number with separators."""
+    return f"{count:,}"

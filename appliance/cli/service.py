@@ -1,0 +1,81 @@
+"""Finding the service that a command is about."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.cli.failure import Failure, told
+
+if TYPE_CHECKING:
+    from appliance.client import AdminClient
+
+
+def find_run_dir(flag: str | None, config: str | None = None) -> Path:
+    """The run directory: the flag's, the settings file's, or the default.
+
+    Reads nothing else of the settings: a model's folder that went away must not keep an operator from the
+    service that runs.
+    """
+    from appliance.settings import default_run_dir
+
+    return Path(flag or _from_file("run_dir", config) or default_run_dir()).absolute()
+
+
+def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -> Path:
+    """The state directory: the flag's, the one of the service that has or last had `run_dir`, the settings
+    file's, or the default."""
+    from appliance.rundir import last_holder
+    from appliance.settings import default_state_dir
+
+    if flag:
+        return Path(flag).absolute()
+    if (holder := last_holder(run_dir)) is not None:
+        return Path(holder.state_dir)
+    return Path(_from_file("state_dir", config) or default_state_dir()).absolute()
+
+
+@contextmanager
+def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
+    """The admin client of the service in `run_dir`, whose failures are told."""
+    from appliance.client import AdminClient, AdminError, ServiceNotRunningError
+
+    found = find_run_dir(run_dir)
+    with AdminClient(found) as client:
+        try:
+            yield client
+        except ServiceNotRunningError as error:
+            raise Failure(_not_running(client.socket, found, str(error))) from error
+        except AdminError as error:
+            raise Failure(str(error)) from error
+
+
+def not_there(socket: Path, run_dir: Path) -> str:
+    """What to say when nobody listens on `socket`."""
+    return f"no service answers at {socket}; start one with: appliance serve --run-dir {run_dir}"
+
+
+def _not_running(socket: Path, run_dir: Path, why: str) -> str:
+    # The client knows more than "nobody is there" when the socket exists but may not be opened, or answers
+    # badly.
+    absent = not socket.exists() or "refused" in why.lower()
+    return not_there(socket, run_dir) if absent else why
+
+
+def _from_file(name: str, config: str | None) -> str | None:
+    from appliance.settings import SettingsError, find_config
+
+    with told(SettingsError):
+        path = find_config(config)
+    if path is None:
+        return None
+    try:
+        value = tomllib.loads(path.read_text(encoding="utf-8")).get(name)
+    except (OSError, ValueError) as error:
+        raise Failure(
+            f"{path} cannot be read ({error}): mend it, or name the directory with --{name.replace('_', '-')}"
+        ) from error
+    return value if isinstance(value, str) else None

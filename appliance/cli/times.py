@@ -1,0 +1,34 @@
+"""Times as people type and read them: spans (90s, 30m, 12h, 7d) and dates, local time."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+
+from appliance.cli.failure import Failure
+
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
+    """Unix seconds of a span before (`ahead`: after) now, or of a date. Raises Failure, naming `option`."""
+    now = time.time() if now is None else now
+    span = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d|w)", text.strip())
+    if span:
+        seconds = float(span[1]) * _SECONDS[span[2]]
+        return now + seconds if ahead else now - seconds
+    try:
+        return datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise Failure(
+            f"{option} {text!r} is neither a span nor a date: write for example 90s, 30m, 12h, 7d, "
+            f"2026-11-20 or 2026-11-20T14:30"
+        ) from None
+
+
+def local(seconds: float | None, *, day: bool = True) -> str:
+    """Unix seconds as local time; empty for None."""
+    if seconds is None:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S" if day else "%H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,1 @@
+"""Looking after the box: what it is made of, and what is wrong with it."""

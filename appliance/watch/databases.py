@@ -1,0 +1,120 @@
+"""Whether the databases are sound. Reads only, and briefly: an open reader keeps a service that stops from
+leaving WAL mode."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+from appliance.watch.findings import Finding
+from appliance.watch.quantities import of_bytes
+from store.control import verify_audit
+from store.database import open_readonly
+from store.errors import StoreError
+from store.migrations import Schema
+from store.requests import RequestFilter, RequestReader
+from store.schemas import CONTROL, HISTORY
+
+
+def databases(state_dir: Path, running: bool) -> Iterator[Finding]:
+    """Both databases: pages, schema version, size; the audit chain; requests that never ended."""
+    for name, schema in (("control.db", CONTROL), ("history.db", HISTORY)):
+        path = state_dir / name
+        if not path.exists():
+            yield Finding(
+                area="databases",
+                subject=name,
+                level="problem" if running else "ok",
+                text=f"{path} does not exist" + ("" if running else ": the first start makes it"),
+                remedy="stop the service and start it again: it writes into a file that is gone"
+                if running
+                else "",
+            )
+            continue
+        try:
+            yield _soundness(path, schema)
+            yield from _audit(path) if schema is CONTROL else _requests(path, running)
+        except StoreError as error:
+            yield _broken(name, str(error), "")
+
+
+def _soundness(path: Path, schema: Schema) -> Finding:
+    """Raises a StoreError for a file that cannot be opened."""
+    connection = open_readonly(path)
+    try:
+        complaints = [str(row[0]) for row in connection.execute("PRAGMA quick_check(5)")]
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        mode = str(connection.execute("PRAGMA journal_mode").fetchone()[0])
+    except sqlite3.Error as error:
+        complaints, version, mode = [str(error)], 0, "?"
+    finally:
+        connection.close()
+    if complaints != ["ok"]:
+        return _broken(
+            path.name,
+            f"{path} is damaged: {'; '.join(complaints)}",
+            "stop the service, move the file and its -wal away, restore a backup or recover what is left "
+            "with: sqlite3 FILE .recover",
+        )
+    known = len(schema.migrations)
+    if version > known:
+        return _broken(
+            path.name,
+            f"{path} has schema version {version}, this version of the product knows {known}",
+            "install the version that wrote it",
+        )
+    size = sum(file.stat().st_size for file in (path, path.with_name(path.name + "-wal")) if file.exists())
+    upgrade = "" if version == known else f" (of {known}: the next start brings it up to date)"
+    return Finding(
+        area="databases",
+        subject=path.name,
+        level="ok",
+        text=f"{path} is sound: schema version {version}{upgrade}, {of_bytes(size)}, journal mode {mode}",
+    )
+
+
+def _audit(path: Path) -> Iterator[Finding]:
+    verdict = verify_audit(path)
+    if verdict.ok:
+        yield Finding(
+            area="databases",
+            subject="audit chain",
+            level="ok",
+            text=f"the audit chain is whole: {verdict.rows:,} rows, head {verdict.head.hash[:16]}",
+        )
+    else:
+        yield Finding(
+            area="databases",
+            subject="audit chain",
+            level="problem",
+            text=f"the audit chain is broken at row {verdict.broken_seq}: {verdict.problem}",
+            remedy="it was changed outside the service: keep the file as evidence, compare a backup",
+        )
+
+
+def _requests(path: Path, running: bool) -> Iterator[Finding]:
+    reader = RequestReader(path)
+    if twice := reader.double_ends():
+        yield Finding(
+            area="databases",
+            subject="request log",
+            level="problem",
+            text=f"{twice:,} ends came after a request's end: a fault of the service",
+            remedy="report it, with the rows: SELECT * FROM requests WHERE double_ends > 0",
+        )
+    if not running and (left := reader.query(RequestFilter(state="open"), 1)):
+        yield Finding(
+            area="databases",
+            subject="request log",
+            level="warning",
+            text=f"requests are open although no service runs (such as {left[0].request_id})",
+            remedy="nothing: the next start ends their rows",
+        )
+
+
+def _broken(subject: str, text: str, remedy: str) -> Finding:
+    if not remedy:
+        # The store's messages carry what to do after their last colon.
+        text, _, remedy = text.rpartition(": ")
+    return Finding(area="databases", subject=subject, level="problem", text=text, remedy=remedy)

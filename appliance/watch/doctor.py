@@ -1,0 +1,136 @@
+"""The doctor: looks at everything that can keep the service from working, changes nothing.
+
+A check that itself fails is a finding, never the end of the visit.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from appliance.client import AdminClient, AdminError, ServiceNotRunningError
+from appliance.protocol import Status
+from appliance.settings import Settings
+from appliance.watch import machine, models, places, processes
+from appliance.watch.databases import databases
+from appliance.watch.findings import Examination, Finding
+from appliance.watch.gpus import find_gpus
+
+_MOST_REPORTED_PROBLEMS = 5
+_RECENT_S = 3600.0
+
+
+def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examination:
+    """All findings about the service of `run_dir`. `settings`: as read, or why they cannot be used."""
+    now = time.time()
+    findings: list[Finding] = []
+    report = find_gpus()
+    status, why_not = _ask(run_dir)
+    running = status is not None
+
+    def look(area: str, check: Callable[[], Iterable[Finding]]) -> None:
+        try:
+            findings.extend(check())
+        except Exception as error:
+            findings.append(
+                Finding(
+                    area=area,
+                    subject=area,
+                    level="warning",
+                    text=f"could not be examined: {type(error).__name__}: {error}",
+                    remedy="see the other findings first",
+                )
+            )
+
+    look("versions", machine.versions)
+    look("devices", lambda: machine.devices(report))
+    look("directories", lambda: places.directories(run_dir, state_dir))
+    look("service", lambda: _service(status, why_not, settings, now))
+    look("sockets", lambda: places.sockets(run_dir, places.api_state(run_dir / "api.sock"), running))
+    if status is not None:
+        served = status.models
+        look("models", lambda: models.running_models(served))
+    elif isinstance(settings, Settings):
+        wanted = settings.models
+        look("models", lambda: models.configured_models(wanted, report.gpus, _available_bytes()))
+    look("databases", lambda: databases(state_dir, running))
+    look("leftovers", lambda: places.leftovers(run_dir, state_dir, running))
+    look("leftovers", lambda: processes.orphans(status.pid if status is not None else None))
+    return Examination(
+        at=now,
+        host=platform.node(),
+        run_dir=str(run_dir),
+        state_dir=str(state_dir),
+        problems=sum(finding.level == "problem" for finding in findings),
+        warnings=sum(finding.level == "warning" for finding in findings),
+        findings=findings,
+    )
+
+
+def _ask(run_dir: Path) -> tuple[Status | None, str]:
+    """The service's status; or None, and why."""
+    with AdminClient(run_dir, timeout_s=5.0) as client:
+        try:
+            return client.status(), ""
+        except (ServiceNotRunningError, AdminError, OSError) as error:
+            return None, str(error)
+
+
+def _service(status: Status | None, why_not: str, settings: Settings | str, now: float) -> Iterable[Finding]:
+    if isinstance(settings, str):
+        what, _, remedy = settings.rpartition(": ")
+        yield _finding("settings", "problem", what or settings, remedy if what else "mend the settings file")
+    elif settings.config_file:
+        yield _finding("settings", "ok", f"{settings.config_file} is sound")
+    if status is None:
+        if "denied" in why_not.lower() or "may not" in why_not:
+            yield _finding("state", "warning", why_not, "run the doctor as the service's user, or as root")
+        else:
+            yield _finding("state", "ok", "no service runs here; start one with: appliance serve")
+        return
+    text = f"version {status.version}, process {status.pid} of uid {status.uid}, {status.state}"
+    if status.state == "degraded":
+        yield _finding("state", "problem", f"{text}: {status.reason}", "the problems below say why")
+    elif status.state == "ready":
+        yield _finding("state", "ok", text)
+    else:
+        yield _finding("state", "warning", f"{text}: {status.reason}", "wait, then look again")
+    for model in status.models:
+        if model.state not in ("ready", "loading"):
+            errors = [replica.last_error for replica in model.replicas if replica.last_error]
+            why = model.detail or "; ".join(errors) or "reason unknown"
+            yield _finding(
+                model.name,
+                "problem",
+                f"model {model.name} is {model.state}: {why}",
+                "mend what it names; the service tries again by itself, or restart it",
+            )
+    for database in status.databases:
+        if database.last_error or database.dropped_rows or database.rejected_rows:
+            lost = database.dropped_rows + database.rejected_rows
+            yield _finding(
+                os.path.basename(database.path),
+                "problem",
+                f"{database.lag_rows:,} rows wait, {lost:,} are lost: "
+                f"{database.last_error or 'it takes writes again'}",
+                "free disk space and look at the disk's health: rows wait in memory meanwhile",
+            )
+    recent = [problem for problem in status.problems if now - problem.at < _RECENT_S]
+    for problem in recent[:_MOST_REPORTED_PROBLEMS]:
+        times = f" ({problem.count:,} times)" if problem.count > 1 else ""
+        yield _finding(
+            problem.where, "warning", f"within the last hour{times}: {problem.what}", "see the service's log"
+        )
+
+
+def _finding(subject: str, level: str, text: str, remedy: str = "") -> Finding:
+    return Finding(area="service", subject=subject, level=level, text=text, remedy=remedy)  # type: ignore[arg-type]
+
+
+def _available_bytes() -> int:
+    import psutil  # type: ignore[import-untyped]
+
+    return int(psutil.virtual_memory().available)

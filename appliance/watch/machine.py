@@ -1,0 +1,170 @@
+"""Versions and devices: what the product runs on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sqlite3
+import sys
+from collections.abc import Iterator
+
+from appliance.watch.findings import Finding
+from appliance.watch.gpus import GpuReport
+from appliance.watch.quantities import of_bytes
+from appliance.watch.versions import product_version, requirements, version_of
+
+_LEAST_PYTHON = (3, 11)
+# https://sqlite.org/wal.html#walresetbug: two connections that write or checkpoint at once.
+_WAL_RESET_MENDED = (3, 51, 3)
+_LEAST_DESCRIPTORS = 4096
+_LITTLE_MEMORY_BYTES = 1 << 30
+
+
+def versions() -> Iterator[Finding]:
+    """Of ours and of what we stand on, read from the installed packages' records."""
+    yield _python()
+    missing = [name for name in requirements() if version_of(name) is None]
+    if product_version().startswith("unknown"):
+        yield _finding(
+            "versions",
+            "appliance",
+            "warning",
+            "the package appliance is not installed in this environment: its requirements are not known",
+            "install it: pip install --editable .",
+        )
+    elif missing:
+        yield _finding(
+            "versions",
+            "requirements",
+            "problem",
+            f"not installed: {', '.join(missing)}",
+            f"install them: {sys.executable} -m pip install {' '.join(missing)}",
+        )
+    for name in ("torch", "tokenizers", "uvicorn", "msgspec"):
+        if found := version_of(name):
+            yield _finding("versions", name, "ok", f"{name} {found}")
+    yield _sqlite()
+    yield _kernels_package()
+
+
+def devices(report: GpuReport) -> Iterator[Finding]:
+    """GPUs, processors, memory, descriptors."""
+    yield from _gpus(report)
+    yield _processors()
+    yield _memory()
+    yield _descriptors()
+
+
+def _python() -> Finding:
+    text = (
+        f"appliance {product_version()} · Python {platform.python_version()} ({sys.executable}) · "
+        f"{platform.system()} {platform.release()} {platform.machine()}"
+    )
+    if sys.version_info < _LEAST_PYTHON:
+        return _finding("versions", "Python", "problem", text, "use Python 3.11 or newer")
+    return _finding("versions", "appliance", "ok", text)
+
+
+def _sqlite() -> Finding:
+    note = ""
+    if sqlite3.sqlite_version_info < _WAL_RESET_MENDED:
+        note = (
+            " (older than 3.51.3: two programs that write one WAL database at once can damage it; the "
+            "service writes through one connection alone, so open its databases read-only)"
+        )
+    return _finding("versions", "SQLite", "ok", f"SQLite {sqlite3.sqlite_version}{note}")
+
+
+def _kernels_package() -> Finding:
+    if found := version_of("kernels"):
+        return _finding(
+            "versions",
+            "kernels",
+            "problem",
+            f"the PyPI package kernels {found} is installed here: the product has a package of that name too",
+            f"remove it: {sys.executable} -m pip uninstall kernels, then install appliance again",
+        )
+    return _finding("versions", "kernels", "ok", "no foreign package named kernels is installed")
+
+
+def _gpus(report: GpuReport) -> Iterator[Finding]:
+    if report.error:
+        yield _finding(
+            "devices",
+            "GPU",
+            "warning",
+            f"NVIDIA's driver cannot be asked: {report.error}",
+            "see nvidia-smi and the kernel's log (dmesg); until then only the CPU backend can be used",
+        )
+    elif not report.gpus:
+        yield _finding("devices", "GPU", "ok", "no NVIDIA GPU: the CPU backend is used")
+    for gpu in report.gpus:
+        yield _finding(
+            "devices",
+            f"GPU {gpu.number}",
+            "ok",
+            f"{gpu.name}, {of_bytes(gpu.memory_bytes)}, {of_bytes(gpu.used_bytes)} used, compute capability "
+            f"{gpu.compute_capability or 'unknown'}, driver {report.driver} (CUDA {report.cuda})",
+        )
+    torch = version_of("torch") or ""
+    if report.gpus and torch.endswith("+cpu"):
+        yield _finding(
+            "devices",
+            "torch",
+            "problem",
+            f"torch {torch} is built without CUDA: the GPUs stay idle",
+            "install the CUDA build of torch (https://pytorch.org/get-started/locally)",
+        )
+
+
+def _processors() -> Finding:
+    usable = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    return _finding(
+        "devices",
+        "CPU",
+        "ok",
+        f"{usable} of {os.cpu_count()} CPUs usable, load {load:.1f} ({_processor_name()})",
+    )
+
+
+def _processor_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def _memory() -> Finding:
+    import psutil  # type: ignore[import-untyped]
+
+    memory = psutil.virtual_memory()
+    text = f"{of_bytes(memory.available)} of {of_bytes(memory.total)} memory available"
+    if memory.available < _LITTLE_MEMORY_BYTES:
+        return _finding(
+            "devices", "memory", "warning", text, "end other programs, or serve a smaller model on this box"
+        )
+    return _finding("devices", "memory", "ok", text)
+
+
+def _descriptors() -> Finding:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = "no limit of open files" if hard == resource.RLIM_INFINITY else f"at most {hard:,} open files"
+    if hard != resource.RLIM_INFINITY and hard < _LEAST_DESCRIPTORS:
+        return _finding(
+            "devices",
+            "open files",
+            "warning",
+            f"{text}: every connection takes one",
+            f"raise the hard limit to {_LEAST_DESCRIPTORS} or more (ulimit -Hn, systemd: LimitNOFILE=)",
+        )
+    return _finding("devices", "open files", "ok", text)
+
+
+def _finding(area: str, subject: str, level: str, text: str, remedy: str = "") -> Finding:
+    return Finding(area=area, subject=subject, level=level, text=text, remedy=remedy)  # type: ignore[arg-type]

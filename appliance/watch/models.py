@@ -1,0 +1,131 @@
+"""Whether the models can run here: their folders, and their memory as `engine.sizing` predicts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from appliance.protocol import ModelStatus
+from appliance.settings import ModelSettings
+from appliance.watch.findings import Finding, Level
+from appliance.watch.gpus import Gpu
+from appliance.watch.quantities import of_bytes
+from engine import sizing
+from engine.messages import BLOCK_TOKENS
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def configured_models(
+    models: Mapping[str, ModelSettings], gpus: list[Gpu], available_bytes: int
+) -> Iterator[Finding]:
+    """For a service that does not run: could it? `available_bytes` of host memory."""
+    for name, model in models.items():
+        try:
+            files = list(_files(model))
+        except OSError as error:
+            files = [f"{model.folder} cannot be read: {error.strerror or error}"]
+        for complaint in files:
+            yield _finding(
+                name, "problem", complaint, "copy the checkpoint's folder again, or name another one"
+            )
+        if not files:
+            yield _fit(name, model, gpus, available_bytes)
+
+
+def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
+    """For a service that runs: what it says about them."""
+    for model in models:
+        for replica in model.replicas:
+            if replica.state != "ready":
+                continue
+            difference = replica.used_bytes / max(1, replica.predicted_bytes) - 1
+            where = ", ".join(dict.fromkeys(replica.devices))
+            yield _finding(
+                model.name,
+                "ok",
+                f"{replica.name} runs on {where}: {of_bytes(replica.used_bytes)} used, "
+                f"{of_bytes(replica.predicted_bytes)} predicted ({difference:+.0%})",
+            )
+        if not Path(model.folder).is_dir():
+            yield _finding(
+                model.name,
+                "problem",
+                f"{model.folder} is gone: replicas that run go on, none can be started",
+                "bring the folder back",
+            )
+
+
+def _files(model: ModelSettings) -> Iterator[str]:
+    """What is missing in the folder."""
+    folder = Path(model.folder)
+    if not folder.is_dir():
+        yield f"{folder} is not a folder"
+        return
+    if not (folder / "tokenizer.json").is_file():
+        yield f"{folder / 'tokenizer.json'} does not exist"
+    if model.load_format == "dummy" or (folder / _SINGLE).is_file():
+        return
+    if not (folder / _INDEX).is_file():
+        yield f"{folder} has neither {_SINGLE} nor {_INDEX}"
+        return
+    try:
+        shards = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"{folder / _INDEX} is not an index of shards ({error!r})"
+        return
+    for shard in sorted(map(str, shards)):
+        if not (folder / shard).is_file():
+            yield f"{folder / shard} does not exist, but {_INDEX} names it"
+
+
+def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Finding:
+    ranks = model.tensor_parallel_size
+    on_gpu = model.device == "cuda" or (model.device == "auto" and bool(gpus))
+    if on_gpu and len(gpus) < ranks:
+        return _finding(
+            name,
+            "problem",
+            f"tensor_parallel_size = {ranks} needs as many GPUs, and there are {len(gpus)}",
+            f"lower it to {len(gpus)}" if gpus else 'set device = "cpu"',
+        )
+    try:
+        config = sizing.ModelConfig.from_folder(model.folder)
+        longest = config.resolve_length(model.max_model_len)
+        needed_blocks = model.kv_blocks or -(-longest // BLOCK_TOKENS)
+        dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
+        predicted = sizing.predict(
+            config,
+            dtype=dtype,
+            kv_dtype=dtype,
+            tensor_parallel_size=ranks,
+            max_rows=model.max_rows,
+            step_tokens=model.step_tokens,
+            max_model_len=longest,
+            blocks=needed_blocks,
+        )
+    except Exception as error:  # the engine's errors say what is wrong with the checkpoint or the request
+        text, _, remedy = str(error).rpartition("; ")
+        return _finding(
+            name, "problem", text or str(error), remedy if text else "mend the model's folder or settings"
+        )
+    memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
+    usable = int(memory * model.memory_fraction)
+    kind = f"{needed_blocks:,} KV blocks" if model.kv_blocks else f"KV of one sequence of {longest:,} tokens"
+    text = (
+        f"{config.model_type}, {sizing.parameters(config) / 1e6:,.1f} M parameters in {dtype}: needs "
+        f"{of_bytes(predicted.total_bytes)} of {of_bytes(usable)} usable"
+        f"{f' on each of {ranks} ranks' if ranks > 1 else ''} (weights {of_bytes(predicted.weight_bytes)}, "
+        f"{kind} {of_bytes(predicted.kv_bytes)})"
+    )
+    if predicted.total_bytes <= usable:
+        return _finding(name, "ok", text)
+    return _finding(
+        name, "problem", text, "lower max_model_len, kv_blocks or max_rows, use more ranks, or free memory"
+    )
+
+
+def _finding(name: str, level: Level, text: str, remedy: str = "") -> Finding:
+    return Finding(area="models", subject=name, level=level, text=text, remedy=remedy)

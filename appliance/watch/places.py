@@ -1,0 +1,204 @@
+"""The directories and what lies in them: disk, sockets, locks, what a service left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from appliance.watch.findings import Finding
+from appliance.watch.quantities import of_bytes
+
+MOST_SOCKET_PATH_BYTES = 107
+"""`sun_path` holds 108 bytes on Linux, one of them the final zero."""
+_LITTLE_DISK_BYTES = 1 << 30
+_NO_DISK_BYTES = 64 << 20
+_SOCKETS = ("api.sock", "admin.sock")
+
+
+class SocketState(NamedTuple):
+    """What became of one request to a Unix socket."""
+
+    exists: bool
+    answered: bool
+    ready: bool = False
+    text: str = ""
+    """What it said, or why it did not."""
+
+
+def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
+    """Whether both can be used, and how much disk is left."""
+    for name, path, flag in (("run", run_dir, "--run-dir"), ("state", state_dir, "--state-dir")):
+        yield _directory(name, path, flag)
+    longest = max(len(os.fsencode(run_dir / name)) for name in _SOCKETS)
+    if longest > MOST_SOCKET_PATH_BYTES:
+        yield Finding(
+            area="directories",
+            subject="socket path",
+            level="problem",
+            text=f"sockets in {run_dir} have paths of {longest} bytes; at most {MOST_SOCKET_PATH_BYTES} work",
+            remedy="name a shorter --run-dir",
+        )
+    yield _disk(state_dir)
+
+
+def api_state(socket: Path) -> SocketState:
+    """Ask `/health/ready` on `api.sock`."""
+    import httpx
+
+    if not os.path.exists(socket):
+        return SocketState(False, False, text="does not exist")
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=5.0) as client:
+            response = client.get("http://appliance/health/ready")
+    except httpx.TransportError as error:
+        return SocketState(True, False, text=str(error) or type(error).__name__)
+    return SocketState(True, True, response.status_code == 200, " ".join(response.text.split())[:300])
+
+
+def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]:
+    """What answers. `running`: the admin socket did."""
+    if running and not api.answered:
+        yield Finding(
+            area="sockets",
+            subject="api.sock",
+            level="problem",
+            text=f"{run_dir / 'api.sock'} does not answer: {api.text}",
+            remedy="see the fronts in: appliance status",
+        )
+    elif api.answered:
+        how = "and is ready" if api.ready else f"but is not ready: {api.text}"
+        yield Finding(
+            area="sockets",
+            subject="api.sock",
+            level="ok" if api.ready else "warning",
+            text=f"{run_dir / 'api.sock'} answers {how}",
+            remedy="" if api.ready else "wait if it is loading; appliance status says what it waits for",
+        )
+    if running:
+        yield Finding(
+            area="sockets", subject="admin.sock", level="ok", text=f"{run_dir / 'admin.sock'} answers"
+        )
+
+
+def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding]:
+    """Sockets and locks that belong to nobody, and a service that holds its lock but does not answer."""
+    holder = None if running else lock_holder(run_dir / "service.lock")
+    if holder is not None:
+        yield Finding(
+            area="leftovers",
+            subject="service.lock",
+            level="problem",
+            text=f"process {holder} holds {run_dir} but does not answer on admin.sock",
+            remedy=f"see its log; if it hangs, end it: kill {holder} (kill -9 loses nothing that was logged)",
+        )
+    elif not running:
+        for name in _SOCKETS:
+            if _is_socket(run_dir / name):
+                yield Finding(
+                    area="leftovers",
+                    subject=name,
+                    level="warning",
+                    text=f"{run_dir / name} is left of a service that ended without a word",
+                    remedy="nothing: the next start replaces it",
+                )
+        for name in ("control.db", "history.db"):
+            if (writer := lock_holder(state_dir / f"{name}-lock")) is not None:
+                yield Finding(
+                    area="leftovers",
+                    subject=name,
+                    level="problem",
+                    text=f"process {writer} writes {state_dir / name}, but no service answers in {run_dir}",
+                    remedy="name the run directory of that service (--run-dir), or end the process",
+                )
+
+
+def lock_holder(path: Path) -> int | None:
+    """The process that holds the flock on `path`, None if nobody does. Takes no lock itself: one that is
+    held for a moment could turn away a service that starts."""
+    try:
+        wanted = path.stat()
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split()
+        if len(words) < 6 or words[1] != "FLOCK":
+            continue
+        major, minor, inode = words[5].split(":")
+        if int(inode) == wanted.st_ino and os.makedev(int(major, 16), int(minor, 16)) == wanted.st_dev:
+            return int(words[4])
+    return None
+
+
+def _directory(name: str, path: Path, flag: str) -> Finding:
+    subject = f"{name} directory"
+    missing = _missing(path)
+    if missing is not None:
+        above = missing.parent
+        if os.access(above, os.W_OK | os.X_OK):
+            return Finding(
+                area="directories",
+                subject=subject,
+                level="ok",
+                text=f"{path} will be made at the first start",
+            )
+        return Finding(
+            area="directories",
+            subject=subject,
+            level="problem",
+            text=f"{path} does not exist, and uid {os.geteuid()} may not make {missing}",
+            remedy=f"make it for the service's user, or name another one with {flag}",
+        )
+    if not path.is_dir():
+        return Finding(
+            area="directories",
+            subject=subject,
+            level="problem",
+            text=f"{path} is not a directory",
+            remedy=f"move it away, or name another one with {flag}",
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        return Finding(
+            area="directories",
+            subject=subject,
+            level="problem",
+            text=f"{path} cannot be written by uid {os.geteuid()}",
+            remedy=f"use the service's user, give it the directory, or name another one with {flag}",
+        )
+    return Finding(area="directories", subject=subject, level="ok", text=f"{path} can be written")
+
+
+def _missing(path: Path) -> Path | None:
+    """The outermost part of `path` that does not exist."""
+    found = None
+    for part in (path, *path.parents):
+        if os.path.lexists(part):
+            return found
+        found = part
+    return found
+
+
+def _disk(state_dir: Path) -> Finding:
+    there = next(part for part in (state_dir, *state_dir.parents) if part.is_dir())
+    usage = shutil.disk_usage(there)
+    text = f"{of_bytes(usage.free)} of {of_bytes(usage.total)} free for {state_dir}"
+    if usage.free >= _LITTLE_DISK_BYTES:
+        return Finding(area="directories", subject="disk", level="ok", text=text)
+    return Finding(
+        area="directories",
+        subject="disk",
+        level="problem" if usage.free < _NO_DISK_BYTES else "warning",
+        text=text,
+        remedy="free some space: on a full disk requests are served but their log waits in memory",
+    )
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except OSError:
+        return False

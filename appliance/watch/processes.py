@@ -1,0 +1,48 @@
+"""Processes of ours that outlived their service."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+
+from appliance.watch.findings import Finding
+
+_CHILDREN = ("engine.replica", "appliance.front")
+
+
+def orphans(service_pid: int | None) -> Iterator[Finding]:
+    """Ranks and fronts whose parent is gone: the kernel and their channels should have ended them."""
+    import psutil  # type: ignore[import-untyped]
+
+    found = []
+    for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
+        words = process.info["cmdline"] or []
+        ours = any(first == "-m" and second in _CHILDREN for first, second in pairwise(words))
+        # A service that is process 1 of a container has children of its own.
+        if ours and process.info["ppid"] == 1 and service_pid != 1 and not _service_is_init():
+            found.append((process.info["pid"], " ".join(words[1:3])))
+    for pid, what in found:
+        yield Finding(
+            area="leftovers",
+            subject=f"process {pid}",
+            level="problem",
+            text=f"process {pid} ({what}) has outlived its service and may hold memory",
+            remedy=f"end it: kill -9 {pid}",
+        )
+    if not found:
+        yield Finding(
+            area="leftovers",
+            subject="processes",
+            level="ok",
+            text="no rank or front has outlived its service",
+        )
+
+
+def _service_is_init() -> bool:
+    import psutil
+
+    try:
+        return any("appliance" in os.path.basename(word) for word in psutil.Process(1).cmdline())
+    except psutil.Error:
+        return False
