@@ -11,22 +11,13 @@ from engine.sampler import Sampler
 
 
 def profile_cuda(decoder: Decoder, sampler: Sampler, tables: RowTables, spec: ReplicaSpec) -> int:
-    """Bytes that are left for the KV pool on this rank's device, after running the two largest steps.
+    """Bytes that are left for the KV pool on this rank's device, after running the largest steps.
 
-    One step is a chunk of the whole token budget at the end of the longest sequence, after which every row
-    samples in the full variant; the other decodes every row. `tables` are used up. Every rank must call it.
+    `tables` are used up. Every rank must call it.
     """
     device = decoder.device
     torch.cuda.reset_peak_memory_stats(device)
-    # Every block table names block 0 throughout: what is read is nonsense, how much is not.
-    pool = decoder.allocate_kv(1)
-    for plan in _largest_steps(decoder.max_model_len, spec):
-        tables.apply(plan)
-        batch = tables.step_batch(plan)
-        hidden = decoder.forward(batch.forward, pool)
-        logits = decoder.logits(hidden.index_select(0, batch.forward.logit_index))
-        sampler.sample(logits, batch, tables)
-    del pool, hidden, logits
+    run_largest_steps(decoder, sampler, tables, spec)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     outside_torch = total - free - torch.cuda.memory_reserved(device)
@@ -35,14 +26,27 @@ def profile_cuda(decoder: Decoder, sampler: Sampler, tables: RowTables, spec: Re
     return int(total * spec.memory_fraction) - outside_torch - peak
 
 
+def run_largest_steps(decoder: Decoder, sampler: Sampler, tables: RowTables, spec: ReplicaSpec) -> None:
+    """A chunk of the whole token budget at the end of the longest sequence, after which every row samples in
+    the full variant; then steps in which every row takes part, first with a chunk, then decoding."""
+    # Every block table names block 0 throughout: what is read is nonsense, how much is not.
+    pool = decoder.allocate_kv(1)
+    for plan in _largest_steps(decoder.max_model_len, spec):
+        tables.apply(plan)
+        batch = tables.step_batch(plan)
+        hidden = decoder.forward(batch.forward, pool)
+        logits = decoder.logits(hidden.index_select(0, batch.forward.logit_index))
+        sampler.sample(logits, batch, tables)
+
+
 def _largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     sampling = SamplingParams(
         max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20
     )
     rows = list(range(spec.max_rows))
     setups = [RowSetup(row, sampling, 0, 1, [0]) for row in rows]
-    count = min(spec.step_tokens, max_model_len - 1)
-    deep = Chunk(0, max_model_len - 1 - count, [0] * count, rows)
+    count = max(1, min(spec.step_tokens, max_model_len - 1))
+    deep = Chunk(0, max(0, max_model_len - 1 - count), [0] * count, rows)
     # Decodes share the pool: together they are about as long as the longest sequence or a step's budget.
     length = max(1, min(max_model_len - 1, max(max_model_len, spec.step_tokens) // spec.max_rows))
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]

@@ -25,6 +25,7 @@ from engine.messages import (
     StepTokens,
 )
 from engine.parallel import single
+from engine.profiling import run_largest_steps
 from engine.runner import DeviceError, Runner
 from kernels import sampling
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
@@ -206,6 +207,12 @@ def test_stop_tokens_wait_for_min_tokens(engine: LocalEngine) -> None:
     assert late.token_ids[:2] == free.token_ids[:2]
 
 
+def test_a_stop_token_may_come_as_soon_as_min_tokens_are_there(engine: LocalEngine) -> None:
+    params = SamplingParams(max_tokens=12, min_tokens=4, stop_token_ids=(9,), logit_bias={9: 100.0})
+    [[sample]] = engine.generate([prompt_of(10, seed=6)], params)
+    assert sample.finish == "stop" and len(sample.token_ids) == 5 and sample.token_ids[4] == 9
+
+
 def test_a_block_copy_is_a_copy_in_every_layer(folder: Path) -> None:
     runner = Runner(spec_of(folder), single(), quiet)
     with torch.inference_mode():
@@ -291,6 +298,16 @@ def test_a_step_that_failed_stays_failed(folder: Path) -> None:
         steps[0].wait()
     with pytest.raises(RuntimeError, match="an earlier one failed"):
         steps[1].wait()
+    runner.close()
+
+
+@pytest.mark.parametrize("step_tokens", [8, 96, 4096])
+def test_the_profiled_steps_can_be_run_whatever_the_budget(folder: Path, step_tokens: int) -> None:
+    spec = spec_of(folder, step_tokens=step_tokens)
+    runner = Runner(spec, single(), quiet)
+    with torch.inference_mode():
+        run_largest_steps(runner.decoder, runner.sampler, runner.tables, spec)
+    assert (runner.tables.lengths[1:] > 0).all()
     runner.close()
 
 
