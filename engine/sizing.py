@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from engine.config import DTYPE_BYTES, ModelConfig, Shard
 from engine.messages import BLOCK_TOKENS
 
-_GATHERED_TOKENS = 512 * BLOCK_TOKENS
-"""The CPU backend copies at most so many tokens' pages at once, or one sequence's (`kernels.reference`)."""
+_GATHERED_BYTES = 4 << 20
+"""The CPU backend copies at most so many bytes of keys at once, or one sequence's (`kernels.reference`)."""
 
 _SAMPLED_COPIES = 4
 """Float32 copies of a logit row while it is sampled: logits, noise, sorted, cumulated."""
@@ -147,7 +147,7 @@ def _activations(
     mlp = 3 * shard.intermediate * width + config.hidden_size * width
     streams = 2 * config.hidden_size * width
     logits = max_rows * shard.vocab * 4 * _SAMPLED_COPIES
-    pages = 2 * kv * width * max(max_model_len, min(max_rows * max_model_len, _GATHERED_TOKENS))
+    pages = 2 * max(kv * width * max_model_len, _GATHERED_BYTES)
     packed = shard.vocab * config.hidden_size * 4 if dtype == "float32" and config.tie_word_embeddings else 0
     return tokens * (streams + max(attention, mlp)) + logits + pages + packed
 

@@ -15,8 +15,10 @@ PAGE_TOKENS = 64
 
 name = "reference"
 
-_GATHERED_COLUMNS = 512
-"""Most blocks copied at once for decodes, unless one sequence has more: bounds the working memory."""
+_GATHERED_BYTES = 4 << 20
+"""Most bytes of keys (and as many of values) copied at once for decodes, unless one sequence has more. It
+bounds the working memory, keeps the copy in cache until it is read, and its buffer below the size at which
+the C library asks the kernel for fresh pages each time (a factor of 4 at 64 sequences)."""
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -96,7 +98,8 @@ def paged_attention_decode(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    groups = _length_groups(lens.tolist(), window)
+    column_bytes = keys[0].numel() * q.element_size()
+    groups = _length_groups(lens.tolist(), window, max(1, _GATHERED_BYTES // column_bytes))
     if len(groups) == 1:
         return _attend_group(q, keys, values, block_tables, lens, scale, window, groups[0])
     out = torch.empty_like(q)
@@ -122,9 +125,9 @@ class _Group:
         return (self.last - self.first) * len(self.rows)
 
 
-def _length_groups(lens: list[int], window: int | None) -> list[_Group]:
+def _length_groups(lens: list[int], window: int | None, most_columns: int) -> list[_Group]:
     """Sequences in groups, so that the columns that are copied are at most about twice those that are needed
-    (padding, where lengths differ) and at most _GATHERED_COLUMNS (where there are many sequences)."""
+    (padding, where lengths differ), and those of a group at most `most_columns` unless it is one sequence."""
     last = [-(-length // PAGE_TOKENS) for length in lens]
     first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]
 
@@ -138,11 +141,11 @@ def _length_groups(lens: list[int], window: int | None) -> list[_Group]:
         for row, pages in enumerate(last):
             by_size.setdefault((pages - 1).bit_length(), []).append(row)
         groups = [group(rows) for rows in by_size.values()]
-    if all(each.columns <= _GATHERED_COLUMNS for each in groups):
+    if all(each.columns <= most_columns for each in groups):
         return groups
     parts = []
     for each in groups:
-        count = max(1, _GATHERED_COLUMNS // (each.last - each.first))
+        count = max(1, most_columns // (each.last - each.first))
         parts += [group(each.rows[at : at + count]) for at in range(0, len(each.rows), count)]
     return parts
 

@@ -187,7 +187,7 @@ def test_many_decodes_are_computed_in_bounded_parts(monkeypatch: pytest.MonkeyPa
         largest.append(group.columns)
         return attend(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reference, "_GATHERED_COLUMNS", 6)
+    monkeypatch.setattr(reference, "_GATHERED_BYTES", 6 * keys[0].nbytes)
     monkeypatch.setattr(reference, "_attend_group", spy)
     assert (OPS.paged_attention_decode(*arguments) - whole).abs().max() < 1e-6
     assert len(largest) > 1

@@ -107,6 +107,7 @@ CASES = [
             "max_window_layers": 1,
             "tie_word_embeddings": True,
         },
+        edit=lambda values: values.pop("layer_types"),
     ),
     Case("qwen3", "qwen3", {"head_dim": 32}),
     Case(
