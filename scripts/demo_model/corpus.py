@@ -1,4 +1,4 @@
-"""The training text: sources of CPython's standard library, pydoc's language reference, docstrings written in C.
+"""The training text: CPython's standard library, pydoc's language reference, docstrings written in C.
 
 Some modules are held out, with their tests, to measure perplexity.
 """

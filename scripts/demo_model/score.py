@@ -1,6 +1,6 @@
 """Score an exported folder with `transformers`, so that the files themselves are judged.
 
-The scores: the share of greedy answers that begin with the expected sentence; perplexity of the held-out text.
+The scores: the share of greedy answers that begin with the expected sentence; perplexity of held-out text.
 """
 
 import math
@@ -67,10 +67,11 @@ def score(
             False,
         )
     result["heldout loss"], result["heldout bits per byte"] = heldout_scores(model, folder, device)
+    seconds = time.monotonic() - started
     nats, bits = result["heldout loss"], result["heldout bits per byte"]
     print(
-        f"held-out text: {nats:.4f} nats per token, perplexity {math.exp(nats):.2f}, {bits:.3f} bits per byte; "
-        f"scored in {time.monotonic() - started:.0f} s",
+        f"held-out text: {nats:.4f} nats per token, perplexity {math.exp(nats):.2f}, "
+        f"{bits:.3f} bits per byte; scored in {seconds:.0f} s",
         flush=True,
     )
     return result
