@@ -12,7 +12,10 @@ import torch
 
 @dataclass(slots=True)
 class KvPool:
-    """One layer's KV cache on one rank: `[blocks, kv_heads on this rank, BLOCK_TOKENS, head_dim]` each."""
+    """One layer's KV cache on one rank: `[blocks, kv_heads on this rank, BLOCK_TOKENS, head_dim]` each.
+
+    Finite from the start (zeros): attention reads whole blocks and masks what lies past a sequence's end.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -43,7 +46,7 @@ class ForwardInput:
     """[tokens] int64: block id × BLOCK_TOKENS + offset, where each token's K and V are written."""
     decodes: int
     decode_block_tables: torch.Tensor
-    """[decodes, most blocks any of them uses] int64; entries past a sequence's length are arbitrary but valid."""
+    """[decodes, most blocks any of them uses] int64; entries past a sequence's length are any valid block."""
     decode_lens: torch.Tensor
     """[decodes] int64: tokens in the cache for each, the new one included."""
     chunks: list[ChunkSpan]
