@@ -144,8 +144,10 @@ class House:
 
     def new_replica(self) -> FakeReplica:
         replica = FakeReplica(CreditAccount(f"m-{len(self.replicas)}", "m", "cpu"))
-        for front in self.live_fronts():
-            replica.inbox[front.name] = deque()
+        for front in self.fronts.values():
+            # A front whose death the core has not noticed is attached too: the replica reads its end of file.
+            if not front.buried:
+                replica.inbox[front.name] = deque() if front.alive else deque([None])
         self.replicas.append(replica)
         self.ledger.add_replica(replica.account)
         replica.report()
