@@ -74,9 +74,8 @@ def ask(socket: Path) -> None:
     transport = httpx2.HTTPTransport(uds=str(socket))
     client = openai.OpenAI(
         base_url="http://appliance/v1",
-        api_key="unused: the socket knows its peer",
+        api_key="placeholder",  # the Unix socket knows its peer by uid
         http_client=openai.DefaultHttpx2Client(transport=transport),
-        default_headers={"Authorization": openai.Omit()},
     )
     print(f"\n> {QUESTION}", flush=True)
     stream = client.chat.completions.create(

@@ -105,9 +105,8 @@ class Service:
         transport = httpx2.HTTPTransport(uds=str(self.api_socket))
         return openai.OpenAI(
             base_url="http://appliance/v1",
-            api_key="none",
+            api_key="placeholder",
             http_client=openai.DefaultHttpx2Client(transport=transport),
-            default_headers={"Authorization": openai.Omit()},
             max_retries=0,
             **options,
         )
