@@ -1,4 +1,4 @@
-"""From a checkpoint's `config.json`, in the words of transformers 4 or 5, to `ModelConfig`: every supported family.
+"""From a checkpoint's `config.json`, in the words of transformers 4 or 5, to `ModelConfig`: every family.
 
 A family is a mapping of fields, nothing more. No torch: sizing reads configs too.
 """
