@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from appliance.cli.failure import Failure
-from appliance.cli.service import not_there
+from appliance.cli.service import may_not, not_there
 
 
 class AnswerError(Exception):
@@ -64,9 +64,7 @@ class ChatClient:
             response = self._http.get("/v1/models", timeout=10.0)
         except httpx.ConnectError as error:
             if "ermission" in str(error):
-                raise Failure(
-                    f"{self._socket} may not be opened by this user: ask for access to it"
-                ) from error
+                raise Failure(may_not(self._socket)) from error
             raise Failure(not_there(self._socket, self._run_dir)) from error
         except httpx.TransportError as error:
             raise Failure(

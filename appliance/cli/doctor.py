@@ -71,7 +71,7 @@ def examination_lines(examination: Examination, width: int | None) -> Iterable[s
 
 def _finding_lines(finding: Finding, width: int | None) -> Iterable[str]:
     text = printable(finding.text)
-    if finding.area in ("models", "service") and finding.subject not in text:
+    if finding.area == "models" and finding.subject not in text:
         text = f"{printable(finding.subject)}: {text}"
     mark = f"  {finding.level}"
     first = " " * (_INDENT - cells(mark))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain
 
 import msgspec
 
-from appliance.cli.failure import Failure, told
+from appliance.cli.failure import Failure
 from appliance.cli.output import (
     Column,
     Layout,
@@ -19,8 +20,8 @@ from appliance.cli.output import (
     printable,
     terminal_width,
 )
-from appliance.cli.service import find_run_dir, find_state_dir
-from appliance.cli.times import local, moment
+from appliance.cli.service import find_run_dir, find_state_dir, may_not
+from appliance.cli.times import local, local_short, moment
 from store.errors import CorruptDatabaseError, MissingDatabaseError, SchemaVersionError, StoreError
 from store.requests import LoggedRequest, RequestFilter, RequestReader
 
@@ -67,9 +68,13 @@ def show_requests(
     wanted = _filter(request_id, tenant, model, status, failed, since)
     folder = find_state_dir(state_dir, find_run_dir(run_dir))
     reader = RequestReader(folder / "history.db")
-    with told(StoreError):
+    try:
         last = reader.last_sequence() if follow else 0
         rows = reader.query(wanted, limit)
+    except StoreError as error:
+        raise Failure(str(error)) from error
+    except PermissionError as error:
+        raise Failure(may_not(reader.path)) from error
     if request_id is not None and not rows and not follow:
         raise Failure(f"{reader.path} has no request {request_id!r}: list them with: appliance requests")
     if follow:
@@ -80,7 +85,7 @@ def show_requests(
     elif request_id is not None:
         _show_fields(rows[0])
     elif rows:
-        _show_as_they_come(rows, iter(()), as_json)
+        _show_as_they_come(rows, None, as_json)
     else:
         print(f"No request matches in {reader.path}.", file=sys.stderr)
 
@@ -111,20 +116,20 @@ def _filter(
     raise Failure(f"--status {status!r} cannot be used: it can be open, ended, or an HTTP status such as 503")
 
 
-def _show_as_they_come(rows: list[LoggedRequest], more: Iterator[LoggedRequest], as_json: bool) -> None:
+def _show_as_they_come(
+    rows: list[LoggedRequest], more: Iterator[LoggedRequest] | None, as_json: bool
+) -> None:
     if as_json:
-        for row in rows:
-            print_json(row, line=True)
-        for row in more:
+        for row in chain(rows, more or ()):
             print_json(row, line=True)
         return
     cells = [_cells(row) for row in rows]
-    layout = Layout(_COLUMNS, [*cells, _ROOM], terminal_width())
+    layout = Layout(_COLUMNS, cells if more is None else [*cells, _ROOM], terminal_width())
     print(paint(layout.heading(), "dim"), flush=True)
     for row, line in zip(rows, cells, strict=True):
         _print_line(layout, row, line)
     sys.stdout.flush()
-    for row in more:
+    for row in more or ():
         _print_line(layout, row, _cells(row))
         sys.stdout.flush()
 
@@ -137,7 +142,7 @@ def _print_line(layout: Layout, row: LoggedRequest, cells: tuple[str, ...]) -> N
 def _cells(row: LoggedRequest) -> tuple[str, ...]:
     ended = row.state == "ended"
     return (
-        local(row.created_at),
+        local_short(row.created_at),
         printable(row.request_id),
         printable(row.tenant or ""),
         printable(row.model or ""),

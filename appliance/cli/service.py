@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
             raise Failure(_not_running(client.socket, found, str(error))) from error
         except AdminError as error:
             raise Failure(str(error)) from error
+        except PermissionError as error:
+            raise Failure(may_not(client.socket)) from error
 
 
 def not_there(socket: Path, run_dir: Path) -> str:
@@ -58,10 +61,15 @@ def not_there(socket: Path, run_dir: Path) -> str:
     return f"no service answers at {socket}; start one with: appliance serve --run-dir {run_dir}"
 
 
+def may_not(path: Path) -> str:
+    """What to say when this user is kept from `path`."""
+    return f"{path} may not be opened by uid {os.geteuid()}: use the service's user, or root"
+
+
 def _not_running(socket: Path, run_dir: Path, why: str) -> str:
     # The client knows more than "nobody is there" when the socket exists but may not be opened, or answers
     # badly.
-    absent = not socket.exists() or "refused" in why.lower()
+    absent = not os.path.lexists(socket) or "refused" in why.lower()
     return not_there(socket, run_dir) if absent else why
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 from appliance.cli.output import (
@@ -17,7 +16,7 @@ from appliance.cli.output import (
     terminal_width,
 )
 from appliance.cli.service import admin_client
-from appliance.cli.times import local
+from appliance.cli.times import local_short
 from appliance.protocol import FrontStatus, ModelStatus, ReplicaStatus, Status
 from appliance.watch.quantities import of_bytes
 
@@ -36,6 +35,8 @@ _COLOURS = {
     "closed": "red",
 }
 _MOST_PROBLEMS = 8
+_TOKENS_THAT_TELL = 1000
+_INDENT = 9
 
 
 def show_status(run_dir: str | None, *, as_json: bool) -> None:
@@ -45,19 +46,20 @@ def show_status(run_dir: str | None, *, as_json: bool) -> None:
     if as_json:
         print_json(status)
         return
-    for line in status_lines(status, terminal_width(), time.time()):
+    for line in status_lines(status, terminal_width()):
         print(line)
 
 
-def status_lines(status: Status, width: int | None, now: float) -> Iterable[str]:
-    """The whole picture in lines of at most `width` columns; `now` in unix seconds."""
+def status_lines(status: Status, width: int | None) -> Iterable[str]:
+    """The whole picture in lines of at most `width` columns; None: as long as they are."""
     yield from _head(status, width)
-    yield from _section("SOCKETS", _sockets(status, width))
-    yield from _section("FRONTS", _fronts(status.fronts, width))
-    yield from _section("MODELS", _models(status.models, width))
-    yield from _section("QUEUE", _queue(status, width))
-    yield from _section("STORE", _stores(status, width))
-    yield from _section("PROBLEMS", _problems(status, width, now))
+    yield from ("", *_sockets(status, width))
+    yield from ("", *_fronts(status.fronts, width))
+    for model in status.models:
+        yield from ("", *_model(model, width))
+    yield from ("", *_queue(status, width), *_stores(status, width))
+    if status.problems:
+        yield from ("", paint("PROBLEMS", "dim"), *_problems(status, width))
 
 
 def _head(status: Status, width: int | None) -> Iterable[str]:
@@ -76,8 +78,8 @@ def _head(status: Status, width: int | None) -> Iterable[str]:
         ("state", status.state_dir),
         ("settings", status.config_file),
     ):
-        room = None if width is None else width - 9
-        yield f"{paint(f'{name:8}', 'dim')} {_cut(printable(path) or 'no file: defaults and flags', room)}"
+        room = None if width is None else width - _INDENT
+        yield f"{_label(name)}{_cut(printable(path) or 'no file: defaults and flags', room)}"
 
 
 def _sockets(status: Status, width: int | None) -> list[str]:
@@ -86,7 +88,7 @@ def _sockets(status: Status, width: int | None) -> list[str]:
         for socket in status.sockets
     ]
     columns = (
-        Column("NAME"),
+        Column("SOCKET"),
         Column("STATE", colours=_COLOURS),
         Column("ADDRESS", flexible=True),
         Column("ACCEPTED", right=True),
@@ -96,7 +98,7 @@ def _sockets(status: Status, width: int | None) -> list[str]:
 
 def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
     columns = (
-        Column("NAME"),
+        Column("FRONT"),
         Column("STATE", colours=_COLOURS),
         Column("PID", right=True, drop=2),
         Column("CONNS", right=True, drop=3),
@@ -117,7 +119,7 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
             of_count(front.streams),
             of_count(front.requests),
             of_count(front.tokens),
-            "" if front.cpu_us_per_token is None else f"{front.cpu_us_per_token:.1f}",
+            _per_token(front),
             of_count(front.unauthenticated),
             str(front.restarts),
             printable(front.detail or front.last_error),
@@ -127,22 +129,30 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
     return _table(columns, rows, width)
 
 
-def _models(models: list[ModelStatus], width: int | None) -> list[str]:
-    lines = []
-    for model in models:
-        facts = [
-            f"{model.max_model_len:,} tokens at most",
-            f"{model.queued:,} queued",
-            f"version {printable(model.version)}",
-        ]
-        detail = f": {printable(model.detail)}" if model.detail else ""
-        state = _state(model.state)
-        lines.append(f"  {paint(printable(model.name), 'bold')} {state}{detail} · {' · '.join(facts)}")
-        lines.append(f"    {_cut(printable(model.folder), None if width is None else width - 4)}")
-        lines += _replicas(model.replicas, width)
-        for replica in model.replicas:
-            if replica.last_error and replica.state != "ready":
-                lines += _wrapped(f"{replica.name}: {printable(replica.last_error)}", width, "    ")
+def _per_token(front: FrontStatus) -> str:
+    # Of few tokens it would tell what the process's start cost.
+    if front.cpu_us_per_token is None or front.tokens < _TOKENS_THAT_TELL:
+        return ""
+    return f"{front.cpu_us_per_token:.1f}"
+
+
+def _model(model: ModelStatus, width: int | None) -> list[str]:
+    facts = [
+        f"{model.max_model_len:,} tokens at most",
+        f"{model.queued:,} queued",
+        f"version {printable(model.version)}",
+    ]
+    detail = f": {printable(model.detail)}" if model.detail else ""
+    room = None if width is None else width - _INDENT
+    lines = [
+        f"{_label('MODEL')}{paint(printable(model.name), 'bold')} {_state(model.state)}{detail}",
+        " " * _INDENT + _cut(" · ".join(facts), room),
+        " " * _INDENT + _cut(printable(model.folder), room),
+        *_replicas(model.replicas, width),
+    ]
+    for replica in model.replicas:
+        if replica.last_error and replica.state != "ready":
+            lines += _wrapped(f"{replica.name}: {printable(replica.last_error)}", width, " " * _INDENT)
     return lines
 
 
@@ -178,7 +188,7 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
         )
         for replica in replicas
     ]
-    return _table(columns, rows, width, indent=4) if rows else []
+    return _table(columns, rows, width) if rows else []
 
 
 def _on(replica: ReplicaStatus) -> str:
@@ -192,35 +202,34 @@ def _on(replica: ReplicaStatus) -> str:
 def _queue(status: Status, width: int | None) -> list[str]:
     queue = status.queue
     oldest = f", the oldest for {of_seconds(queue.oldest_wait_s)}" if queue.waiting else ""
-    return _wrapped(
-        f"{queue.waiting:,} waiting of at most {queue.limit:,}{oldest} · {queue.running:,} running · since "
-        f"the start {queue.admitted:,} admitted, {queue.refused:,} refused, {queue.ended:,} ended",
-        width,
-        "  ",
+    facts = (
+        f"{queue.waiting:,} waiting of {queue.limit:,}{oldest} · {queue.running:,} running · "
+        f"{queue.admitted:,} admitted · {queue.refused:,} refused · {queue.ended:,} ended"
     )
+    return _labelled("QUEUE", facts, width)
 
 
 def _stores(status: Status, width: int | None) -> list[str]:
     lines = []
-    for database in status.databases:
-        name = database.path.rpartition("/")[2]
+    for number, database in enumerate(status.databases):
         facts = [f"{database.committed_rows:,} rows written", f"{database.lag_rows:,} waiting"]
         if database.lag_rows:
             facts[-1] += f" ({database.lag_ms:.0f} ms)"
-        if database.dropped_rows or database.rejected_rows:
-            facts.append(paint(f"{database.dropped_rows + database.rejected_rows:,} lost", "red"))
-        lines.append(f"  {name:10}  {' · '.join(facts)}")
+        if lost := database.dropped_rows + database.rejected_rows:
+            facts.append(f"{lost:,} lost")
+        name = database.path.rpartition("/")[2]
+        lines += _labelled("" if number else "STORE", f"{name:10}  {' · '.join(facts)}", width)
         if database.last_error:
             trouble = f"has refused writes for {of_seconds(database.failing_s)}: {database.last_error}"
-            lines += [paint(line, "red") for line in _wrapped(printable(trouble), width, "    ")]
+            lines += [paint(line, "red") for line in _wrapped(printable(trouble), width, " " * _INDENT)]
     return lines
 
 
-def _problems(status: Status, width: int | None, now: float) -> list[str]:
+def _problems(status: Status, width: int | None) -> list[str]:
     lines = []
     for problem in status.problems[:_MOST_PROBLEMS]:
         times = f" ({problem.count:,} times)" if problem.count > 1 else ""
-        when = local(problem.at, day=now - problem.at > 86400)
+        when = local_short(problem.at)
         lines += _wrapped(
             f"{when}  {printable(problem.where)}: {printable(problem.what)}{times}", width, "  "
         )
@@ -228,16 +237,18 @@ def _problems(status: Status, width: int | None, now: float) -> list[str]:
     return [*lines, f"  and {left} older ones: appliance status --json"] if left > 0 else lines
 
 
-def _section(title: str, lines: Iterable[str]) -> Iterable[str]:
-    lines = list(lines)
-    return ["", paint(title, "bold"), *lines] if lines else []
-
-
-def _table(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 2
-) -> list[str]:
-    heading, *lines = table(columns, rows, width=width, indent=indent)
+def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    heading, *lines = table(columns, rows, width=width)
     return [paint(heading, "dim"), *lines]
+
+
+def _label(name: str) -> str:
+    return paint(f"{name:{_INDENT}}", "dim")
+
+
+def _labelled(name: str, text: str, width: int | None) -> list[str]:
+    first, *more = _wrapped(text, width, " " * _INDENT)
+    return [_label(name) + first[_INDENT:], *more]
 
 
 def _state(state: str) -> str:

@@ -27,8 +27,11 @@ def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> 
         ) from None
 
 
-def local(seconds: float | None, *, day: bool = True) -> str:
-    """Unix seconds as local time; empty for None."""
-    if seconds is None:
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S" if day else "%H:%M:%S", time.localtime(seconds))
+def local(seconds: float | None) -> str:
+    """Unix seconds as local date and time; empty for None."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def local_short(seconds: float) -> str:
+    """The same without the year."""
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))

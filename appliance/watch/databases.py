@@ -3,6 +3,7 @@ leaving WAL mode."""
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,18 @@ def databases(state_dir: Path, running: bool) -> Iterator[Finding]:
     """Both databases: pages, schema version, size; the audit chain; requests that never ended."""
     for name, schema in (("control.db", CONTROL), ("history.db", HISTORY)):
         path = state_dir / name
-        if not path.exists():
+        try:
+            path.stat()
+        except PermissionError:
+            yield Finding(
+                area="databases",
+                subject=name,
+                level="warning",
+                text=f"{path} may not be read by uid {os.geteuid()}",
+                remedy="run the doctor as the service's user, or as root",
+            )
+            continue
+        except OSError:
             yield Finding(
                 area="databases",
                 subject=name,

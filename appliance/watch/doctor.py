@@ -75,6 +75,8 @@ def _ask(run_dir: Path) -> tuple[Status | None, str]:
     with AdminClient(run_dir, timeout_s=5.0) as client:
         try:
             return client.status(), ""
+        except PermissionError:
+            return None, f"{client.socket} may not be opened by uid {os.geteuid()}"
         except (ServiceNotRunningError, AdminError, OSError) as error:
             return None, str(error)
 
@@ -91,7 +93,7 @@ def _service(status: Status | None, why_not: str, settings: Settings | str, now:
         else:
             yield _finding("state", "ok", "no service runs here; start one with: appliance serve")
         return
-    text = f"version {status.version}, process {status.pid} of uid {status.uid}, {status.state}"
+    text = f"the service {status.version} (process {status.pid}, uid {status.uid}) is {status.state}"
     if status.state == "degraded":
         yield _finding("state", "problem", f"{text}: {status.reason}", "the problems below say why")
     elif status.state == "ready":

@@ -139,7 +139,7 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
     missing = _missing(path)
     if missing is not None:
         above = missing.parent
-        if os.access(above, os.W_OK | os.X_OK):
+        if os.access(above, os.W_OK | os.X_OK, effective_ids=True):
             return Finding(
                 area="directories",
                 subject=subject,
@@ -153,7 +153,7 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
             text=f"{path} does not exist, and uid {os.geteuid()} may not make {missing}",
             remedy=f"make it for the service's user, or name another one with {flag}",
         )
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return Finding(
             area="directories",
             subject=subject,
@@ -161,7 +161,7 @@ def _directory(name: str, path: Path, flag: str) -> Finding:
             text=f"{path} is not a directory",
             remedy=f"move it away, or name another one with {flag}",
         )
-    if not os.access(path, os.W_OK | os.X_OK):
+    if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
         return Finding(
             area="directories",
             subject=subject,
@@ -183,7 +183,7 @@ def _missing(path: Path) -> Path | None:
 
 
 def _disk(state_dir: Path) -> Finding:
-    there = next(part for part in (state_dir, *state_dir.parents) if part.is_dir())
+    there = next(part for part in (state_dir, *state_dir.parents) if os.path.isdir(part))
     usage = shutil.disk_usage(there)
     text = f"{of_bytes(usage.free)} of {of_bytes(usage.total)} free for {state_dir}"
     if usage.free >= _LITTLE_DISK_BYTES:
