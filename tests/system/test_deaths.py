@@ -53,9 +53,17 @@ class Stream(threading.Thread):
             self.begun.set()
 
 
+def runs(pid: int) -> bool:
+    """Whether the process does anything still; one that only waits to be reaped by init does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_gone(pids: list[int], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+    while left := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() < deadline, f"{left} are still there after {timeout_s} s"
         time.sleep(0.01)
 
