@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _ENGINE_CANCEL_S = 2.0
+_LAST_WORDS_S = 3.0
+"""For a front to tell its clients that their requests were aborted."""
 
 
 class Switchboard:
@@ -115,7 +117,7 @@ class Switchboard:
         if not ended.done():
             aborted = self.ledger.abort_all("the service is stopping")
             log.warning("%d requests did not finish in time", aborted)
-            await _first_of(ended, None, 1.0)
+            await _first_of(ended, None, _LAST_WORDS_S)
         for front in self.fronts:
             front.kill("it did not end in time")
         await ended

@@ -266,8 +266,6 @@ class Ledger:
             if request.settled is None:
                 self._unqueue(request)
                 request.settled = self._own_settle(request, 499, "cancelled", "the front process died")
-            for account in [account for account in request.dispatched if front in account.lost_fronts]:
-                self._take_back(request, account)
             self._end_if_complete(request)
 
     # ── operator and time ──

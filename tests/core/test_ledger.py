@@ -220,6 +220,37 @@ def test_the_row_of_a_dead_fronts_request_says_so_and_bills_nothing(house: House
     house.check_end()
 
 
+def test_a_withdrawn_second_attempt_leaves_the_first_one_to_its_replica(house: House) -> None:
+    front, replica = house.new_front(), house.new_replica()
+    house.ask(front)
+    read_all(house)
+    house.hear(front)
+    # The front's channel broke; the replica lives, and will say what it did.
+    house.ask_again(front, "r0")
+    house.settle(front, "r0", 499)
+    read_all(house)
+    assert house.rows.ended == []
+    house.ledger.report(replica.account, report(finished("r0", 4), rows=ROWS + 1, tokens=TOKENS + 8))
+    (row,) = house.rows.ended
+    assert (row.status, row.generated_tokens) == (499, 4)
+    house.check_end()
+
+
+def test_nothing_is_dispatched_for_a_front_that_the_replica_has_lost(house: House) -> None:
+    front, replica = house.new_front(), house.new_replica()
+    read_all(house)
+    house.ask(front)
+    house.kill_front(front)
+    replica.take(front.name)
+    replica.report()
+    house.core_reads_replica(replica)
+    house.core_reads_front(front)
+    assert answers(front) == []
+    house.core_reads_front(front)
+    assert house.rows.ended[0].status == 499
+    house.check_end()
+
+
 def test_tenants_never_share_a_cache_salt(house: House) -> None:
     front = house.new_front()
     house.new_replica()
