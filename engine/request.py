@@ -20,7 +20,7 @@ CLASSES = 4
 
 _NEVER = 1 << 62
 
-QueueEntry = tuple[int, bool, int, int, int, "Sequence"]
+QueueEntry = tuple[int, int, int, int, "Sequence"]
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +56,6 @@ class Sequence:
     """Blocks at the head of `table` that were offered to the prefix cache."""
     in_flight: int = 0
     """Launched chunks and samplings whose results were not collected."""
-    requeued: bool = False
-    """It ran before: it goes before new sequences of its class."""
     forks: list[Sequence] = field(default_factory=list)
     """Siblings with a row that sample from the end of this sequence's prefill."""
     leader: Sequence | None = None
@@ -262,8 +260,9 @@ def _sampling_refusal(submit: Submit, limits: Limits) -> str | None:
 
 
 class WaitingQueue:
-    """Sequences in order of admission: class, then those that ran before, then arrival, then sample.
+    """Sequences in order of admission: class, then arrival, then sample.
 
+    So who was preempted goes before new ones of its class: it arrived before them, or it had not run yet.
     A binary heap; entries of sequences that left are dropped when they surface, or all at once when they
     are the greater part.
     """
@@ -284,7 +283,7 @@ class WaitingQueue:
         priority, arrival, sample = sequence.order
         # The serial keeps sequences from being compared: an entry that was left behind may have an equal key.
         self._pushed += 1
-        sequence.entry = (priority, not sequence.requeued, arrival, sample, self._pushed, sequence)
+        sequence.entry = (priority, arrival, sample, self._pushed, sequence)
         heapq.heappush(self._heap, sequence.entry)
         self._live += 1
 

@@ -7,9 +7,9 @@ The rules, in the order in which a step is filled:
    it is recomputed later. The oldest of the highest class is never preempted by others, so something always
    gets ahead.
 2. *Then the prefill that runs*: its next chunk, up to the budget (chunked prefill, as in Sarathi-Serve).
-3. *Then admissions*, in order of class, preempted before new, arrival. The head of the queue waits until a
-   row, blocks for all it has to compute, and a watermark of free blocks are there, and nobody overtakes it:
-   long prompts cannot starve. A step that preempted admits nobody.
+3. *Then admissions*, in order of class, then arrival (so preempted before new). The head of the queue waits
+   until a row, blocks for all it has to compute, and a watermark of free blocks are there, and nobody
+   overtakes it: long prompts cannot starve. A step that preempted admits nobody.
 
 A sequence takes all blocks of its prefill on admission, so only decodes can run out. As many samples of a
 submission as can start together compute the prompt once: siblings take a row, share the blocks when the
@@ -321,10 +321,10 @@ class Scheduler:
         """Samples that start together with this one: those that wait for their first start, as rows allow."""
         most = min(most, len(self._free_rows) - 1)
         siblings: list[Sequence] = []
-        if sequence.requeued or most <= 0:
+        if sequence.started or most <= 0:
             return siblings
         for other in sequence.submission.sequences:
-            if other is not sequence and other.entry is not None and not other.requeued:
+            if other is not sequence and other.entry is not None and not other.started:
                 siblings.append(other)
                 if len(siblings) == most:
                     break
@@ -398,7 +398,6 @@ class Scheduler:
         for member in (sequence, *sequence.forks):
             self._vacate(member)
             member.leader = None
-            member.requeued = True
             self._waiting.push(member)
         sequence.forks = []
 

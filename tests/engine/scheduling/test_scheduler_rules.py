@@ -293,12 +293,23 @@ def test_nobody_overtakes_a_head_of_queue_that_waits_for_blocks() -> None:
     assert started.index(large.handle) < started.index(small.handle)
 
 
+def test_a_head_of_queue_starts_as_soon_as_its_blocks_are_free() -> None:
+    house = House(blocks=7, max_rows=3, overlap=False)
+    house.submit(2 * BLOCK_TOKENS - 30, max_tokens=10)
+    long = house.submit(2 * BLOCK_TOKENS - 30, max_tokens=25)
+    house.submit(4 * BLOCK_TOKENS, max_tokens=2)
+    house.drain()
+    started = {s.prompt_tokens: plan.step for plan in house.runner.plans for s in plan.setups}
+    assert started == {len(long.prompt_token_ids): 1, 4 * BLOCK_TOKENS: 11}
+
+
 def test_an_admission_leaves_a_watermark_of_free_blocks_while_others_run() -> None:
     house = House(blocks=4, max_model_len=256)
-    house.submit(BLOCK_TOKENS, max_tokens=3)
+    house.submit(10, max_tokens=3)
     house.step()
     house.submit(3 * BLOCK_TOKENS, max_tokens=2)
     assert house.step() is not None
+    assert house.scheduler.pool.available == 3, "it would fit, without the watermark"
     assert (house.scheduler.running, house.scheduler.waiting) == (1, 1)
     house.drain()
     assert [ledger.finish for ledger in house.finished] == [["length"], ["length"]]
@@ -339,13 +350,15 @@ def test_a_preempted_sequence_goes_before_new_ones_of_its_class(overlap: bool) -
 
 
 @both_overlaps
-def test_prompt_scores_survive_a_preemption(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=4, max_rows=2, step_tokens=40)
+def test_prompt_scores_survive_a_preemption_in_the_middle_of_the_prompt(overlap: bool) -> None:
+    house = House(overlap=overlap, blocks=5, max_rows=2, step_tokens=3)
     house.submit(60, max_tokens=80)
-    for _ in range(3):
+    while house.scheduler.waiting or not house.outputs:
         house.step()
-    scored = house.submit(100, max_tokens=60, prompt_logprobs=0)
+    scored = house.submit(180, max_tokens=60, prompt_logprobs=0, priority=2)
     house.drain()
+    ledger = next(f for f in house.finished if f.request_id == scored.request_id)
+    assert ledger.preemptions == 1
     first = next(output for output in house.outputs if output.handle == scored.handle)
     assert first.prompt_logprobs == alone(scored, 0, 512).prompt_logprobs
     house.expect_alone(scored)
@@ -405,6 +418,15 @@ def test_a_cancel_ends_what_it_names_and_nothing_else_at_any_time(
         assert tokens == expected.tokens[: len(tokens)]
         assert finish == ("cancelled" if sample in (None, index) else "length")
     assert len(house.finished) == 2
+
+
+def test_a_sibling_goes_on_with_the_prefill_of_a_cancelled_sample() -> None:
+    house = House(step_tokens=40, overlap=False)
+    submit = house.submit(100, n=3)
+    house.step()
+    house.core.cancel(FRONT, submit.handle, 0)
+    house.drain()
+    assert sum(len(chunk.token_ids) for plan in house.runner.plans for chunk in plan.chunks) == 100
 
 
 def test_a_preempted_sequence_can_be_cancelled() -> None:
@@ -483,6 +505,17 @@ def test_tokens_of_outputs_are_cached_too() -> None:
     house.drain()
     house.expect_alone(follow_up)
     assert next(o for o in house.outputs if o.handle == follow_up.handle).cached_tokens == BLOCK_TOKENS
+
+
+@both_overlaps
+def test_the_last_token_is_never_cached_since_it_was_not_fed(overlap: bool) -> None:
+    house = House(overlap=overlap)
+    submit = house.submit(60, max_tokens=BLOCK_TOKENS - 60)
+    house.drain()
+    follow_up = house.submit([*submit.prompt_token_ids, *house.told(submit)[0], 1, 2])
+    house.drain()
+    house.expect_alone(follow_up)
+    assert next(o for o in house.outputs if o.handle == follow_up.handle).cached_tokens == 0
 
 
 def test_token_credit_comes_back_with_each_chunk() -> None:

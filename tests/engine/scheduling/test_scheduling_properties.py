@@ -4,7 +4,7 @@ step, every sample ends exactly once with the tokens it would get alone, and all
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -45,6 +45,8 @@ class Ask:
     shared: int
     own: int
     """Prompt tokens of its own."""
+    follows: bool
+    """Whether the prompt begins with a whole earlier conversation, if there is one, instead."""
     resumed: int
     n: int
     max_tokens: int
@@ -65,6 +67,7 @@ CHOICES: dict[str, list[Any]] = {
     "family": [0, 0, 1],
     "shared": [130, 64, 65, 63, 1, 30, 128, 150, 192, 260, 0],
     "own": [1, 0, 5, 20],
+    "follows": [False, False, True],
     "resumed": [0, 0, 0, 1, 5, 64],
     "n": [1, 1, 1, 2, 3, 5],
     "max_tokens": [70, 140, 5, 30, 2, 1, 0],
@@ -114,6 +117,8 @@ class Traffic(RuleBasedStateMachine):
         self.submits: dict[tuple[str, int], Submit] = {}
         self.told: dict[tuple[str, int, int], Told] = {}
         self.finished: list[Finished] = []
+        self.conversations: list[list[int]] = []
+        """Prompt and output of samples without a salt that ended."""
         self.spent_rows = self.spent_tokens = 0
         self.initial = (max_rows, 2 * (max_rows + extra_budget))
         self.next_handle = 0
@@ -129,6 +134,8 @@ class Traffic(RuleBasedStateMachine):
         self.next_handle += 1
         handle, front = self.next_handle, ask.front
         prompt = [(position * (ask.family + 3) + ask.family) % VOCAB for position in range(ask.shared)]
+        if ask.follows and self.conversations:
+            prompt, ask = self.conversations[handle % len(self.conversations)].copy(), replace(ask, salt="")
         prompt += [(handle + 5 * position) % VOCAB for position in range(ask.own)]
         sampling = SamplingParams(
             max_tokens=ask.max_tokens,
@@ -240,6 +247,8 @@ class Traffic(RuleBasedStateMachine):
             assert output.error
         elif output.finish:
             assert (told.tokens, told.finish) == (told.expected.tokens, told.expected.finish)
+            if not submit.cache_salt:
+                self.conversations.append(submit.prompt_token_ids + submit.output_token_ids + told.tokens)
         else:
             assert output.token_ids, "an output that says nothing"
 
@@ -287,6 +296,7 @@ TestTraffic.settings = settings(
     max_examples=100,
     stateful_step_count=20,
     deadline=None,
+    report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
