@@ -321,9 +321,10 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """One step, complete: every rank that replays the plans in order holds equal tables.
 
-    Order of effect: `setups`, `blocks`, `copies`, then the forward pass over `decodes` and `chunks`, then
-    sampling for `decodes` followed by each chunk's `sample_rows`. A decode feeds the row's last sampled token
-    at the row's next position; both live in the device tables and are advanced by the step itself.
+    Order of effect: `setups`, `blocks`, `clears`, `copies`, then the forward pass over `decodes` and
+    `chunks`, then sampling for `decodes` followed by each chunk's `sample_rows`. A decode feeds the row's
+    last sampled token at the row's next position; both live in the device tables and are advanced by the step
+    itself.
     """
 
     step: int
@@ -335,12 +336,20 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     decodes: list[int]
     """Rows."""
     chunks: list[Chunk]
+    clears: list[int] = []
+    """Blocks to fill with zeros: their former owner's numbers were not finite, and zero times those is not
+    zero."""
+
+
+BAD_TOKEN = -1
+"""In place of a sampled token: the row's logits had no finite maximum (broken weights, or an overflow)."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
     """What a step sampled: one entry for each sampling row of its plan, in the plan's order."""
 
     token_ids: list[int]
+    """BAD_TOKEN where there is none."""
     logprobs: list[TokenLogprob | None] | None
     """None when no row asked for them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]

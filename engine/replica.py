@@ -254,26 +254,18 @@ class _Mean:
 
 
 def _build_runner(start: Start, control: Channel[RankInbound]) -> Runner:
-    import torch
-
     from engine import parallel
-    from engine.runner import Runner
+    from engine.runner import Runner, select_device
 
     def progress(stage: str, fraction: float) -> None:
         control.send(Progress(stage, fraction))
 
     progress("starting", 0.0)
     spec = start.spec
-    on_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
-    if on_cuda and torch.cuda.is_available():
-        torch.cuda.set_device(start.rank)
-    ranks = parallel.join(
-        spec.tensor_parallel_size,
-        start.rank,
-        spec.rendezvous,
-        "nccl" if on_cuda else "gloo",
-        timeout_seconds=MEETING_TIMEOUT_S,
-    )
+    size = spec.tensor_parallel_size
+    device = select_device(spec.device, start.rank, size)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    ranks = parallel.join(size, start.rank, spec.rendezvous, backend, timeout_seconds=MEETING_TIMEOUT_S)
     return Runner(spec, ranks, progress)
 
 
@@ -300,13 +292,14 @@ def _die_with_parent() -> None:
 def _kind_of(error: Exception) -> str:
     import torch
 
-    from engine.config import CheckpointError
+    from engine.config import CheckpointError, UnfitError
+    from engine.runner import DeviceError
 
-    if isinstance(error, CheckpointError):
+    if isinstance(error, CheckpointError | UnfitError):
         return "checkpoint"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "memory"
-    if isinstance(error, RuntimeError) and "CUDA" in str(error):
+    if isinstance(error, DeviceError | torch.AcceleratorError):
         return "device"
     return "internal"
 

@@ -210,6 +210,7 @@ class Runner:
             raise RuntimeError(f"step {plan.step} cannot run: an earlier one failed") from self._failed
         try:
             self.tables.apply(plan)
+            self._clear_blocks(plan.clears)
             self._copy_blocks(plan.copies)
             batch = self.tables.step_batch(plan)
             hidden = self.forward(batch)
@@ -219,6 +220,14 @@ class Runner:
             self._failed = error
             raise
         return batch, _StepResults(sampled, prompts)
+
+    def _clear_blocks(self, blocks: list[int]) -> None:
+        if not blocks:
+            return
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        for pool in self.kv:
+            pool.keys[index] = 0
+            pool.values[index] = 0
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if not copies:

@@ -15,7 +15,7 @@ lifts it. Ties with the last token kept by top-k, top-p or min-p are kept.
 Log probabilities are of the model's own distribution: before all of the above.
 
 A row whose largest logit is not a finite number (a NaN anywhere, an overflow, or every token banned) yields
-token id −1 (`BAD_LOGITS`): the sequence has to end with an error. Other rows do not notice.
+token id −1 (`BAD_TOKEN`): the sequence has to end with an error. Other rows do not notice.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ from engine.batch import (
     RowTables,
     StepBatch,
 )
+from engine.messages import BAD_TOKEN
 from engine.parallel import Ranks
 from kernels import sampling
-
-BAD_LOGITS = -1
-"""Sampled in place of a token where a row's logits hold no finite maximum."""
 
 LOWEST_LOGPROB = -9999.0
 """Reported where the log probability is less (or the logits are bad), so that every number is finite."""
@@ -54,7 +52,7 @@ class SampledStep:
     """What a step sampled, still on the device."""
 
     token_ids: torch.Tensor
-    """[sampling rows] int64; BAD_LOGITS where a row has none."""
+    """[sampling rows] int64; BAD_TOKEN where a row has none."""
     logprobs: torch.Tensor | None
     """[rows that want them, 1 + 2k] float64: chosen; k best; their ids. See `token_logprobs`."""
 
@@ -182,7 +180,7 @@ class Sampler:
             unlikely, min_p = logits[group.min_p], floats[group.min_p, MIN_P]
             _edit(scores, group.min_p, lambda rows: sampling.keep_min_p_(rows, unlikely, min_p))
         values, ids = self._best_full(scores, logits, group.top_p, floats)
-        return torch.where(values.isfinite(), ids, BAD_LOGITS)
+        return torch.where(values.isfinite(), ids, BAD_TOKEN)
 
     def _best_full(
         self, scores: torch.Tensor, logits: torch.Tensor, top_p: Rows | None, floats: torch.Tensor
@@ -207,7 +205,7 @@ class Sampler:
             # Ranks hold rising ids, and the first maximum (or NaN) wins.
             winner = stack[:, 0].argmax(dim=0, keepdim=True)
             values, ids = stack[:, 0].gather(0, winner)[0], stack[:, 1].gather(0, winner)[0].long()
-        return torch.where(values.isfinite(), ids, BAD_LOGITS)
+        return torch.where(values.isfinite(), ids, BAD_TOKEN)
 
     def _without_padding(self, logits: torch.Tensor) -> torch.Tensor:
         if self._real < self._vocab:

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from engine.batch import RowTables, StepBatch
-from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import BAD_TOKEN, Chunk, RowSetup, SamplingParams, StepPlan
 from engine.parallel import Ranks, single
-from engine.sampler import BAD_LOGITS, LOWEST_LOGPROB, SampledStep, Sampler
+from engine.sampler import LOWEST_LOGPROB, SampledStep, Sampler
 from tests.engine.running.test_sampling_ops import chi_square
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
@@ -267,7 +267,7 @@ def test_bad_logits_end_their_own_row_only(size: int) -> None:
         logits[row, 10] = math.nan
         logits[row + 1] = -math.inf
     for mine in on_ranks(size, lambda rank: sample(cases, logits.clone(), rank)):
-        expected = [BAD_LOGITS if row % 3 < 2 else good[row].item() for row in range(12)] + [BAD_LOGITS]
+        expected = [BAD_TOKEN if row % 3 < 2 else good[row].item() for row in range(12)] + [BAD_TOKEN]
         assert mine.token_ids.tolist() == expected
         assert mine.logprobs is not None and mine.logprobs.isfinite().all()
         assert mine.logprobs[0, 0] == LOWEST_LOGPROB
