@@ -1,0 +1,181 @@
+"""Random traffic against a real service while its processes are killed: the engine of `scripts/soak`.
+
+Each client does what clients do: streams, leaves in the middle, asks for several samples, sends long or
+broken requests. Meanwhile fronts and ranks are killed. Afterwards the house must be in order: everything
+answered or closed, every row ended once, blocks, rows and credits where they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sqlite3
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.system.service import Service, service
+
+
+@dataclass
+class Tally:
+    """What the clients met."""
+
+    outcomes: dict[str, int] = field(default_factory=dict)
+    request_ids: list[str] = field(default_factory=list)
+    kills: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, outcome: str, request_id: str | None) -> None:
+        with self.lock:
+            self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+            if request_id:
+                self.request_ids.append(request_id)
+
+
+def random_request(draw: random.Random) -> dict[str, Any]:
+    """A body for /v1/completions; one in ten is wrong."""
+    body: dict[str, Any] = {
+        "model": "demo",
+        "prompt": [draw.randrange(7, 5000) for _ in range(draw.choice([1, 10, 63, 64, 65, 200, 900]))],
+        "max_tokens": draw.choice([1, 5, 30, 120]),
+        "temperature": draw.choice([0, 0.7, 1.2]),
+        "n": draw.choice([1, 1, 1, 3]),
+        "stream": draw.random() < 0.7,
+        "stop": draw.choice([None, "\n", ["the", "def"]]),
+        "top_p": draw.choice([1, 0.9]),
+        "ignore_eos": draw.random() < 0.5,
+    }
+    if draw.random() < 0.1:
+        body |= draw.choice([{"model": "nothing"}, {"temperature": -1}, {"prompt": [7] * 3000}])
+    if draw.random() < 0.2:
+        body |= {"frequency_penalty": 0.5, "logprobs": 2}
+    return body
+
+
+def ask(running: Service, draw: random.Random, tally: Tally) -> None:
+    """One request to its end, or left in the middle; counts how it went."""
+    body = random_request(draw)
+    leaves_after = draw.choice([None, None, None, 1, 4]) if body["stream"] else None
+    request_id = None
+    try:
+        with (
+            running.http() as http,
+            http.stream("POST", "/v1/completions", json=body, timeout=60) as answer,
+        ):
+            request_id = answer.headers.get("x-request-id")
+            if answer.status_code != 200:
+                answer.read()
+                outcome = f"status {answer.status_code}"
+            elif not body["stream"]:
+                answer.read()
+                outcome = "answered"
+            else:
+                lines = (line for line in answer.iter_lines() if line)
+                taken = list(itertools.islice(lines, leaves_after))
+                if leaves_after is not None and taken and not taken[-1].endswith("[DONE]"):
+                    outcome = "left"
+                elif taken and taken[-1].endswith("[DONE]"):
+                    outcome = "streamed"
+                else:
+                    outcome = "error event" if taken and '"error"' in taken[-1] else "cut off"
+    except (httpx.ReadError, httpx.RemoteProtocolError, httpx.ConnectError, httpx.WriteError):
+        outcome = "connection closed"
+    tally.count(outcome, request_id)
+
+
+def storm(running: Service, seconds: float, seed: int, clients: int = 8, kill_every_s: float = 4.0) -> Tally:
+    """Traffic and kills for `seconds`; returns when every client has come to an end."""
+    tally = Tally()
+    ends_at = time.monotonic() + seconds
+
+    def client(number: int) -> None:
+        draw = random.Random(f"{seed}/{number}")
+        while time.monotonic() < ends_at:
+            ask(running, draw, tally)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    draw = random.Random(seed)
+    while time.monotonic() + kill_every_s / 2 < ends_at:
+        time.sleep(draw.uniform(0.5, 1.5) * kill_every_s)
+        victims = [process for process in running.descendants() if process.is_running()]
+        if victims:
+            try:
+                draw.choice(victims).kill()
+                tally.kills += 1
+            except psutil.NoSuchProcess:
+                pass
+    for thread in threads:
+        thread.join(90)
+        assert not thread.is_alive(), f"a client still waits 90 s after the storm; so far: {tally.outcomes}"
+    return tally
+
+
+def check_house(running: Service, tally: Tally) -> None:
+    """Raise AssertionError unless everything is back where it was."""
+
+    def calm() -> Any:
+        status = running.status()
+        replica = status["models"][0]["replicas"][0]
+        return (
+            status["state"] == "ready"
+            and status["queue"]["waiting"] == status["queue"]["running"] == 0
+            and replica["running"] == replica["waiting"] == replica["blocks_used"] == 0
+            and replica["credit_rows"] == replica["max_rows"]
+            and replica["credit_tokens"] == 2 * replica["step_tokens"]
+        )
+
+    running.wait_until(calm, 45, f"calm after the storm: {tally.outcomes}")
+    time.sleep(0.5)
+    with sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        rows = dict(database.execute("select request_id, state from requests"))
+        (doubles,) = database.execute("select count(*) from requests where double_ends > 0").fetchone()
+        (overbilled,) = database.execute(
+            "select count(*) from requests where billed_tokens > generated_tokens"
+        ).fetchone()
+    assert doubles == 0
+    assert overbilled == 0
+    assert set(rows.values()) <= {"ended"}
+    assert len(set(tally.request_ids)) == len(tally.request_ids)
+    missing = [request_id for request_id in tally.request_ids if request_id not in rows]
+    assert not missing, f"{len(missing)} requests left no row, e.g. {missing[:3]}"
+    assert "cut off" not in tally.outcomes, tally.outcomes
+    server_errors = [name for name in tally.outcomes if name.startswith("status 5") and name != "status 503"]
+    assert not server_errors, tally.outcomes
+
+
+def main() -> int:
+    """Storm after storm for --minutes; prints a line for each round."""
+    parser = argparse.ArgumentParser(prog="scripts/soak", description=main.__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--round-seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=8)
+    arguments = parser.parse_args()
+    ends_at = time.monotonic() + 60 * arguments.minutes
+    with service("--fronts", "2", "--tensor-parallel-size", "2") as running:
+        memory = psutil.Process(running.process.pid)
+        for number in itertools.count(arguments.seed):
+            if time.monotonic() > ends_at:
+                break
+            tally = storm(running, arguments.round_seconds, number, arguments.clients)
+            check_house(running, tally)
+            resident = memory.memory_info().rss / 2**20
+            print(
+                f"seed {number}: {tally.kills} kills, {tally.outcomes}, core {resident:.0f} MiB", flush=True
+            )
+    print("the house was in order after every round")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
