@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _MOST_UNREAD_BYTES = 64 << 10
 """A front that leaves more of its control channel unread gets no further connections for now."""
+_DYING_S = 0.5
 
 
 class FrontEvents(Protocol):
@@ -123,7 +124,7 @@ class Front:
         self._ended.clear()
         self._pidfd = os.pidfd_open(self._process.pid)
         self._channel = Channel(ours, FrontToCore)
-        self._channel.listen(self._message, lambda: self.kill("it closed its channel to the core"))
+        self._channel.listen(self._message, lambda: self.kill_soon("it closed its channel to the core"))
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
         log.info("%s starts (pid %d)", self.name, self._process.pid)
         self._events.front_started(self)
@@ -169,6 +170,15 @@ class Front:
             self._kill_reason = self._kill_reason or reason
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def kill_soon(self, reason: str) -> None:
+        """Kill the process unless it is gone in a moment: most likely it is dying, and its exit says why."""
+
+        def kill(name: str) -> None:
+            if self.name == name:
+                self.kill(reason)
+
+        asyncio.get_running_loop().call_later(_DYING_S, kill, self.name)
 
     def check(self) -> None:
         """Kill it if it hangs. To be called about once a second."""

@@ -238,8 +238,8 @@ class Switchboard:
         for name in report.fronts_gone:
             front = self._by_name.get(name)
             if front is not None and not self.draining:
-                # Either it is dead and its end is about to be noticed, or it is of no use without it.
-                front.kill(f"it closed its channel to {replica.name}")
+                # Either it is dying too, or it is of no use without the replica.
+                front.kill_soon(f"it closed its channel to {replica.name}")
 
     def replica_lost(self, replica: Replica) -> None:
         if replica.account is not None:
