@@ -76,6 +76,8 @@ class BlockPool:
         self._links: list[Link | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
         self._free = list(range(total - 1, -1, -1))
+        self._tainted: set[int] = set()
+        self._clears: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -112,6 +114,9 @@ class BlockPool:
         else:
             raise InvariantError(f"all {self.total} KV blocks are in use")
         self._references[block] = 1
+        if block in self._tainted:
+            self._tainted.remove(block)
+            self._clears.append(block)
         return block
 
     def share(self, block: int) -> None:
@@ -137,6 +142,21 @@ class BlockPool:
         """Release a sequence's blocks, its tail first, so that eviction shortens prefixes from their end."""
         for block in reversed(table):
             self.release(block)
+
+    def taint(self, block: int) -> None:
+        """A used block may hold numbers that are not finite: nobody finds it any more, and whoever gets it
+        next gets it cleared."""
+        link = self._links[block]
+        if link is not None:
+            del self._by_digest[link.digest]
+            self._links[block] = None
+        self._tainted.add(block)
+
+    def take_clears(self) -> list[int]:
+        """Blocks that were allocated since the last call and must be filled with zeros before they are
+        written."""
+        taken, self._clears = self._clears, []
+        return taken
 
     def is_cached(self, block: int) -> bool:
         """Whether the prefix cache knows this block's content (used or not)."""
@@ -167,7 +187,8 @@ class BlockPool:
 
         The first block with a content is the one that is found; equal ones stay private.
         """
-        if self.prefix_cache and self._links[block] is None and link.digest not in self._by_digest:
+        known = self._links[block] is not None or link.digest in self._by_digest
+        if self.prefix_cache and not known and block not in self._tainted:
             self._links[block] = link
             self._by_digest[link.digest] = block
             self.gains += 1
@@ -205,6 +226,8 @@ class BlockPool:
                 f"free blocks with a prefix: {sorted(known & free)}; "
                 f"cached blocks without one: {sorted(cached - known)}"
             )
+        if known & self._tainted:
+            raise InvariantError(f"blocks with broken numbers can be found: {sorted(known & self._tainted)}")
         named = {link.digest: block for block, link in enumerate(self._links) if link is not None}
         if named != self._by_digest:
             raise InvariantError("the prefix index does not name the blocks that hold the prefixes")

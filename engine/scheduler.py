@@ -30,7 +30,16 @@ from operator import attrgetter
 
 from engine.blocks import BlockPool, InvariantError
 from engine.ledger import Ledger
-from engine.messages import BLOCK_TOKENS, Chunk, Output, RowSetup, StepPlan, StepTokens, Submit
+from engine.messages import (
+    BAD_TOKEN,
+    BLOCK_TOKENS,
+    Chunk,
+    Output,
+    RowSetup,
+    StepPlan,
+    StepTokens,
+    Submit,
+)
 from engine.request import (
     Limits,
     Sequence,
@@ -162,7 +171,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed before results in flight are collected."""
-        step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], []), [], [])
+        step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], [], []), [], [])
         plan = step.plan
         preempted = self._schedule_decodes(step)
         budget = self.step_tokens - len(plan.decodes)
@@ -174,6 +183,7 @@ class Scheduler:
         if not plan.decodes and not plan.chunks:
             return None
         self._step += 1
+        plan.clears.extend(self.pool.take_clears())
         if self._admitted:
             self._note_batch_size(plan)
         return step
@@ -426,6 +436,9 @@ class Scheduler:
             sequence.in_flight -= 1
             if sequence.finish:
                 continue
+            if token == BAD_TOKEN:
+                self._break(sequence)
+                continue
             generated += 1
             sequence.tokens.append(token)
             finish = ""
@@ -494,10 +507,21 @@ class Scheduler:
             if not sequence.finish:
                 self._end(sequence, "cancelled")
 
-    def _end(self, sequence: Sequence, finish: str) -> None:
+    def _break(self, sequence: Sequence) -> None:
+        """End a sequence whose logits were not finite, and keep what it computed from anybody else."""
+        for block in sequence.table:
+            self.pool.taint(block)
+        self._end(
+            sequence,
+            "error",
+            f"the model's numbers overflowed at position {len(sequence.tokens)}: no token has a finite score "
+            "(a damaged checkpoint, a dtype with too little range, or logit_bias that bans every token)",
+        )
+
+    def _end(self, sequence: Sequence, finish: str, error: str | None = None) -> None:
         """End a sequence outside of sampling: its last output brings no token."""
         submission = sequence.submission
-        output = Output(submission.submit.handle, sequence.sample, [], finish)
+        output = Output(submission.submit.handle, sequence.sample, [], finish, error=error)
         if not sequence.announced:
             self._announce(sequence, output)
         self.ledger.emit(submission.origin, output)

@@ -161,3 +161,21 @@ def test_any_order_of_taking_and_ending_keeps_the_invariants(
         pool.release_table(table)
     pool.check([])
     assert pool.available == total
+
+
+def test_a_tainted_block_is_never_found_again_and_is_cleared_for_its_next_owner() -> None:
+    pool = BlockPool(2)
+    chain = PrefixChain("")
+    block = pool.allocate()
+    pool.register(block, chain.link(0, tokens_of(1)))
+    pool.taint(block)
+    pool.register(block, chain.link(0, tokens_of(1)))
+    assert found(pool, [*tokens_of(1), 0]) == []
+    pool.check([[block]])
+    pool.release(block)
+    pool.check([])
+    assert pool.take_clears() == []
+    both = {pool.allocate(), pool.allocate()}
+    assert block in both
+    assert pool.take_clears() == [block]
+    assert pool.take_clears() == []

@@ -1,0 +1,65 @@
+"""A sequence whose numbers are not finite ends with an error, alone: neither its neighbours in the batch nor
+the next owners of its blocks notice. Through the real engine on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.generate import LocalEngine
+from engine.messages import ReplicaSpec, SamplingParams
+from tests.engine.test_engine_equality import CONFIG
+
+POISON = 99
+"""A token whose embedding is not a number."""
+GREEDY = SamplingParams(max_tokens=20)
+PROMPTS = [[(5 * place + family) % 90 + 3 for place in range(70)] for family in range(4)]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> LocalEngine:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    made = LocalEngine(
+        ReplicaSpec(
+            replica="tiny-0",
+            model_path=str(tmp_path),
+            load_format="dummy",
+            device="cpu",
+            max_rows=8,
+            step_tokens=512,
+            max_model_len=128,
+            kv_blocks=10,
+            threads=1,
+        )
+    )
+    with torch.inference_mode():
+        made.runner.decoder.embedding[POISON] = float("nan")
+    return made
+
+
+def test_it_ends_with_an_error_and_nobody_else_notices(engine: LocalEngine) -> None:
+    expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
+    # Late in its second block: the next owner reads past its own end there, before it writes.
+    poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
+    for _ in range(5):
+        answers = engine.generate([PROMPTS[1], poisoned, PROMPTS[2]], GREEDY)
+        assert answers[1][0].finish == "error"
+        assert "no token has a finite score" in (answers[1][0].error or "")
+        assert [answers[0][0].token_ids, answers[2][0].token_ids] == [expected[1], expected[2]]
+        engine.core.check()
+        # Ten blocks: these get what the poisoned prompt left.
+        again = engine.generate(PROMPTS, GREEDY)
+        assert [answer[0].token_ids for answer in again] == expected
+    assert engine.core.gauges().blocks_used == 0
+    assert sum(entry.finish == ["error"] for entry in engine.finished) == 5
+    engine.close()
+
+
+def test_banning_every_token_is_an_error_and_not_a_choice(engine: LocalEngine) -> None:
+    banned = SamplingParams(max_tokens=5, logit_bias=dict.fromkeys(range(157), float("-inf")))
+    (answer,) = engine.generate([PROMPTS[0]], banned)
+    assert (answer[0].finish, answer[0].token_ids) == ("error", [])
+    engine.close()
