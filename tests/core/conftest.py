@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance.client import AdminClient, ServiceNotRunningError
+from appliance.protocol import Status
+from store.requests import LoggedRequest, RequestReader
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 10.0, what: str = "it") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Service:
+    """A core in its own process, with fake fronts and replicas."""
+
+    def __init__(self, folder: Path, settings: str = "", models: tuple[str, ...] = ("m",)) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.state_dir = folder / "state"
+        tables = ""
+        for model in models:
+            (folder / model).mkdir(exist_ok=True)
+            (folder / model / "config.json").write_text('{"vocab_size": 10}')
+            tables += f'[models.{model}]\nfolder = "{model}"\n'
+        self.config = folder / "appliance.toml"
+        self.config.write_text(
+            f'run_dir = "{self.run_dir}"\nstate_dir = "{self.state_dir}"\n{settings}\n{tables}'
+        )
+        self.admin = AdminClient(self.run_dir)
+        self.log = folder / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.core.service", str(self.config)], cwd=ROOT, stderr=log
+            )
+
+    def wait_ready(self) -> Status:
+        wait_until(lambda: self.state() == "ready", what=f"ready ({self.log})")
+        return self.admin.status()
+
+    def state(self) -> str:
+        with contextlib.suppress(ServiceNotRunningError):
+            return self.admin.status().state
+        return "down"
+
+    def pids(self) -> list[int]:
+        """Of every child."""
+        status = self.admin.status()
+        fronts = [front.pid for front in status.fronts if front.pid is not None]
+        return fronts + [pid for model in status.models for replica in model.replicas for pid in replica.pids]
+
+    def connect(self, line: str, address: tuple[str, int] | None = None) -> socket.socket:
+        """Send a request; its answer comes on the socket."""
+        sock = socket.socket(socket.AF_UNIX if address is None else socket.AF_INET)
+        sock.settimeout(20)
+        sock.connect(str(self.run_dir / "api.sock") if address is None else address)
+        sock.sendall(line.encode() + b"\n")
+        return sock
+
+    def rows(self) -> list[LoggedRequest]:
+        return RequestReader(self.state_dir / "history.db").tail(1000)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(20)
+
+
+def read_answer(sock: socket.socket) -> list[str]:
+    """Every line of an answer."""
+    with sock, sock.makefile() as lines:
+        return [line.strip() for line in lines]
+
+
+@pytest.fixture
+def make_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    made: list[Service] = []
+
+    def make(settings: str = "", models: tuple[str, ...] = ("m",)) -> Service:
+        made.append(Service(tmp_path, settings, models))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.admin.close()
+        if service.process is not None and service.process.poll() is None:
+            os.kill(service.process.pid, signal.SIGKILL)
+            service.process.wait()

@@ -1,0 +1,175 @@
+"""A replica without an engine: speaks a rank's protocol, one token every 10 ms for each sample.
+
+`fake.json` in the model's folder may say: {"fatal": [kind, message]} or {"exit": code}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.client import Channel
+from engine.messages import (
+    Attach,
+    Cancel,
+    CancelRequest,
+    DataInbound,
+    Fatal,
+    Finished,
+    Output,
+    Progress,
+    RankInbound,
+    Ready,
+    ReplicaInfo,
+    ReplicaSpec,
+    Report,
+    Start,
+    StepFrame,
+    Submit,
+)
+
+STEP_S = 0.01
+
+
+class Running:
+    def __init__(self, front: str, submit: Submit) -> None:
+        self.front = front
+        self.submit = submit
+        self.made = len(submit.output_token_ids)
+        self.cancelled = False
+
+
+class FakeReplica:
+    def __init__(self, control: Channel[RankInbound]) -> None:
+        self.control = control
+        self.fronts: dict[str, Channel[DataInbound]] = {}
+        self.running: list[Running] = []
+        self.rows = 0
+        self.tokens = 0
+        self.steps = 0
+        self.gone: list[str] = []
+        self.finished: list[Finished] = []
+
+    def hear(self, message: RankInbound) -> None:
+        if isinstance(message, Start):
+            self.start(message.spec)
+        elif isinstance(message, Attach):
+            channel: Channel[DataInbound] = Channel(socket.socket(fileno=self.control.take_fd()), DataInbound)
+            name = message.front
+            self.fronts[name] = channel
+            channel.listen(lambda said: self.take(name, said), lambda: self.front_gone(name))
+        elif isinstance(message, CancelRequest):
+            for run in self.running:
+                run.cancelled |= run.submit.request_id == message.request_id
+        else:
+            os._exit(0)
+
+    def start(self, spec: ReplicaSpec) -> None:
+        self.control.send(Progress("loading", 0.5))
+        script = Path(spec.model_path) / "fake.json"
+        does = json.loads(script.read_text()) if script.exists() else {}
+        if "fatal" in does:
+            self.control.send(Fatal(*does["fatal"]))
+        if does:
+            os._exit(does.get("exit", 1))
+        self.rows, self.tokens = spec.max_rows, 2 * spec.step_tokens
+        self.control.send(Ready(info(spec)))
+        asyncio.get_running_loop().create_task(self.step())
+
+    def take(self, front: str, message: DataInbound) -> None:
+        if isinstance(message, Submit):
+            self.running.append(Running(front, message))
+        elif isinstance(message, Cancel):
+            for run in self.running:
+                run.cancelled |= run.front == front and run.submit.handle == message.handle
+
+    def front_gone(self, front: str) -> None:
+        del self.fronts[front]
+        for run in [run for run in self.running if run.front == front]:
+            self.end(run, "cancelled")
+        self.gone.append(front)
+
+    def end(self, run: Running, how: str) -> None:
+        self.running.remove(run)
+        submit = run.submit
+        self.rows += submit.n
+        self.tokens += submit.credit_tokens
+        made = (run.made - len(submit.output_token_ids)) * submit.n
+        self.finished.append(
+            Finished(
+                submit.request_id,
+                submit.index,
+                submit.first_sample,
+                len(submit.prompt_token_ids),
+                0,
+                made,
+                0,
+                len(self.running) + 1,
+                [how] * submit.n,
+            )
+        )
+
+    async def step(self) -> None:
+        while True:
+            self.steps += 1
+            frames: dict[str, list[Output]] = {}
+            for run in list(self.running):
+                submit = run.submit
+                run.made += 1
+                done = run.made >= submit.sampling.max_tokens
+                how = "cancelled" if run.cancelled else "length" if done else ""
+                for sample in range(submit.first_sample, submit.first_sample + submit.n):
+                    frames.setdefault(run.front, []).append(Output(submit.handle, sample, [run.made], how))
+                if how:
+                    self.end(run, how)
+            for front, outputs in frames.items():
+                if front in self.fronts:
+                    self.fronts[front].send(StepFrame(self.steps, outputs))
+            self.control.send(
+                Report(
+                    step=self.steps,
+                    credit_rows=self.rows,
+                    credit_tokens=self.tokens,
+                    finished=self.finished,
+                    fronts_gone=self.gone,
+                    running=len(self.running),
+                )
+            )
+            self.finished, self.gone = [], []
+            await asyncio.sleep(STEP_S)
+
+
+def info(spec: ReplicaSpec) -> ReplicaInfo:
+    known: dict[str, Any] = {
+        "replica": spec.replica,
+        "max_rows": spec.max_rows,
+        "step_tokens": spec.step_tokens,
+        "devices": ["fake"] * spec.tensor_parallel_size,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "load_seconds": 0.1,
+    }
+    texts = dict.fromkeys(("model_type", "dtype", "kv_dtype", "backend", "torch_version"), "fake")
+    numbers = dict.fromkeys(ReplicaInfo.__struct_fields__, 100)
+    return ReplicaInfo(**(numbers | texts | known))
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int)
+    descriptor = parser.parse_args().channel
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    control: Channel[RankInbound] = Channel(socket.socket(fileno=descriptor), RankInbound)
+    control.listen(FakeReplica(control).hear, lambda: os._exit(0))
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

@@ -1,0 +1,175 @@
+"""The core's small parts: identities, versions of models, listeners, the run directory, the admin's door."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from appliance.actions import ACTIONS, action_named
+from appliance.admin.app import admin_app
+from appliance.backoff import Backoff
+from appliance.client import AdminClient, ServiceNotRunningError
+from appliance.identities import identities
+from appliance.listeners import ListenError, bind_tcp, bind_unix
+from appliance.models.registry import describe, fingerprint
+from appliance.problems import Problems
+from appliance.rundir import RunDirError, RunDirLock, prepare_directories
+from appliance.settings import ModelSettings, UnixSettings
+from store.control import KeyRecord
+
+
+def key(name: str, **fields: Any) -> KeyRecord:
+    return KeyRecord(
+        id=name, name=name, tenant="t", prefix="ak-", sha256=f"hash of {name}", created_at=0.0, **fields
+    )
+
+
+def test_only_valid_keys_and_named_uids_may_ask() -> None:
+    keys = [key("good"), key("revoked", revoked_at=1.0), key("expired", expires_at=10.0)]
+    table = identities(keys, UnixSettings(uids=[1234]), now=10.0)
+    assert {name: known.key_id for name, known in table.keys.items()} == {"hash of good": "good"}
+    assert set(table.uids) == {0, os.geteuid(), 1234} and table.any_uid is None
+    assert identities([], UnixSettings(uids="any")).any_uid is not None
+    assert 1234 not in identities([], UnixSettings()).uids
+
+
+def test_a_models_version_names_its_files_and_not_their_dates(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    (first / "config.json").write_text('{"max_position_embeddings": 128, "vocab_size": 50}')
+    (first / "model.safetensors").write_bytes(b"x" * 1000)
+    shutil.copytree(first, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert fingerprint(first) == fingerprint(tmp_path / "copy")
+    (tmp_path / "copy" / "model.safetensors").write_bytes(b"x" * 999 + b"y")
+    assert fingerprint(first) != fingerprint(tmp_path / "copy")
+    model = describe("m", ModelSettings(folder=str(first), max_model_len=64))
+    assert (model.max_model_len, model.vocab_size, len(model.version)) == (64, 50, 12)
+
+
+def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    bind_unix(path, "0660").close()
+    with bind_unix(path, "0640"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    path.unlink()
+    path.write_text("precious")
+    with pytest.raises(ListenError, match=r"api\.sock cannot be listened on"):
+        bind_unix(path, "0660")
+    assert path.read_text() == "precious"
+
+
+def test_an_address_in_use_is_named() -> None:
+    with bind_tcp("127.0.0.1", 0) as sock, pytest.raises(ListenError, match=r"listen = 127\.0\.0\.1:"):
+        bind_tcp("127.0.0.1", sock.getsockname()[1])
+
+
+def test_a_run_directory_has_one_holder(tmp_path: Path) -> None:
+    lock = RunDirLock(tmp_path, tmp_path)
+    with pytest.raises(RunDirError, match=f"process {os.getpid()}"):
+        RunDirLock(tmp_path, tmp_path)
+    lock.release()
+    RunDirLock(tmp_path, tmp_path).release()
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match="run_dir"):
+        prepare_directories(tmp_path / "file", tmp_path)
+
+
+def test_delays_double_up_to_five_seconds_and_a_healthy_life_starts_over() -> None:
+    backoff = Backoff()
+    assert [backoff.delay_s(0.0) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert backoff.delay_s(60.0) == 0.1
+
+
+def test_repeated_problems_are_counted_and_the_latest_comes_first() -> None:
+    problems = Problems()
+    for what in ("a", "b", "a"):
+        problems.note("somewhere", what)
+    assert [(problem.what, problem.count) for problem in problems.recent()] == [("a", 2), ("b", 1)]
+
+
+def test_the_client_says_where_it_looked_and_how_to_start_a_service(tmp_path: Path) -> None:
+    client = AdminClient(tmp_path)
+    with pytest.raises(ServiceNotRunningError, match="appliance serve"):
+        client.status()
+    bind_unix(tmp_path / "admin.sock", "0600").close()
+    with pytest.raises(ServiceNotRunningError, match=r"admin\.sock"):
+        client.status()
+
+
+class Nothing:
+    """A backend that must not be reached."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("status", "in_flight", "keys"):
+            return lambda: pytest.fail("a stranger was answered")
+        raise AttributeError(name)
+
+
+def ask(path: str, uid: int | None, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:
+    app = admin_app(Nothing(), frozenset({7}), lambda scope: uid)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+        "root_path": "",
+        "scheme": "http",
+        "server": None,
+        "client": None,
+    }
+
+    async def call() -> None:
+        await app(scope, receive, send)
+
+    asyncio.run(call())
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def test_the_admin_api_answers_nobody_but_its_own_users() -> None:
+    paths = ["/status", "/requests", "/keys", "/openapi.json", "/nothing"]
+    for path in paths + [f"/actions/{action.name}" for action in ACTIONS]:
+        for uid in (None, 8, -1):
+            assert ask(path, uid)[0] == 403
+
+
+def test_the_admin_api_describes_itself_with_every_reference_resolved() -> None:
+    status, body = ask("/openapi.json", 7)
+    document = msgspec.json.decode(body)
+    assert status == 200
+    parts = document["components"]["schemas"]
+    assert {"Status", "NewKey", "CreateKey"} <= set(parts)
+    assert {f"/actions/{action.name}" for action in ACTIONS} <= set(document["paths"])
+    for piece in body.decode().split('"#/components/schemas/')[1:]:
+        assert piece.partition('"')[0] in parts
+
+
+def test_an_action_with_wrong_parameters_is_refused_with_the_field() -> None:
+    status, body = ask("/actions/keys.create", 7, "POST", b'{"nme": "x"}')
+    assert (status, b"nme" in body) == (400, True)
+
+
+def test_the_registry_names_what_it_has() -> None:
+    with pytest.raises(LookupError, match=r"keys\.create"):
+        action_named("keys.burn")

@@ -1,0 +1,245 @@
+"""The real core, its sockets, databases and children; only HTTP and the engine are fakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from appliance.client import AdminError
+from appliance.rundir import last_holder
+from store.control import read_audit, verify_audit
+from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
+
+pytestmark = pytest.mark.system
+Make = Callable[..., Service]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_connections_are_dealt_to_the_fronts_in_turn_and_each_request_is_one_row(make_service: Make) -> None:
+    port = free_port()
+    service = make_service(f'fronts = 2\nlisten = "127.0.0.1:{port}"')
+    service.start()
+    service.wait_ready()
+    answers = [read_answer(service.connect("m 3")) for _ in range(4)]
+    answers += [read_answer(service.connect("m 3", ("127.0.0.1", port))) for _ in range(2)]
+    assert [answer[:3] for answer in answers] == [["1", "2", "3"]] * 6
+    assert [answer[3] for answer in answers] == ["front-0 length", "front-1 length"] * 3
+    wait_until(lambda: [row.state for row in service.rows()] == ["ended"] * 6)
+    for row in service.rows():
+        assert (row.status, row.generated_tokens, row.billed_tokens, row.double_ends) == (200, 3, 3, 0)
+        assert (row.replica, row.devices, row.model) == ("m-0", "fake", "m")
+    status = service.admin.status()
+    (replica,) = status.models[0].replicas
+    assert (replica.credit_rows, replica.credit_tokens) == (64, 4096)
+    assert {sock.name: sock.accepted for sock in status.sockets} == {"api": 4, "tcp": 2, "admin": 0}
+    assert status.queue.ended == 6
+
+
+def test_connections_made_before_a_front_is_ready_wait_in_the_backlog(make_service: Make) -> None:
+    service = make_service()
+    service.start()
+    wait_until((service.run_dir / "api.sock").exists)
+    assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
+
+
+def test_when_the_core_is_killed_its_children_end_and_the_next_start_seals_the_rows(
+    make_service: Make,
+) -> None:
+    service = make_service("fronts = 2")
+    service.start()
+    service.wait_ready()
+    streams = [service.connect("m 1000") for _ in range(8)]
+    wait_until(lambda: len(service.rows()) == 8)
+    pids = service.pids()
+    assert len(pids) == 3 and service.process is not None
+    service.process.kill()
+    service.process.wait()
+    wait_until(lambda: not any(map(alive, pids)), 1.0, "the children's end")
+    for stream in streams:
+        read_answer(stream)
+    assert {row.state for row in service.rows()} == {"open"}
+    service.start()
+    service.wait_ready()
+    assert {(row.state, row.finish_reason) for row in service.rows()} == {("ended", "interrupted")}
+
+
+def test_a_killed_front_costs_only_its_own_clients_and_comes_back(make_service: Make) -> None:
+    service = make_service("fronts = 2")
+    service.start()
+    status = service.wait_ready()
+    doomed, other = service.connect("m 100"), service.connect("m 100")
+    wait_until(lambda: len(service.rows()) == 2)
+    os.kill(status.fronts[0].pid or 0, signal.SIGKILL)
+    assert read_answer(doomed)[-1].isdecimal()
+    assert read_answer(other)[-1] == "front-1 length"
+    wait_until(lambda: service.admin.status().fronts[0].state == "ready")
+    front = service.admin.status().fronts[0]
+    assert (front.name, front.restarts) == ("front-0.1", 1)
+    assert "killed by SIGKILL" in front.last_error
+    wait_until(lambda: [row.state for row in service.rows()] == ["ended"] * 2)
+    row = next(row for row in service.rows() if row.status == 499)
+    assert (row.error, row.billed_tokens) == ("the front process died", 0)
+    assert read_answer(service.connect("m 2"))[-1].endswith("length")
+    (replica,) = service.admin.status().models[0].replicas
+    assert (replica.credit_rows, replica.credit_tokens) == (64, 4096)
+
+
+def test_a_killed_replica_comes_back_and_the_answer_goes_on_without_a_gap(make_service: Make) -> None:
+    service = make_service()
+    service.start()
+    status = service.wait_ready()
+    stream = service.connect("m 80")
+    time.sleep(0.2)
+    os.kill(status.models[0].replicas[0].pids[0], signal.SIGKILL)
+    assert read_answer(stream) == [str(token) for token in range(1, 81)] + ["front-0 length"]
+    wait_until(lambda: service.rows()[0].state == "ended")
+    (row,) = service.rows()
+    assert (row.status, row.billed_tokens, row.generated_tokens, row.resubmissions >= 1) == (
+        200,
+        80,
+        80,
+        True,
+    )
+    (replica,) = service.admin.status().models[0].replicas
+    assert (replica.restarts, replica.state) == (1, "ready")
+    assert "killed by SIGKILL" in service.admin.status().problems[0].what
+
+
+def test_a_replica_that_hangs_is_killed_and_started_anew(make_service: Make) -> None:
+    service = make_service("hang_timeout_s = 0.5")
+    service.start()
+    pid = service.wait_ready().models[0].replicas[0].pids[0]
+    stream = service.connect("m 50")
+    os.kill(pid, signal.SIGSTOP)
+    assert read_answer(stream)[-1] == "front-0 length"
+    assert not alive(pid)
+    (replica,) = service.admin.status().models[0].replicas
+    assert "no sign of life" in replica.last_error
+
+
+def test_a_bad_checkpoint_fails_its_model_for_good_and_the_others_go_on(make_service: Make) -> None:
+    service = make_service(models=("good", "bad"))
+    why = "model-2.safetensors is truncated"
+    (service.folder / "bad" / "fake.json").write_text(json.dumps({"fatal": ["checkpoint", why]}))
+    service.start()
+    wait_until(lambda: service.state() == "degraded")
+    wait_until(lambda: service.admin.status().models[0].state == "ready")
+    assert read_answer(service.connect("good 2"))[-1] == "front-0 length"
+    assert read_answer(service.connect("bad 2")) == [
+        f"front-0 refused 503 the model 'bad' cannot be served: {why}"
+    ]
+    status = service.admin.status()
+    assert (status.models[1].state, status.models[1].detail) == ("failed", why)
+    assert status.models[1].replicas[0].restarts == 0
+    assert "bad-0 is failed" in status.reason
+
+
+def test_a_replica_that_dies_at_once_is_tried_again_ever_more_slowly(make_service: Make) -> None:
+    service = make_service()
+    (service.folder / "m" / "fake.json").write_text(json.dumps({"exit": 3}))
+    service.start()
+    wait_until(lambda: service.state() == "degraded")
+    wait_until(lambda: service.admin.status().models[0].replicas[0].restarts == 3)
+    status = service.admin.status()
+    assert status.problems[0].where == "m-0" and "exit code 3" in status.models[0].replicas[0].last_error
+    waiting = service.connect("m 2")
+    (service.folder / "m" / "fake.json").unlink()
+    assert read_answer(waiting)[-1] == "front-0 length"
+
+
+def test_a_stop_lets_running_requests_finish_and_leaves_nothing_behind(make_service: Make) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    pids = service.pids()
+    stream = service.connect("m 60")
+    wait_until(lambda: len(service.rows()) == 1)
+    assert service.stop() == 0
+    assert read_answer(stream)[-1] == "front-0 length"
+    assert not any(map(alive, pids))
+    assert sorted(path.name for path in service.run_dir.iterdir()) == ["service.lock"]
+    (row,) = service.rows()
+    assert (row.state, row.status, row.billed_tokens, row.generated_tokens) == ("ended", 200, 60, 60)
+    for name in ("history.db", "control.db"):
+        assert not (service.state_dir / f"{name}-wal").exists()
+        connection = sqlite3.connect(service.state_dir / name)
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+        connection.close()
+
+
+def test_a_second_signal_ends_what_still_runs_with_an_error(make_service: Make) -> None:
+    service = make_service("drain_grace_s = 60")
+    service.start()
+    service.wait_ready()
+    stream = service.connect("m 100000")
+    wait_until(lambda: len(service.rows()) == 1)
+    assert service.process is not None
+    service.process.send_signal(signal.SIGINT)
+    wait_until(lambda: service.state() == "draining")
+    began = time.monotonic()
+    assert service.stop() == 0
+    assert time.monotonic() - began < 5
+    assert read_answer(stream)[-1] == "front-0 aborted the service is stopping"
+    assert service.rows()[0].status == 503
+
+
+def test_one_service_a_run_directory_and_the_message_names_the_other(make_service: Make) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    second = subprocess.run(
+        [sys.executable, "-m", "appliance.cli", "serve", "--config", str(service.config)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert service.process is not None
+    assert second.returncode == 1
+    assert f"process {service.process.pid}" in second.stderr and "--run-dir" in second.stderr
+    holder = last_holder(service.run_dir)
+    assert holder is not None and holder.state_dir == str(service.state_dir)
+    assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
+
+
+def test_operator_actions_are_done_and_audited_with_the_peers_uid(make_service: Make) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    made = service.admin.create_key("laptop")
+    assert made.key.startswith("ak-")
+    service.admin.revoke_key(made.id)
+    (key,) = service.admin.keys()
+    assert (key.id, key.revoked_at is not None) == (made.id, True)
+    with pytest.raises(AdminError, match="key_0"):
+        service.admin.revoke_key("key_0")
+    stream = service.connect("m 100000")
+    wait_until(lambda: [request.state for request in service.admin.in_flight()] == ["running"])
+    (running,) = service.admin.in_flight()
+    service.admin.cancel_request(running.request_id)
+    assert read_answer(stream)[-1] == "front-0 aborted an operator cancelled the request"
+    # This front leaves its submission behind: the core has the engine end it.
+    wait_until(lambda: service.admin.in_flight() == [])
+    database = service.state_dir / "control.db"
+    audit = read_audit(database)
+    assert [(row.actor, row.action) for row in audit] == [
+        (f"uid:{os.getuid()}", action)
+        for action in ("keys.create", "keys.revoke", "keys.revoke", "requests.cancel")
+    ]
+    assert audit[2].result.startswith("refused: ")
+    assert made.key not in "".join(row.params for row in audit)
+    assert verify_audit(database).ok
