@@ -176,11 +176,22 @@ class Flags(msgspec.Struct, kw_only=True):
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     max_rows: int | None = None
+    step_tokens: int | None = None
     kv_blocks: int | None = None
+    load_format: str | None = None
 
 
 _FLAGS_OF_SERVICE = ("listen", "fronts", "run_dir", "state_dir", "log_level", "drain_grace_s")
-_FLAGS_OF_MODELS = ("device", "dtype", "tensor_parallel_size", "max_model_len", "max_rows", "kv_blocks")
+_FLAGS_OF_MODELS = (
+    "device",
+    "dtype",
+    "tensor_parallel_size",
+    "max_model_len",
+    "max_rows",
+    "step_tokens",
+    "kv_blocks",
+    "load_format",
+)
 
 
 def load_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Settings:

@@ -59,7 +59,7 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
         ("[limits]\nmax_body_byte = 3", "max_body_byte is not a setting: did you mean 'max_body_bytes'?"),
         ("[models.a]\nfolder = '.'\nmax_rows = 0", "models.a.max_rows = 0 cannot be used"),
         ("[models.a]\nfolder = '.'\nmax_row = 3", "models.a.max_row is not a setting: did you mean"),
-        ("[models.a]\nfolder = '.'\ndtype = 'int3'", "models.a.dtype = 'int3' cannot be used: it can be 'auto'"),
+        ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' cannot be used: it can be 'auto', "),
         ("[models.a]\nmax_rows = 3", "models.a lacks 'folder': add it"),
         ("[models.a]\nfolder = '/nope'", "models.a.folder = '/nope' is not a folder"),
         ("[models.'a b']\nfolder = '.'", "a model's name begins with a letter"),
