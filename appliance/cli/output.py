@@ -48,6 +48,7 @@ class Layout:
             for index, column in enumerate(columns)
         ]
         self._shown = list(range(len(columns)))
+        self._bounded = width is not None
         if width is not None:
             self._fit(width - indent)
 
@@ -61,8 +62,8 @@ class Layout:
         for index in self._shown:
             wanted, column = self._widths[index], self._columns[index]
             last = index == self._shown[-1] and not column.right
-            text = shorten(row[index], wanted) if column.flexible else row[index]
-            room = 0 if last else wanted - cells(text)
+            text = shorten(row[index], wanted) if column.flexible and self._bounded else row[index]
+            room = 0 if last else max(0, wanted - cells(text))
             if column.colours and text in column.colours:
                 text = paint(text, column.colours[text])
             parts.append(" " * room + text if column.right else text + " " * room)

@@ -47,7 +47,19 @@ _COLUMNS = (
     Column("ERROR", flexible=True, drop=3),
 )
 # What a line that follows later may need, so that the columns stay where they are.
-_ROOM = (*[""] * 5, "200", "cancelled", *["9,999"] * 3, "9999", "9999", "9999", "99999", "")
+_ROOM = (
+    "",
+    "req-" + "0" * 24,
+    *["_" * 12] * 3,
+    "200",
+    "cancelled",
+    *["9,999"] * 3,
+    "9999",
+    "9999",
+    "9999",
+    "99999",
+    "_" * 24,
+)
 
 
 def show_requests(

@@ -45,8 +45,10 @@ def databases(state_dir: Path, running: bool) -> Iterator[Finding]:
             )
             continue
         try:
-            yield _soundness(path, schema)
-            yield from _audit(path) if schema is CONTROL else _requests(path, running)
+            sound = _soundness(path, schema)
+            yield sound
+            if sound.level == "ok":
+                yield from _audit(path) if schema is CONTROL else _requests(path, running)
         except StoreError as error:
             yield _broken(name, str(error), "")
 

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from appliance.cli import main
+from appliance.protocol import (
+    DatabaseStatus,
+    FrontStatus,
+    ModelStatus,
+    Problem,
+    QueueStatus,
+    ReplicaStatus,
+    SocketStatus,
+    Status,
+)
+from store.control import ControlStore
+from store.requests import RequestLog, RequestRow
+from store.schemas import HISTORY
+from store.writer import Writer
+from tests.cli.servers import AdminService, ApiService
+
+
+class Outcome(NamedTuple):
+    """What a command printed and returned."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+class History(NamedTuple):
+    """A request log that is being written."""
+
+    log: RequestLog
+    writer: Writer
+
+    def flush(self) -> None:
+        """Wait until everything logged so far can be read."""
+        self.writer.call(lambda connection: None).result(10)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings or directories of whoever runs the tests."""
+    for name in ("APPLIANCE_CONFIG", "RUNTIME_DIRECTORY", "STATE_DIRECTORY", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("appliance.settings.SYSTEM_CONFIG", tmp_path / "no-such-file")
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process, as its entry point does."""
+
+    def run(*words: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["appliance", *map(str, words)])
+        code = main()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return Outcome(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """Short: the path of a socket has at most 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="cli-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def admin(run_dir: Path) -> Iterator[AdminService]:
+    service = AdminService(run_dir / "admin.sock", a_status(run_dir))
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def api(run_dir: Path) -> Iterator[ApiService]:
+    service = ApiService(run_dir / "api.sock")
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Iterator[History]:
+    """`history.db` in `tmp_path`, open for writing as the service has it."""
+    writer = Writer(tmp_path / "history.db", HISTORY, synchronous="NORMAL")
+    writer.start()
+    yield History(RequestLog(writer), writer)
+    writer.close()
+
+
+@pytest.fixture
+def databases(tmp_path: Path) -> Path:
+    """A state directory with both databases, as a service that stopped leaves them: two keys made."""
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    for name in ("one", "two"):
+        control.create_key(actor="uid:0", name=name, tenant="default").result(5)
+    control.close()
+    history = Writer(tmp_path / "history.db", HISTORY, synchronous="NORMAL")
+    history.start()
+    RequestLog(history).end(a_row("req-1"))
+    history.close()
+    return tmp_path
+
+
+def a_row(request_id: str, **fields: object) -> RequestRow:
+    """A request that ended well, but for `fields`."""
+    known: dict[str, object] = {
+        "created_at": 1_790_000_000.0,
+        "finished_at": 1_790_000_001.0,
+        "tenant": "default",
+        "peer": "uid 0",
+        "endpoint": "/v1/chat/completions",
+        "model": "demo",
+        "prompt_tokens": 12,
+        "generated_tokens": 17,
+        "e2e_ms": 192.3,
+        "status": 200,
+        "finish_reason": "stop",
+        **fields,
+    }
+    return RequestRow(request_id=request_id, **known)  # type: ignore[arg-type]
+
+
+def a_status(run_dir: Path) -> Status:
+    """A service with one front, one model of two ranks, and a problem."""
+    replica = ReplicaStatus(
+        name="demo-0",
+        state="ready",
+        pids=[101, 102],
+        devices=["cpu", "cpu"],
+        dtype="float32",
+        tensor_parallel_size=2,
+        predicted_bytes=1 << 30,
+        used_bytes=1200 << 20,
+        max_rows=64,
+        running=3,
+        waiting=2,
+        blocks_total=3276,
+        blocks_used=12,
+        generated_tokens=123456,
+        step_ms=8.25,
+    )
+    model = ModelStatus(
+        name="demo",
+        folder="/srv/models/with/a/long/path/to/the/demo/model/that/goes/on/and/on/until/the/end",
+        version="191c2087af56",
+        created=1_790_000_000,
+        state="ready",
+        max_model_len=2048,
+        queued=5,
+        replicas=[replica],
+    )
+    return Status(
+        version="0.1.0",
+        pid=os.getpid(),
+        uid=os.geteuid(),
+        python="3.11.7",
+        sqlite="3.40.1",
+        started_at=1_790_000_000.0,
+        uptime_s=11_520.0,
+        state="ready",
+        config_file="",
+        run_dir=str(run_dir),
+        state_dir=str(run_dir / "state"),
+        sockets=[
+            SocketStatus(name="api", address=str(run_dir / "api.sock"), state="accepting", accepted=1234)
+        ],
+        fronts=[FrontStatus(name="front-0", state="ready", pid=77, streams=3, tokens=98765)],
+        models=[model],
+        queue=QueueStatus(
+            waiting=5,
+            running=3,
+            oldest_wait_s=1.5,
+            limit=2048,
+            timeout_s=120,
+            admitted=40,
+            refused=2,
+            ended=37,
+        ),
+        databases=[
+            DatabaseStatus(
+                path=str(run_dir / "state" / "history.db"),
+                lag_rows=4,
+                lag_ms=120,
+                failing_s=0,
+                last_error=None,
+                committed_rows=80,
+                dropped_rows=0,
+                rejected_rows=0,
+            )
+        ],
+        problems=[Problem(at=1_790_000_500.0, where="demo-0", what="rank 1 was killed by signal 9", count=2)],
+    )

@@ -1,0 +1,155 @@
+"""Small servers on Unix sockets that speak what the CLI's clients expect, under a test's control."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appliance.protocol import Done, ErrorBody, Key, NewKey, Status
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 32
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    service: Any
+
+    def do_GET(self) -> None:
+        self.service.get(self)
+
+    def do_POST(self) -> None:
+        self.service.post(self, self.rfile.read(int(self.headers.get("content-length", 0))))
+
+    def address_string(self) -> str:
+        return "unix"
+
+    def log_message(self, format: str, *words: object) -> None:
+        pass
+
+    def answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class _Service:
+    def __init__(self, path: Path) -> None:
+        handler = type("Handler", (_Handler,), {"service": self})
+        self._server = _Server(str(path), handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class AdminService(_Service):
+    """The admin API, with keys in memory."""
+
+    def __init__(self, path: Path, status: Status) -> None:
+        self.status = status
+        self.keys: list[Key] = []
+        self.actions: list[tuple[str, Any]] = []
+        super().__init__(path)
+
+    def get(self, handler: _Handler) -> None:
+        shown = {"/status": self.status, "/keys": self.keys}
+        handler.answer(msgspec.json.encode(shown[handler.path]))
+
+    def post(self, handler: _Handler, body: bytes) -> None:
+        name = handler.path.removeprefix("/actions/")
+        parameters = json.loads(body)
+        self.actions.append((name, parameters))
+        if name == "keys.create":
+            result: Any = NewKey(
+                id="key_1",
+                key="ak-secret",
+                name=parameters["name"],
+                tenant=parameters["tenant"],
+                expires_at=parameters["expires_at"],
+            )
+        elif parameters.get("id") == "key_0":
+            handler.answer(msgspec.json.encode(ErrorBody(message="no key has id 'key_0'")), 404)
+            return
+        else:
+            result = Done(message=f"{name} is done")
+        handler.answer(msgspec.json.encode(result))
+
+
+class ApiService(_Service):
+    """The API: two models, and answers that the test scripts chunk by chunk."""
+
+    def __init__(self, path: Path) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.script: Callable[[_Handler], None] = lambda handler: stream(handler, *spoken("Hello."))
+        self.client_left = threading.Event()
+        super().__init__(path)
+
+    def get(self, handler: _Handler) -> None:
+        if handler.path == "/health/ready":
+            handler.answer(b'{"status": "ready"}')
+        else:
+            models = [{"id": name, "object": "model"} for name in ("demo", "other")]
+            handler.answer(json.dumps({"object": "list", "data": models}).encode())
+
+    def post(self, handler: _Handler, body: bytes) -> None:
+        self.asked.append(json.loads(body))
+        try:
+            self.script(handler)
+        except (BrokenPipeError, ConnectionResetError):
+            self.client_left.set()
+
+
+def stream(handler: _Handler, *chunks: bytes) -> None:
+    """Write each chunk of bytes as one chunk of the response, and end it."""
+    open_stream(handler)
+    for chunk in chunks:
+        write_chunk(handler, chunk)
+    handler.wfile.write(b"0\r\n\r\n")
+
+
+def open_stream(handler: _Handler) -> None:
+    handler.send_response(200)
+    handler.send_header("content-type", "text/event-stream")
+    handler.send_header("transfer-encoding", "chunked")
+    handler.end_headers()
+
+
+def write_chunk(handler: _Handler, chunk: bytes) -> None:
+    handler.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+    handler.wfile.flush()
+
+
+def delta(text: str | None = None, finish_reason: str | None = None) -> bytes:
+    """One event of a streamed chat completion."""
+    choice = {
+        "index": 0,
+        "delta": {} if text is None else {"content": text},
+        "finish_reason": finish_reason,
+    }
+    return b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
+
+
+def usage(tokens: int) -> bytes:
+    """The event that carries the counts."""
+    return b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": tokens}}).encode() + b"\n\n"
+
+
+def spoken(*texts: str) -> list[bytes]:
+    """A whole answer."""
+    return [*map(delta, texts), delta(None, "stop"), usage(len(texts)), b"data: [DONE]\n\n"]

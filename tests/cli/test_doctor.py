@@ -1,0 +1,326 @@
+"""`appliance doctor` on set-ups that are broken in one way each."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.cli.doctor import examination_lines
+from appliance.cli.output import cells
+from appliance.protocol import Problem
+from appliance.rundir import RunDirLock
+from appliance.settings import demo_model_folder
+from appliance.watch.findings import Examination, Finding
+from appliance.watch.gpus import Gpu, GpuReport
+from store.requests import RequestReader
+from tests.cli.conftest import History, Run, a_row
+from tests.cli.servers import AdminService, ApiService
+
+Doctor = Callable[..., tuple[int, list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a checkpoint: the shipped one's small files, and empty weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"):
+        shutil.copy(demo_model_folder() / name, folder)
+    for shard in set(
+        json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()
+    ):
+        (folder / shard).write_bytes(b"")
+    return folder
+
+
+@pytest.fixture
+def doctor(cli: Run, run_dir: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Doctor:
+    """Runs the doctor on `run_dir` and `tmp_path`, for a service with one model, on a box without GPU."""
+    monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: GpuReport([]))
+    config = tmp_path / "appliance.toml"
+
+    def run(
+        *flags: object, settings: str = f'[models.m]\nfolder = "{model}"\n'
+    ) -> tuple[int, list[dict[str, Any]]]:
+        config.write_text(settings)
+        given = {"--config": config, "--run-dir": run_dir, "--state-dir": tmp_path}
+        given |= dict(zip(flags[::2], flags[1::2], strict=True))  # type: ignore[arg-type]
+        outcome = cli("doctor", "--json", *(word for pair in given.items() for word in pair))
+        examination = json.loads(outcome.out)
+        bad = [finding for finding in examination["findings"] if finding["level"] == "problem"]
+        assert examination["problems"] == len(bad)
+        assert all(finding["remedy"] for finding in bad)
+        return outcome.code, examination["findings"]
+
+    return run
+
+
+def found(findings: list[dict[str, Any]], area: str, level: str) -> str:
+    """Text and remedy of the one finding of this area and level."""
+    (match,) = (f for f in findings if (f["area"], f["level"]) == (area, level))
+    return f"{match['text']} → {match['remedy']}"
+
+
+def test_a_sound_set_up_has_no_problem(doctor: Doctor, databases: Path) -> None:
+    code, findings = doctor()
+    assert code == 0
+    assert {finding["level"] for finding in findings} <= {"ok", "warning"}
+    areas = {finding["area"] for finding in findings}
+    assert areas == {"versions", "devices", "directories", "service", "models", "databases", "leftovers"}
+    text = " ".join(finding["text"] for finding in findings)
+    for fact in (
+        "torch 2",
+        f"SQLite {sqlite3.sqlite_version}",
+        "no NVIDIA GPU",
+        "2 rows, head",
+        "10.8 M parameters",
+    ):
+        assert fact in text
+
+
+def test_a_missing_model_folder_is_a_problem(doctor: Doctor) -> None:
+    code, findings = doctor(settings='[models.m]\nfolder = "/no/such/folder"\n')
+    assert code == 1
+    assert "'/no/such/folder' is not a folder" in found(findings, "service", "problem")
+
+
+def test_a_settings_file_with_a_mistake_hides_nothing_else(doctor: Doctor, databases: Path) -> None:
+    code, findings = doctor(settings="frontz = 3")
+    assert code == 1
+    assert "did you mean 'fronts'" in found(findings, "service", "problem")
+    assert "audit chain is whole" in " ".join(finding["text"] for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("config.json", "config.json: no such file"),
+        ("tokenizer.json", "tokenizer.json does not exist"),
+        ("model-00002-of-00002.safetensors", "model-00002-of-00002.safetensors does not exist"),
+        ("model.safetensors.index.json", "has neither model.safetensors nor"),
+    ],
+)
+def test_a_file_that_a_model_lacks_is_named(doctor: Doctor, model: Path, gone: str, said: str) -> None:
+    (model / gone).unlink()
+    code, findings = doctor()
+    assert code == 1 and said in found(findings, "models", "problem")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("kv_blocks = 90000000", "of "),
+        ("max_model_len = 999999", "max_model_len is 999999"),
+        ("tensor_parallel_size = 3", "does not divide"),
+        ('device = "cuda"', "needs as many GPUs, and there are 0"),
+    ],
+)
+def test_a_model_that_cannot_run_here_is_told_before_it_is_loaded(
+    doctor: Doctor, model: Path, setting: str, said: str
+) -> None:
+    code, findings = doctor(settings=f'[models.m]\nfolder = "{model}"\n{setting}\n')
+    assert code == 1 and said in found(findings, "models", "problem")
+
+
+def test_a_gpu_is_what_a_model_must_fit_into(
+    doctor: Doctor, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def box(memory_bytes: int) -> GpuReport:
+        return GpuReport([Gpu(0, "NVIDIA H200", memory_bytes, 1 << 20, "9.0")], "580.1", "13.0")
+
+    monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: box(140 << 30))
+    _, findings = doctor()
+    text = " ".join(finding["text"] for finding in findings)
+    assert "NVIDIA H200, 140 GiB" in text and "of 126 GiB usable" in text and "in bfloat16" in text
+    monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: box(50 << 20))
+    _, findings = doctor()
+    assert "of 45.0 MiB usable" in found(findings, "models", "problem")
+
+
+def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, findings = doctor("--state-dir", tmp_path / "file")
+    assert code == 1 and "is not a directory" in found(findings, "directories", "problem")
+    code, findings = doctor("--run-dir", "/proc/1/run")
+    assert code == 1 and "may not make /proc/1/run" in found(findings, "directories", "problem")
+
+
+def test_a_directory_of_somebody_else_is_a_problem(run_dir: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to become somebody else")
+    from appliance.watch.places import directories
+
+    run_dir.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        levels = {finding.subject: finding for finding in directories(run_dir, run_dir)}
+    finally:
+        os.seteuid(0)
+    assert levels["run directory"].level == "problem"
+    assert "uid 65534" in levels["run directory"].text and "--run-dir" in levels["run directory"].remedy
+
+
+def test_a_socket_path_that_is_too_long_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
+    code, findings = doctor("--run-dir", tmp_path / ("d" * 100))
+    assert code == 1 and "at most 107 work" in found(findings, "directories", "problem")
+
+
+def test_a_damaged_database_is_a_problem(doctor: Doctor, databases: Path) -> None:
+    with (databases / "history.db").open("r+b") as file:
+        file.seek(4096)
+        file.write(os.urandom(8192))
+    code, findings = doctor()
+    assert code == 1 and "history.db" in found(findings, "databases", "problem")
+
+
+def test_a_file_that_is_no_database_is_a_problem(doctor: Doctor, databases: Path) -> None:
+    (databases / "control.db").write_text("nothing of the kind " * 1000)
+    code, findings = doctor()
+    assert code == 1 and "is not a sound SQLite database" in found(findings, "databases", "problem")
+
+
+def test_a_database_of_a_later_version_is_a_problem(doctor: Doctor, databases: Path) -> None:
+    with sqlite3.connect(databases / "history.db") as connection:
+        connection.execute("PRAGMA user_version = 99")
+    code, findings = doctor()
+    assert code == 1 and "schema version 99" in found(findings, "databases", "problem")
+
+
+def test_an_audit_chain_that_was_changed_is_a_problem(doctor: Doctor, databases: Path) -> None:
+    with sqlite3.connect(databases / "control.db") as connection:
+        connection.execute("DROP TRIGGER audit_rows_do_not_change")
+        connection.execute("UPDATE audit SET actor = 'nobody' WHERE seq = 1")
+    code, findings = doctor()
+    assert code == 1 and "broken at row 1" in found(findings, "databases", "problem")
+
+
+def test_requests_left_open_by_a_dead_service_are_a_warning(
+    doctor: Doctor, history: History, tmp_path: Path
+) -> None:
+    history.log.open(a_row("req-open", finished_at=None))
+    history.flush()
+    _, findings = doctor()
+    assert "such as req-open" in found(findings, "databases", "warning")
+    assert RequestReader(tmp_path / "history.db").last_sequence() == 1
+
+
+def test_sockets_that_a_dead_service_left_are_a_warning(doctor: Doctor, run_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(run_dir / "api.sock"))
+    code, findings = doctor()
+    assert code == 0
+    assert "is left of a service that ended" in found(findings, "leftovers", "warning")
+
+
+def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
+    doctor: Doctor, run_dir: Path, tmp_path: Path
+) -> None:
+    lock = RunDirLock(run_dir, tmp_path)
+    code, findings = doctor()
+    lock.release()
+    assert code == 1
+    assert f"process {os.getpid()} holds {run_dir}" in found(findings, "leftovers", "problem")
+
+
+def test_a_writer_of_the_databases_without_a_service_is_a_problem(doctor: Doctor, databases: Path) -> None:
+    with (databases / "control.db-lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, findings = doctor()
+    assert code == 1 and f"process {os.getpid()} writes" in found(findings, "leftovers", "problem")
+
+
+def test_a_rank_that_outlived_its_service_is_a_problem(doctor: Doctor) -> None:
+    # Only the command line is looked at: this one sleeps, and its parent is gone at once.
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "engine.replica"]
+    source = f"import subprocess; print(subprocess.Popen({sleeper!r}, stdout=subprocess.DEVNULL).pid)"
+    started = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)
+    orphan = int(started.stdout)
+    try:
+        if parent_of(orphan) != 1:
+            pytest.skip("orphans do not go to process 1 here")
+        code, findings = doctor()
+    finally:
+        os.kill(orphan, 9)
+    assert code == 1 and f"kill -9 {orphan}" in found(findings, "leftovers", "problem")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_foreign_package_named_kernels_is_a_problem(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "site" / "kernels-0.9.0.dist-info"
+    record.mkdir(parents=True)
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.9.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    code, findings = doctor()
+    assert code == 1
+    assert "kernels 0.9.0 is installed" in found(findings, "versions", "problem")
+    assert "pip uninstall kernels" in found(findings, "versions", "problem")
+
+
+def test_a_running_service_is_asked_what_is_wrong(
+    doctor: Doctor, admin: AdminService, api: ApiService
+) -> None:
+    _, findings = doctor()
+    text = " ".join(finding["text"] for finding in findings)
+    assert "api.sock answers and is ready" in text and "1.2 GiB used, 1.0 GiB predicted (+17%)" in text
+    assert "is gone: replicas that run go on" in found(findings, "models", "problem")
+
+
+def test_what_the_service_complains_of_is_a_finding(
+    doctor: Doctor, admin: AdminService, run_dir: Path, tmp_path: Path
+) -> None:
+    admin.status.state, admin.status.reason = "degraded", "demo-0 has failed"
+    admin.status.models[0].state = "failed"
+    admin.status.models[0].replicas[0].last_error = "model.safetensors: truncated"
+    admin.status.databases[0].last_error = "the disk is full"
+    admin.status.problems = [Problem(at=4e9, where="demo-0", what="it broke")]
+    code, findings = doctor()
+    text = " ".join(finding["text"] for finding in findings)
+    assert code == 1
+    for fact in (
+        "degraded: demo-0 has failed",
+        "model.safetensors: truncated",
+        "the disk is full",
+        "it broke",
+    ):
+        assert fact in text
+    assert "api.sock does not answer: does not exist" in text
+
+
+def test_a_check_that_fails_does_not_end_the_visit(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("appliance.watch.machine.versions", breaks)
+    _, findings = doctor()
+    assert "RuntimeError: no such thing" in found(findings, "versions", "warning")
+    assert any(finding["area"] == "leftovers" for finding in findings)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_findings_fit_the_terminal_and_end_with_a_verdict(width: int) -> None:
+    finding = Finding(
+        area="models", subject="m", level="problem", text="too large " * 30, remedy="shrink " * 30
+    )
+    examination = Examination(
+        at=1.79e9, host="box", run_dir="/r", state_dir="/s", problems=1, warnings=0, findings=[finding]
+    )
+    lines = list(examination_lines(examination, width))
+    assert max(map(cells, lines)) <= width
+    assert any(line.lstrip().startswith("→ shrink") for line in lines)
+    assert lines[-1] == "1 problem, 0 warnings"

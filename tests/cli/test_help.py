@@ -1,0 +1,116 @@
+"""What the command line costs before it does anything, and what it offers."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+
+from appliance.actions import ACTIONS, Action
+from appliance.cli.app import app
+from tests.cli.conftest import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = (
+    "torch",
+    "fastapi",
+    "uvicorn",
+    "sqlite_utils",
+    "httpx",
+    "textual",
+    "numpy",
+    "rich",
+    "pydantic",
+    "jinja2",
+)
+COMMANDS = (
+    (),
+    ("serve",),
+    ("status",),
+    ("keys",),
+    ("keys", "create"),
+    ("keys", "list"),
+    ("keys", "revoke"),
+    ("requests",),
+    ("requests", "cancel"),
+    ("chat",),
+    ("doctor",),
+)
+
+
+def loaded_by(*words: str) -> set[str]:
+    """Top-level packages in memory after the command."""
+    source = (
+        "import sys, json; from appliance.cli import main; main();"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert loaded_by("--help").isdisjoint(HEAVY)
+    assert loaded_by("--help") >= {"typer", "appliance"}
+
+
+def test_help_takes_less_than_150_ms() -> None:
+    command = [sys.executable, "-m", "appliance.cli", "--help"]
+    wall_ms, cpu_ms = [], []
+    for _ in range(5):
+        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall_ms.append(1000 * (time.perf_counter() - began))
+        cpu_ms.append(1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
+    print(f"appliance --help: {min(wall_ms):.0f} ms, of which {min(cpu_ms):.0f} ms CPU")
+    # It waits for nothing, so on a machine of its own both are one; only the CPU's time is the command's own.
+    assert min(cpu_ms) < 150
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself(cli: Run, command: tuple[str, ...]) -> None:
+    outcome = cli(*command, "--help")
+    assert outcome.code == 0
+    assert outcome.out.startswith("Usage:") and "--help" in outcome.out
+    assert outcome.err == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS[2:], ids=" ".join)
+def test_every_client_command_takes_the_run_directory(cli: Run, command: tuple[str, ...]) -> None:
+    if command != ("keys",):
+        assert "--run-dir" in cli(*command, "--help").out
+
+
+@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.name)
+def test_every_action_of_the_registry_is_a_command_with_its_parameters(action: Action) -> None:
+    command = typer.main.get_command(app)
+    for word in action.name.split("."):
+        command = command.commands[word]  # type: ignore[attr-defined]
+    offered = {part for parameter in command.params for part in (parameter.name or "").split("_")}
+    for field in msgspec.structs.fields(action.parameters):
+        assert set(field.name.removesuffix("_at").split("_")) <= offered, field.name
+    if action.danger != "none":
+        assert "yes" in offered
+
+
+def test_version_says_ours(cli: Run) -> None:
+    outcome = cli("--version")
+    assert outcome.code == 0 and outcome.out.startswith("appliance ")
+
+
+@pytest.mark.parametrize(
+    "words", [("bogus",), ("status", "--bogus"), ("requests", "--limit", "0"), ("serve", "--device", "tpu")]
+)
+def test_a_wrong_command_line_exits_2_and_says_so_on_stderr(cli: Run, words: tuple[str, ...]) -> None:
+    outcome = cli(*words)
+    assert outcome.code == 2
+    assert outcome.out == "" and "Error" in outcome.err and "Traceback" not in outcome.err

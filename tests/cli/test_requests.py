@@ -1,0 +1,200 @@
+"""`appliance requests` on real databases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from appliance.cli.output import Layout, cells, printable, shorten
+from appliance.cli.requests import _COLUMNS
+from appliance.rundir import RunDirLock
+from tests.cli.conftest import History, Run, a_row
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def filled(history: History, tmp_path: Path) -> Path:
+    """A state directory whose log, still open for writing, has four ended requests and an open one."""
+    log, now = history.log, time.time()
+    log.end(a_row("req-old", created_at=now - 7200, finished_at=now - 7199, tenant="acme"))
+    log.end(a_row("req-bad", created_at=now - 60, status=503, finish_reason="error", error="the box is full"))
+    log.end(a_row("req-other", created_at=now - 50, model="other"))
+    log.end(a_row("req-last", created_at=now - 40))
+    log.open(a_row("req-open", created_at=now - 30, finished_at=None, status=None, finish_reason=None))
+    history.flush()
+    return tmp_path
+
+
+def ids(out: str) -> list[str]:
+    return [row["request_id"] for row in json.loads(out)]
+
+
+def test_rows_come_as_a_json_list_the_newest_last(cli: Run, filled: Path) -> None:
+    out = cli("requests", "--state-dir", filled, "--json").out
+    assert ids(out) == ["req-old", "req-bad", "req-other", "req-last", "req-open"]
+    row = json.loads(out)[3]
+    assert (row["status"], row["finish_reason"], row["class"], row["state"]) == (200, "stop", "P1", "ended")
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (("--limit", 2), ["req-last", "req-open"]),
+        (("--tenant", "acme"), ["req-old"]),
+        (("--model", "other"), ["req-other"]),
+        (("--status", 503), ["req-bad"]),
+        (("--status", "open"), ["req-open"]),
+        (("--status", "ended", "--limit", 1), ["req-last"]),
+        (("--failed",), ["req-bad"]),
+        (("--since", "1h", "--tenant", "acme"), []),
+        (("--since", "3h", "--tenant", "acme"), ["req-old"]),
+        (("--id", "req-other"), ["req-other"]),
+    ],
+)
+def test_filters_narrow_the_list(cli: Run, filled: Path, flags: tuple[object, ...], found: list[str]) -> None:
+    assert ids(cli("requests", "--state-dir", filled, "--json", *flags).out) == found
+
+
+def test_a_person_reads_a_table(cli: Run, filled: Path) -> None:
+    lines = cli("requests", "--state-dir", filled).out.splitlines()
+    assert lines[0].split()[:2] == ["TIME", "REQUEST"]
+    assert "503" in lines[2] and lines[2].endswith("the box is full")
+    assert " open " in lines[5]
+
+
+def test_one_request_is_shown_with_every_field(cli: Run, filled: Path) -> None:
+    out = cli("requests", "--state-dir", filled, "--id", "req-bad").out
+    fields = dict(line.split(maxsplit=1) for line in out.splitlines() if " " in line)
+    assert fields["error"] == "the box is full" and fields["prompt_tokens"] == "12"
+
+
+def test_an_unknown_id_is_a_failure_with_a_remedy(cli: Run, filled: Path) -> None:
+    outcome = cli("requests", "--state-dir", filled, "--id", "req-none")
+    assert outcome.code == 1 and "'req-none'" in outcome.err and "appliance requests" in outcome.err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--since", "yesterdayish"), ("--status", "fine")])
+def test_a_value_that_cannot_be_used_is_named_with_its_option(
+    cli: Run, filled: Path, flag: str, value: str
+) -> None:
+    outcome = cli("requests", "--state-dir", filled, flag, value)
+    assert outcome.code == 1
+    assert flag in outcome.err and repr(value) in outcome.err and "Traceback" not in outcome.err
+
+
+def test_the_log_is_found_by_the_run_directory_after_the_service_stopped(
+    cli: Run, databases: Path, run_dir: Path
+) -> None:
+    RunDirLock(run_dir, databases).release()
+    assert ids(cli("requests", "--run-dir", run_dir, "--json").out) == ["req-1"]
+
+
+def test_where_no_service_ever_ran_the_missing_log_is_named(cli: Run, tmp_path: Path) -> None:
+    outcome = cli("requests", "--state-dir", tmp_path / "none")
+    assert outcome.code == 1 and str(tmp_path / "none" / "history.db") in outcome.err
+
+
+def test_a_log_without_rows_is_no_failure(cli: Run, history: History, tmp_path: Path) -> None:
+    assert cli("requests", "--state-dir", tmp_path, "--json").out == "[]\n"
+    outcome = cli("requests", "--state-dir", tmp_path)
+    assert (outcome.code, outcome.out) == (0, "") and "No request" in outcome.err
+
+
+def test_a_file_that_is_no_database_is_told_in_a_line(cli: Run, tmp_path: Path) -> None:
+    (tmp_path / "history.db").write_text("not a database, " * 100)
+    outcome = cli("requests", "--state-dir", tmp_path)
+    assert outcome.code == 1 and "history.db" in outcome.err and len(outcome.err.splitlines()) == 1
+
+
+def test_follow_prints_requests_as_they_end_and_each_once(history: History, tmp_path: Path) -> None:
+    log = history.log
+    log.end(a_row("req-before"))
+    log.open(a_row("req-long", finished_at=None, status=None))
+    history.flush()
+    follower = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "appliance.cli",
+            "requests",
+            "--follow",
+            "--json",
+            "--state-dir",
+            str(tmp_path),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert follower.stdout is not None and follower.stderr is not None
+    try:
+        seen = [json.loads(follower.stdout.readline()) for _ in range(2)]
+        log.open(a_row("req-open", finished_at=None, status=None))
+        log.end(a_row("req-long"))
+        log.end(a_row("req-after", status=500, error="it broke"))
+        seen += [json.loads(follower.stdout.readline()) for _ in range(2)]
+    finally:
+        os.kill(follower.pid, 2)
+    assert [(row["request_id"], row["state"]) for row in seen] == [
+        ("req-before", "ended"),
+        ("req-long", "open"),
+        ("req-long", "ended"),
+        ("req-after", "ended"),
+    ]
+    assert follower.wait(10) == 130
+    assert follower.stdout.read() == "" and follower.stderr.read() == ""
+
+
+def test_follow_with_a_filter_shows_only_what_matches(history: History, tmp_path: Path) -> None:
+    log = history.log
+    follower = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "appliance.cli", "requests", "-f", "--failed", "--model", "other"),
+            *("--state-dir", str(tmp_path)),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert follower.stdout is not None
+    try:
+        assert follower.stdout.readline().startswith("TIME")
+        log.end(a_row("req-fine", model="other"))
+        log.end(a_row("req-elsewhere", status=500))
+        log.end(a_row("req-wanted", model="other", status=500, error="the disk burns"))
+        line = follower.stdout.readline()
+        assert "req-wanted" in line and "other" in line and line.endswith("the disk burns\n")
+    finally:
+        os.kill(follower.pid, 2)
+        follower.wait(10)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 240])
+def test_a_table_never_exceeds_the_terminal_and_keeps_what_matters(width: int) -> None:
+    row = [printable("模型" * 20 if column.flexible else "12345") for column in _COLUMNS]
+    layout = Layout(_COLUMNS, [row], width)
+    if width >= 80:
+        assert cells(layout.line(row)) <= width
+    assert "REQUEST"[:6] in layout.heading() and "STATUS" in layout.heading()
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "short"),
+    [
+        ("abcdef", 6, "abcdef"),
+        ("abcdefg", 6, "abcde…"),
+        ("/long/path", 6, "…/path"),
+        ("模型模型", 5, "模型…"),
+    ],
+)
+def test_what_is_cut_says_so(text: str, width: int, short: str) -> None:
+    assert shorten(text, width) == short
+    assert cells(shorten(text, width)) <= width

@@ -1,0 +1,221 @@
+"""`serve`, `status` and `keys`: what reaches the service, and what a person reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.cli.output import cells
+from appliance.cli.status import status_lines
+from appliance.protocol import Key, Status
+from appliance.settings import Settings
+from tests.cli.conftest import Run, a_status
+from tests.cli.servers import AdminService
+
+ROOT = Path(__file__).resolve().parents[2]
+NEED_THE_SERVICE = (
+    ("status",),
+    ("status", "--json"),
+    ("keys", "list"),
+    ("keys", "create", "--name", "x"),
+    ("keys", "revoke", "key_1"),
+    ("requests", "cancel", "req-1"),
+)
+
+
+@pytest.mark.parametrize("words", NEED_THE_SERVICE, ids=" ".join)
+def test_without_a_service_a_command_says_how_to_start_one(
+    cli: Run, run_dir: Path, words: tuple[str, ...]
+) -> None:
+    outcome = cli(*words, "--run-dir", run_dir)
+    assert outcome.code == 1 and outcome.out == ""
+    assert outcome.err == (
+        f"appliance: no service answers at {run_dir}/admin.sock; "
+        f"start one with: appliance serve --run-dir {run_dir}\n"
+    )
+
+
+def test_a_socket_that_was_left_behind_is_no_service(cli: Run, run_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(run_dir / "admin.sock"))
+    outcome = cli("status", "--run-dir", run_dir)
+    assert outcome.code == 1 and "no service answers" in outcome.err
+
+
+def test_a_run_directory_of_the_settings_file_is_found_though_a_model_is_gone(
+    cli: Run, admin: AdminService, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "appliance.toml"
+    config.write_text(f'run_dir = "{run_dir}"\n[models.gone]\nfolder = "/no/such/folder"\n')
+    monkeypatch.setenv("APPLIANCE_CONFIG", str(config))
+    assert cli("status").code == 0
+
+
+def test_status_as_json_is_the_services_own_words(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    outcome = cli("status", "--run-dir", run_dir, "--json")
+    assert msgspec.json.decode(outcome.out, type=Status) == admin.status
+
+
+def test_status_shows_what_an_operator_looks_for(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    out = cli("status", "--run-dir", run_dir).out
+    for fact in ("ready", "3 h 12 min", "front-0", "demo-0", "3/64+2", "12/3,276", "5 waiting of 2,048"):
+        assert fact in out
+    assert "2 ranks on cpu, float32" in out
+    assert "4 waiting (120 ms)" in out
+    assert "rank 1 was killed by signal 9 (2 times)" in out
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_line_of_the_status_is_wider_than_the_terminal(run_dir: Path, width: int) -> None:
+    lines = list(status_lines(a_status(run_dir), width))
+    assert max(map(cells, lines)) <= width
+    assert any("demo-0" in line and "ready" in line for line in lines)
+
+
+def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    admin.status.models[0].name = "de\x1b]0;owned\x07mo"
+    admin.status.problems[0].what = "line\r\n\x1b[2Jbreak"
+    out = cli("status", "--run-dir", run_dir).out
+    assert not set(out) & {"\x1b", "\x07", "\r"}
+
+
+def test_a_new_key_is_printed_alone_so_that_a_script_can_take_it(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
+    outcome = cli("keys", "create", "--name", "ci", "--run-dir", run_dir)
+    assert outcome.out == "ak-secret\n"
+    assert "shown this once" in outcome.err and "key_1" in outcome.err
+    assert admin.actions == [("keys.create", {"name": "ci", "tenant": "default", "expires_at": None})]
+
+
+def test_a_new_key_as_json_has_id_and_key(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    outcome = cli("keys", "create", "--name", "ci", "--tenant", "t", "--json", "--run-dir", run_dir)
+    made = json.loads(outcome.out)
+    assert (made["id"], made["key"], made["tenant"]) == ("key_1", "ak-secret", "t")
+    assert outcome.err == ""
+
+
+def test_a_key_can_expire_after_a_span_or_at_a_date(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    cli("keys", "create", "--name", "a", "--expires", "90d", "--run-dir", run_dir)
+    cli("keys", "create", "--name", "b", "--expires", "2099-01-01", "--run-dir", run_dir)
+    span, date = (parameters["expires_at"] for _, parameters in admin.actions)
+    assert abs(span - time.time() - 90 * 86400) < 60
+    assert time.strftime("%Y-%m-%d", time.localtime(date)) == "2099-01-01"
+    outcome = cli("keys", "create", "--name", "c", "--expires", "soon", "--run-dir", run_dir)
+    assert outcome.code == 1 and "'soon'" in outcome.err and "90s" in outcome.err
+
+
+def test_keys_are_listed_with_their_state(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    def key(name: str, **times: float) -> Key:
+        return Key(id=f"key_{name}", name=name, tenant="t", prefix="ak-abcde", created_at=1.79e9, **times)
+
+    admin.keys = [key("good"), key("old", expires_at=1.7e9), key("gone", revoked_at=1.79e9)]
+    lines = cli("keys", "list", "--run-dir", run_dir).out.splitlines()
+    assert [line.split()[0] for line in lines] == ["ID", "key_good", "key_old", "key_gone"]
+    assert lines[1].endswith("valid") and " expired " in lines[2] and " revoked " in lines[3]
+    listed = json.loads(cli("keys", "list", "--json", "--run-dir", run_dir).out)
+    assert [each["id"] for each in listed] == ["key_good", "key_old", "key_gone"]
+
+
+def test_a_script_revokes_without_being_asked(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    outcome = cli("keys", "revoke", "key_1", "--run-dir", run_dir)
+    assert outcome.code == 0 and outcome.out == "keys.revoke is done\n"
+    assert admin.actions == [("keys.revoke", {"id": "key_1"})]
+
+
+def test_the_services_refusal_is_told_in_a_line(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    outcome = cli("keys", "revoke", "key_0", "--run-dir", run_dir)
+    assert (outcome.code, outcome.err) == (1, "appliance: no key has id 'key_0'\n")
+
+
+@pytest.mark.parametrize(("typed", "done"), [("y\n", True), ("\n", False), ("n\n", False)])
+def test_a_person_is_asked_before_a_key_is_revoked(
+    cli: Run, admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch, typed: str, done: bool
+) -> None:
+    master, slave = os.openpty()
+    os.write(master, typed.encode())
+    with open(slave) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        outcome = cli("keys", "revoke", "key_1", "--run-dir", run_dir)
+    os.close(master)
+    assert "Revoke a key key_1? [y/N]" in outcome.err
+    assert bool(admin.actions) is done
+    assert outcome.code == (0 if done else 1)
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(admin: AdminService, run_dir: Path) -> None:
+    admin.keys = [
+        Key(id=f"key_{number}", name="n" * 40, tenant="t", prefix="ak-", created_at=1.79e9)
+        for number in range(4000)
+    ]
+    command = f"{sys.executable} -m appliance.cli keys list --run-dir {run_dir} | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("ID") and done.stderr == ""
+
+
+def test_colour_comes_on_a_terminal_and_not_with_no_color(admin: AdminService, run_dir: Path) -> None:
+    plain = on_a_terminal("status", "--run-dir", str(run_dir), environ={"NO_COLOR": "1", "TERM": "xterm"})
+    painted = on_a_terminal("status", "--run-dir", str(run_dir), environ={"TERM": "xterm"})
+    assert "\x1b[32mready\x1b[0m" in painted
+    assert "\x1b" not in plain and "ready" in plain
+
+
+def on_a_terminal(*words: str, environ: dict[str, str]) -> str:
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "appliance.cli", *words],
+        cwd=ROOT,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**{name: value for name, value in os.environ.items() if name != "NO_COLOR"}, **environ},
+    )
+    os.close(slave)
+    output = b""
+    try:
+        while chunk := os.read(master, 65536):
+            output += chunk
+    except OSError:
+        pass  # how Linux says that the other side of a terminal is closed
+    os.close(master)
+    assert process.wait(30) == 0
+    return output.decode()
+
+
+def test_flags_of_serve_reach_the_core(
+    cli: Run, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Settings] = []
+    monkeypatch.setattr("appliance.core.run", lambda settings: started.append(settings) or 0)
+    outcome = cli(
+        *("serve", "--model", f"a={tmp_path}", "--model", f"b={run_dir}", "--listen", "127.0.0.1:8080"),
+        *("--run-dir", run_dir, "--state-dir", tmp_path, "--fronts", 2, "--device", "cpu"),
+        *("--dtype", "bfloat16", "--load-format", "dummy", "--tensor-parallel-size", 2, "--max-rows", 8),
+        *("--step-tokens", 256, "--kv-blocks", 99, "--max-model-len", 512, "--log-level", "debug"),
+    )
+    assert outcome.code == 0
+    (settings,) = started
+    assert (settings.listen, settings.fronts, settings.log_level) == ("127.0.0.1:8080", 2, "debug")
+    assert {name: model.folder for name, model in settings.models.items()} == {
+        "a": str(tmp_path),
+        "b": str(run_dir),
+    }
+    for model in settings.models.values():
+        assert (model.device, model.dtype, model.load_format) == ("cpu", "bfloat16", "dummy")
+        assert (model.tensor_parallel_size, model.max_rows, model.step_tokens) == (2, 8, 256)
+        assert (model.kv_blocks, model.max_model_len) == (99, 512)
+
+
+def test_settings_that_cannot_be_used_are_told_in_a_line(cli: Run) -> None:
+    outcome = cli("serve", "--model", "a=/no/such/folder")
+    assert outcome.code == 1 and "/no/such/folder" in outcome.err and "Traceback" not in outcome.err
+    assert len(outcome.err.splitlines()) == 1
