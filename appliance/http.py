@@ -66,6 +66,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._received = 0
+        self._begins_with = 0
         self._in_headers = False
         self._in_body = False
         self.on_writable: Callable[[], None] | None = None
@@ -136,6 +137,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
+        self._begins_with = 0 if self._in_headers or self._in_body else len(data)
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -152,7 +154,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._received = 0
+        # Bytes that came along with another message's end are not counted.
+        self._received, self._begins_with = self._begins_with, 0
         self._in_headers = True
         self._arm(self._server.limits.header_timeout_s, self._headers_late)
 

@@ -59,7 +59,7 @@ class GenerationRequest(_Request):
     user: str | None = Field(None, description="Tolerated.")
     ignore_eos: bool | None = Field(None, description="Go on after the model's end tokens.")
     min_tokens: int | None = Field(None, ge=0, description="No end token before this many tokens.")
-    stop_token_ids: Annotated[list[int], FailFast()] | None = Field(
+    stop_token_ids: list[int] | None = Field(
         None, max_length=MOST_STOP_TOKENS, description="Further tokens that end an answer."
     )
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
@@ -123,9 +123,7 @@ class TokenizeRequest(_Request):
 
     model: str = Field(min_length=1)
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], FailFast()] | None = Field(
-        None, min_length=1, max_length=MOST_MESSAGES
-    )
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages."
     )

@@ -1,0 +1,69 @@
+"""One real front for most tests; those that break it start their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from appliance.messages import Limits
+from tests.front.harness import KEY, Harness, write_model
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    harness = Harness(folder, tmp_path_factory.mktemp("run")).start()
+    yield harness
+    harness.close()
+
+
+@pytest.fixture
+def front(shared: Harness) -> Harness:
+    """The shared front, with nothing left over from the test before."""
+    shared.reset()
+    return shared
+
+
+@pytest.fixture
+def own_front(folder: Path, tmp_path: Path) -> Iterator[Callable[[Limits], Harness]]:
+    """Starts a front of the test's own."""
+    started: list[Harness] = []
+
+    def start(limits: Limits | None = None) -> Harness:
+        started.append(Harness(folder, tmp_path, limits or Limits()).start())
+        return started[-1]
+
+    yield start
+    for harness in started:
+        harness.close()
+
+
+@pytest.fixture
+def client(front: Harness) -> Iterator[openai.OpenAI]:
+    """OpenAI's client on the Unix socket, with a placeholder for a key."""
+    transport = httpx2.HTTPTransport(uds=front.api_sock)
+    with openai.OpenAI(
+        api_key="unused",
+        base_url="http://appliance/v1",
+        max_retries=0,
+        timeout=10,
+        http_client=openai.DefaultHttpx2Client(transport=transport),
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def tcp_client(front: Harness) -> Iterator[openai.OpenAI]:
+    """OpenAI's client on TCP, with a key."""
+    with openai.OpenAI(
+        api_key=KEY, base_url=f"http://127.0.0.1:{front.port}/v1", max_retries=0, timeout=10
+    ) as client:
+        yield client

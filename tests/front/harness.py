@@ -1,0 +1,441 @@
+"""A real front process between a fake core and fake replicas: the real messages over real sockets.
+
+The fakes run on an event loop in a thread, so tests may use blocking clients. A fake replica "generates" what
+its script says: a function of the submission and the sample, so that a resubmission goes on with the same
+tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from appliance.messages import (
+    Abort,
+    Admit,
+    Admitted,
+    AttachReplica,
+    Configure,
+    Connection,
+    FrontReady,
+    FrontReport,
+    FrontToCore,
+    Identities,
+    Identity,
+    Limits,
+    Refused,
+    Rejected,
+    ServedModel,
+    Settle,
+    StopFront,
+)
+from appliance.text.tokenizer import Tokenizer
+from engine.client import Channel, socketpair
+from engine.messages import Cancel, DataInbound, Output, StepFrame, Submit, TokenLogprob
+
+Result = TypeVar("Result")
+
+KEY = "ak-test-key"
+SENTENCE = (
+    "The quick brown fox jumps over the lazy dog. Größe, naïve café, 中文字符測試, 😀👩‍👩‍👧‍👦 and so on."
+)
+MODEL = "demo"
+MAX_MODEL_LEN = 512
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['content'] == 'refuse me' %}{{ raise_exception('not this') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_model(folder: Path) -> Path:
+    """A byte-level tokenizer with a chat template, as models ship them."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator([SENTENCE] * 3, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+Script = Callable[[Submit, int], list[int]]
+"""The whole output of a sample (its absolute number), from its first token."""
+
+
+@dataclass
+class _Running:
+    submit: Submit
+    sample: int
+    tokens: list[int]
+    position: int
+    first: bool = True
+
+
+class FakeReplica:
+    """Speaks a replica's side of the data channel. Belongs to the harness's loop."""
+
+    def __init__(self, name: str, sock: socket.socket, script: Script, step_s: float) -> None:
+        self.name = name
+        self.script = script
+        self.step_s = step_s
+        self.submits: list[Submit] = []
+        self.cancels: list[Cancel] = []
+        self.running: list[_Running] = []
+        self.burst = 1
+        """Steps at a time."""
+        self.hold = False
+        """Take no step."""
+        self.die_after: int | None = None
+        """Steps until it dies of itself."""
+        self.fail_with: str | None = None
+        """Refuse every submission with this error."""
+        self.channel: Channel[DataInbound] = Channel(sock, DataInbound)
+        self.channel.listen(self._take, lambda: None)
+        self._steps = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def _take(self, message: DataInbound) -> None:
+        if isinstance(message, Cancel):
+            self.cancels.append(message)
+            ended = [
+                run
+                for run in self.running
+                if run.submit.handle == message.handle and message.sample in (None, run.sample)
+            ]
+            for run in ended:
+                self.running.remove(run)
+            self._send([Output(run.submit.handle, run.sample, [], "cancelled") for run in ended])
+            return
+        self.submits.append(message)
+        samples = range(message.first_sample, message.first_sample + message.n)
+        if self.fail_with is not None:
+            self._send(
+                [Output(message.handle, sample, [], "error", error=self.fail_with) for sample in samples]
+            )
+            return
+        for sample in samples:
+            tokens = self.script(message, sample)
+            self.running.append(_Running(message, sample, tokens, len(message.output_token_ids)))
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._generate())
+
+    async def _generate(self) -> None:
+        while self.running and not self.channel.closed:
+            await asyncio.sleep(self.step_s)
+            for _ in range(self.burst):
+                if self.running and not self.hold:
+                    self.step()
+
+    def step(self) -> None:
+        """One token for everybody."""
+        self._steps += 1
+        if self.die_after is not None:
+            self.die_after -= 1
+            if self.die_after < 0:
+                self.die()
+                return
+        outputs = [self._output(run) for run in self.running]
+        self.running = [run for run, output in zip(self.running, outputs, strict=True) if not output.finish]
+        self._send(outputs)
+
+    def _output(self, run: _Running) -> Output:
+        submit, sampling = run.submit, run.submit.sampling
+        token_id = run.tokens[run.position % len(run.tokens)]
+        run.position += 1
+        stops = not sampling.ignore_eos and token_id in sampling.stop_token_ids
+        finish = "stop" if stops else "length" if run.position >= sampling.max_tokens else ""
+        output = Output(submit.handle, run.sample, [token_id], finish)
+        if sampling.logprobs is not None:
+            output.logprobs = [_logprob(token_id, sampling.logprobs)]
+        if run.first:
+            run.first = False
+            output.cached_tokens = 2
+            output.batch_size = len(self.running)
+            if sampling.prompt_logprobs is not None and run.sample == submit.first_sample:
+                later = [_logprob(i, sampling.prompt_logprobs) for i in submit.prompt_token_ids[1:]]
+                output.prompt_logprobs = [None, *later]
+        return output
+
+    def _send(self, outputs: list[Output]) -> None:
+        if outputs:
+            self.channel.send(StepFrame(self._steps, outputs))
+
+    def die(self) -> None:
+        """As if killed."""
+        self.running.clear()
+        self.channel.close()
+
+
+def _logprob(token_id: int, alternatives: int) -> TokenLogprob:
+    top = [(token_id, -0.25), *((other, -2.0 - other) for other in range(40, 60) if other != token_id)]
+    return TokenLogprob(token_id, -0.25, top[:alternatives])
+
+
+@dataclass
+class Harness:
+    """Start with `start`, end with `close`. Attributes are set by the loop's thread and read by tests."""
+
+    folder: Path
+    runtime: Path
+    limits: Limits = field(default_factory=Limits)
+    admit: str = "at once"
+    """"at once", "hold" (never) or "refuse"."""
+    refusal: Refused | None = None
+    models: list[ServedModel] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = Tokenizer.load(self.folder)
+        self.eos = self.tokenizer.eos_ids[0]
+        self.vocab_size = self.tokenizer.vocabulary_size
+        self.admits: list[Admit] = []
+        self.settles: list[Settle] = []
+        self.refused: set[str] = set()
+        self.rejected: list[Rejected] = []
+        self.reports: list[FrontReport] = []
+        self.replicas: dict[str, FakeReplica] = {}
+        self.script: Script = self.sentence_script
+        self.step_s = 0.001
+        self.ready = threading.Event()
+        self.core_closed = threading.Event()
+        self.api_sock = str(self.runtime / "api.sock")
+        self.port = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._listeners: list[socket.socket] = []
+
+    # ── for tests ──
+
+    def sentence_script(self, submit: Submit, sample: int) -> list[int]:
+        """The sentence after the sample's number, then the end token."""
+        return [*self.tokenizer.encode_blocking(f"{sample}{SENTENCE}", False), self.eos]
+
+    def text(self, sample: int = 0) -> str:
+        """What `sentence_script` makes, as text."""
+        return f"{sample}{SENTENCE}"
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run on the loop's thread."""
+
+        async def run() -> Result:
+            return function()
+
+        return self.await_(run())
+
+    def await_(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Await on the loop's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
+    @property
+    def replica(self) -> FakeReplica:
+        """The replica that was attached last."""
+        return list(self.replicas.values())[-1]
+
+    def settled(self, count: int, timeout_s: float = 5.0) -> list[Settle]:
+        """The settlements, once there are `count`."""
+        self.wait_for(lambda: len(self.settles) >= count, timeout_s)
+        return self.settles
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        """Poll until `condition` holds; raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError("what the test waits for did not happen")
+            time.sleep(0.005)
+
+    def reset(self) -> None:
+        """Forget what was recorded, and be well-behaved again."""
+
+        def forget() -> None:
+            self.admits, self.settles, self.rejected = [], [], []
+            self.admit, self.refusal = "at once", None
+            self.script, self.step_s = self.sentence_script, 0.001
+            for replica in list(self.replicas.values()):
+                if replica.channel.closed:
+                    del self.replicas[replica.name]
+                replica.submits, replica.cancels = [], []
+                replica.hold, replica.die_after, replica.fail_with = False, None, None
+                replica.script, replica.step_s = self.script, self.step_s
+
+        # The last words of the test before may still be on their way.
+        self.wait_for(
+            lambda: {a.request_id for a in self.admits} <= {s.request_id for s in self.settles} | self.refused
+        )
+        self.call(forget)
+        if not self.replicas:
+            self.attach()
+        self.configure()
+
+    def configure(self, ready: bool = True, reason: str = "", limits: Limits | None = None) -> None:
+        """Tell the front what is served."""
+        served = self.models or [
+            ServedModel(
+                name=MODEL,
+                folder=str(self.folder),
+                version="v1",
+                created=1_700_000_000,
+                max_model_len=MAX_MODEL_LEN,
+                vocab_size=self.vocab_size,
+            )
+        ]
+        configure = Configure(
+            front="front-0", models=served, limits=limits or self.limits, ready=ready, reason=reason
+        )
+        self.call(lambda: self.channel.send(configure))
+
+    def identify(self, **changes: Any) -> None:
+        """Send the table of identities; by default one key, and this process's uid."""
+        import hashlib
+
+        table: dict[str, Any] = {
+            "keys": {hashlib.sha256(KEY.encode()).hexdigest(): Identity(tenant="acme", key_id="key_1")},
+            "uids": {os.getuid(): Identity(tenant="local")},
+            "any_uid": None,
+        }
+        identities = Identities(**(table | changes))
+        self.call(lambda: self.channel.send(identities))
+
+    def attach(self, name: str = "demo-0") -> FakeReplica:
+        """Give the front a new replica; admissions go to the one attached last."""
+
+        def make() -> FakeReplica:
+            ours, theirs = socketpair()
+            replica = FakeReplica(name, ours, self.script, self.step_s)
+            self.replicas.pop(name, None)
+            self.replicas[name] = replica
+            self.channel.send(AttachReplica(name, MODEL), (theirs.fileno(),))
+            theirs.close()
+            return replica
+
+        return self.call(make)
+
+    def send(self, message: Abort | StopFront | Admitted) -> None:
+        """Say something as the core."""
+        self.call(lambda: self.channel.send(message))
+
+    # ── life ──
+
+    def start(self) -> Harness:
+        """Spawn the front and wait until it is ready."""
+        self._thread.start()
+        self.await_(self._start())
+        self.configure()
+        self.identify()
+        self.attach()
+        if not self.ready.wait(20):
+            raise TimeoutError("the front did not become ready")
+        self.await_(self._listen())
+        return self
+
+    async def _start(self) -> None:
+        ours, theirs = socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "appliance.front", "--channel", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.channel: Channel[FrontToCore] = Channel(ours, FrontToCore)
+        self.channel.listen(self._take, self.core_closed.set)
+
+    async def _listen(self) -> None:
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unix.bind(self.api_sock)
+        tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        tcp.bind(("127.0.0.1", 0))
+        self.port = tcp.getsockname()[1]
+        for listener in (unix, tcp):
+            listener.listen(512)
+            listener.setblocking(False)
+            self._listeners.append(listener)
+            self._loop.add_reader(listener.fileno(), self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock, address = listener.accept()
+                unix = listener.family == socket.AF_UNIX
+                peer = "" if unix else f"{address[0]}:{address[1]}"
+                self.channel.send(Connection("unix" if unix else "tcp", peer), (sock.fileno(),))
+                sock.close()
+
+    def _take(self, message: FrontToCore) -> None:
+        if isinstance(message, Admit):
+            self.admits.append(message)
+            if self.admit == "at once":
+                self.channel.send(Admitted(message.request_id, message.attempt, self.replica.name, "salt", 1))
+            elif self.admit == "refuse" and self.refusal is not None:
+                refusal = self.refusal
+                self.refused.add(message.request_id)
+                self.channel.send(
+                    Refused(
+                        message.request_id,
+                        message.attempt,
+                        refusal.status,
+                        refusal.code,
+                        refusal.message,
+                        refusal.retry_after_s,
+                    )
+                )
+        elif isinstance(message, Settle):
+            self.settles.append(message)
+        elif isinstance(message, Rejected):
+            self.rejected.append(message)
+        elif isinstance(message, FrontReport):
+            self.reports.append(message)
+        elif isinstance(message, FrontReady):
+            self.ready.set()
+
+    def close(self) -> None:
+        """End everything."""
+
+        def end() -> None:
+            for listener in self._listeners:
+                self._loop.remove_reader(listener.fileno())
+                listener.close()
+            for replica in self.replicas.values():
+                replica.die()
+            self.channel.close()
+
+        self.call(end)
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        self._loop.close()
+        self.tokenizer.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.api_sock)

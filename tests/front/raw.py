@@ -1,0 +1,135 @@
+"""HTTP by hand, for what no client would send."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tests.front.harness import Harness
+
+
+def connect(front: Harness, tcp: bool = False) -> socket.socket:
+    """A connection to the API, with a timeout."""
+    if tcp:
+        return socket.create_connection(("127.0.0.1", front.port), 10)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(10)
+    sock.connect(front.api_sock)
+    return sock
+
+
+@dataclass
+class Answer:
+    """A response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    ms: float = 0.0
+
+    @property
+    def json(self) -> Any:
+        """The body."""
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """OpenAI's error object; checks its shape."""
+        document = self.json
+        assert set(document) == {"error"}
+        assert set(document["error"]) == {"message", "type", "param", "code"}
+        return document["error"]
+
+
+def head(method: str, path: str, headers: dict[str, str] | None = None) -> bytes:
+    """A request's header."""
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: whatever.example",
+        *(f"{k}: {v}" for k, v in (headers or {}).items()),
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def read_answer(sock: socket.socket, buffer: bytearray | None = None, has_body: bool = True) -> Answer:
+    """One response; what follows it stays in `buffer`. A connection that closes first gives status 0."""
+    buffer = bytearray() if buffer is None else buffer
+
+    def more() -> bool:
+        try:
+            data = sock.recv(1 << 16)
+        except ConnectionResetError:
+            return False
+        buffer.extend(data)
+        return bool(data)
+
+    while b"\r\n\r\n" not in buffer:
+        if not more():
+            return Answer(0, {}, bytes(buffer))
+    top, _, _ = bytes(buffer).partition(b"\r\n\r\n")
+    del buffer[: len(top) + 4]
+    first, *lines = top.decode().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    status = int(first.split()[1])
+    body = bytearray()
+    if not has_body:
+        return Answer(status, headers, b"")
+    if "content-length" in headers:
+        length = int(headers["content-length"])
+        while len(buffer) < length and more():
+            pass
+        body += buffer[:length]
+        del buffer[:length]
+        return Answer(status, headers, bytes(body))
+    while True:
+        while b"\r\n" not in buffer:
+            if not more():
+                return Answer(status, headers, bytes(body))
+        size, _, _ = bytes(buffer[:20]).partition(b"\r\n")
+        length = int(size, 16)
+        while len(buffer) < len(size) + 4 + length:
+            if not more():
+                return Answer(status, headers, bytes(body))
+        body += buffer[len(size) + 2 : len(size) + 2 + length]
+        del buffer[: len(size) + 4 + length]
+        if not length:
+            return Answer(status, headers, bytes(body))
+
+
+def ask(
+    front: Harness,
+    method: str,
+    path: str,
+    body: bytes | dict[str, Any] | None = None,
+    headers: dict[str, str] | None = None,
+    tcp: bool = False,
+) -> Answer:
+    """One request on its own connection, and how long its answer took."""
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    headers = dict(headers or {})
+    if data is not None:
+        headers.setdefault("Content-Length", str(len(data)))
+        headers.setdefault("Content-Type", "application/json")
+    with connect(front, tcp) as sock:
+        started = time.perf_counter()
+        # It may be answered, and closed, before all was sent.
+        with contextlib.suppress(OSError):
+            sock.sendall(head(method, path, headers) + (data or b""))
+        answer = read_answer(sock, has_body=method != "HEAD")
+        answer.ms = (time.perf_counter() - started) * 1000
+    return answer
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """A chat request's body."""
+    return {"model": "demo", "messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+def events(answer: Answer) -> list[Any]:
+    """The data of a stream's events; "[DONE]" as it is."""
+    data = [event.removeprefix("data: ") for event in answer.body.decode().split("\n\n") if event]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]

@@ -1,0 +1,206 @@
+"""Who gets in, and what everybody is told."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from appliance.front.app import build_app
+from appliance.front.box import Box
+from appliance.front.gate import OPEN_PATHS
+from tests.front.harness import KEY, Harness
+from tests.front.raw import ask, chat
+
+
+def routes() -> list[tuple[str, str]]:
+    """(method, path) of every route of the application, and some that are none."""
+    app, _ = build_app(Box(lambda message: None))
+    table = [
+        (method, re.sub(r"\{[^}]*\}", "demo", route.path))  # type: ignore[attr-defined]
+        for route in flatten(app.routes)
+        for method in sorted(route.methods)  # type: ignore[attr-defined]
+    ]
+    assert ("POST", "/v1/chat/completions") in table and ("GET", "/openapi.json") in table
+    assert ("GET", "/health/live") in table
+    return table
+
+
+def flatten(found: object) -> list[object]:
+    """Routes, those of included routers too."""
+    flat: list[object] = []
+    for route in found:  # type: ignore[attr-defined]
+        inner = getattr(route, "original_router", None) or getattr(route, "router", None)
+        if hasattr(route, "methods") and route.methods:
+            flat.append(route)
+        elif inner is not None:
+            flat += flatten(inner.routes)
+    return flat
+
+
+NOWHERE = [("GET", "/"), ("GET", "/docs"), ("GET", "/v1/"), ("GET", "/health"), ("GET", "/health/live/")]
+
+
+@pytest.mark.parametrize(("method", "path"), routes() + NOWHERE)
+def test_every_route_but_health_wants_an_identity(front: Harness, method: str, path: str) -> None:
+    body = b"{}" if method == "POST" else None
+    no_key = ask(front, method, path, body, tcp=True)
+    bad_key = ask(front, method, path, body, {"Authorization": "Bearer ak-wrong"}, tcp=True)
+    basic = ask(front, method, path, body, {"Authorization": "Basic eDp5"}, tcp=True)
+    mistyped_on_unix = ask(front, method, path, body, {"Authorization": "Bearer ak-wrong"})
+    good_key = ask(front, method, path, body, {"Authorization": f"bearer {KEY}"}, tcp=True)
+    if path in OPEN_PATHS:
+        assert {answer.status for answer in (no_key, bad_key, basic)} == {200}
+        return
+    for answer in (no_key, bad_key, basic, mistyped_on_unix):
+        assert answer.status == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+    if method != "HEAD":
+        assert no_key.error["code"] == "missing_api_key"
+        assert bad_key.error["code"] == "invalid_api_key"
+        assert basic.error["code"] == "unsupported_authorization"
+    assert good_key.status not in (401, 500)
+    assert ask(front, method, path, body).status == good_key.status
+
+
+def test_a_unix_peer_is_its_uid_unless_it_shows_a_key(front: Harness) -> None:
+    ask(front, "POST", "/v1/chat/completions", chat())
+    ask(front, "POST", "/v1/chat/completions", chat(), {"Authorization": f"Bearer {KEY}"})
+    assert [(admit.identity.tenant, admit.peer) for admit in front.admits] == [
+        ("local", f"uid {os.getuid()}"),
+        ("acme", f"uid {os.getuid()}"),
+    ]
+
+
+def test_a_uid_that_is_not_in_the_table_is_refused_unless_any_is_let_in(front: Harness) -> None:
+    from appliance.messages import Identity
+
+    try:
+        front.identify(uids={})
+        front.wait_for(lambda: ask(front, "GET", "/v1/models").status == 401)
+        assert ask(front, "GET", "/v1/models").error["code"] == "unknown_uid"
+        front.identify(uids={}, any_uid=Identity(tenant="guests"))
+        front.wait_for(lambda: ask(front, "GET", "/v1/models").status == 200)
+    finally:
+        front.identify()
+        front.wait_for(lambda: ask(front, "GET", "/v1/models").status == 200)
+
+
+def test_a_revoked_key_stops_working_at_once(front: Harness) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert ask(front, "GET", "/v1/models", headers=headers, tcp=True).status == 200
+    try:
+        front.identify(keys={})
+        front.wait_for(lambda: ask(front, "GET", "/v1/models", headers=headers, tcp=True).status == 401)
+    finally:
+        front.identify()
+
+
+def test_the_body_of_a_stranger_is_not_read(front: Harness) -> None:
+    # Only the header is ever sent: an answer that waits for the body would not come.
+    answer = ask(front, "POST", "/v1/chat/completions", None, {"Content-Length": "1000000"}, tcp=True)
+    assert answer.status == 401 and answer.ms < 1000
+
+
+def test_strangers_are_counted_and_not_logged(front: Harness) -> None:
+    before = front.reports[-1].unauthenticated
+    for _ in range(3):
+        ask(front, "GET", "/v1/models", tcp=True)
+    front.wait_for(lambda: front.reports[-1].unauthenticated >= before + 3)
+    assert not front.rejected
+
+
+def test_errors_of_the_router_have_openais_shape(front: Harness) -> None:
+    missing = ask(front, "GET", "/v1/nothing")
+    assert (missing.status, missing.error["code"]) == (404, "not_found")
+    wrong = ask(front, "GET", "/v1/chat/completions")
+    assert (wrong.status, wrong.error["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
+    front.wait_for(lambda: len(front.rejected) == 2)
+    assert [row.endpoint for row in front.rejected] == ["/v1/nothing", "/v1/chat/completions"]
+
+
+def test_every_answer_has_a_request_id_which_the_log_shares(front: Harness) -> None:
+    answer = ask(front, "POST", "/v1/chat/completions", chat())
+    assert answer.headers["x-request-id"] == front.settled(1)[0].request_id
+    assert answer.json["id"].endswith(answer.headers["x-request-id"])
+    for path in ("/health/live", "/v1/models", "/nowhere"):
+        assert ask(front, "GET", path).headers["x-request-id"]
+
+
+def test_a_clients_request_id_begins_ours_and_never_collides(front: Harness) -> None:
+    ids = [
+        ask(front, "POST", "/v1/chat/completions", chat(), {"X-Request-Id": "trace-7"}).headers[
+            "x-request-id"
+        ]
+        for _ in range(2)
+    ]
+    assert all(request_id.startswith("trace-7.") for request_id in ids)
+    assert ids[0] != ids[1]
+    insane = ask(front, "GET", "/v1/models", headers={"X-Request-Id": "a b" * 100})
+    assert insane.headers["x-request-id"].startswith("req-")
+
+
+def test_health_says_whether_and_why_not(front: Harness) -> None:
+    assert ask(front, "GET", "/health/ready", tcp=True).json == {"status": "ready", "reason": None}
+    front.configure(ready=False, reason="demo loads: 40%")
+    front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 503)
+    answer = ask(front, "GET", "/health/ready", tcp=True)
+    assert answer.json == {"status": "not_ready", "reason": "demo loads: 40%"}
+    assert int(answer.headers["retry-after"]) > 0
+    assert ask(front, "GET", "/health/live", tcp=True).json["status"] == "live"
+
+
+def test_a_class_is_asked_for_by_header_or_service_tier(front: Harness) -> None:
+    ask(front, "POST", "/v1/chat/completions", chat(service_tier="flex"))
+    ask(front, "POST", "/v1/chat/completions", chat(service_tier="flex"), {"X-Appliance-Class": "p0"})
+    ask(front, "POST", "/v1/chat/completions", chat())
+    assert [admit.asked_class for admit in front.admits] == ["flex", "P0", ""]
+    wrong = ask(front, "POST", "/v1/chat/completions", chat(), {"X-Appliance-Class": "P9"})
+    assert (wrong.status, wrong.error["param"]) == (400, "x-appliance-class")
+
+
+def test_any_host_is_welcome(front: Harness) -> None:
+    for host in ("x", "evil.example:1", "[::1]", "*"):
+        assert ask(front, "GET", "/v1/models", headers={"Host": host}).status in (200, 400)
+    assert ask(front, "GET", "/v1/models").status == 200
+
+
+def test_a_model_whose_tokenizer_is_broken_says_so(front: Harness) -> None:
+    from appliance.messages import ServedModel
+
+    good = ServedModel(
+        name="demo", folder=str(front.folder), version="v1", created=0, max_model_len=512, vocab_size=400
+    )
+    bad = ServedModel(
+        name="bad", folder="/nowhere", version="v1", created=0, max_model_len=512, vocab_size=400
+    )
+    try:
+        front.models = [good, bad]
+        front.configure()
+        front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 503)
+        assert "/nowhere" in ask(front, "GET", "/health/ready").json["reason"]
+        answer = ask(front, "POST", "/v1/completions", {"model": "bad", "prompt": "x"})
+        assert (answer.status, answer.error["code"]) == (503, "model_broken")
+        assert ask(front, "POST", "/v1/completions", {"model": "demo", "prompt": "x"}).status == 200
+    finally:
+        front.models = []
+        front.configure()
+        front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 200)
+
+
+def test_tokens_of_text_and_text_of_tokens(front: Harness) -> None:
+    made = ask(
+        front, "POST", "/tokenize", {"model": "demo", "prompt": "naïve 😀", "return_token_strs": True}
+    ).json
+    assert made["tokens"][0] == 0 and made["token_strs"][0] == "<s>"
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+    back = ask(front, "POST", "/detokenize", {"model": "demo", "tokens": made["tokens"]}).json
+    assert back == {"prompt": "<s>naïve 😀"}
+    messages = [{"role": "user", "content": "hi"}]
+    chatted = ask(front, "POST", "/tokenize", {"model": "demo", "messages": messages}).json
+    ask(front, "POST", "/v1/chat/completions", chat())
+    assert chatted["tokens"] == front.replica.submits[0].prompt_token_ids
+    assert ask(front, "POST", "/tokenize", {"model": "demo"}).status == 400
+    unknown = ask(front, "POST", "/detokenize", {"model": "demo", "tokens": [1 << 80]})
+    assert (unknown.status, unknown.error["param"]) == (400, "tokens")

@@ -1,0 +1,153 @@
+"""The process: how it starts, what it tells the core, and every way in which it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from appliance.messages import Limits, StopFront
+from tests.front.harness import Harness
+from tests.front.raw import ask, chat, connect, events, head, read_answer
+
+OwnFront = Callable[..., Harness]
+
+
+def begin_stream(front: Harness, sock: object) -> None:
+    body = json.dumps(chat(stream=True)).encode()
+    sock.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)  # type: ignore[attr-defined]
+    front.wait_for(lambda: bool(front.replica.running))
+
+
+def test_a_front_never_loads_torch() -> None:
+    code = (
+        "import sys, appliance.front.process; "
+        "print(sorted({'torch', 'triton', 'transformers', 'numpy', 'kernels'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_when_the_core_is_gone_the_front_ends_at_once(own_front: OwnFront) -> None:
+    front = own_front()
+    front.replica.step_s = 0.05
+    with connect(front) as sock:
+        begin_stream(front, sock)
+        started = time.monotonic()
+        front.call(front.channel.close)
+        assert front.process.wait(2) == 0
+        assert time.monotonic() - started < 1
+        read_answer(sock)  # ends with the connection, not with [DONE]
+
+
+def test_when_the_core_is_killed_the_kernel_takes_the_front_along(tmp_path: object) -> None:
+    # A parent that keeps the channel open in a third process: only the death signal is left to tell.
+    code = (
+        "import os, socket, subprocess, sys, time\n"
+        "a, b = socket.socketpair()\n"
+        "keeper = subprocess.Popen(['sleep', '30'], pass_fds=(a.fileno(),))\n"
+        "front = subprocess.Popen([sys.executable, '-m', 'appliance.front', '--channel', str(b.fileno())],"
+        " pass_fds=(b.fileno(),))\n"
+        "time.sleep(1.5)\n"
+        "print(front.pid, keeper.pid, flush=True)\n"
+        "time.sleep(30)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        front, keeper = map(int, parent.stdout.readline().split())
+        try:
+            parent.kill()
+            deadline = time.monotonic() + 3
+            while alive(front) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not alive(front)
+        finally:
+            os.kill(keeper, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def test_a_stop_lets_streams_finish_and_takes_nothing_new(own_front: OwnFront) -> None:
+    front = own_front()
+    front.replica.step_s = 0.02
+    with connect(front) as sock, connect(front) as kept, connect(front) as idle:
+        kept.sendall(head("GET", "/v1/models"))
+        assert read_answer(kept).status == 200
+        begin_stream(front, sock)
+        front.send(StopFront(5.0))
+        assert kept.recv(10) == idle.recv(10) == b""
+        with connect(front) as late:
+            assert late.recv(10) == b""
+        answer = read_answer(sock)
+    assert events(answer)[-1] == "[DONE]"
+    assert front.process.wait(3) == 0
+    assert front.settled(1)[0].status == 200
+
+
+def test_a_stop_ends_what_outlives_its_grace_with_an_error(own_front: OwnFront) -> None:
+    front = own_front()
+    front.replica.script = lambda submit, sample: [50]
+    with connect(front) as sock, connect(front) as waiting:
+        begin_stream(front, sock)
+        front.admit = "hold"
+        body = json.dumps(chat()).encode()
+        waiting.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)
+        front.wait_for(lambda: len(front.admits) == 2)
+        front.send(StopFront(0.2))
+        assert events(read_answer(sock))[-1]["error"]["code"] == "aborted"
+        assert read_answer(waiting).status == 503
+    assert front.process.wait(3) == 0
+    assert sorted(settle.submitted for settle in front.settled(2)) == [False, True]
+    assert {settle.status for settle in front.settles} == {503}
+
+
+def test_signals_to_the_group_leave_the_decision_to_the_core(own_front: OwnFront) -> None:
+    front = own_front()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        front.process.send_signal(number)
+    time.sleep(0.1)
+    assert ask(front, "POST", "/v1/chat/completions", chat()).status == 200
+
+
+def test_reports_count_connections_streams_requests_tokens_and_cpu(own_front: OwnFront) -> None:
+    front = own_front(Limits())
+    front.replica.step_s = 0.05
+    with connect(front) as sock:
+        begin_stream(front, sock)
+        front.wait_for(lambda: front.reports[-1].streams == 1)
+        assert front.reports[-1].connections == 1
+        read_answer(sock)
+    front.wait_for(lambda: front.reports[-1].connections == 0)
+    last = front.reports[-1]
+    assert (last.streams, last.requests) == (0, 1)
+    assert last.tokens == front.settled(1)[0].delivered_tokens
+    assert last.cpu_seconds > 0
+
+
+def test_new_models_are_served_and_old_ones_gone_without_a_restart(own_front: OwnFront) -> None:
+    from appliance.messages import ServedModel
+
+    front = own_front()
+    front.models = [
+        ServedModel(
+            name="org/new",
+            folder=str(front.folder),
+            version="v2",
+            created=1,
+            max_model_len=64,
+            vocab_size=400,
+        )
+    ]
+    front.configure()
+    front.wait_for(lambda: ask(front, "GET", "/v1/models/org/new").status == 200)
+    assert ask(front, "GET", "/v1/models/demo").status == 404
+    assert ask(front, "POST", "/v1/chat/completions", chat(model="org/new")).status == 200

@@ -1,0 +1,274 @@
+"""What can happen to a request between its admission and its end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import openai
+import pytest
+
+from appliance.messages import Abort, Admitted, Refused
+from tests.front.harness import KEY, MODEL, Harness
+from tests.front.raw import ask, chat, connect, events, head, read_answer
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def send(front: Harness, sock: object, **fields: object) -> None:
+    body = json.dumps(chat(**fields)).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    sock.sendall(head("POST", "/v1/chat/completions", headers) + body)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_cancelled_and_settled_once(front: Harness, stream: bool) -> None:
+    front.script = front.replica.script = lambda submit, sample: [50]
+    with connect(front) as sock:
+        send(front, sock, stream=stream, n=2)
+        front.wait_for(lambda: len(front.replica.running) == 2)
+        if stream:
+            assert sock.recv(1000)
+    front.wait_for(lambda: not front.replica.running)
+    (settle,) = front.settled(1)
+    assert (settle.status, settle.finish_reason, settle.submitted) == (499, "cancelled", True)
+    assert (settle.delivered_tokens > 0) == stream
+    time.sleep(0.05)
+    assert len(front.settles) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_the_queue_withdraws(front: Harness, stream: bool) -> None:
+    front.admit = "hold"
+    with connect(front) as sock:
+        send(front, sock, stream=stream)
+        front.wait_for(lambda: len(front.admits) == 1)
+    (settle,) = front.settled(1)
+    assert (settle.status, settle.submitted, settle.delivered_tokens) == (499, False, 0)
+    # The core's answer crosses the withdrawal: nothing is submitted.
+    front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
+    time.sleep(0.05)
+    assert not front.replica.submits and len(front.settles) == 1
+
+
+def test_cancelling_in_the_middle_of_a_stream_with_openais_client(
+    client: openai.OpenAI, front: Harness
+) -> None:
+    front.script = front.replica.script = lambda submit, sample: [50]
+    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    for number, _ in enumerate(stream):
+        if number == 5:
+            stream.close()
+            break
+    front.wait_for(lambda: not front.replica.running)
+    assert front.settled(1)[0].status == 499
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_lost_replica_is_a_pause_and_the_text_is_the_same(front: Harness, stream: bool) -> None:
+    front.replica.die_after = 5
+    front.admit = "hold"
+    with connect(front) as sock:
+        send(front, sock, stream=stream, n=2, logprobs=True, stop=["never seen"])
+        front.wait_for(lambda: len(front.admits) == 1)
+        first = front.replica
+        front.send(Admitted(front.admits[0].request_id, 0, first.name, "salt", 1))
+        front.wait_for(lambda: len(front.admits) == 2)
+        again = front.admits[1]
+        emitted = 5
+        prompt = len(first.submits[0].prompt_token_ids)
+        assert (again.attempt, again.submissions, again.rows) == (1, 2, 2)
+        assert again.prompt_tokens == 2 * (prompt + emitted)
+        assert again.max_tokens == front.admits[0].max_tokens - 2 * emitted
+        second = front.attach("demo-1")
+        front.send(Admitted(again.request_id, 1, "demo-1", "salt", 1))
+        answer = read_answer(sock)
+    assert [(s.n, s.first_sample, len(s.output_token_ids)) for s in second.submits] == [(1, 0, 5), (1, 1, 5)]
+    assert second.submits[0].sampling == first.submits[0].sampling
+    texts, tokens = ["", ""], [0, 0]
+    if stream:
+        for event in events(answer)[:-1]:
+            choice = event["choices"][0]
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            tokens[choice["index"]] += len((choice["logprobs"] or {"content": []})["content"])
+    else:
+        texts = [choice["message"]["content"] for choice in answer.json["choices"]]
+        tokens = [len(choice["logprobs"]["content"]) for choice in answer.json["choices"]]
+    assert texts == [front.text(0), front.text(1)]
+    assert tokens == [len(front.sentence_script(first.submits[0], sample)) - 1 for sample in (0, 1)]
+    (settle,) = front.settled(1)
+    assert (settle.status, settle.submitted) == (200, True)
+
+
+def test_an_echo_is_delivered_once_though_the_replica_is_lost(front: Harness) -> None:
+    front.replica.die_after = 5
+    front.admit = "hold"
+    body = json.dumps({"model": MODEL, "prompt": "quick", "echo": True, "logprobs": 1}).encode()
+    with connect(front) as sock:
+        sock.sendall(head("POST", "/v1/completions", {"Content-Length": str(len(body))}) + body)
+        front.wait_for(lambda: len(front.admits) == 1)
+        front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
+        front.wait_for(lambda: len(front.admits) == 2)
+        second = front.attach("demo-1")
+        front.send(Admitted(front.admits[0].request_id, 1, "demo-1", "salt", 1))
+        choice = read_answer(sock).json["choices"][0]
+    assert second.submits[0].sampling.prompt_logprobs is None
+    assert choice["text"] == "quick" + front.text()
+    assert choice["logprobs"]["token_logprobs"].count(None) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_replicas_lost_again_and_again_end_in_an_error(front: Harness, stream: bool) -> None:
+    names = [front.attach(f"dying-{number}").name for number in range(4)]
+    front.admit = "hold"
+    with connect(front) as sock:
+        send(front, sock, stream=stream)
+        for attempt, name in enumerate(names):
+            front.replicas[name].die_after = 2
+            front.wait_for(lambda attempt=attempt: len(front.admits) == attempt + 1)  # type: ignore[misc]
+            front.send(Admitted(front.admits[-1].request_id, attempt, name, "salt", 1))
+        answer = read_answer(sock)
+    if stream:
+        assert answer.status == 200
+        assert events(answer)[-1]["error"]["code"] == "replica_lost"
+    else:
+        assert answer.status == 503
+        assert answer.error["code"] == "replica_lost"
+        assert int(answer.headers["retry-after"]) > 0
+    (settle,) = front.settled(1)
+    assert (settle.status, settle.finish_reason) == (503, "error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_passes_on_status_code_and_when_to_retry(front: Harness, stream: bool) -> None:
+    front.refusal = Refused("", 0, 429, "quota_exceeded", "the quota is used up", 1.5)
+    front.admit = "refuse"
+    answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream))
+    assert answer.status == 429
+    assert answer.error == {
+        "message": "the quota is used up",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "quota_exceeded",
+    }
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
+    time.sleep(0.05)
+    assert not front.settles and not front.rejected
+
+
+def test_openais_client_retries_when_the_box_says_so(front: Harness, client: openai.OpenAI) -> None:
+    front.refusal = Refused("", 0, 503, "busy", "full", 0.01)
+    front.admit = "refuse"
+    with pytest.raises(openai.InternalServerError):
+        client.with_options(max_retries=2).chat.completions.create(model=MODEL, messages=HELLO)
+    assert len(front.admits) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_abort_reaches_the_client_as_an_error(front: Harness, stream: bool) -> None:
+    front.script = front.replica.script = lambda submit, sample: [50]
+    with connect(front) as sock:
+        send(front, sock, stream=stream)
+        front.wait_for(lambda: len(front.replica.running) == 1)
+        time.sleep(0.02)
+        front.send(Abort(front.admits[0].request_id, "the operator ended it"))
+        answer = read_answer(sock)
+    error = events(answer)[-1]["error"] if stream else answer.error
+    assert error["message"] == "the operator ended it"
+    assert answer.status == (200 if stream else 503)
+    front.wait_for(lambda: not front.replica.running)
+    (settle,) = front.settled(1)
+    assert (settle.status, settle.finish_reason, settle.error) == (503, "cancelled", "the operator ended it")
+
+
+def test_openais_client_raises_the_error_event_of_a_stream(client: openai.OpenAI, front: Harness) -> None:
+    front.script = front.replica.script = lambda submit, sample: [50]
+    stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    next(iter(stream))
+    front.send(Abort(front.admits[0].request_id, "the operator ended it"))
+    with pytest.raises(openai.APIError, match="the operator ended it"):
+        list(stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_rejects_is_the_clients_error(front: Harness, stream: bool) -> None:
+    front.replica.fail_with = "logit_bias: no"
+    answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream, n=2))
+    assert answer.status == 400
+    assert answer.error["message"] == "logit_bias: no"
+    (settle,) = front.settled(1)
+    assert (settle.status, settle.finish_reason) == (400, "error")
+
+
+def test_a_slow_reader_costs_bounded_memory_and_slows_nobody(own_front: Callable[..., Harness]) -> None:
+    front = own_front()
+    front.models = []
+    whole = front.tokenizer.encode_blocking(front.text() * 4, False)
+    # Far more than sockets and transport hold, if each token were an event of its own.
+    slow_tokens = 20_000
+    from appliance.messages import ServedModel
+
+    front.models = [
+        ServedModel(
+            name=MODEL,
+            folder=str(front.folder),
+            version="v1",
+            created=0,
+            max_model_len=1 << 20,
+            vocab_size=front.vocab_size,
+        )
+    ]
+    front.configure()
+    front.replica.script = lambda submit, sample: whole
+    front.replica.burst = 10
+    before = rss_bytes(front.process.pid)
+    with connect(front) as slow:
+        send(front, slow, stream=True, ignore_eos=True, max_tokens=slow_tokens)
+        front.wait_for(lambda: len(front.replica.running) == 1)
+        started = time.perf_counter()
+        quick = ask(front, "POST", "/v1/chat/completions", chat(stream=True, ignore_eos=True, max_tokens=200))
+        assert len(events(quick)) > 15
+        assert time.perf_counter() - started < 5
+        front.wait_for(lambda: not front.replica.running, 30)
+        assert rss_bytes(front.process.pid) - before < 8 << 20
+        answer = read_answer(slow)
+    chunks = events(answer)
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
+    ids = [whole[position % len(whole)] for position in range(slow_tokens)]
+    assert text == front.tokenizer.decode(ids)
+    # What piled up left together.
+    assert len(chunks) < slow_tokens / 2
+    front.wait_for(lambda: len(front.settles) == 2)
+    assert sum(settle.delivered_tokens for settle in front.settles) == slow_tokens + 200
+
+
+def rss_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+def test_two_requests_on_one_connection_are_two_requests(front: Harness) -> None:
+    body = json.dumps(chat(stream=True)).encode()
+    request = head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body
+    buffer = bytearray()
+    with connect(front) as sock:
+        sock.sendall(request * 2)
+        first, second = read_answer(sock, buffer), read_answer(sock, buffer)
+    assert events(first)[-1] == events(second)[-1] == "[DONE]"
+    assert [settle.status for settle in front.settled(2)] == [200, 200]
+
+
+def test_many_streams_at_once_each_get_their_own_text(front: Harness) -> None:
+    socks = [connect(front, tcp=number % 2 == 0) for number in range(32)]
+    for number, sock in enumerate(socks):
+        body = json.dumps(chat(stream=True, n=1 + number % 3)).encode()
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Length": str(len(body))}
+        sock.sendall(head("POST", "/v1/chat/completions", headers) + body)
+    for number, sock in enumerate(socks):
+        texts = [""] * (1 + number % 3)
+        for event in events(read_answer(sock))[:-1]:
+            texts[event["choices"][0]["index"]] += event["choices"][0]["delta"].get("content", "")
+        assert texts == [front.text(sample) for sample in range(1 + number % 3)]
+        sock.close()
+    assert {settle.status for settle in front.settled(32)} == {200}

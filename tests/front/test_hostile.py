@@ -1,0 +1,242 @@
+"""Bytes that no decent client sends: refused in milliseconds, and the front goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from appliance.messages import Limits
+from tests.front.harness import Harness
+from tests.front.raw import Answer, ask, chat, connect, head, read_answer
+
+MEGABYTE = 1 << 20
+MOST_MS = 100
+
+
+@pytest.fixture(autouse=True)
+def still_alive(front: Harness) -> Iterator[None]:
+    yield
+    assert ask(front, "POST", "/v1/chat/completions", chat()).status == 200
+
+
+def value(field: str, raw: bytes) -> bytes:
+    return b'{"model": "demo", "messages": [{"role": "user", "content": "hi"}], "%b": %b}' % (
+        field.encode(),
+        raw,
+    )
+
+
+BODIES: dict[str, bytes] = {
+    "empty": b"",
+    "no JSON": b"hello",
+    "half": b'{"model": "demo"',
+    "list": b"[]",
+    "null": b"null",
+    "bad UTF-8": b'{"model": "\xff\xfe"}',
+    "overlong UTF-8": b'{"model": "\xc0\xaf"}',
+    "byte order mark": b"\xef\xbb\xbf{}",
+    "UTF-16": json.dumps(chat()).encode("utf-16"),
+    "NaN": value("temperature", b"NaN"),
+    "Infinity": value("top_p", b"-Infinity"),
+    "NaN in an unknown field": value("unknown", b"[NaN]"),
+    "NaN as a bias": value("logit_bias", b'{"5": NaN}'),
+    "1e999": value("temperature", b"1e999"),
+    "lone surrogate": value("stop", b'"\\ud800"'),
+    "raw surrogate": value("stop", b'"\xed\xa0\x80"'),
+    "deep lists": value("unknown", b"[" * 100_000 + b"]" * 100_000),
+    "deep objects": value("unknown", b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "deep messages": b'{"model": "demo", "messages": ' + b"[" * 50_000,
+    "huge integer": value("max_tokens", b"9" * 100_000),
+    "huge integer where unknown": value("unknown", b"9" * 100_000),
+    "integer of 70 bits": value("seed", b"1180591620717411303424"),
+    "huge exponent": value("temperature", b"1e" + b"9" * 1000),
+    "integer for text": value("user", b"5"),
+    "text for integer": value("n", b'"5"'),
+    "true for integer": value("n", b"true"),
+    "many stops": value("stop", json.dumps(["x"] * 100_000).encode()),
+    "long stop": value("stop", b'"' + b"x" * 100_000 + b'"'),
+    "many biases": value("logit_bias", json.dumps({str(i): 1 for i in range(100_000)}).encode()),
+    "many empty messages": b'{"model": "demo", "messages": [' + b"{}," * 300_000 + b"{}]}",
+    "many good messages": json.dumps(chat(messages=[{"role": "user", "content": ""}] * 100_000)).encode(),
+    "many parts": json.dumps(
+        chat(messages=[{"role": "user", "content": [{"type": "x"}] * 100_000}])
+    ).encode(),
+    "many values": value("unknown", b"[" + b"1," * 5_000_000 + b"1]"),
+    "wrong tokens": json.dumps({"model": "demo", "prompt": [1] * 100_000 + ["x"]}).encode(),
+    "many prompts": json.dumps({"model": "demo", "prompt": ["x"] * 100_000}).encode(),
+    "empty prompts": b'{"model": "demo", "prompt": []}',
+    "prompt of lists of lists": b'{"model": "demo", "prompt": [[[1]]]}',
+    "huge token": b'{"model": "demo", "prompt": [%b]}' % (b"9" * 4000),
+    "long model name": json.dumps(chat(model="x" * 100_000)).encode(),
+    "control characters": b'{"model": "demo\x00"}',
+    "zeros": b"\0" * MEGABYTE,
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_hostile_body_is_refused_in_milliseconds(front: Harness, name: str) -> None:
+    path = "/v1/completions" if b'"prompt"' in BODIES[name][:40] else "/v1/chat/completions"
+    answer = ask(front, "POST", path, BODIES[name])
+    assert 400 <= answer.status < 500, answer
+    assert answer.error["message"]
+    if answer.ms > MOST_MS:  # the machine is shared: once more
+        answer = ask(front, "POST", path, BODIES[name])
+    assert answer.ms < MOST_MS
+    assert not front.admits
+
+
+def send_slowly(sock: socket.socket, data: bytes) -> threading.Thread:
+    """Send in a thread, whatever comes of it."""
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            sock.sendall(data)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_body_of_100_megabytes_is_refused_by_its_length(front: Harness, tcp: bool) -> None:
+    from tests.front.harness import KEY
+
+    body = bytes(100 * MEGABYTE)
+    headers = {"Content-Length": str(len(body)), "Authorization": f"Bearer {KEY}"}
+    with connect(front, tcp) as sock:
+        started = time.perf_counter()
+        thread = send_slowly(sock, head("POST", "/v1/chat/completions", headers) + body)
+        answer = read_answer(sock)
+        assert (time.perf_counter() - started) * 1000 < MOST_MS * 2
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_chunked_body_is_counted_while_it_is_read(front: Harness) -> None:
+    chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    with connect(front) as sock:
+        thread = send_slowly(
+            sock, head("POST", "/v1/chat/completions", {"Transfer-Encoding": "chunked"}) + chunk * 400
+        )
+        assert read_answer(sock).status == 413
+        sock.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "application/json; charset=latin-1"},
+        {"Content-Encoding": "gzip"},
+    ],
+)
+def test_other_media_types_are_refused(front: Harness, headers: dict[str, str]) -> None:
+    answer = ask(front, "POST", "/v1/chat/completions", chat(), headers)
+    assert answer.status == 415
+    assert answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"hello\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+        b"POST /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 100_000,
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 50_000,
+    ],
+)
+def test_bytes_that_are_not_http_are_refused(front: Harness, data: bytes) -> None:
+    with connect(front) as sock:
+        with contextlib.suppress(OSError):
+            sock.sendall(data)
+        answer = read_answer(sock)
+    assert answer.status in (400, 404, 413, 431), answer
+    assert answer.error["message"]
+
+
+def test_an_upgrade_is_answered_as_a_plain_request(front: Harness) -> None:
+    headers = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Key": "x",
+        "Sec-WebSocket-Version": "13",
+    }
+    assert ask(front, "GET", "/v1/models", headers=headers).status in (200, 400)
+
+
+def test_percent_and_dots_in_paths_open_nothing(front: Harness) -> None:
+    for path in (
+        "/health/live/../../v1/models",
+        "/health/live%2f",
+        "/v1/models/%2e%2e/x",
+        "//health/live",
+        "/health/live;x",
+    ):
+        assert ask(front, "GET", path, tcp=True).status == 401
+
+
+def test_slow_headers_and_bodies_and_idle_connections_end(own_front: Callable[..., Harness]) -> None:
+    own = own_front(Limits(header_timeout_s=0.3, body_timeout_s=0.4, idle_timeout_s=0.3))
+    with connect(own) as silent, connect(own) as headers, connect(own) as body, connect(own) as idle:
+        headers.sendall(b"GET /v1/models HTTP/1.1\r\nHost")
+        body.sendall(head("POST", "/v1/completions", {"Content-Length": "10"}) + b"{")
+        idle.sendall(head("GET", "/v1/models"))
+        assert read_answer(idle).status == 200
+        # Dripping does not help.
+        for _ in range(10):
+            time.sleep(0.05)
+            with contextlib.suppress(OSError):
+                headers.sendall(b"a")
+                body.sendall(b" ")
+        assert (read_answer(headers).status, read_answer(body).status) == (408, 408)
+        assert silent.recv(10) == b""
+        assert idle.recv(10) == b""
+    own.wait_for(lambda: own.reports[-1].connections == 0)
+
+
+def test_a_stream_outlives_every_timeout_for_requests(own_front: Callable[..., Harness]) -> None:
+    own = own_front(Limits(header_timeout_s=0.1, body_timeout_s=0.1, idle_timeout_s=0.1))
+    own.replica.step_s = 0.02
+    assert ask(own, "POST", "/v1/chat/completions", chat(stream=True)).body.endswith(b"data: [DONE]\n\n")
+
+
+def test_connections_over_the_limit_are_closed_at_once(own_front: Callable[..., Harness]) -> None:
+    own = own_front(Limits(max_connections=3))
+    inside = [connect(own) for _ in range(3)]
+    own.wait_for(lambda: own.reports[-1].connections == 3)
+    with connect(own) as outside:
+        assert outside.recv(10) == b""
+    for sock in inside:
+        sock.sendall(head("GET", "/v1/models"))
+        assert read_answer(sock).status == 200
+        sock.close()
+
+
+def test_a_client_that_leaves_while_sending_is_forgotten(front: Harness) -> None:
+    with connect(front) as sock:
+        sock.sendall(head("POST", "/v1/completions", {"Content-Length": "100"}) + b"{")
+    front.wait_for(lambda: bool(front.rejected))
+    assert front.rejected[0].status == 499
+    assert not front.admits
+
+
+def test_expect_continue_is_not_granted_to_a_body_that_is_refused(front: Harness) -> None:
+    headers = {"Expect": "100-continue", "Content-Length": str(100 * MEGABYTE)}
+    answer: Answer = ask(front, "POST", "/v1/completions", None, headers)
+    assert answer.status == 413

@@ -1,0 +1,99 @@
+"""The HTTP server over a listening socket, as the admin API uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from appliance.http import HttpServer
+from appliance.messages import Limits
+
+
+async def who(request: Request) -> PlainTextResponse:
+    peer = request.scope["state"]["peer"]
+    return PlainTextResponse(f"{peer} {peer.pid}")
+
+
+async def big(request: Request) -> PlainTextResponse:
+    return PlainTextResponse("x" * (8 << 20))
+
+
+APP = Starlette(routes=[Route("/who", who), Route("/big", big)])
+
+
+async def exchange(path: Path, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(request)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    return answer
+
+
+def listening(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(str(path))
+    sock.listen()
+    return sock
+
+
+@pytest.mark.parametrize("uvloop", [False, True])
+def test_a_listening_unix_socket_tells_the_peer(tmp_path: Path, uvloop: bool) -> None:
+    async def run() -> None:
+        server = HttpServer(APP)
+        await server.listen(listening(tmp_path / "s"))
+        answer = await exchange(tmp_path / "s", b"GET /who HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert answer.endswith(f"uid {os.getuid()} {os.getpid()}".encode())
+        assert b"date: " in answer
+        await server.stop(1.0)
+        assert server.connections == 0
+
+    if uvloop:
+        import uvloop as loops
+
+        loops.run(run())
+    else:
+        asyncio.run(run())
+
+
+def test_a_peer_that_never_takes_its_answer_is_cut_off(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = HttpServer(APP, Limits(), write_timeout_s=0.2)
+        await server.listen(listening(tmp_path / "s"))
+        _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"), limit=1024)
+        writer.write(b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.1)
+        assert server.connections == 1
+        for _ in range(100):
+            if not server.connections:
+                break
+            await asyncio.sleep(0.02)
+        assert server.connections == 0
+        writer.close()
+        await server.stop(0.1)
+
+    asyncio.run(run())
+
+
+def test_a_stop_cuts_off_what_outlives_its_grace(tmp_path: Path) -> None:
+    async def forever(request: Request) -> PlainTextResponse:
+        await asyncio.sleep(0.5)
+        return PlainTextResponse("late")
+
+    async def run() -> None:
+        server = HttpServer(Starlette(routes=[Route("/", forever)]))
+        await server.listen(listening(tmp_path / "s"))
+        asking = asyncio.create_task(exchange(tmp_path / "s", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
+        await asyncio.sleep(0.05)
+        await server.stop(0.1)
+        assert server.connections == 0
+        assert b"late" not in await asking
+
+    asyncio.run(run())
