@@ -154,7 +154,7 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
     request_id: str
     submitted: bool
-    """Whether the last admitted attempt was submitted to its replica (false: withdrawn before)."""
+    """Whether the latest attempt that was asked for was submitted to its replica (false: withdrawn)."""
     status: int
     """HTTP status code; 499 for a client that left."""
     finish_reason: str

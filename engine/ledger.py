@@ -100,6 +100,7 @@ class Ledger:
                 preemptions=0,
                 batch_size=0,
                 finish=["error"] * samples,
+                credit_tokens=submit.credit_tokens,
             )
         )
 

@@ -248,6 +248,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     batch_size: int
     finish: list[str]
     """One for each sample."""
+    credit_tokens: int
+    """What `Submit.credit_tokens` was: granted back by now."""
 
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):

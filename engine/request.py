@@ -128,6 +128,7 @@ class Submission:
             preemptions=self.preemptions,
             batch_size=self.batch_size,
             finish=[sequence.finish for sequence in self.sequences] or ["error"],
+            credit_tokens=submit.credit_tokens,
         )
 
 

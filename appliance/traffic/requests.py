@@ -381,7 +381,7 @@ class Ledger:
             return
         left.submissions -= 1
         left.rows -= len(finished.finish)
-        left.tokens -= finished.prompt_tokens
+        left.tokens -= finished.credit_tokens
         request.generated_tokens += finished.generated_tokens
         request.cached_tokens += finished.cached_tokens
         request.preemptions += finished.preemptions

@@ -114,6 +114,7 @@ class FakeReplica:
                 0,
                 len(self.running) + 1,
                 [how] * submit.n,
+                submit.credit_tokens,
             )
         )
 

@@ -74,7 +74,7 @@ class FakeReplica:
         self.news.append(
             Finished(
                 submission.request_id, 0, 0, submission.tokens, 0, 5 * submission.rows, 0, 1,
-                [how] * submission.rows,
+                [how] * submission.rows, submission.tokens,
             )
         )  # fmt: skip
 

@@ -40,7 +40,7 @@ def settle(request_id: str, delivered: int) -> Settle:
 
 
 def finished(request_id: str, generated: int, cached: int = 0) -> Finished:
-    return Finished(request_id, 0, 0, 8, cached, generated, 1, 3, ["stop"])
+    return Finished(request_id, 0, 0, 8, cached, generated, 1, 3, ["stop"], 8)
 
 
 def report(*ended: Finished, rows: int = ROWS, tokens: int = TOKENS) -> Report:
