@@ -135,9 +135,11 @@ def serve(
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,
         max_rows=max_rows,
+        step_tokens=step_tokens,
         kv_blocks=kv_blocks,
+        load_format=load_format and load_format.value,
     )
-    raise typer.Exit(serve(flags, step_tokens=step_tokens, load_format=load_format and load_format.value))
+    raise typer.Exit(serve(flags))
 
 
 @app.command()
