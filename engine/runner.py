@@ -108,7 +108,8 @@ class Runner:
     `ranks` must have met already (and, with NCCL, `select_device` must have been called before that).
     `progress` is told what the build is doing. Raises CheckpointError for files that cannot be used,
     UnfitError for a split or length that the model does not allow, DeviceError for a device that is not
-    there, PoolTooSmall where the longest sequence does not fit, ValueError for meaningless fields of `spec`.
+    there, PoolTooSmall where a sequence of `spec.max_model_len` does not fit, ValueError for meaningless
+    fields of `spec`.
     """
 
     def __init__(self, spec: ReplicaSpec, ranks: Ranks, progress: Progress) -> None:
@@ -147,7 +148,7 @@ class Runner:
                 vocab_real=self.decoder.shard.vocab_real,
             )
             progress("sizing the KV pool", 0.0)
-            self.kv_blocks = self._size_pool()
+            self.kv_blocks = self._size_pool(progress)
             self.kv = self._allocate_kv(self.kv_blocks)
             self.tables = self._new_tables()
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
@@ -264,11 +265,22 @@ class Runner:
         blocks = -(-self.max_model_len // BLOCK_TOKENS)
         return RowTables(self.spec.max_rows, blocks, self.config.vocab_size, self.device)
 
-    def _size_pool(self) -> int:
-        """Blocks, equal on every rank. Raises PoolTooSmall."""
+    def _size_pool(self, progress: Progress) -> int:
+        """Blocks, equal on every rank. Where nobody asked for a length and the checkpoint's does not fit, the
+        longest sequence becomes what fits, and `progress` says so. Raises PoolTooSmall."""
         per_block = self._predict(None).kv_bytes_per_block
-        if self.spec.kv_blocks is not None:
-            return memory.check_blocks(self.spec.kv_blocks, self.max_model_len, per_block, given=True)
+        given = self.spec.kv_blocks is not None
+        blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else self._blocks_that_fit(per_block)
+        if self.spec.max_model_len is None and 0 < blocks * BLOCK_TOKENS < self.max_model_len:
+            progress(
+                f"memory for KV limits sequences to {blocks * BLOCK_TOKENS} tokens "
+                f"(the checkpoint allows {self.max_model_len})",
+                0.0,
+            )
+            self.max_model_len = blocks * BLOCK_TOKENS
+        return memory.check_blocks(blocks, self.max_model_len, per_block, given=given)
+
+    def _blocks_that_fit(self, per_block: int) -> int:
         if self.device.type == "cuda":
             budget = profile_cuda(self.decoder, self.sampler, self._new_tables(), self.spec)
         else:
@@ -276,8 +288,7 @@ class Runner:
             share = int(memory.available_host_bytes() * self.spec.memory_fraction) // self.ranks.size
             budget = min(share - working, memory.CPU_MOST_KV_BYTES // self.ranks.size)
         mine = torch.tensor([budget // per_block], device=self.device)
-        blocks = int(self.ranks.all_gather_stack(mine).min())
-        return memory.check_blocks(blocks, self.max_model_len, per_block, given=False)
+        return int(self.ranks.all_gather_stack(mine).min())
 
     def _allocate_kv(self, blocks: int) -> list[KvPool]:
         if self.device.type != "cpu":

@@ -336,13 +336,26 @@ def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
     small.close()
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 3 * per_block))
     with pytest.raises(PoolTooSmall, match=r"3 KV blocks .* 256 tokens takes 4.*at most 192"):
-        Runner(spec_of(folder, kv_blocks=None, memory_fraction=0.5), single(), quiet)
+        Runner(spec_of(folder, kv_blocks=None, memory_fraction=0.5, max_model_len=256), single(), quiet)
+    said: list[str] = []
+    short = Runner(
+        spec_of(folder, kv_blocks=None, memory_fraction=0.5),
+        single(),
+        lambda stage, fraction: said.append(stage),
+    )
+    assert (short.kv_blocks, short.max_model_len, short.info().max_model_len) == (3, 192, 192)
+    assert "memory for KV limits sequences to 192 tokens (the checkpoint allows 256)" in said
+    short.close()
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"kv_blocks": 3}, PoolTooSmall, r"kv_blocks is 3.*256 tokens takes 4 blocks.*at most 192"),
+        (
+            {"kv_blocks": 3, "max_model_len": 256},
+            PoolTooSmall,
+            r"kv_blocks is 3.*256 tokens takes 4 blocks.*at most 192",
+        ),
         ({"device": "tpu"}, ValueError, "device is 'tpu'"),
         ({"dtype": "int8"}, ValueError, "dtype is 'int8'"),
         ({"load_format": "gguf"}, ValueError, "load_format is 'gguf'"),
