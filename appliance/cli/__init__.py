@@ -18,9 +18,13 @@ def main() -> int:
     try:
         code = _run()
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read us has seen enough. What is still buffered goes nowhere, without a word at exit.
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Standard output. What is still buffered goes nowhere, without a word at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # there, whoever read us has seen enough
+            print(f"appliance: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from appliance.cli.output import Layout, cells, printable, shorten
-from appliance.cli.requests import _COLUMNS
+from appliance.cli.requests import _COLUMNS, _ends
 from appliance.rundir import RunDirLock
+from store.requests import RequestFilter, RequestReader
 from tests.cli.conftest import History, Run, a_row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,6 +152,16 @@ def test_follow_prints_requests_as_they_end_and_each_once(history: History, tmp_
     ]
     assert follower.wait(10) == 130
     assert follower.stdout.read() == "" and follower.stderr.read() == ""
+
+
+def test_a_request_that_ends_between_two_looks_is_shown_once(history: History, tmp_path: Path) -> None:
+    history.log.end(a_row("req-both"))
+    history.log.end(a_row("req-new"))
+    history.flush()
+    reader = RequestReader(tmp_path / "history.db")
+    both = reader.query(RequestFilter(request_id="req-both"), 1)[0]
+    # It was in the list that was shown, and its end came after the position that following starts from.
+    assert next(_ends(reader, 0, RequestFilter(), {"req-both": both})).request_id == "req-new"
 
 
 def test_follow_with_a_filter_shows_only_what_matches(history: History, tmp_path: Path) -> None:

@@ -162,6 +162,19 @@ def test_a_reader_that_leaves_early_sees_no_traceback(admin: AdminService, run_d
     assert done.stdout.startswith("ID") and done.stderr == ""
 
 
+def test_output_that_nobody_reads_is_no_reason_for_a_traceback() -> None:
+    command = [sys.executable, "-m", "appliance.cli", "--version"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "appliance: the output cannot be written: No space left on device\n"
+
+
 def test_colour_comes_on_a_terminal_and_not_with_no_color(admin: AdminService, run_dir: Path) -> None:
     plain = on_a_terminal("status", "--run-dir", str(run_dir), environ={"NO_COLOR": "1", "TERM": "xterm"})
     painted = on_a_terminal("status", "--run-dir", str(run_dir), environ={"TERM": "xterm"})
