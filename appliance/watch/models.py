@@ -16,6 +16,8 @@ from engine.messages import BLOCK_TOKENS
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+CPU_MOST_KV_BYTES = 2 << 30
+"""The engine's own bound for KV on a CPU, all ranks together (`engine.memory`)."""
 
 
 def configured_models(
@@ -91,10 +93,11 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
             f"tensor_parallel_size = {ranks} needs as many GPUs, and there are {len(gpus)}",
             f"lower it to {len(gpus)}" if gpus else 'set device = "cpu"',
         )
+    memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
+    usable = int(memory * model.memory_fraction)
     try:
         config = sizing.ModelConfig.from_folder(model.folder)
         longest = config.resolve_length(model.max_model_len)
-        needed_blocks = model.kv_blocks or -(-longest // BLOCK_TOKENS)
         dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
         predicted = sizing.predict(
             config,
@@ -104,26 +107,49 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
             max_rows=model.max_rows,
             step_tokens=model.step_tokens,
             max_model_len=longest,
-            blocks=needed_blocks,
+            blocks=None,
         )
     except Exception as error:  # the engine's errors say what is wrong with the checkpoint or the request
         text, _, remedy = str(error).rpartition("; ")
         return _finding(
             name, "problem", text or str(error), remedy if text else "mend the model's folder or settings"
         )
-    memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
-    usable = int(memory * model.memory_fraction)
-    kind = f"{needed_blocks:,} KV blocks" if model.kv_blocks else f"KV of one sequence of {longest:,} tokens"
+    room = max(0, usable - predicted.fixed_bytes)
+    if model.kv_blocks is not None:
+        blocks = model.kv_blocks
+    else:
+        blocks = (room if on_gpu else min(room, CPU_MOST_KV_BYTES // ranks)) // predicted.kv_bytes_per_block
+    needed = predicted.fixed_bytes + blocks * predicted.kv_bytes_per_block
     text = (
-        f"{config.model_type}, {sizing.parameters(config) / 1e6:,.1f} M parameters in {dtype}: needs "
-        f"{of_bytes(predicted.total_bytes)} of {of_bytes(usable)} usable"
-        f"{f' on each of {ranks} ranks' if ranks > 1 else ''} (weights {of_bytes(predicted.weight_bytes)}, "
-        f"{kind} {of_bytes(predicted.kv_bytes)})"
+        f"{config.model_type}, {sizing.parameters(config) / 1e6:,.1f} M parameters in {dtype}: weights "
+        f"{of_bytes(predicted.weight_bytes)}, working memory "
+        f"{of_bytes(predicted.fixed_bytes - predicted.weight_bytes)}, {blocks:,} KV blocks "
+        f"{of_bytes(needed - predicted.fixed_bytes)}; {of_bytes(usable)} usable"
+        f"{f' on each of {ranks} ranks' if ranks > 1 else ''}"
     )
-    if predicted.total_bytes <= usable:
+    if needed > usable:
+        return _finding(
+            name,
+            "problem",
+            f"does not fit: {text}",
+            "lower kv_blocks or max_rows, use more ranks, or free memory",
+        )
+    if blocks * BLOCK_TOKENS >= longest:
         return _finding(name, "ok", text)
+    fitting = blocks * BLOCK_TOKENS
+    if fitting and model.max_model_len is None:
+        return _finding(
+            name,
+            "warning",
+            f"sequences are limited to {fitting:,} tokens, the checkpoint allows {longest:,}: {text}",
+            f"set max_model_len = {fitting} to agree, or raise kv_blocks, use more ranks, or free memory",
+        )
     return _finding(
-        name, "problem", text, "lower max_model_len, kv_blocks or max_rows, use more ranks, or free memory"
+        name,
+        "problem",
+        f"{fitting:,} tokens of KV are less than one sequence of {longest:,}: {text}",
+        f"{f'lower max_model_len to {fitting}, ' if fitting else ''}raise kv_blocks, use more ranks, or free "
+        f"memory",
     )
 
 

@@ -23,6 +23,8 @@ from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
 from appliance.watch.findings import Examination, Finding
 from appliance.watch.gpus import Gpu, GpuReport
+from appliance.watch.models import CPU_MOST_KV_BYTES
+from engine import memory
 from store.requests import RequestReader
 from tests.cli.conftest import History, Run, a_row
 from tests.cli.servers import AdminService, ApiService
@@ -120,7 +122,8 @@ def test_a_file_that_a_model_lacks_is_named(doctor: Doctor, model: Path, gone: s
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("kv_blocks = 90000000", "of "),
+        ("kv_blocks = 90000000", "does not fit"),
+        ("kv_blocks = 4\nmax_model_len = 512", "256 tokens of KV are less than one sequence of 512"),
         ("max_model_len = 999999", "max_model_len is 999999"),
         ("tensor_parallel_size = 3", "does not divide"),
         ('device = "cuda"', "needs as many GPUs, and there are 0"),
@@ -142,10 +145,24 @@ def test_a_gpu_is_what_a_model_must_fit_into(
     monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: box(140 << 30))
     _, findings = doctor()
     text = " ".join(finding["text"] for finding in findings)
-    assert "NVIDIA H200, 140 GiB" in text and "of 126 GiB usable" in text and "in bfloat16" in text
+    assert "NVIDIA H200, 140 GiB" in text and "126 GiB usable" in text and "in bfloat16" in text
     monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: box(50 << 20))
     _, findings = doctor()
-    assert "of 45.0 MiB usable" in found(findings, "models", "problem")
+    assert "45.0 MiB usable" in found(findings, "models", "problem")
+
+
+def test_where_memory_limits_the_length_that_nobody_asked_for_it_is_a_warning(
+    doctor: Doctor, model: Path
+) -> None:
+    code, findings = doctor(settings=f'[models.m]\nfolder = "{model}"\nkv_blocks = 4\n')
+    assert code == 0
+    warning = found(findings, "models", "warning")
+    assert "limited to 256 tokens, the checkpoint allows 2,048" in warning
+    assert "max_model_len = 256" in warning
+
+
+def test_the_doctor_predicts_with_the_engines_bound_for_kv_on_a_cpu() -> None:
+    assert CPU_MOST_KV_BYTES == memory.CPU_MOST_KV_BYTES
 
 
 def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
