@@ -19,7 +19,7 @@ START_TIMEOUT_S = 180
 def main() -> int:
     """Run the demo; 0 when the question was answered and the service ended cleanly."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that the service is stopped, whatever ends the demo
+        signal.signal(number, lambda *_: sys.exit(1))  # whatever ends the demo, the service is stopped
     appliance = str(Path(sys.executable).with_name("appliance"))
     folder = Path(tempfile.mkdtemp(prefix="appliance-demo-"))
     run_dir, state_dir = folder / "run", folder / "state"

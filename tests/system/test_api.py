@@ -197,6 +197,7 @@ def test_twenty_of_the_frozen_questions_are_answered_as_documented(demo: Service
 
 
 def test_sixty_four_streams_are_spread_over_both_fronts(demo: Service) -> None:
+    time.sleep(1.2)  # fronts report every half second
     before = {front["name"]: front["requests"] for front in demo.status()["fronts"]}
     with demo.client() as client:
         streams = [
@@ -207,7 +208,7 @@ def test_sixty_four_streams_are_spread_over_both_fronts(demo: Service) -> None:
         ]
         counts = [sum(1 for chunk in stream if chunk.choices[0].text) for stream in streams]
     assert min(counts) > 0
-    time.sleep(1.2)  # fronts report every half second
+    time.sleep(1.2)
     taken = {front["name"]: front["requests"] - before[front["name"]] for front in demo.status()["fronts"]}
     assert len(taken) == 2
     assert sum(taken.values()) == 64
