@@ -21,9 +21,30 @@ def _error(kind: str, message: str) -> PydanticCustomError:
 
 
 def _refuse(value: Any) -> None:
-    if value is None or value in ([], {}, "", False):
+    if value is None or value is False or (isinstance(value, (list, dict, str)) and not value):
         return
     raise _error("unsupported", "is not supported by this server; leave it out")
+
+
+def _integral(value: Any) -> Any:
+    # To JSON Schema, 5.0 is an integer.
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+INTEGRAL = BeforeValidator(_integral)
+"""After an integer's bounds, so that they stay in the JSON schema."""
+
+
+def _ids(value: Any) -> list[int] | None:
+    """A list of integers, or None if it is something else."""
+    if not isinstance(value, list):
+        return None
+    kinds = set(map(type, value))
+    if kinds <= {int}:
+        return value
+    if kinds <= {int, float} and all(item.is_integer() for item in value if type(item) is float):
+        return list(map(int, value))
+    return None
 
 
 Unsupported = Annotated[
@@ -186,13 +207,18 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
         raise _error(
             "prompt_type", "must be a string, a list of strings, a list of token ids, or a list of such lists"
         )
-    kinds = set(map(type, value))
-    if kinds == {int}:
-        return [value]
+    single = _ids(value)
+    if single is not None:
+        return [single]
     if len(value) > MOST_PROMPTS:
         raise _error("too_long", f"has {len(value)} prompts; give at most {MOST_PROMPTS}")
-    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in value)):
+    kinds = set(map(type, value))
+    if kinds == {str}:
         return value
+    if kinds == {list}:
+        lists = [_ids(ids) for ids in value]
+        if all(lists):
+            return [ids for ids in lists if ids]
     raise _error(
         "prompt_type", "mixes types or has an empty list: give strings only, or lists of token ids only"
     )
@@ -218,9 +244,10 @@ Prompts = Annotated[
 
 
 def _token_ids(value: Any) -> list[int]:
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+    ids = _ids(value)
+    if ids is None:
         raise _error("token_ids", "must be a list of token ids")
-    return value
+    return ids
 
 
 TokenIds = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ from appliance.front.replicas import Link
 from appliance.front.sample import Sample
 from appliance.messages import Admit, Admitted, Refused, Settle
 from engine.messages import Output, Submit
+
+log = logging.getLogger(__name__)
 
 MOST_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
@@ -148,7 +151,13 @@ class Generation:
         if output.finish in ("error", "cancelled"):
             self._fail(_engine_error(output, bool(self._tokens)))
             return
-        sample.take(output)
+        try:
+            sample.take(output)
+        except Exception:
+            # A mistake of ours must cost this request only: the frame has other requests' tokens too.
+            log.exception("request %s: an output could not be taken", self.call.request_id)
+            self._fail(ApiError(500, "the front failed to answer; its journal says why", code="internal"))
+            return
         now = time.monotonic()
         if output.token_ids:
             self._tokens += len(output.token_ids)

@@ -14,6 +14,8 @@ from appliance.text.tokenizer_files import TokenizerFilesError
 
 log = logging.getLogger(__name__)
 
+_CLOSE_AFTER_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -68,7 +70,8 @@ class Catalog:
         kept = {model.tokenizer for model in models.values()}
         for old in self._models.values():
             if old.tokenizer not in kept:
-                old.tokenizer.close()
+                # Requests that found the old model may still be about to encode.
+                asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.tokenizer.close)
         self._models, self._broken, self.served = models, broken, served
 
     def get(self, name: str) -> LoadedModel:

@@ -20,7 +20,7 @@ from engine.messages import SamplingParams
 MOST_SEQUENCES = 1024
 """Prompts times samples in one request."""
 
-_RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt", "self"])
+_RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
 async def chat_job(box: Box, call: Call, body: ChatRequest) -> Job:
@@ -88,8 +88,7 @@ async def chat_tokens(
     variables: dict[str, Any] | None = None,
 ) -> list[int]:
     """The prompt of a conversation. Raises `ApiError`."""
-    variables = variables or {}
-    for name in variables:
+    for name in variables or ():
         if name in _RESERVED_VARIABLES:
             raise invalid("chat_template_kwargs", f"{name!r} cannot be set here")
     rendered = [
@@ -98,7 +97,7 @@ async def chat_tokens(
         for message in messages
     ]
     try:
-        text = await model.template.render_async(rendered, add_generation_prompt, **variables)
+        text = await model.template.render_async(rendered, add_generation_prompt, variables=variables)
         return await model.tokenizer.encode(text, add_special_tokens)
     except (ChatTemplateError, LoneSurrogateError) as error:
         raise invalid("messages", str(error)) from None

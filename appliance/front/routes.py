@@ -21,12 +21,10 @@ from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRe
 from appliance.messages import ServedModel
 from appliance.text.tokenizer import LoneSurrogateError
 
-_SERVER_SENT_EVENTS = {
-    "text/event-stream": {
-        "schema": {
-            "type": "string",
-            "description": "With `stream`: chunks as server-sent events, then [DONE].",
-        }
+_WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The whole answer; with `stream`, chunks as server-sent events, then [DONE].",
+        "content": {"text/event-stream": {}},
     }
 }
 
@@ -79,7 +77,7 @@ def api_routes(box: Box) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         response_model=documents.ChatCompletionDocument,
-        responses={**with_body, **_errors(429), 200: {"content": _SERVER_SENT_EVENTS}},
+        responses={**with_body, **_errors(429), **_WHOLE_OR_STREAMED},
         openapi_extra=_body(ChatRequest),
         tags=["generation"],
     )
@@ -92,7 +90,7 @@ def api_routes(box: Box) -> APIRouter:
     @router.post(
         "/v1/completions",
         response_model=documents.CompletionDocument,
-        responses={**with_body, **_errors(429), 200: {"content": _SERVER_SENT_EVENTS}},
+        responses={**with_body, **_errors(429), **_WHOLE_OR_STREAMED},
         openapi_extra=_body(CompletionRequest),
         tags=["generation"],
     )

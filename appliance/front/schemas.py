@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from appliance.front.fields import (
+    INTEGRAL,
     Content,
     LogitBias,
     Prompts,
@@ -40,9 +41,13 @@ class GenerationRequest(_Request):
     model: str = Field(min_length=1, description="Name of a served model: see /v1/models.")
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
     top_p: float | None = Field(None, ge=0, le=1, description="Default 1.")
-    top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 and -1 are off, the default.")
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31), INTEGRAL] | None = Field(
+        None, description="0 and -1 are off, the default."
+    )
     min_p: float | None = Field(None, ge=0, le=1, description="Default 0.")
-    n: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="Answers for each prompt; default 1.")
+    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES), INTEGRAL] | None = Field(
+        None, description="Answers for each prompt; default 1."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Only used with `stream`.")
     stop: Stops = Field((), description="Strings that end an answer; they are no part of it.")
@@ -50,16 +55,15 @@ class GenerationRequest(_Request):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100, description="1 is off, the default.")
     logit_bias: LogitBias = {}
-    seed: int | None = Field(
-        None,
-        ge=-(1 << 63),
-        le=(1 << 63) - 1,
-        description="The same seed gives the same answers; default: a random one.",
+    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1), INTEGRAL] | None = Field(
+        None, description="The same seed gives the same answers; default: a random one."
     )
     user: str | None = Field(None, description="Tolerated.")
     ignore_eos: bool | None = Field(None, description="Go on after the model's end tokens.")
-    min_tokens: int | None = Field(None, ge=0, description="No end token before this many tokens.")
-    stop_token_ids: list[int] | None = Field(
+    min_tokens: Annotated[int, Field(ge=0), INTEGRAL] | None = Field(
+        None, description="No end token before this many tokens."
+    )
+    stop_token_ids: list[Annotated[int, Field(ge=0), INTEGRAL]] | None = Field(
         None, max_length=MOST_STOP_TOKENS, description="Further tokens that end an answer."
     )
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
@@ -87,10 +91,16 @@ class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1, max_length=MOST_MESSAGES)
-    max_tokens: int | None = Field(None, ge=1, description="Default: what the model's length leaves.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="Wins over `max_tokens`.")
+    max_tokens: Annotated[int, Field(ge=1), INTEGRAL] | None = Field(
+        None, description="Default: what the model's length leaves."
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1), INTEGRAL] | None = Field(
+        None, description="Wins over `max_tokens`."
+    )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES, description="Needs `logprobs`.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), INTEGRAL] | None = Field(
+        None, description="Needs `logprobs`."
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, max_length=32, description="Further variables of the model's chat template."
     )
@@ -108,13 +118,15 @@ class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
     prompt: Prompts
-    max_tokens: int | None = Field(
-        None, ge=0, description="Default: what the model's length leaves. 0 only with `echo`."
+    max_tokens: Annotated[int, Field(ge=0), INTEGRAL] | None = Field(
+        None, description="Default: what the model's length leaves. 0 only with `echo`."
     )
-    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES, description="Alternatives for each token.")
+    logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), INTEGRAL] | None = Field(
+        None, description="Alternatives for each token."
+    )
     echo: bool | None = Field(None, description="The answer begins with the prompt.")
     suffix: Unsupported = None
-    best_of: int | None = Field(None, description="Not supported, unless equal to `n`.")
+    best_of: Annotated[int, INTEGRAL] | None = Field(None, description="Not supported, unless equal to `n`.")
     response_format: ResponseFormat = None
 
 

@@ -8,6 +8,7 @@ built; what piles up leaves as one event per sample when there is room again.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import msgspec
@@ -16,6 +17,8 @@ from appliance.front.answers import answer_head, usage
 from appliance.front.generation import Generation
 from appliance.front.logprobs import sample_logprobs
 from appliance.front.sample import Sample
+
+log = logging.getLogger(__name__)
 
 MOST_HELD_OUTPUTS = 65_536
 """Outputs (a token or a few) kept for a client that does not read; then the request ends."""
@@ -92,6 +95,14 @@ class EventStream:
 
     def flush(self) -> None:
         """Write what waits, if the socket takes it."""
+        try:
+            self._flush()
+        except Exception:
+            # A mistake of ours must cost this stream only: others wait for their flush.
+            log.exception("request %s: its events could not be built", self.generation.call.request_id)
+            self._connection.abort()
+
+    def _flush(self) -> None:
         self._scheduled = False
         if self.done.is_set() or not self._is_open or not self._connection.writable:
             return

@@ -61,7 +61,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['content'] == 'refuse me' %}{{ raise_exception('not this') }}{% endif %}"
     "<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ mood }}{% endif %}"
 )
 
 

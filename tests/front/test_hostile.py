@@ -107,16 +107,19 @@ def send_slowly(sock: socket.socket, data: bytes) -> threading.Thread:
 def test_a_body_of_100_megabytes_is_refused_by_its_length(front: Harness, tcp: bool) -> None:
     from tests.front.harness import KEY
 
-    body = bytes(100 * MEGABYTE)
-    headers = {"Content-Length": str(len(body)), "Authorization": f"Bearer {KEY}"}
-    with connect(front, tcp) as sock:
-        started = time.perf_counter()
-        thread = send_slowly(sock, head("POST", "/v1/chat/completions", headers) + body)
-        answer = read_answer(sock)
-        assert (time.perf_counter() - started) * 1000 < MOST_MS * 2
-        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
-        thread.join(5)
-        assert not thread.is_alive()
+    headers = {"Content-Length": str(100 * MEGABYTE), "Authorization": f"Bearer {KEY}"}
+    request = head("POST", "/v1/chat/completions", headers) + bytes(100 * MEGABYTE)
+    times_ms = []
+    for _ in range(3):  # the machine is shared
+        with connect(front, tcp) as sock:
+            started = time.perf_counter()
+            thread = send_slowly(sock, request)
+            answer = read_answer(sock)
+            times_ms.append((time.perf_counter() - started) * 1000)
+            assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+            thread.join(5)
+            assert not thread.is_alive()
+    assert min(times_ms) < MOST_MS
 
 
 def test_a_chunked_body_is_counted_while_it_is_read(front: Harness) -> None:

@@ -35,6 +35,13 @@ def test_the_template_makes_the_prompt(client: openai.OpenAI, front: Harness) ->
     assert prompt == "<s><|system|>be brief</s><|user|>a\nb</s><|assistant|>"
 
 
+def test_template_variables_reach_the_template(client: openai.OpenAI, front: Harness) -> None:
+    extra = {"chat_template_kwargs": {"mood": "gladly", "not a name": [1]}}
+    client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra)
+    prompt = front.tokenizer.decode(front.replica.submits[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("<|assistant|>gladly")
+
+
 def test_tcp_takes_a_key_and_the_log_names_it(tcp_client: openai.OpenAI, front: Harness) -> None:
     assert tcp_client.chat.completions.create(model=MODEL, messages=HELLO).choices[0].message.content
     (admit,) = front.admits
@@ -286,7 +293,7 @@ def test_without_max_tokens_the_models_length_is_the_limit(client: openai.OpenAI
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"min_tokens": 10, "max_tokens": 5}, "min_tokens"),
         ({"service_tier": "gold"}, "service_tier"),
         ({"seed": 1 << 70}, "seed"),
