@@ -48,7 +48,7 @@ _COLUMNS = (
 )
 # What a line that follows later may need, so that the columns stay where they are.
 _ROOM = (
-    "",
+    "00-00 00:00:00",
     "req-" + "0" * 24,
     *["_" * 12] * 3,
     "200",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from appliance.cli.output import Layout, cells, printable, shorten
-from appliance.cli.requests import _COLUMNS, _ends
+from appliance.cli.requests import _COLUMNS, _ROOM, _cells, _ends
 from appliance.rundir import RunDirLock
 from store.requests import RequestFilter, RequestReader
 from tests.cli.conftest import History, Run, a_row
@@ -186,6 +186,21 @@ def test_follow_with_a_filter_shows_only_what_matches(history: History, tmp_path
     finally:
         os.kill(follower.pid, 2)
         follower.wait(10)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_log_that_is_followed_from_its_first_row_fits_the_terminal(
+    history: History, tmp_path: Path, width: int
+) -> None:
+    error = "the replica died " * 9
+    history.log.end(a_row("req-" + "8" * 24, model="a-model-with-a-long-name", ttft_ms=12.5, error=error))
+    history.flush()
+    (row,) = RequestReader(tmp_path / "history.db").tail(1)
+    layout = Layout(_COLUMNS, [_ROOM], width)
+    line = layout.line(_cells(row))
+    assert cells(line) <= width
+    # Numbers stand below the ends of their titles.
+    assert line[: layout.heading().index(" OUT") + 4].endswith(" 17")
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 240])
