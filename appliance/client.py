@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,7 +113,7 @@ class AdminClient:
 
     def _explain(self, error: Exception) -> str:
         remedy = "start it with 'appliance serve', or name its run directory with --run-dir"
-        if not self.socket.exists():
+        if not os.path.lexists(self.socket) and os.access(self.socket.parent, os.X_OK):
             return f"no service runs here ({self.socket} does not exist): {remedy}"
         if "Permission" in str(error):
             return f"{self.socket} may not be opened by this user: use the service's user, or root"

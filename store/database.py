@@ -26,6 +26,7 @@ from store.errors import (
     NotWritableError,
     SchemaVersionError,
     StorageFaultError,
+    StoreError,
     explain,
     primary_code,
 )
@@ -109,10 +110,16 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
 
     With `schema`, a file of another schema version is refused. Raises a `StoreError`.
     """
-    if not path.exists():
+    try:
+        path.stat()
+    except FileNotFoundError as error:
         raise MissingDatabaseError(
             f"{path} does not exist: start the service once to make it, or name its state directory"
-        )
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be reached ({error.strerror}): read it as the service's user, its group, or root"
+        ) from error
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:

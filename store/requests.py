@@ -40,7 +40,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     tenant: str | None = None
     key_id: str | None = None
     peer: str | None = None
-    """`uid:1000` on the Unix socket, else the address."""
+    """`uid 1000` on the Unix socket, else the address."""
     endpoint: str
     model: str | None = None
     version: str | None = None

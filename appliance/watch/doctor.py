@@ -133,6 +133,6 @@ def _finding(subject: str, level: str, text: str, remedy: str = "") -> Finding:
 
 
 def _available_bytes() -> int:
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     return int(psutil.virtual_memory().available)

@@ -141,7 +141,7 @@ def _processor_name() -> str:
 
 
 def _memory() -> Finding:
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     memory = psutil.virtual_memory()
     text = f"{of_bytes(memory.available)} of {of_bytes(memory.total)} memory available"

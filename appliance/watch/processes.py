@@ -13,7 +13,7 @@ _CHILDREN = ("engine.replica", "appliance.front")
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
     """Ranks and fronts whose parent is gone: the kernel and their channels should have ended them."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     found = []
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
