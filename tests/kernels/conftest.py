@@ -1,0 +1,11 @@
+"""Without a GPU, Triton kernels run in the interpreter. It proves indexing and masking, in float32 and
+float16; numerics of bfloat16 and FP8 are a GPU's to prove."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
