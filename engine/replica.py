@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from engine.messages import (
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 0.5
 MEETING_TIMEOUT_S = 600.0
 """How long ranks wait for each other: one may read from a slower disk. Deaths are the core's to notice."""
+LOOK_AFTER_S = 0.05
+"""How soon a rank that follows sees that a step failed when no plan comes to wake it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -100,20 +103,20 @@ def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]]
 
 
 def _follow(control: Channel[RankInbound], plans: Channel[Any], runner: Runner) -> None:
-    """Replay rank 0's plans until it or the core is gone."""
+    """Replay rank 0's plans until it or the core is gone. Raises what a step raised."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(plans, selectors.EVENT_READ)
-    before: Launched | None = None
+    unread: deque[Launched] = deque()
     while not (control.closed or plans.closed):
-        selector.select()
+        selector.select(LOOK_AFTER_S if unread else None)
         if any(isinstance(message, Stop) for message in control.read()):
             return
-        for plan in plans.read():
-            launched = runner.launch(plan)
-            if before is not None:
-                before.wait()  # a step that failed here must not go unnoticed
-            before = launched
+        unread.extend(runner.launch(plan) for plan in plans.read())
+        # A step that failed here must not go unnoticed: rank 0 may wait for it in a collective, and send no
+        # further plan.
+        while unread and unread[0].ready():
+            unread.popleft().wait()
 
 
 class PlanSender:
@@ -148,7 +151,7 @@ class Replica:
 
     def run(self) -> None:
         """Serve until the core says stop or is gone."""
-        while not self._stopping:
+        while not (self._stopping or self._control.closed):
             self._take_in()
             if self._engine.has_work:
                 self._emit(self._engine.step())
@@ -168,6 +171,9 @@ class Replica:
         for channel in (*self._peers, *self._fronts.values(), self._control):
             if channel.backlog_bytes:
                 channel.flush()
+        for front, channel in list(self._fronts.items()):
+            if channel.closed:
+                self._lose_front(front)
 
     def _take_control(self) -> None:
         for message in self._control.read():
@@ -182,24 +188,22 @@ class Replica:
                     self._engine.cancel_request(request_id)
                 case Stop():
                     self._stopping = True
-        self._stopping = self._stopping or self._control.closed
 
     def _take_from_front(self, front: str) -> None:
-        channel = self._fronts[front]
-        descriptor = channel.fileno()
-        for message in channel.read():
+        for message in self._fronts[front].read():
             match message:
                 case Submit():
                     self._engine.submit(front, message)
                 case Cancel(handle, sample):
                     self._engine.cancel(front, handle, sample)
-        if channel.closed:
-            self._selector.unregister(descriptor)
-            del self._fronts[front]
-            self._engine.cancel_origin(front)
-            self._fronts_gone.append(front)
-            if not self._engine.has_work:
-                self._report(None)
+
+    def _lose_front(self, front: str) -> None:
+        """Its channel is closed: it died, broke the protocol, or left too much unread."""
+        self._selector.unregister(self._fronts.pop(front))
+        self._engine.cancel_origin(front)
+        self._fronts_gone.append(front)
+        if not self._engine.has_work:
+            self._report(None)
 
     def _emit(self, result: StepResult) -> None:
         for front, outputs in result.outputs.items():

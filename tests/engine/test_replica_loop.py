@@ -1,0 +1,161 @@
+"""The loops of a rank, driven over real channels by hand: what they notice, and when."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from engine import wire
+from engine.core import EngineCore
+from engine.messages import (
+    Attach,
+    RankInbound,
+    RankOutbound,
+    Report,
+    SamplingParams,
+    StepFrame,
+    StepPlan,
+    StepTokens,
+    Stop,
+    Submit,
+)
+from engine.replica import Replica, _follow
+from engine.scheduler import Scheduler
+from engine.wire import Channel, socketpair
+from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner
+
+WAIT_S = 10.0
+
+
+class Outcome:
+    """What a function did on a thread of its own."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+
+def channel_pair(ours: Any, theirs: Any) -> tuple[Channel[Any], Channel[Any]]:
+    """Our end, which receives `ours`, and the rank's end."""
+    left, right = socketpair()
+    return Channel(left, ours), Channel(right, theirs)
+
+
+class FailsLater:
+    """A step that fails after a while."""
+
+    host_gap_us = 0.0
+
+    def __init__(self) -> None:
+        self._at = time.monotonic() + 0.2
+
+    def ready(self) -> bool:
+        return time.monotonic() >= self._at
+
+    def wait(self) -> StepTokens:
+        raise RuntimeError("the step failed")
+
+
+class FailingRunner:
+    def launch(self, plan: StepPlan) -> FailsLater:
+        return FailsLater()
+
+
+def test_a_step_that_fails_on_a_following_rank_is_noticed_without_another_plan() -> None:
+    core, control = channel_pair(RankOutbound, RankInbound)
+    leader, plans = channel_pair(RankInbound, StepPlan)
+    following = Outcome(_follow, control, plans, FailingRunner())
+    leader.send(StepPlan(1, [], [], [], [], []))
+    following.thread.join(WAIT_S)
+    assert str(following.error) == "the step failed"
+    core.close()
+
+
+class Served:
+    """Rank 0's loop over a simulated device, with one front."""
+
+    def __init__(self) -> None:
+        scheduler = Scheduler(max_rows=4, step_tokens=64, max_model_len=2000, vocab_size=VOCAB, blocks=80)
+        engine = EngineCore(scheduler, SimulatedRunner(4, 80))
+        self.core, control = channel_pair(RankOutbound, RankInbound)
+        self.reports: list[Report] = []
+        self.loop = Outcome(Replica(engine, control, []).run)
+
+    def attach(self, name: str, send_buffer: int = 1 << 16) -> socket.socket:
+        ours, theirs = socketpair()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        self.core.send(Attach(name), (theirs.fileno(),))
+        theirs.close()
+        return ours
+
+    def wait_for(self, condition: Any) -> Any:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            assert self.loop.error is None, self.loop.error
+            self.reports += self.core.read()
+            found = [report for report in self.reports if condition(report)]
+            if found:
+                return found[0]
+            time.sleep(0.01)
+        raise AssertionError(f"no such report among {len(self.reports)}; the last: {self.reports[-1:]}")
+
+    def stop(self) -> None:
+        self.core.send(Stop())
+        self.loop.thread.join(WAIT_S)
+        assert not self.loop.thread.is_alive()
+
+
+def submit(handle: int, most: int) -> Submit:
+    return Submit(
+        handle=handle,
+        request_id=f"request-{handle}",
+        prompt_token_ids=[3, 4, 5],
+        sampling=SamplingParams(max_tokens=most),
+    )
+
+
+def test_a_front_that_never_reads_is_given_up_and_what_it_sent_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served()
+    # Its socket takes a few frames only, and what may lie unread is less than it will be sent.
+    monkeypatch.setattr(wire, "MOST_BACKLOG_BYTES", 2000)
+    silent: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
+    for handle in range(1, 4):
+        silent.send(submit(handle, 1900))
+    report = served.wait_for(lambda report: report.fronts_gone)
+    assert report.fronts_gone == ["front-0"]
+    finished = [entry for each in served.reports for entry in each.finished]
+    assert [entry.finish for entry in finished] == [["cancelled"]] * 3
+    # Its descriptor's number is free again: the next front gets it, and is served.
+    follower: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
+    follower.send(submit(1, 5))
+    deadline, tokens = time.monotonic() + WAIT_S, 0
+    while tokens < 5 and time.monotonic() < deadline:
+        tokens += sum(len(output.token_ids) for frame in follower.read() for output in frame.outputs)
+        time.sleep(0.01)
+    assert tokens == 5
+    served.stop()
+
+
+def test_a_front_that_breaks_the_protocol_is_cut_off_alone() -> None:
+    served = Served()
+    broken = served.attach("front-0")
+    well: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
+    broken.send(b"\xff" * 100)
+    assert served.wait_for(lambda report: report.fronts_gone).fronts_gone == ["front-0"]
+    well.send(submit(1, 5))
+    served.wait_for(lambda report: report.finished)
+    served.stop()
