@@ -12,6 +12,8 @@ from engine.config import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a field raises where JSON is none, or is not what the format says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,11 @@ def _single_file(folder: Path) -> Path:
 def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *_MALFORMED) as error:
         raise CheckpointError(f"{index}: has no readable weight_map ({error!r}); download it again") from None
     for name, shard in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", weight_map)]:
         # A shard is a plain file name: an index must not reach out of its folder.
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(f"{index}: {name} is {shard!r}; the name of a file in the folder is needed")
     return weight_map
 
@@ -94,7 +96,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
         )
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except _MALFORMED as error:
         raise CheckpointError(
             f"{file}: its header is not safetensors ({error!r}); download it again"
         ) from None

@@ -54,6 +54,10 @@ def _refused(folder: Path, *parts: str) -> None:
         assert part in str(caught.value)
 
 
+def _framed(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
 def test_everything_is_read_once_and_progress_ends_at_one(sharded: Path) -> None:
     seen: list[tuple[str, float]] = []
     decoder = _decoder(sharded)
@@ -138,9 +142,14 @@ def test_a_truncated_file_is_refused_with_both_sizes(folder: Path) -> None:
         (b"\x40\0\0\0\0\0\0\0{}", "is truncated: its header needs 72 bytes, the file has 10"),
         (b"\x02\0\0\0\0\0\0\0[]", "its header is not safetensors"),
         (b"\x02\0\0\0\0\0\0\0{{", "its header is not safetensors"),
+        (_framed(b"[" * 100_000), "its header is not safetensors"),
+        (
+            _framed(b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}'),
+            "its header is not safetensors",
+        ),
         (b"version https://git-lfs.github.com/spec/v1\n", "is not a safetensors file"),
     ],
-    ids=["empty", "noise", "cut header", "list", "no JSON", "Git LFS pointer"],
+    ids=["empty", "noise", "cut header", "list", "no JSON", "deep", "infinite", "Git LFS pointer"],
 )
 def test_a_file_that_is_not_safetensors_is_refused(folder: Path, content: bytes, message: str) -> None:
     (folder / SINGLE).write_bytes(content)
@@ -166,7 +175,19 @@ def test_a_shard_without_its_tensor_is_named(sharded: Path) -> None:
     _refused(sharded, f"{shard}: has no tensor {name}, but {INDEX} says so")
 
 
-@pytest.mark.parametrize("content", [b"{", b"{}", b'{"weight_map": [1]}', b'{"weight_map": {"a": "../b"}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"{}",
+        b'{"weight_map": [1]}',
+        b'{"weight_map": {"a": "../b"}}',
+        b'{"weight_map": {"a": ".."}}',
+        b'{"weight_map": {"a": ""}}',
+        b"[" * 100_000,
+    ],
+    ids=["cut", "empty", "list", "path", "parent", "no name", "deep"],
+)
 def test_a_bad_index_is_refused(sharded: Path, content: bytes) -> None:
     (sharded / INDEX).write_bytes(content)
     _refused(sharded, f"{sharded / INDEX}: ")
