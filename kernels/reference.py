@@ -24,11 +24,17 @@ the C library asks the kernel for fresh pages each time (a factor of 4 at 64 seq
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """On a CPU, float32 weights are kept in oneDNN's blocked layout: 2 to 3.6 times the speed of MKL's
     product at 4 to 256 rows (Zen 5, one thread), since torch sends plain float32 products to MKL, whose
-    AVX-512 path is closed to other makers' processors. Other dtypes go to oneDNN by themselves."""
+    AVX-512 path is closed to other makers' processors. Other dtypes go to oneDNN by themselves.
+
+    The two operations are private to torch: a build without them keeps the weight as it is."""
     packable = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if packable and torch.backends.mkldnn.is_available():
+    if packable and torch.backends.mkldnn.is_available() and _has_packed_linear():
         return torch.ops.mkldnn._reorder_linear_weight(weight)
     return weight
+
+
+def _has_packed_linear() -> bool:
+    return all(hasattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise"))
 
 
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:

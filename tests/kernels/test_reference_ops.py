@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,16 @@ def test_linear_is_a_product_packed_or_not(tokens: int, shape: tuple[int, int], 
 
 def test_float32_weights_are_packed_on_a_cpu() -> None:
     assert reference.pack_weight(_random(8, 8)).is_mkldnn == torch.backends.mkldnn.is_available()
+
+
+@pytest.mark.parametrize("left", [[], ["_reorder_linear_weight"], ["_linear_pointwise"]])
+def test_a_torch_without_the_packed_product_computes_with_plain_weights(
+    left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**dict.fromkeys(left)))
+    weight, bias, x = _random(8, 6), _random(8), _random(3, 6)
+    assert reference.pack_weight(weight) is weight
+    _close(reference.linear(x, reference.pack_weight(weight), bias), x.double() @ weight.double().T + bias)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
