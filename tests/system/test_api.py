@@ -244,7 +244,7 @@ def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
                 "--checks=not_a_server_error",
                 "--max-examples=40",
                 "--seed=1",
-                "--workers=4",
+                "--workers=1",  # CPython 3.11 keeps one recursion count for ast.parse in all threads
                 "--request-timeout=30",
             ],
             capture_output=True,
