@@ -34,6 +34,8 @@ class ReplicaClient:
         self._channel: Channel[StepFrame] = Channel(sock, StepFrame)
         self._sinks: dict[int, OutputSink] = {}
         self._open_samples: dict[int, int] = {}
+        self._queues: dict[int, asyncio.Queue[Output | None]] = {}
+        """Of the running `generate` calls, by handle; None says that the replica is lost."""
         self._next_handle = 0
         self._on_lost = on_lost
         self._channel.listen(self._deliver, self._lost)
@@ -68,20 +70,12 @@ class ReplicaClient:
 
         Raises ReplicaLost when the channel closes first.
         """
-        queue: asyncio.Queue[Output | None] = asyncio.Queue()
-        self.submit(submit, queue.put_nowait)
-        unlisten = self._on_lost
-
-        def lost(handles: list[int]) -> None:
-            if submit.handle in handles:
-                queue.put_nowait(None)
-            unlisten(handles)
-
-        self._on_lost = lost
+        if self.closed:
+            raise ReplicaLost(f"the replica was gone before request {submit.request_id} was submitted")
+        queue = self._queues[submit.handle] = asyncio.Queue()
         left = submit.n
         try:
-            if self.closed:
-                raise ReplicaLost(f"the replica was gone before request {submit.request_id} was submitted")
+            self.submit(submit, queue.put_nowait)
             while left:
                 output = await queue.get()
                 if output is None:
@@ -89,6 +83,7 @@ class ReplicaClient:
                 left -= bool(output.finish)
                 yield output
         finally:
+            del self._queues[submit.handle]
             if left:
                 self.cancel(submit.handle)
 
@@ -108,4 +103,6 @@ class ReplicaClient:
         handles = list(self._sinks)
         self._sinks.clear()
         self._open_samples.clear()
+        for queue in self._queues.values():
+            queue.put_nowait(None)
         self._on_lost(handles)

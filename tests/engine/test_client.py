@@ -1,0 +1,82 @@
+"""A front's handle on a replica, against a replica that a test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine.client import ReplicaClient, ReplicaLost
+from engine.messages import Cancel, DataInbound, Output, SamplingParams, StepFrame, Submit
+from engine.wire import Channel, socketpair
+
+
+class Played:
+    """The replica's end: answers each sample with one token at once, unless told to keep silent."""
+
+    def __init__(self) -> None:
+        ours, theirs = socketpair()
+        self.silent = False
+        self.received: list[Any] = []
+        self.channel: Channel[Any] = Channel(theirs, DataInbound)
+        self.channel.listen(self._take, lambda: None)
+        self.lost: list[list[int]] = []
+        self.client = ReplicaClient(ours, self.lost.append)
+
+    def _take(self, message: Any) -> None:
+        self.received.append(message)
+        if isinstance(message, Submit) and not self.silent:
+            outputs = [Output(message.handle, sample, [7], "length") for sample in range(message.n)]
+            self.channel.send(StepFrame(1, outputs))
+
+    def ask(self, n: int = 1) -> Submit:
+        handle = self.client.next_handle()
+        return Submit(
+            handle=handle,
+            request_id=f"r{handle}",
+            prompt_token_ids=[1],
+            n=n,
+            sampling=SamplingParams(max_tokens=1),
+        )
+
+
+async def drain(played: Played, submit: Submit) -> int:
+    return sum([len(output.token_ids) async for output in played.client.generate(submit)])
+
+
+def test_a_channel_serves_thousands_of_requests_before_its_replica_dies() -> None:
+    async def scenario() -> None:
+        played = Played()
+        for _ in range(2000):
+            assert await drain(played, played.ask(n=2)) == 2
+        played.silent = True
+        waiting = asyncio.create_task(drain(played, played.ask()))
+        while len(played.received) < 2001:
+            await asyncio.sleep(0)
+        played.channel.close()
+        with pytest.raises(ReplicaLost, match="died while request r2001 was running"):
+            await waiting
+        assert played.lost == [[2001]]
+        with pytest.raises(ReplicaLost, match="gone before request r2002 was submitted"):
+            await drain(played, played.ask())
+
+    asyncio.run(scenario())
+
+
+def test_leaving_early_cancels() -> None:
+    async def scenario() -> None:
+        played = Played()
+        played.silent = True
+        submit = played.ask()
+        waiting = asyncio.create_task(drain(played, submit))
+        while not played.received:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        async with asyncio.timeout(5):
+            while len(played.received) < 2:
+                await asyncio.sleep(0)
+        assert played.received == [submit, Cancel(submit.handle)]
+
+    asyncio.run(scenario())
