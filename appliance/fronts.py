@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from typing import Protocol
 
@@ -27,7 +26,7 @@ from appliance.messages import (
     StopFront,
 )
 from appliance.protocol import FrontStatus
-from engine.client import Channel, socketpair
+from engine.client import Channel, module_command, module_environment, socketpair
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +109,10 @@ class Front:
         ours, theirs = socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, "--channel", str(theirs.fileno())],
+                [*module_command(self._module), "--channel", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
+                env=module_environment(),
                 start_new_session=True,
             )
         except OSError as error:

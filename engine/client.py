@@ -9,11 +9,19 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 
-from engine.launch import ReplicaGroup
+from engine.launch import ReplicaGroup, module_command, module_environment
 from engine.messages import Cancel, Output, StepFrame, Submit
 from engine.wire import Channel, socketpair
 
-__all__ = ["Channel", "ReplicaClient", "ReplicaGroup", "ReplicaLost", "socketpair"]
+__all__ = [
+    "Channel",
+    "ReplicaClient",
+    "ReplicaGroup",
+    "ReplicaLost",
+    "module_command",
+    "module_environment",
+    "socketpair",
+]
 
 OutputSink = Callable[[Output], None]
 

@@ -27,6 +27,17 @@ OnMessage = Callable[[int, RankOutbound], None]
 OnEnd = Callable[[str], None]
 
 
+def module_command(module: str) -> list[str]:
+    """The command that runs a module in a fresh interpreter, in `module_environment`. It imports nothing from
+    the working directory, which is wherever the operator happens to be."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def module_environment() -> dict[str, str]:
+    """This process's environment, and its import path: a child imports what its parent would."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+
 class _Rank:
     def __init__(self, rank: int, process: subprocess.Popen[bytes], channel: Channel[RankOutbound]) -> None:
         self.rank = rank
@@ -130,14 +141,14 @@ class ReplicaGroup:
 
     def _spawn(self, number: int) -> _Rank:
         ours, theirs = socketpair()
-        environment = dict(os.environ)
+        environment = module_environment()
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # NVLink multicast stays off unless somebody decides otherwise for this box.
         environment.setdefault("NCCL_NVLS_ENABLE", "0")
         environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", self._module, "--channel", str(theirs.fileno())],
+                [*module_command(self._module), "--channel", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=environment,

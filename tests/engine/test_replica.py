@@ -221,3 +221,23 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_what_is_wrong(tmp_path: 
         assert str(tmp_path / "model") in watched.fatal[0].message
 
     asyncio.run(scenario())
+
+
+def test_nothing_is_imported_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is wherever the operator typed the command: a folder may well hold an `engine/` or a `random.py`."""
+    (tmp_path / "engine").mkdir()
+    for name in ("engine/__init__.py", "random.py"):
+        (tmp_path / name).write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario() -> None:
+        spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), device="cpu", kv_blocks=8)
+        watched = Watched()
+        watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
+        async with asyncio.timeout(60):
+            reason = await watched.end
+        assert [fatal.kind for fatal in watched.fatal] == ["checkpoint"], reason
+
+    asyncio.run(scenario())
