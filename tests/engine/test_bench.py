@@ -1,0 +1,64 @@
+"""The benchmark measures what it says, and its limits are those of the ceilings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.bench.limits import CEILINGS, limit
+from engine.bench.shapes import SHAPES, write_config
+from engine.bench.workloads import WORKLOADS
+from engine.config import ModelConfig
+
+H200 = CEILINGS["NVIDIA H200"]
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        ("b1_50tok", 180),
+        ("b1_decode", 290),
+        ("b64_decode", 8_620),
+        ("n1024", 12_170),
+        ("prefill", 46_600),
+        ("ttft8k", 192),
+    ],
+)
+def test_limits_of_the_8b_shape_are_near_those_worked_out_by_hand(
+    tmp_path: Path, workload: str, expected: float
+) -> None:
+    config = ModelConfig.from_folder(write_config("llama-3.1-8b", tmp_path))
+    assert limit(config, WORKLOADS[workload], H200, 2, 2) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_every_shape_is_one_that_the_engine_reads(tmp_path: Path, shape: str) -> None:
+    config = ModelConfig.from_folder(write_config(shape, tmp_path))
+    assert limit(config, WORKLOADS["b1_decode"], H200, 1, 1) > limit(
+        config, WORKLOADS["b1_decode"], H200, 2, 2
+    )
+
+
+def test_a_run_writes_its_raw_figures(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    small = SHAPES["llama-3.2-1b"] | {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    (model / "config.json").write_text(json.dumps(small | {"bos_token_id": 1, "eos_token_id": 2}))
+    command = [sys.executable, "-m", "engine.bench", "--model", str(model), "--runs", "2", "b8_decode"]
+    options = ["--load-format", "dummy", "--max-rows", "8", "--step-tokens", "1024", "--kv-blocks", "128"]
+    out = tmp_path / "out" / "raw.json"
+    done = subprocess.run(
+        [*command, *options, "--json", str(out)], capture_output=True, text=True, timeout=120, check=True
+    )
+    raw = json.loads(out.read_text())
+    runs = raw["workloads"]["b8_decode"]["runs"]
+    assert len(runs) == 2
+    for one in runs:
+        assert one["figure"] == pytest.approx(8 * 256 / one["seconds"])
+        assert one["steps"] >= 256
+    assert "b8_decode" in done.stdout
