@@ -20,7 +20,7 @@ class CheckpointError(Exception):
 
 
 class UnfitError(ValueError):
-    """The checkpoint is sound but cannot run as asked (number of ranks, length)."""
+    """What was asked for cannot be run (number of ranks, length, rows, a word that means nothing)."""
 
 
 @dataclass(frozen=True, slots=True)

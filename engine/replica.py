@@ -301,7 +301,9 @@ def _kind_of(error: Exception) -> str:
 
     if isinstance(error, CheckpointError | UnfitError):
         return "checkpoint"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    # On a CPU torch says in words alone that memory ran out.
+    out_of_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if out_of_memory or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "memory"
     if isinstance(error, DeviceError | torch.AcceleratorError):
         return "device"

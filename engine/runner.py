@@ -19,7 +19,7 @@ import torch
 
 from engine import memory
 from engine.batch import PromptSlice, RowTables, StepBatch
-from engine.config import DTYPE_BYTES, ModelConfig
+from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.forward import KvPool
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens, TokenLogprob
 from engine.model.decoder import TORCH_DTYPES, Decoder
@@ -27,7 +27,7 @@ from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
 from engine.profiling import profile_cuda
 from engine.sampler import SampledStep, Sampler
-from engine.sizing import Sizing, parameters, predict
+from engine.sizing import Sizing, kv_bytes_per_block, parameters, predict
 from kernels import select_backend
 
 Progress = Callable[[str, float], None]
@@ -107,13 +107,14 @@ class Runner:
 
     `ranks` must have met already (and, with NCCL, `select_device` must have been called before that).
     `progress` is told what the build is doing. Raises CheckpointError for files that cannot be used,
-    UnfitError for a split or length that the model does not allow, DeviceError for a device that is not
-    there, PoolTooSmall where a sequence of `spec.max_model_len` does not fit, ValueError for meaningless
-    fields of `spec`.
+    UnfitError for a split or length that the model does not allow and for meaningless fields of `spec`,
+    DeviceError for a device that is not there, PoolTooSmall where a sequence of `spec.max_model_len` does not
+    fit, MemoryError where `spec.kv_blocks` cannot be had.
     """
 
     def __init__(self, spec: ReplicaSpec, ranks: Ranks, progress: Progress) -> None:
         began = time.monotonic()
+        _check(spec)
         self.spec = spec
         self.ranks = ranks
         self.device = select_device(spec.device, ranks.rank, ranks.size)
@@ -124,6 +125,7 @@ class Runner:
         resident = memory.resident_bytes()
         self.config = ModelConfig.from_folder(spec.model_path)
         self.dtype = _dtype_name(spec.dtype, self.config, self.device)
+        self.max_model_len = self._longest()
         self._failed: BaseException | None = None
         self._ended_at: float | None = None
         self._ended_event: torch.cuda.Event | None = None
@@ -135,9 +137,8 @@ class Runner:
                 select_backend(self.device.type),
                 TORCH_DTYPES[self.dtype],
                 self.device,
-                max_model_len=spec.max_model_len,
+                max_model_len=self.max_model_len,
             )
-            self.max_model_len = self.decoder.max_model_len
             self._load(progress)
             self.sampler = Sampler(
                 ranks,
@@ -259,11 +260,25 @@ class Runner:
         elif self.spec.load_format == "safetensors":
             load(self.decoder, self.spec.model_path, progress)
         else:
-            raise ValueError(f'load_format is {self.spec.load_format!r}: use "safetensors" or "dummy"')
+            raise UnfitError(f'load_format is {self.spec.load_format!r}: use "safetensors" or "dummy"')
 
     def _new_tables(self) -> RowTables:
         blocks = -(-self.max_model_len // BLOCK_TOKENS)
         return RowTables(self.spec.max_rows, blocks, self.config.vocab_size, self.device)
+
+    def _longest(self) -> int:
+        """The longest sequence to prepare for: what was asked for, or the checkpoint's as far as KV could
+        ever hold it. Some allow millions of tokens, and tables and working memory grow with the length."""
+        longest = self.config.resolve_length(self.spec.max_model_len)
+        if self.spec.max_model_len is not None:
+            return longest
+        blocks = self.spec.kv_blocks
+        if blocks is None:
+            most = memory.CPU_MOST_KV_BYTES // self.ranks.size
+            if self.device.type == "cuda":
+                _, most = torch.cuda.mem_get_info(self.device)
+            blocks = most // kv_bytes_per_block(self.config, self.dtype, self.ranks.size)
+        return min(longest, max(1, blocks) * BLOCK_TOKENS)
 
     def _size_pool(self, progress: Progress) -> int:
         """Blocks, equal on every rank. Where nobody asked for a length and the checkpoint's does not fit, the
@@ -271,13 +286,14 @@ class Runner:
         per_block = self._predict(None).kv_bytes_per_block
         given = self.spec.kv_blocks is not None
         blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else self._blocks_that_fit(per_block)
-        if self.spec.max_model_len is None and 0 < blocks * BLOCK_TOKENS < self.max_model_len:
+        allowed = self.config.context_length
+        if self.spec.max_model_len is None and 0 < blocks * BLOCK_TOKENS < allowed:
+            self.max_model_len = min(blocks * BLOCK_TOKENS, self.max_model_len)
             progress(
-                f"memory for KV limits sequences to {blocks * BLOCK_TOKENS} tokens "
-                f"(the checkpoint allows {self.max_model_len})",
+                f"memory for KV limits sequences to {self.max_model_len} tokens "
+                f"(the checkpoint allows {allowed})",
                 0.0,
             )
-            self.max_model_len = blocks * BLOCK_TOKENS
         return memory.check_blocks(blocks, self.max_model_len, per_block, given=given)
 
     def _blocks_that_fit(self, per_block: int) -> int:
@@ -297,7 +313,14 @@ class Runner:
         shape, dtype = self.decoder.kv_shape(blocks), TORCH_DTYPES[self.dtype]
 
         def pool() -> torch.Tensor:
-            zeros = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            size = math.prod(shape) * dtype.itemsize
+            try:
+                zeros = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except (OSError, OverflowError) as error:
+                raise MemoryError(
+                    f"kv_blocks is {blocks}: {size} bytes for the keys of a layer cannot be had ({error}); "
+                    "lower it"
+                ) from error
             return torch.frombuffer(zeros, dtype=dtype).view(shape)
 
         return [KvPool(pool(), pool()) for _ in range(self.config.layers)]
@@ -356,10 +379,10 @@ class Runner:
 def select_device(wanted: str, rank: int, size: int) -> torch.device:
     """The device of a rank, made current; "auto" is CUDA where there is one for each rank, else the CPU.
 
-    Raises DeviceError where "cuda" was asked for and is not there, ValueError for another word.
+    Raises DeviceError where "cuda" was asked for and is not there, UnfitError for another word.
     """
     if wanted not in ("auto", "cuda", "cpu"):
-        raise ValueError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
+        raise UnfitError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
     if wanted == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -383,13 +406,26 @@ def _dtype_name(wanted: str, config: ModelConfig, device: torch.device) -> str:
     if wanted == "auto":
         return "float32" if device.type == "cpu" else config.dtype
     if wanted not in DTYPE_BYTES:
-        raise ValueError(f"dtype is {wanted!r}: use auto, {', '.join(DTYPE_BYTES)}")
+        raise UnfitError(f"dtype is {wanted!r}: use auto, {', '.join(DTYPE_BYTES)}")
     return wanted
 
 
-def _threads(spec: ReplicaSpec, ranks: int) -> int:
+def _check(spec: ReplicaSpec) -> None:
+    """Refuses before anything is loaded what no device could run."""
+    if spec.max_rows < 1:
+        raise UnfitError(f"max_rows is {spec.max_rows}: give at least 1")
+    if spec.step_tokens < spec.max_rows:
+        raise UnfitError(
+            f"step_tokens is {spec.step_tokens}, but {spec.max_rows} rows decode one token each in a step: "
+            "raise step_tokens or lower max_rows"
+        )
+    if not 0.0 < spec.memory_fraction <= 1.0:
+        raise UnfitError(f"memory_fraction is {spec.memory_fraction}: give more than 0 and at most 1")
     if spec.threads is not None and spec.threads < 1:
-        raise ValueError(f"threads is {spec.threads}: give at least 1, or leave it out")
+        raise UnfitError(f"threads is {spec.threads}: give at least 1, or leave it out")
+
+
+def _threads(spec: ReplicaSpec, ranks: int) -> int:
     return spec.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 

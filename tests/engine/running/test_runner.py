@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine import memory
+from engine.config import UnfitError
 from engine.forward import ChunkSpan, ForwardInput
 from engine.generate import LocalEngine
 from engine.memory import PoolTooSmall, available_host_bytes
@@ -348,6 +349,23 @@ def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
     short.close()
 
 
+@pytest.mark.parametrize("kv_blocks", [10, None])
+def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_as_it_goes(
+    kv_blocks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rotary table alone would take 64 TB."""
+    values = {**CONFIG, "max_position_embeddings": 10**12}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    monkeypatch.setattr(memory, "CPU_MOST_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)
+    said: list[str] = []
+    runner = Runner(
+        spec_of(tmp_path, kv_blocks=kv_blocks), single(), lambda stage, fraction: said.append(stage)
+    )
+    assert (runner.kv_blocks, runner.info().max_model_len) == (10, 640)
+    assert "memory for KV limits sequences to 640 tokens (the checkpoint allows 1000000000000)" in said
+    runner.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -356,11 +374,16 @@ def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
             PoolTooSmall,
             r"kv_blocks is 3.*256 tokens takes 4 blocks.*at most 192",
         ),
-        ({"device": "tpu"}, ValueError, "device is 'tpu'"),
-        ({"dtype": "int8"}, ValueError, "dtype is 'int8'"),
-        ({"load_format": "gguf"}, ValueError, "load_format is 'gguf'"),
-        ({"threads": 0}, ValueError, "threads is 0"),
-        ({"max_model_len": 100_000}, ValueError, "max_model_len is 100000"),
+        ({"device": "tpu"}, UnfitError, "device is 'tpu'"),
+        ({"dtype": "int8"}, UnfitError, "dtype is 'int8'"),
+        ({"load_format": "gguf"}, UnfitError, "load_format is 'gguf'"),
+        ({"threads": 0}, UnfitError, "threads is 0"),
+        ({"max_rows": 0}, UnfitError, "max_rows is 0"),
+        ({"max_rows": 65, "step_tokens": 64}, UnfitError, "step_tokens is 64, but 65 rows"),
+        ({"memory_fraction": float("nan")}, UnfitError, "memory_fraction is nan"),
+        ({"memory_fraction": 1.5}, UnfitError, "memory_fraction is 1.5"),
+        ({"kv_blocks": 10**12}, MemoryError, "kv_blocks is 1000000000000"),
+        ({"max_model_len": 100_000}, UnfitError, "max_model_len is 100000"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_field_and_value(
