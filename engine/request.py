@@ -17,6 +17,10 @@ MOST_SAMPLES = 1024
 """Largest `Submit.n`."""
 CLASSES = 4
 """`Submit.priority` is 0 to 3."""
+_MOST = (1 << 31) - 1
+"""Of counts: sums of two stay far inside the 64 bits of wires and tables."""
+_LARGE = 1e30
+"""Of factors, and what is added to logits: their products stay finite in float32."""
 
 _NEVER = 1 << 62
 
@@ -191,8 +195,8 @@ def refusal(submit: Submit, limits: Limits) -> str | None:
     prompt = len(submit.prompt_token_ids)
     if not 1 <= submit.n <= MOST_SAMPLES:
         return f"n is {submit.n}, must be 1 to {MOST_SAMPLES}"
-    if submit.first_sample < 0:
-        return f"first_sample is {submit.first_sample}, must not be negative"
+    if not 0 <= submit.first_sample <= _MOST:
+        return f"first_sample is {submit.first_sample}, must be 0 to {_MOST}"
     if not 0 <= submit.priority < CLASSES:
         return f"priority is {submit.priority}, must be 0 to {CLASSES - 1}"
     if submit.output_token_ids and submit.n != 1:
@@ -232,25 +236,25 @@ def _sampling_refusal(submit: Submit, limits: Limits) -> str | None:
         ("temperature", sampling.temperature, 0.0, math.inf),
         ("top_p", sampling.top_p, 0.0, 1.0),
         ("min_p", sampling.min_p, 0.0, 1.0),
-        ("presence_penalty", sampling.presence_penalty, -math.inf, math.inf),
-        ("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf),
-        ("repetition_penalty", sampling.repetition_penalty, 0.0, math.inf),
+        ("presence_penalty", sampling.presence_penalty, -_LARGE, _LARGE),
+        ("frequency_penalty", sampling.frequency_penalty, -_LARGE, _LARGE),
+        ("repetition_penalty", sampling.repetition_penalty, 1 / _LARGE, _LARGE),
     ):
         if not (math.isfinite(value) and low <= value <= high):
             return f"{name} is {value}, must be a finite number from {low:g} to {high:g}"
-    if sampling.top_p == 0.0 or sampling.repetition_penalty == 0.0:
-        return "top_p and repetition_penalty must be above 0"
+    if sampling.top_p == 0.0:
+        return "top_p is 0.0, must be above 0"
     for token, bias in (sampling.logit_bias or {}).items():
-        if math.isnan(bias):
-            return f"logit_bias of token {token} is not a number"
+        if not (bias == -math.inf or abs(bias) <= _LARGE):
+            return f"logit_bias of token {token} is {bias}, must be -inf or from {-_LARGE:g} to {_LARGE:g}"
     for name, count in (
         ("top_k", sampling.top_k),
         ("min_tokens", sampling.min_tokens),
         ("logprobs", sampling.logprobs or 0),
         ("prompt_logprobs", sampling.prompt_logprobs or 0),
     ):
-        if count < 0:
-            return f"{name} is {count}, must not be negative"
+        if not 0 <= count <= _MOST:
+            return f"{name} is {count}, must be 0 to {_MOST}"
     for name, count in (
         ("logprobs", sampling.logprobs or 0),
         ("prompt_logprobs", sampling.prompt_logprobs or 0),
