@@ -279,7 +279,8 @@ def _rope(fields: _Fields, positions: int) -> RopeConfig:
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         raise fields.error(name, "one set of parameters for all layers is needed")
     rope = _Fields(fields.file, values, prefix=f"{name}.")
-    theta = (rope if rope.get("rope_theta") is not None else fields).number("rope_theta", 10000.0)
+    theta_source = rope if rope.get("rope_theta") is not None else fields
+    theta = theta_source.number("rope_theta", 10000.0)
     kind_field = "rope_type" if rope.get("rope_type") is not None else "type"
     kind = rope.get(kind_field) or "default"
     if kind not in ROPE_KINDS:
@@ -306,6 +307,8 @@ def _rope(fields: _Fields, positions: int) -> RopeConfig:
             low_freq_factor=low,
             high_freq_factor=high,
         )
+    if theta <= 1.0:
+        raise theta_source.error("rope_theta", "yarn needs one above 1")
     return RopeConfig(
         theta=theta,
         kind=kind,

@@ -170,6 +170,10 @@ REFUSED = [
         "rope_scaling.low_freq_factor is 4; it must be below high_freq_factor (4)",
     ),
     ({"rope_theta": -1}, "rope_theta is -1; a number above 0 is needed"),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}},
+        "rope_parameters.rope_theta is 1.0; yarn needs one above 1",
+    ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only full rotation"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim is 2; dynamic rope needs"),
 ]
