@@ -17,7 +17,7 @@ MOST_SAMPLES = 1024
 """Largest `Submit.n`."""
 CLASSES = 4
 """`Submit.priority` is 0 to 3."""
-_MOST = (1 << 31) - 1
+_MOST = 1 << 31
 """Of counts: sums of two stay far inside the 64 bits of wires and tables."""
 _LARGE = 1e30
 """Of factors, and what is added to logits: their products stay finite in float32."""
