@@ -44,7 +44,11 @@ def bind_unix(path: Path, mode: str) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        hint = ": name a shorter --run-dir" if "too long" in str(error) else ""
+        hint = ""
+        if "too long" in str(error):
+            hint = ": name a shorter --run-dir"
+        elif error.errno == errno.EADDRINUSE:
+            hint = ": something that is not a socket has its name; move it away"
         raise ListenError(f"{path} cannot be listened on ({error.strerror or error}){hint}") from error
     sock.setblocking(False)
     return sock

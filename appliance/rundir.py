@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 import msgspec
 
 _LOCK = "service.lock"
+_MEETINGS = "ranks-"
 
 
 class RunDirError(Exception):
@@ -28,8 +31,15 @@ class RunDirLock:
     """Holds a run directory for this process, until `release` or the process's end."""
 
     def __init__(self, run_dir: Path, state_dir: Path) -> None:
-        """Raises RunDirError when another service holds it."""
-        self._descriptor = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Raises RunDirError when another service holds it, or the lock's file cannot be opened."""
+        path = run_dir / _LOCK
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunDirError(
+                f"{path} cannot be opened by uid {os.geteuid()} ({error.strerror}): remove it, or name "
+                f"another --run-dir"
+            ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -42,6 +52,8 @@ class RunDirLock:
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, msgspec.json.encode(Holder(pid=os.getpid(), state_dir=str(state_dir))), 0)
+        for left in run_dir.glob(f"{_MEETINGS}*"):
+            shutil.rmtree(left, ignore_errors=True)  # of a service that was killed
 
     def release(self) -> None:
         """Let another service have it."""
@@ -54,6 +66,14 @@ def last_holder(run_dir: Path) -> Holder | None:
         return msgspec.json.decode((run_dir / _LOCK).read_bytes(), type=Holder)
     except (OSError, msgspec.DecodeError):
         return None
+
+
+def new_meeting(run_dir: Path) -> str:
+    """Path of a file that does not exist yet, in a new folder, where the ranks of one life of a replica meet.
+
+    In the run directory, so that nothing stays behind for good when the service is killed. Raises OSError.
+    """
+    return str(Path(tempfile.mkdtemp(prefix=_MEETINGS, dir=run_dir)) / "store")
 
 
 def prepare_directories(run_dir: Path, state_dir: Path) -> None:

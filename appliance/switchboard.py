@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -74,7 +75,14 @@ class Switchboard:
             for number in range(settings.fronts)
         ]
         self.replicas = [
-            Replica(name, model.spec(f"{name}-{number}"), self, hang_timeout_s=hang_timeout_s, launch=launch)
+            Replica(
+                name,
+                model.spec(f"{name}-{number}"),
+                self,
+                run_dir=Path(settings.run_dir),
+                hang_timeout_s=hang_timeout_s,
+                launch=launch,
+            )
             for name, model in settings.models.items()
             for number in range(model.replicas)
         ]

@@ -6,10 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from appliance.backoff import Backoff
 from appliance.protocol import ReplicaStatus
+from appliance.rundir import new_meeting
 from appliance.traffic.credits import CreditAccount
 from engine.client import ReplicaGroup
 from engine.messages import Fatal, Progress, RankOutbound, Ready, ReplicaInfo, ReplicaSpec, Report
@@ -59,6 +63,7 @@ class Replica:
         spec: ReplicaSpec,
         events: ReplicaEvents,
         *,
+        run_dir: Path,
         hang_timeout_s: float,
         launch: Launch = ReplicaGroup.launch,
     ) -> None:
@@ -75,6 +80,7 @@ class Replica:
         self.account: CreditAccount | None = None
         """Of the present life, while ready."""
         self._events = events
+        self._run_dir = run_dir
         self._launch = launch
         self._hang_timeout_s = hang_timeout_s
         self._backoff = Backoff()
@@ -94,7 +100,10 @@ class Replica:
         self.info = self.account = self._report = self._fatal = self._ready_at = None
         self._started_at = self._last_sign = time.monotonic()
         try:
-            self.group = self._launch(self.spec, self._message, self._ended)
+            spec = self.spec
+            if spec.tensor_parallel_size > 1:
+                spec = msgspec.structs.replace(spec, rendezvous=new_meeting(self._run_dir))
+            self.group = self._launch(spec, self._message, self._ended)
         except OSError as error:
             self._ended(f"it could not be started: {error}")
             return

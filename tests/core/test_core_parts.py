@@ -20,7 +20,7 @@ from appliance.identities import identities
 from appliance.listeners import ListenError, bind_tcp, bind_unix
 from appliance.models.registry import describe, fingerprint
 from appliance.problems import Problems
-from appliance.rundir import RunDirError, RunDirLock, prepare_directories
+from appliance.rundir import RunDirError, RunDirLock, new_meeting, prepare_directories
 from appliance.settings import ModelSettings, UnixSettings
 from store.control import KeyRecord
 
@@ -60,7 +60,7 @@ def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
     path.unlink()
     path.write_text("precious")
-    with pytest.raises(ListenError, match=r"api\.sock cannot be listened on"):
+    with pytest.raises(ListenError, match=r"api\.sock cannot be listened on .* not a socket .* move it away"):
         bind_unix(path, "0660")
     assert path.read_text() == "precious"
 
@@ -76,6 +76,19 @@ def test_a_run_directory_has_one_holder(tmp_path: Path) -> None:
         RunDirLock(tmp_path, tmp_path)
     lock.release()
     RunDirLock(tmp_path, tmp_path).release()
+
+
+def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "service.lock").mkdir()
+    with pytest.raises(RunDirError, match=r"service\.lock cannot be opened .*: remove it"):
+        RunDirLock(tmp_path, tmp_path)
+
+
+def test_where_ranks_met_is_gone_with_the_next_holder_at_the_latest(tmp_path: Path) -> None:
+    Path(new_meeting(tmp_path)).write_text("of a service that was killed")
+    assert len(list(tmp_path.iterdir())) == 1
+    RunDirLock(tmp_path, tmp_path).release()
+    assert [path.name for path in tmp_path.iterdir()] == ["service.lock"]
 
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:

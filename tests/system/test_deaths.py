@@ -104,8 +104,10 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on(victim: int) 
         )
         assert len(rows) == 3
         assert {row["billed_tokens"] for row in rows} == {400}
+        assert len(list(running.run_dir.glob("ranks-*"))) == 1  # where the new ranks met
         running.stop()
         wait_gone([process.pid for process in everybody], 1.0)
+        assert [path.name for path in running.run_dir.iterdir()] == ["service.lock"]
 
 
 def test_a_killed_front_closes_its_connections_and_no_others() -> None:
