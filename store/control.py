@@ -20,7 +20,7 @@ import msgspec
 
 from store import audit
 from store.database import reading
-from store.errors import UnknownKeyError
+from store.errors import MissingDatabaseError, SchemaVersionError, StorageFaultError, UnknownKeyError
 from store.schemas import CONTROL
 from store.writer import Writer, WriterState
 
@@ -74,8 +74,12 @@ class ControlStore:
         self._writer.start()
         try:
             self._keys_by_hash = {record.sha256: record for record in read_keys(self.path)}
-        except BaseException:
+        except BaseException as error:
+            why = self._writer.state().last_error
             self._writer.close()
+            if why is not None and isinstance(error, MissingDatabaseError | SchemaVersionError):
+                # A new database that could not be made: what the disk said is the cause.
+                raise StorageFaultError(why) from error
             raise
 
     def close(self, timeout_s: float = 5.0) -> None:

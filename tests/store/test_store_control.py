@@ -211,3 +211,12 @@ def test_a_full_disk_refuses_new_keys_and_keeps_the_old_ones_working(tiny_disk):
     control.close()
     assert after.record in read_keys(control.path)
     assert verify_audit(control.path).ok
+
+
+def test_a_first_start_on_a_full_disk_says_that_it_is_full(tiny_disk):
+    ballast = tiny_disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"\0" * 1024)
+    with pytest.raises(StorageFaultError, match=r"full|free some space"):
+        ControlStore(tiny_disk / "control.db").start()
