@@ -135,7 +135,11 @@ def _describe_models(settings: Settings) -> list[ServedModel]:
         try:
             models.append(describe(name, model))
         except OSError as error:
-            raise SettingsError(f"models.{name}.folder = {model.folder!r} cannot be read: {error}") from error
+            raise SettingsError(
+                f"models.{name}.folder = {model.folder!r} cannot be used: {error.filename}: "
+                f"{error.strerror}; name the folder of a Hugging Face checkpoint (config.json, "
+                f"tokenizer.json, *.safetensors)"
+            ) from error
         log.info("model %s: %s (version %s)", name, model.folder, models[-1].version)
     return models
 
