@@ -22,6 +22,10 @@ class ServiceNotRunningError(Exception):
     """Nobody answers on the admin socket."""
 
 
+class NotAllowedError(ServiceNotRunningError):
+    """This user may not open the admin socket: whether somebody answers there is not known."""
+
+
 class AdminError(Exception):
     """The service refused; `status` is the HTTP status code."""
 
@@ -85,7 +89,12 @@ class AdminClient:
 
     def _expect(self, parameters: msgspec.Struct, result: type[Answer]) -> Answer:
         name = action_of(parameters).name
-        return self._call("POST", f"/actions/{name}", result, msgspec.json.encode(parameters))
+        try:
+            body = msgspec.json.encode(parameters)
+        except UnicodeEncodeError as error:
+            # A command line's bytes need not be UTF-8.
+            raise AdminError(400, f"{name}: {error.object!r} is not UTF-8 text: write it as such") from error
+        return self._call("POST", f"/actions/{name}", result, body)
 
     def _call(self, method: str, path: str, result: Any, body: bytes | None = None) -> Any:
         import httpx  # 100 ms: not for those who only want the types
@@ -97,7 +106,7 @@ class AdminClient:
         try:
             response = self._http.request(method, path, content=body, headers=headers)
         except httpx.ConnectError as error:
-            raise ServiceNotRunningError(self._explain(error)) from error
+            raise self._explained(error) from error
         except httpx.TransportError as error:
             raise ServiceNotRunningError(
                 f"the service behind {self.socket} did not answer {method} {path} "
@@ -111,10 +120,12 @@ class AdminClient:
             message = f"{self.socket} answered {method} {path} with status {response.status_code}"
         raise AdminError(response.status_code, message)
 
-    def _explain(self, error: Exception) -> str:
+    def _explained(self, error: Exception) -> ServiceNotRunningError:
         remedy = "start it with 'appliance serve', or name its run directory with --run-dir"
         if not os.path.lexists(self.socket) and os.access(self.socket.parent, os.X_OK):
-            return f"no service runs here ({self.socket} does not exist): {remedy}"
+            return ServiceNotRunningError(f"no service runs here ({self.socket} does not exist): {remedy}")
         if "Permission" in str(error):
-            return f"{self.socket} may not be opened by this user: use the service's user, or root"
-        return f"no service answers on {self.socket} ({error}): {remedy}"
+            return NotAllowedError(
+                f"{self.socket} may not be opened by uid {os.geteuid()}: use the service's user, or root"
+            )
+        return ServiceNotRunningError(f"no service answers on {self.socket} ({error}): {remedy}")

@@ -42,18 +42,18 @@ def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -
 @contextmanager
 def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
     """The admin client of the service in `run_dir`, whose failures are told."""
-    from appliance.client import AdminClient, AdminError, ServiceNotRunningError
+    from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
 
     found = find_run_dir(run_dir)
     with AdminClient(found) as client:
         try:
             yield client
+        except NotAllowedError as error:
+            raise Failure(str(error)) from error
         except ServiceNotRunningError as error:
             raise Failure(_not_running(client.socket, found, str(error))) from error
         except AdminError as error:
             raise Failure(str(error)) from error
-        except PermissionError as error:
-            raise Failure(may_not(client.socket)) from error
 
 
 def not_there(socket: Path, run_dir: Path) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from appliance.client import AdminClient, AdminError, ServiceNotRunningError
+from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
 from appliance.protocol import Status
 from appliance.settings import Settings
 from appliance.watch import machine, models, places, processes
@@ -28,7 +28,7 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     now = time.time()
     findings: list[Finding] = []
     report = find_gpus()
-    status, why_not = _ask(run_dir)
+    status, why_not, kept_out = _ask(run_dir)
     running = status is not None
 
     def look(area: str, check: Callable[[], Iterable[Finding]]) -> None:
@@ -48,7 +48,7 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     look("versions", machine.versions)
     look("devices", lambda: machine.devices(report))
     look("directories", lambda: places.directories(run_dir, state_dir))
-    look("service", lambda: _service(status, why_not, settings, now))
+    look("service", lambda: _service(status, why_not, kept_out, settings, now))
     look("sockets", lambda: places.sockets(run_dir, places.api_state(run_dir / "api.sock"), running))
     if status is not None:
         served = status.models
@@ -56,8 +56,8 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     elif isinstance(settings, Settings):
         wanted = settings.models
         look("models", lambda: models.configured_models(wanted, report.gpus, _available_bytes()))
-    look("databases", lambda: databases(state_dir, running))
-    look("leftovers", lambda: places.leftovers(run_dir, state_dir, running))
+    look("databases", lambda: databases(state_dir, running or kept_out))
+    look("leftovers", lambda: places.leftovers(run_dir, state_dir, running or kept_out))
     look("leftovers", lambda: processes.orphans(status.pid if status is not None else None))
     return Examination(
         at=now,
@@ -70,32 +70,37 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     )
 
 
-def _ask(run_dir: Path) -> tuple[Status | None, str]:
-    """The service's status; or None, and why."""
+def _ask(run_dir: Path) -> tuple[Status | None, str, bool]:
+    """The service's status; or None, why, and whether it is only this user that is kept out."""
     with AdminClient(run_dir, timeout_s=5.0) as client:
         try:
-            return client.status(), ""
-        except PermissionError:
-            return None, f"{client.socket} may not be opened by uid {os.geteuid()}"
-        except (ServiceNotRunningError, AdminError, OSError) as error:
-            return None, str(error)
+            return client.status(), "", False
+        except NotAllowedError as error:
+            return None, str(error), True
+        except AdminError as error:
+            return None, str(error), error.status == 403
+        except ServiceNotRunningError as error:
+            return None, str(error), False
 
 
-def _service(status: Status | None, why_not: str, settings: Settings | str, now: float) -> Iterable[Finding]:
+def _service(
+    status: Status | None, why_not: str, kept_out: bool, settings: Settings | str, now: float
+) -> Iterable[Finding]:
     if isinstance(settings, str):
         what, _, remedy = settings.rpartition(": ")
         yield _finding("settings", "problem", what or settings, remedy if what else "mend the settings file")
     elif settings.config_file:
         yield _finding("settings", "ok", f"{settings.config_file} is sound")
     if status is None:
-        if "denied" in why_not.lower() or "may not" in why_not:
+        if kept_out:
             yield _finding("state", "warning", why_not, "run the doctor as the service's user, or as root")
         else:
             yield _finding("state", "ok", "no service runs here; start one with: appliance serve")
         return
     text = f"the service {status.version} (process {status.pid}, uid {status.uid}) is {status.state}"
     if status.state == "degraded":
-        yield _finding("state", "problem", f"{text}: {status.reason}", "the problems below say why")
+        why = f": {status.reason}" if status.reason else ""
+        yield _finding("state", "problem", f"{text}{why}", "the problems below say why")
     elif status.state == "ready":
         yield _finding("state", "ok", text)
     else:
@@ -108,7 +113,9 @@ def _service(status: Status | None, why_not: str, settings: Settings | str, now:
                 model.name,
                 "problem",
                 f"model {model.name} is {model.state}: {why}",
-                "mend what it names; the service tries again by itself, or restart it",
+                "mend what it names, then restart the service"
+                if model.state == "failed"
+                else "mend what it names; the service tries again by itself",
             )
     for database in status.databases:
         if database.last_error or database.dropped_rows or database.rejected_rows:

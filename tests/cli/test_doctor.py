@@ -18,6 +18,7 @@ import pytest
 
 from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
+from appliance.listeners import bind_unix
 from appliance.protocol import Problem
 from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
@@ -250,6 +251,27 @@ def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
     assert f"process {os.getpid()} holds {run_dir}" in found(findings, "leftovers", "problem")
 
 
+def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to become somebody else")
+    from appliance.watch import doctor, gpus
+
+    gpus.find_gpus()  # imports, which the other user may not be able to do
+    (run_dir / "admin.sock").unlink(missing_ok=True)
+    run_dir.chmod(0o755)
+    lock = RunDirLock(run_dir, tmp_path)
+    with bind_unix(run_dir / "admin.sock", "0600"):
+        os.seteuid(65534)
+        try:
+            findings = doctor.examine(run_dir, tmp_path, "not read").findings
+        finally:
+            os.seteuid(0)
+            lock.release()
+    assert [finding for finding in findings if finding.area == "leftovers" and finding.level != "ok"] == []
+    (kept_out,) = (finding for finding in findings if finding.subject == "state")
+    assert kept_out.level == "warning" and "may not be opened by uid 65534" in kept_out.text
+
+
 def test_a_writer_of_the_databases_without_a_service_is_a_problem(doctor: Doctor, databases: Path) -> None:
     with (databases / "control.db-lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -307,10 +329,11 @@ def test_what_the_service_complains_of_is_a_finding(
     admin.status.databases[0].last_error = "the disk is full"
     admin.status.problems = [Problem(at=4e9, where="demo-0", what="it broke")]
     code, findings = doctor()
-    text = " ".join(finding["text"] for finding in findings)
+    text = " ".join(f"{finding['text']} → {finding['remedy']}" for finding in findings)
     assert code == 1
     for fact in (
         "degraded: demo-0 has failed",
+        "then restart the service",
         "model.safetensors: truncated",
         "the disk is full",
         "it broke",

@@ -137,6 +137,17 @@ def test_the_services_refusal_is_told_in_a_line(cli: Run, admin: AdminService, r
     assert (outcome.code, outcome.err) == (1, "appliance: no key has id 'key_0'\n")
 
 
+@pytest.mark.parametrize(
+    "words", [("keys", "create", "--name"), ("keys", "revoke"), ("requests", "cancel")], ids=" ".join
+)
+def test_what_is_no_text_is_refused_in_a_line(
+    cli: Run, admin: AdminService, run_dir: Path, words: tuple[str, ...]
+) -> None:
+    outcome = cli(*words, os.fsdecode(b"caf\xe9"), "--run-dir", run_dir)
+    assert outcome.code == 1 and "'caf\\udce9' is not UTF-8 text" in outcome.err
+    assert admin.actions == []
+
+
 @pytest.mark.parametrize(("typed", "done"), [("y\n", True), ("\n", False), ("n\n", False)])
 def test_a_person_is_asked_before_a_key_is_revoked(
     cli: Run, admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch, typed: str, done: bool
