@@ -15,6 +15,9 @@ PAGE_TOKENS = 64
 
 name = "reference"
 
+_LARGEST_FP8 = 448.0
+"""Of e4m3 without infinities (float8_e4m3fn)."""
+
 _GATHERED_BYTES = 4 << 20
 """Most bytes of keys (and as many of values) copied at once for decodes, unless one sequence has more. It
 bounds the working memory, keeps the copy in cache until it is read, and its buffer below the size at which
@@ -64,6 +67,18 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
+def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 values like `x [..., n]` and their scales `[..., 1]` float32: the largest magnitude / 448, so that
+    nothing saturates. A row of zeros has scale 0."""
+    x = x.float()
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    # A tensor, since torch divides by a number, or a number, with a reciprocal, which rounds twice.
+    most = torch.full_like(largest, _LARGEST_FP8)
+    inverse = most / torch.where(largest > 0, largest, 1.0)
+    values = (x * inverse).clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+    return values, largest / most
+
+
 def rope_cache_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -75,6 +90,8 @@ def rope_cache_write(
     keys: torch.Tensor,
     values: torch.Tensor,
     heads: int,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _, kv_heads, _, head_dim = keys.shape
     both = heads + kv_heads
@@ -90,8 +107,15 @@ def rope_cache_write(
     torch.mul(low, cos, out=low_out).addcmul_(high, sin, value=-1.0)
     torch.mul(high, cos, out=high_out).addcmul_(low, sin)
     block, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
-    keys[block, :, offset] = rotated[:, heads:].to(keys.dtype)
-    values[block, :, offset] = qkv[:, both:].to(values.dtype)
+    for pool, scales, heads_of_pool in (
+        (keys, k_scales, rotated[:, heads:]),
+        (values, v_scales, qkv[:, both:]),
+    ):
+        if scales is None:
+            pool[block, :, offset] = heads_of_pool.to(pool.dtype)
+        else:
+            pool[block, :, offset], per_head = quantise_fp8(heads_of_pool)
+            scales[block, :, offset] = per_head.squeeze(-1)
     return rotated[:, :heads].to(qkv.dtype)
 
 

@@ -1,0 +1,490 @@
+# mypy: allow-untyped-defs
+"""What stands between the matrix products of a decoder, one pass over the bytes each.
+
+Residual add + RMSNorm, QK-norm + RoPE + KV-cache write and SiLU·mul, each plain or with its result
+quantised to e4m3 on the way out. Shapes and meanings are those of `kernels.Ops`; the twins are in
+`kernels.reference`, and values are rounded where the twins round them: the sum of the residual before it is
+normed, a normed head before it is rotated, silu(gate) before it is multiplied, a result before it is
+quantised.
+
+Quantised: a scale for each token (or token and head), largest magnitude / 448, so that no value saturates.
+A row of zeros has scale 0.
+
+Every launcher is one launch, reads nothing on the host and may be captured into a graph. `pdl`: the kernel
+may start while the one before it drains (programmatic dependent launch, Hopper and later); it then waits
+before it touches anything but weights. The results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import PAGE_TOKENS
+
+FP8 = torch.float8_e4m3fn
+"""What quantised values are. Launchers take another dtype for them only where an
+interpreter, which cannot judge e4m3, checks the rest: the values are then scaled but not rounded to eight
+bits."""
+
+_LARGEST_ROW = 65536
+"""Most elements of a row that one program holds in registers."""
+
+
+# ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False) -> torch.Tensor:
+    """RMSNorm (Zhang and Sennrich 2019) of `x [tokens, hidden]` by `weight [hidden]`: as x."""
+    normed = torch.empty_like(x)
+    _launch_norm(x, None, weight, eps, normed, None, pdl)
+    return normed
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(rms_norm(residual + x), residual + x)`, written over x and residual, `[tokens, hidden]` each."""
+    _launch_norm(x, residual, weight, eps, x, None, pdl)
+    return x, residual
+
+
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, values: torch.dtype = FP8, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` quantised: values `[tokens, hidden]` e4m3 and scales `[tokens, 1]` float32."""
+    quantised, scales = _quantised(x, x.shape[1], values)
+    _launch_norm(x, None, weight, eps, quantised, scales, pdl)
+    return quantised, scales
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    values: torch.dtype = FP8,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` quantised: values `[tokens, hidden]` e4m3, scales `[tokens, 1]` float32, and the
+    residual, which is written over; x is kept."""
+    quantised, scales = _quantised(x, x.shape[1], values)
+    _launch_norm(x, residual, weight, eps, quantised, scales, pdl)
+    return quantised, scales, residual
+
+
+def _quantised(x: torch.Tensor, width: int, values: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty((x.shape[0], width), dtype=values, device=x.device),
+        torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device),
+    )
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    pdl: bool,
+) -> None:
+    tokens, hidden = x.shape
+    _whole("x", x)
+    if residual is not None:
+        _whole("residual", residual)
+    if tokens == 0:
+        return
+    block = _block(hidden, "hidden")
+    _norm[(tokens,)](
+        x,
+        residual,
+        weight,
+        out,
+        scales,
+        hidden,
+        eps,
+        ADD=residual is not None,
+        QUANTISE=scales is not None,
+        PDL=pdl,
+        BLOCK=block,
+        num_warps=_row_warps(block, tokens),
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit
+def _norm(
+    x,
+    residual,
+    weight,
+    out,
+    scales,
+    hidden,
+    eps,
+    ADD: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token a program: its row stays in registers."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < hidden
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = token * hidden + column
+    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        total = (row + before).to(residual.dtype.element_ty)
+        tl.store(residual + at, total, mask=inside)
+        row = total.to(tl.float32)
+    mean = tl.sum(row * row, axis=0) / hidden
+    normed = (row * tl.rsqrt(mean + eps) * gain).to(x.dtype.element_ty)
+    if QUANTISE:
+        row = normed.to(tl.float32)
+        scale, inverse = _fp8_scale(tl.max(tl.abs(row), axis=0))
+        tl.store(out + at, (row * inverse).to(out.dtype.element_ty), mask=inside)
+        tl.store(scales + token, scale)
+    else:
+        tl.store(out + at, normed, mask=inside)
+
+
+@triton.jit
+def _fp8_scale(largest):
+    """The scale of values up to `largest`, and what to multiply them with. Divisions are exactly rounded,
+    as the twin's. Conversion to e4m3 saturates in hardware, so a last place above 448 does no harm."""
+    return tl.div_rn(largest, 448.0), tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
+
+
+# ── QK-norm, RoPE and the KV cache ───────────────────────────────────────────────────────────────────
+
+
+def rope_cache_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """See `kernels.Ops`. A slot of -1 writes nothing: the padding rows of a graph.
+
+    k_scales, v_scales: `[blocks, kv_heads, 64]` float32, where keys and values are e4m3.
+    """
+    where = (positions, slots, None, None, None)
+    return _launch_rope(
+        qkv, where, cos_sin, q_norm, k_norm, eps, keys, values, heads, k_scales, v_scales, pdl
+    )
+
+
+def rope_cache_write_rows(
+    qkv: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`rope_cache_write` of one decoded token a sequence, whose place is looked up on the device.
+
+    rows: `[tokens]` integers into the tables; -1 for padding, which writes nothing. lengths: `[table rows]`
+    tokens in the cache, which is the new token's position. block_table: `[table rows, columns]`.
+    """
+    where = (None, None, rows, lengths, block_table)
+    return _launch_rope(
+        qkv, where, cos_sin, q_norm, k_norm, eps, keys, values, heads, k_scales, v_scales, pdl
+    )
+
+
+def _launch_rope(
+    qkv: torch.Tensor,
+    where: tuple[torch.Tensor | None, ...],
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    pdl: bool,
+) -> torch.Tensor:
+    tokens = qkv.shape[0]
+    _, kv_heads, page, head_dim = keys.shape
+    for name, tensor in (("qkv", qkv), ("keys", keys), ("values", values), ("cos_sin", cos_sin)):
+        _whole(name, tensor)
+    if page != PAGE_TOKENS:
+        raise ValueError(f"keys has pages of {page} tokens; the kernels are made for {PAGE_TOKENS}")
+    if qkv.shape[1] != (heads + 2 * kv_heads) * head_dim:
+        raise ValueError(
+            f"qkv has {qkv.shape[1]} columns; {heads} + 2 × {kv_heads} heads of {head_dim} need "
+            f"{(heads + 2 * kv_heads) * head_dim}"
+        )
+    if (k_scales is None) != (v_scales is None) or (q_norm is None) != (k_norm is None):
+        raise ValueError("k_scales and v_scales, and q_norm and k_norm, are given together or not at all")
+    queries = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return queries
+    positions, slots, rows, lengths, block_table = where
+    both = heads + 2 * kv_heads
+    group = min(_ROPE_HEADS, triton.next_power_of_2(both))
+    _rope[(tokens, triton.cdiv(both, group))](
+        qkv,
+        positions,
+        slots,
+        rows,
+        lengths,
+        block_table,
+        0 if block_table is None else block_table.stride(0),
+        cos_sin,
+        q_norm,
+        k_norm,
+        eps,
+        queries,
+        keys,
+        values,
+        k_scales,
+        v_scales,
+        heads,
+        kv_heads,
+        FROM_ROWS=rows is not None,
+        NORM=q_norm is not None,
+        QUANTISE=k_scales is not None,
+        PDL=pdl,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        PAGE=PAGE_TOKENS,
+        num_warps=4 if group * head_dim >= 1024 else 1,
+        launch_pdl=pdl,
+    )
+    return queries
+
+
+_ROPE_HEADS = 16
+"""Heads that one program turns: 16 of 128 in bf16 are 4 KB, 16 bytes a thread of each half."""
+
+
+@triton.jit
+def _rope(
+    qkv,
+    positions,
+    slots,
+    rows,
+    lengths,
+    block_table,
+    table_stride,
+    cos_sin,
+    q_norm,
+    k_norm,
+    eps,
+    queries,
+    keys,
+    values,
+    k_scales,
+    v_scales,
+    heads,
+    kv_heads,
+    FROM_ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    PDL: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Some heads of one token: queries, keys and values alike, so that one read of the row serves all."""
+    half: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    dim = tl.arange(0, HALF)
+    both = heads + 2 * kv_heads
+    is_q = head < heads
+    is_v = head >= heads + kv_heads
+    is_k = (head >= heads) & (head < heads + kv_heads)
+    in_dim = dim < half
+    inside = (head < both)[:, None] & in_dim[None, :]
+    if NORM:
+        q_low = tl.load(q_norm + dim, mask=in_dim, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm + half + dim, mask=in_dim, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm + dim, mask=in_dim, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm + half + dim, mask=in_dim, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = (token * both + head)[:, None] * HEAD_DIM + dim[None, :]
+    low = tl.load(qkv + at, mask=inside, other=0.0)
+    high = tl.load(qkv + at + half, mask=inside, other=0.0)
+    if FROM_ROWS:
+        row = tl.load(rows + token).to(tl.int64)
+        live = row >= 0
+        row = tl.maximum(row, 0)
+        position = tl.load(lengths + row).to(tl.int64)
+        position = tl.where(live, position, 0)
+        block = tl.load(block_table + row * table_stride + position // PAGE).to(tl.int64)
+        offset = position % PAGE
+    else:
+        position = tl.load(positions + token).to(tl.int64)
+        slot = tl.load(slots + token).to(tl.int64)
+        live = slot >= 0
+        slot = tl.maximum(slot, 0)
+        block = slot // PAGE
+        offset = slot % PAGE
+    cos = tl.load(cos_sin + position * HEAD_DIM + dim, mask=in_dim, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * HEAD_DIM + half + dim, mask=in_dim, other=0.0)[None, :]
+    a = low.to(tl.float32)
+    b = high.to(tl.float32)
+    if NORM:
+        mean = tl.sum(a * a + b * b, axis=1) / HEAD_DIM
+        norm = tl.rsqrt(mean + eps)[:, None]
+        normed_a = a * norm * tl.where(is_q[:, None], q_low[None, :], k_low[None, :])
+        normed_b = b * norm * tl.where(is_q[:, None], q_high[None, :], k_high[None, :])
+        a = normed_a.to(qkv.dtype.element_ty).to(tl.float32)
+        b = normed_b.to(qkv.dtype.element_ty).to(tl.float32)
+    turned_a = tl.where(is_v[:, None], low.to(tl.float32), a * cos - b * sin)
+    turned_b = tl.where(is_v[:, None], high.to(tl.float32), b * cos + a * sin)
+
+    to_q = queries + (token * heads + head)[:, None] * HEAD_DIM + dim[None, :]
+    q_inside = inside & is_q[:, None]
+    tl.store(to_q, turned_a.to(queries.dtype.element_ty), mask=q_inside)
+    tl.store(to_q + half, turned_b.to(queries.dtype.element_ty), mask=q_inside)
+
+    kv_head = tl.where(is_v, head - heads - kv_heads, head - heads)
+    place = (block * kv_heads + kv_head) * PAGE + offset
+    is_k = is_k & live
+    is_v = is_v & (head < both) & live
+    if QUANTISE:
+        largest = tl.maximum(tl.max(tl.abs(turned_a), axis=1), tl.max(tl.abs(turned_b), axis=1))
+        scale, inverse = _fp8_scale(largest)
+        turned_a *= inverse[:, None]
+        turned_b *= inverse[:, None]
+        tl.store(k_scales + place, scale, mask=is_k)
+        tl.store(v_scales + place, scale, mask=is_v)
+    to_page = place[:, None] * HEAD_DIM + dim[None, :]
+    k_inside = is_k[:, None] & in_dim[None, :]
+    v_inside = is_v[:, None] & in_dim[None, :]
+    low = turned_a.to(keys.dtype.element_ty)
+    high = turned_b.to(keys.dtype.element_ty)
+    tl.store(keys + to_page, low, mask=k_inside)
+    tl.store(keys + to_page + half, high, mask=k_inside)
+    tl.store(values + to_page, low, mask=v_inside)
+    tl.store(values + to_page + half, high, mask=v_inside)
+
+
+# ── SwiGLU ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """`silu(gate) × up` of `[tokens, 2 × n]`, gate first: `[tokens, n]` (SwiGLU, Shazeer 2020)."""
+    tokens, width = gate_up.shape
+    out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(_SILU_COLUMNS, triton.next_power_of_2(width // 2))
+    _launch_silu(gate_up, out, None, block, pdl)
+    return out
+
+
+def silu_mul_fp8(
+    gate_up: torch.Tensor, *, values: torch.dtype = FP8, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`silu_mul` quantised: values `[tokens, n]` e4m3 and scales `[tokens, 1]` float32."""
+    width = gate_up.shape[1] // 2
+    quantised, scales = _quantised(gate_up, width, values)
+    _launch_silu(gate_up, quantised, scales, _block(width, "gate_up's half"), pdl)
+    return quantised, scales
+
+
+_SILU_COLUMNS = 2048
+"""Columns of a program that does not quantise."""
+
+
+def _launch_silu(
+    gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, block: int, pdl: bool
+) -> None:
+    tokens, width = out.shape
+    _whole("gate_up", gate_up)
+    if gate_up.shape[1] != 2 * width:
+        raise ValueError(f"gate_up has {gate_up.shape[1]} columns; it needs gate and up of equal width")
+    if tokens == 0:
+        return
+    _silu_mul[(tokens, triton.cdiv(width, block))](
+        gate_up,
+        out,
+        scales,
+        width,
+        QUANTISE=scales is not None,
+        PDL=pdl,
+        BLOCK=block,
+        num_warps=_row_warps(block, tokens),
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit
+def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """Some columns of one token; all of them where a scale is wanted."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = token * 2 * width + column
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
+    gated = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
+    product = (gated * up).to(gate_up.dtype.element_ty)
+    to = out + token * width + column
+    if QUANTISE:
+        row = product.to(tl.float32)
+        scale, inverse = _fp8_scale(tl.max(tl.abs(row), axis=0))
+        tl.store(to, (row * inverse).to(out.dtype.element_ty), mask=inside)
+        tl.store(scales + token, scale)
+    else:
+        tl.store(to, product, mask=inside)
+
+
+# ── shapes ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _whole(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
+
+
+def _block(width: int, name: str) -> int:
+    block = triton.next_power_of_2(width)
+    if block > _LARGEST_ROW:
+        raise ValueError(f"{name} is {width}; a program holds at most {_LARGEST_ROW}")
+    return block
+
+
+def _row_warps(block: int, tokens: int) -> int:
+    """Few tokens want the row spread thin, for latency; many want 16 bytes a thread and load, for
+    bandwidth."""
+    elements = 8 if tokens <= 256 else 16
+    return min(max(block // (32 * elements), 1), 32)

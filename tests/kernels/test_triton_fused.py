@@ -1,0 +1,330 @@
+"""The fused elementwise kernels against their twins.
+
+The interpreter (on a CPU, in CI) proves indexing and masking: which element is read, which is written, what
+is left alone, at widths and head counts that fill no tile, in float32 and float16. Only a GPU proves
+bfloat16 and e4m3 numerics, that PDL changes no bit, and that a graph replays what was captured (marked
+`gpu`).
+
+Tolerances: a result in bfloat16 or float16 may be off its float64 value by at most twice what the twin, in
+the same dtype, is off, plus half a unit in the last place (the twin may be lucky). e4m3 values and scales
+are compared with the twin's quantisation of the kernel's own unquantised result: to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels import PAGE_TOKENS, reference
+from kernels.rope import cos_sin_table, default_frequencies
+
+fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
+
+EPS = 1e-5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, on_gpu]),
+]
+POISON = 77.0
+
+
+def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def _as_good(found: torch.Tensor, twin: torch.Tensor, exact: torch.Tensor) -> None:
+    """Errors against float64 at most twice the twin's, plus half a unit in the last place of the largest."""
+    assert found.shape == twin.shape and found.dtype == twin.dtype
+    exact = exact.to(found.device)
+    unit = torch.finfo(found.dtype).eps * exact.abs().max()
+    twin_error = (twin.double() - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= 2 * twin_error + unit / 2
+
+
+# ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _norm_exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 4096), (2, 2880)], ids=str)
+def test_a_norm_is_as_good_as_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight = _random(*shape, dtype=dtype), _random(shape[1], seed=1, dtype=dtype)
+    _as_good(fused.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), _norm_exact(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 4096)], ids=str)
+def test_the_residual_is_rounded_before_it_is_normed(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, residual = _random(*shape, dtype=dtype), _random(*shape, seed=1, dtype=dtype)
+    weight = _random(shape[1], seed=2, dtype=dtype)
+    total = x + residual
+    normed, left = fused.add_rms_norm(x.clone(), residual, weight, EPS)
+    assert left is residual and torch.equal(left, total)
+    _as_good(normed, reference.rms_norm(total, weight, EPS), _norm_exact(total, weight))
+
+
+def test_no_token_is_no_launch() -> None:
+    empty = _random(0, 64)
+    assert fused.rms_norm(empty, _random(64), EPS).shape == (0, 64)
+    assert fused.silu_mul(empty).shape == (0, 32)
+
+
+def test_a_tensor_that_is_not_whole_is_refused() -> None:
+    with pytest.raises(ValueError, match="x has strides"):
+        fused.rms_norm(_random(4, 128)[:, ::2], _random(64), EPS)
+
+
+# ── quantised ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _scaled_only(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin's quantisation without the rounding to e4m3, which the interpreter cannot judge."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    full = torch.full_like(largest, 448.0)
+    return x.float() * (full / torch.where(largest > 0, largest, 1.0)), largest / full
+
+
+def test_quantised_rows_are_scaled_by_their_largest_value() -> None:
+    x, weight = _random(4, 100), _random(100, seed=1)
+    x[2] = 0.0
+    for found, plain in (
+        (fused.rms_norm_fp8(x, weight, EPS, values=torch.float32), fused.rms_norm(x, weight, EPS)),
+        (fused.silu_mul_fp8(x, values=torch.float32), fused.silu_mul(x)),
+    ):
+        values, scales = _scaled_only(plain)
+        assert torch.equal(found[1], scales) and scales[2] == 0
+        torch.testing.assert_close(found[0], values, rtol=1e-6, atol=1e-4)
+    residual = _random(4, 100, seed=3)
+    normed, total = fused.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+    values, scales = _scaled_only(normed)
+    found = fused.add_rms_norm_fp8(x, residual, weight, EPS, values=torch.float32)
+    assert torch.equal(found[1], scales) and torch.equal(found[2], total)
+    torch.testing.assert_close(found[0], values, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("tokens", [1, 3, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_quantised_results_are_the_twins_to_the_bit(tokens: int, dtype: torch.dtype) -> None:
+    x, weight = _random(tokens, 4096, dtype=dtype), _random(4096, seed=1, dtype=dtype)
+    gate_up = _random(tokens, 2 * 14336, dtype=dtype)
+    residual = _random(tokens, 4096, seed=3, dtype=dtype)
+    x[0, :100] = 1e-3
+    normed, total = fused.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+    with_residual = fused.add_rms_norm_fp8(x, residual, weight, EPS)
+    assert torch.equal(with_residual[2], total)
+    for found, plain in (
+        (fused.rms_norm_fp8(x, weight, EPS), fused.rms_norm(x, weight, EPS)),
+        (with_residual[:2], normed),
+        (fused.silu_mul_fp8(gate_up), fused.silu_mul(gate_up)),
+    ):
+        values, scales = reference.quantise_fp8(plain)
+        assert torch.equal(found[1], scales)
+        assert torch.equal(found[0].view(torch.uint8), values.view(torch.uint8))
+
+
+# ── QK-norm, RoPE and the cache ──────────────────────────────────────────────────────────────────────
+
+Pool = tuple[torch.Tensor, torch.Tensor]
+
+
+class Rope:
+    """Inputs of one call, and pools that are poisoned so that a stray write shows."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, size: int, tokens: int, dtype: torch.dtype, norm: bool
+    ) -> None:
+        self.heads, self.kv_heads, self.size, self.tokens = heads, kv_heads, size, tokens
+        self.qkv = _random(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
+        self.norms = [_random(size, seed=seed, dtype=dtype) for seed in (4, 5)] if norm else [None, None]
+        blocks = 4 + tokens // PAGE_TOKENS
+        generator = torch.Generator().manual_seed(1)
+        self.slots = torch.randperm(blocks * PAGE_TOKENS, generator=generator)[:tokens].to(DEVICE)
+        self.positions = torch.randint(0, 512, (tokens,), generator=generator).to(DEVICE)
+        self.shape = (blocks, kv_heads, PAGE_TOKENS, size)
+        self.table = cos_sin_table(default_frequencies(size, 10000.0), 512).to(DEVICE)
+
+    def pools(self, dtype: torch.dtype) -> Pool:
+        first, second = (torch.full(self.shape, POISON, device=DEVICE).to(dtype) for _ in range(2))
+        return first, second
+
+    def scales(self) -> Pool:
+        first, second = (torch.full(self.shape[:3], POISON, device=DEVICE) for _ in range(2))
+        return first, second
+
+    def run(self, function: Callable[..., torch.Tensor], *pools: torch.Tensor, **more: bool) -> torch.Tensor:
+        keys, values, *scales = pools
+        where = (self.positions, self.slots, self.table, *self.norms, EPS, keys, values, self.heads)
+        return function(self.qkv, *where, *scales, **more)
+
+
+ROPE_CASES = [(6, 2, 16, 9, True), (4, 4, 64, 3, False), (32, 8, 128, 2, False), (3, 1, 80, 5, True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ROPE_CASES, ids=str)
+def test_heads_are_normed_turned_and_written(
+    case: tuple[int, int, int, int, bool], dtype: torch.dtype
+) -> None:
+    rope = Rope(*case[:4], dtype, case[4])
+    found_pools, twin_pools, exact_pools = rope.pools(dtype), rope.pools(dtype), rope.pools(torch.float64)
+    found = rope.run(fused.rope_cache_write, *found_pools)
+    twin = rope.run(reference.rope_cache_write, *twin_pools)
+    exact = _rope_exact(rope, *exact_pools)
+    for results in zip((found, *found_pools), (twin, *twin_pools), (exact, *exact_pools), strict=True):
+        _as_good(*results)
+    assert torch.equal(found_pools[1], twin_pools[1]), "values are only copied"
+
+
+def _rope_exact(rope: Rope, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """In float64, one token and head after the other; the normed head is rounded to its dtype, as stated."""
+    heads, kv_heads, size = rope.heads, rope.kv_heads, rope.size
+    queries = torch.empty(rope.tokens, heads, size, dtype=torch.float64, device=DEVICE)
+    cos, sin = rope.table[rope.positions].double().chunk(2, dim=-1)
+    for token, slot in enumerate(rope.slots.tolist()):
+        block, offset = divmod(slot, PAGE_TOKENS)
+        for head, row in enumerate(rope.qkv[token].view(-1, size)):
+            if head >= heads + kv_heads:
+                values[block, head - heads - kv_heads, offset] = row.double()
+                continue
+            norm = rope.norms[0 if head < heads else 1]
+            row = row.double() if norm is None else _norm_exact(row, norm).to(rope.qkv.dtype).double()
+            low, high = row.chunk(2)
+            turned = torch.cat((low * cos[token] - high * sin[token], high * cos[token] + low * sin[token]))
+            if head < heads:
+                queries[token, head] = turned
+            else:
+                keys[block, head - heads, offset] = turned
+    return queries
+
+
+def test_a_slot_of_minus_one_writes_nothing() -> None:
+    rope = Rope(6, 2, 16, 5, torch.float32, True)
+    pools, twin_pools = rope.pools(torch.float32), rope.pools(torch.float32)
+    rope.run(reference.rope_cache_write, *twin_pools)
+    for slot in rope.slots[[1, 4]].tolist():
+        for pool in twin_pools:
+            pool[slot // PAGE_TOKENS, :, slot % PAGE_TOKENS] = POISON
+    rope.slots[[1, 4]] = -1
+    rope.run(fused.rope_cache_write, *pools)
+    for found, expected in zip(pools, twin_pools, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("integers", [torch.int64, torch.int32], ids=str)
+def test_a_decode_finds_its_slots_in_the_tables(integers: torch.dtype) -> None:
+    rope = Rope(6, 2, 16, 4, torch.float32, False)
+    lengths = torch.tensor([5, 0, 63, 64, 130, 9], device=DEVICE)
+    table = torch.tensor([[3, 0, 1], [1, 0, 0], [2, 0, 0], [0, 0, 2], [1, 2, 3], [0, 0, 0]], device=DEVICE)
+    rows = torch.tensor([4, 0, -1, 3], device=DEVICE)
+    rope.positions = lengths[rows.clamp(min=0)]
+    rope.slots = table[rows.clamp(min=0), rope.positions // PAGE_TOKENS] * PAGE_TOKENS + rope.positions % 64
+    rope.slots[2] = -1
+    rope.positions[2] = 0
+    pools, by_rows = rope.pools(torch.float32), rope.pools(torch.float32)
+    queries = rope.run(fused.rope_cache_write, *pools)
+    tables = (rows.to(integers), lengths.to(integers), table.to(integers))
+    found = fused.rope_cache_write_rows(rope.qkv, *tables, rope.table, *rope.norms, EPS, *by_rows, rope.heads)
+    assert torch.equal(found, queries)
+    assert torch.equal(by_rows[0], pools[0]) and torch.equal(by_rows[1], pools[1])
+
+
+def test_quantised_pages_have_a_scale_for_each_token_and_head() -> None:
+    rope = Rope(6, 2, 16, 5, torch.float32, True)
+    plain, scaled, scales = rope.pools(torch.float32), rope.pools(torch.float32), rope.scales()
+    expected = rope.run(fused.rope_cache_write, *plain)
+    assert torch.equal(rope.run(fused.rope_cache_write, *scaled, *scales), expected)
+    untouched = torch.full(rope.shape[:3], True, device=DEVICE)
+    untouched[rope.slots // PAGE_TOKENS, :, rope.slots % PAGE_TOKENS] = False
+    for pool, values, per_head in zip(plain, scaled, scales, strict=True):
+        expected_values, expected_scales = _scaled_only(pool[~untouched])
+        torch.testing.assert_close(values[~untouched], expected_values, rtol=1e-6, atol=1e-4)
+        torch.testing.assert_close(per_head[~untouched], expected_scales.squeeze(-1))
+        assert (values[untouched] == POISON).all() and (per_head[untouched] == POISON).all()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("norm", [False, True])
+def test_quantised_pages_are_the_twins(norm: bool) -> None:
+    """Values (copied) to the bit; keys within one step of e4m3 at the few places where the rotation's last
+    bit decides the rounding."""
+    rope = Rope(32, 8, 128, 300, torch.bfloat16, norm)
+    found, found_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
+    twin, twin_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
+    assert torch.equal(
+        rope.run(fused.rope_cache_write, *found, *found_scales),
+        rope.run(fused.rope_cache_write, *rope.pools(torch.bfloat16)),
+    )
+    rope.run(reference.rope_cache_write, *twin, *twin_scales)
+    assert torch.equal(found[1].view(torch.uint8), twin[1].view(torch.uint8))
+    assert torch.equal(found_scales[1], twin_scales[1])
+    torch.testing.assert_close(found_scales[0], twin_scales[0], rtol=1e-6 if not norm else 1e-2, atol=0)
+    apart = found[0].float() != twin[0].float()
+    assert apart.float().mean() < (2e-3 if norm else 1e-4)
+    torch.testing.assert_close(found[0].float(), twin[0].float(), rtol=0.126, atol=0.002)
+
+
+# ── SwiGLU ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 48), (3, 4500), (2, 28672)], ids=str)
+def test_silu_mul_is_as_good_as_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate_up = _random(*shape, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    exact = gate / (1 + (-gate).exp()) * up
+    _as_good(fused.silu_mul(gate_up), reference.silu_mul(gate_up.clone()), exact)
+
+
+# ── what only a GPU has ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_pdl_and_a_graph_change_no_bit(tokens: int) -> None:
+    """A chain in which each kernel reads what the one before it wrote, launched with and without PDL, and
+    replayed from a graph on other inputs than it was captured with."""
+    rope = Rope(32, 8, 128, tokens, torch.bfloat16, True)
+    weight = _random(4096, seed=7, dtype=torch.bfloat16)
+    source = _random(tokens, 4096, seed=8, dtype=torch.bfloat16)
+    residual_source = _random(tokens, 4096, seed=9, dtype=torch.bfloat16)
+
+    def chain(x: torch.Tensor, residual: torch.Tensor, pdl: bool) -> list[torch.Tensor]:
+        pools, scales = rope.pools(torch.float8_e4m3fn), rope.scales()
+        x, residual = fused.add_rms_norm(x, residual, weight, EPS, pdl=pdl)
+        values, norm_scales, residual = fused.add_rms_norm_fp8(x, residual, weight, EPS, pdl=pdl)
+        gated = fused.silu_mul(residual, pdl=pdl)
+        gated_fp8, gate_scales = fused.silu_mul_fp8(residual, pdl=pdl)
+        rope.qkv = torch.cat((gated, gated, residual[:, :2048]), dim=1)
+        queries = rope.run(fused.rope_cache_write, *pools, *scales, pdl=pdl)
+        normed = fused.rms_norm(queries.view(tokens, 4096), weight, EPS, pdl=pdl)
+        parts = [normed, residual, values, norm_scales, gated_fp8, gate_scales, *pools, *scales]
+        return [part.view(torch.uint8) for part in parts]
+
+    plain = chain(source.clone(), residual_source.clone(), False)
+    for _ in range(3):
+        for one, other in zip(plain, chain(source.clone(), residual_source.clone(), True), strict=True):
+            assert torch.equal(one, other)
+    x, residual = torch.zeros_like(source), torch.zeros_like(residual_source)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = chain(x, residual, True)
+    for _ in range(2):
+        x.copy_(source)
+        residual.copy_(residual_source)
+        graph.replay()
+        for one, other in zip(plain, replayed, strict=True):
+            assert torch.equal(one, other)
