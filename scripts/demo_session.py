@@ -34,7 +34,7 @@ def main() -> int:
         show_row(appliance, run_dir)
         if sys.stdin.isatty() and sys.stdout.isatty():
             print("\nThe service runs until you leave this chat (Ctrl-D).\n", flush=True)
-            subprocess.run([appliance, "chat", "--run-dir", str(run_dir)], check=False)
+            chat(appliance, run_dir)
     finally:
         code = stop(service)
     if code == 0:
@@ -108,6 +108,14 @@ def show_row(appliance: str, run_dir: Path) -> None:
     print("Its row in the request log:")
     for name, value in rows[-1].items():
         print(f"  {name:20} {value}")
+
+
+def chat(appliance: str, run_dir: Path) -> None:
+    """Stay in a chat until the person leaves it."""
+    # Ctrl-C is the chat's: it cancels an answer. A handler, since what is ignored here is ignored there too.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    subprocess.run([appliance, "chat", "--run-dir", str(run_dir)], check=False)
+    signal.signal(signal.SIGINT, before)
 
 
 def stop(service: subprocess.Popen[bytes]) -> int:

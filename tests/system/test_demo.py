@@ -1,0 +1,68 @@
+"""`scripts/demo`, from a terminal and without one."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.system
+
+COMMAND = [sys.executable, str(Path(__file__).resolve().parents[2] / "scripts" / "demo_session.py")]
+PURPOSE = "Remove any common leading whitespace from every line in `text`."
+
+
+def test_without_a_terminal_the_demo_shows_answer_and_row_and_stops_the_service() -> None:
+    done = subprocess.run(
+        COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert PURPOSE in done.stdout
+    assert "finish_reason        stop" in done.stdout
+    assert "The service stopped cleanly." in done.stdout
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.text = ""
+        self.pid, self._descriptor = pty.fork()
+        if self.pid == 0:
+            os.execv(command[0], command)
+
+    def expect(self, words: str, timeout_s: float = 60) -> None:
+        """Read until `words` have come, after what was expected before."""
+        deadline = time.monotonic() + timeout_s
+        while words not in self.text:
+            ready, _, _ = select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{words!r} did not come within {timeout_s} s: {self.text}"
+            self.text += os.read(self._descriptor, 4096).decode(errors="replace")
+        self.text = self.text.partition(words)[2]
+
+    def type(self, keys: str) -> None:
+        os.write(self._descriptor, keys.encode())
+
+    def exit_code(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_in_a_terminal_ctrl_c_is_the_chats_and_ctrl_d_ends_the_demo() -> None:
+    demo = Terminal(COMMAND)
+    demo.expect(PURPOSE)
+    demo.expect("Ctrl-D leaves.")
+    demo.expect("> ")
+    demo.type("\x03")
+    demo.expect("> ")
+    demo.type("What does textwrap.dedent do?\n")
+    demo.expect(PURPOSE)
+    demo.expect("> ")
+    demo.type("\x04")
+    demo.expect("The service stopped cleanly.")
+    assert demo.exit_code() == 0
