@@ -169,7 +169,6 @@ class Flags(msgspec.Struct, kw_only=True):
     run_dir: str | None = None
     state_dir: str | None = None
     log_level: str | None = None
-    drain_grace_s: float | None = None
     device: str | None = None
     """These change every model."""
     dtype: str | None = None
@@ -181,7 +180,7 @@ class Flags(msgspec.Struct, kw_only=True):
     load_format: str | None = None
 
 
-_FLAGS_OF_SERVICE = ("listen", "fronts", "run_dir", "state_dir", "log_level", "drain_grace_s")
+_FLAGS_OF_SERVICE = ("listen", "fronts", "run_dir", "state_dir", "log_level")
 _FLAGS_OF_MODELS = (
     "device",
     "dtype",
