@@ -148,7 +148,7 @@ def test_leaving_a_stream_gives_back_its_blocks_and_rows(client: openai.OpenAI, 
     )
     for _ in itertools.islice(stream, 8):
         pass
-    assert demo.replica()["running"] == 4
+    demo.wait_until(lambda: demo.replica()["running"] == 4, 5, "the replica's report of four samples")
     stream.response.close()
     demo.wait_until(lambda: demo.replica()["running"] == 0, 5, "the samples to be cancelled")
     replica = demo.replica()
@@ -209,8 +209,14 @@ def test_sixty_four_streams_are_spread_over_both_fronts(demo: Service) -> None:
         ]
         counts = [sum(1 for chunk in stream if chunk.choices[0].text) for stream in streams]
     assert min(counts) > 0
-    time.sleep(1.2)
-    taken = {front["name"]: front["requests"] - before[front["name"]] for front in demo.status()["fronts"]}
+
+    def reported() -> dict[str, int] | None:
+        taken = {
+            front["name"]: front["requests"] - before[front["name"]] for front in demo.status()["fronts"]
+        }
+        return taken if sum(taken.values()) >= 64 else None
+
+    taken = demo.wait_until(reported, 10, "the fronts' reports of 64 requests")
     assert len(taken) == 2
     assert sum(taken.values()) == 64
     assert min(taken.values()) >= 24
