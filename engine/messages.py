@@ -343,6 +343,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     zero."""
 
 
+LOWEST_LOGPROB = -9999.0
+"""Reported where a log probability is less, or is no number, so that all are finite."""
+
 BAD_TOKEN = -1
 """In place of a sampled token: the row's logits had no finite maximum (broken weights, or an overflow)."""
 

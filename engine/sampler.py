@@ -39,12 +39,9 @@ from engine.batch import (
     RowTables,
     StepBatch,
 )
-from engine.messages import BAD_TOKEN
+from engine.messages import BAD_TOKEN, LOWEST_LOGPROB
 from engine.parallel import Ranks
 from kernels import sampling
-
-LOWEST_LOGPROB = -9999.0
-"""Reported where the log probability is less (or the logits are bad), so that every number is finite."""
 
 
 @dataclass(slots=True)

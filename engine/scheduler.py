@@ -33,6 +33,7 @@ from engine.ledger import Ledger
 from engine.messages import (
     BAD_TOKEN,
     BLOCK_TOKENS,
+    LOWEST_LOGPROB,
     Chunk,
     Output,
     RowSetup,
@@ -469,7 +470,12 @@ class Scheduler:
             # The first score is that of the token at start + 1; recomputed ones are known already.
             sequence.prompt_logprobs.extend(scores[len(sequence.prompt_logprobs) - prefill.start - 1 :])
         if not sequence.samples and not sequence.wants_prompt_logprobs:
-            self._end(sequence, "length")
+            # Nothing is sampled that could say so, but a number that is not finite spoils all after it.
+            last = sequence.prompt_logprobs[-1] if sequence.prompt_logprobs else None
+            if last is not None and last.logprob <= LOWEST_LOGPROB:
+                self._break(sequence)
+            else:
+                self._end(sequence, "length")
 
     def _examine(self, sequence: Sequence, token: int) -> str:
         """After a token that might end the sequence or fill a block: its finish, or ""."""

@@ -58,6 +58,24 @@ def test_it_ends_with_an_error_and_nobody_else_notices(engine: LocalEngine) -> N
     engine.close()
 
 
+def test_scoring_such_a_prompt_is_an_error_that_the_next_owners_of_its_blocks_do_not_notice(
+    engine: LocalEngine,
+) -> None:
+    expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
+    for salt in ("a", "b"):
+        short = SamplingParams(max_tokens=2)
+        answers = engine.generate(
+            [poisoned, PROMPTS[1][:60], poisoned], [scored, short, scored], cache_salt=salt
+        )
+        assert [answer[0].finish for answer in answers] == ["error", "length", "error"]
+        assert "no token has a finite score" in (answers[0][0].error or "")
+        again = engine.generate(PROMPTS, GREEDY, cache_salt=salt)
+        assert [answer[0].token_ids for answer in again] == expected
+    engine.close()
+
+
 def test_banning_every_token_is_an_error_and_not_a_choice(engine: LocalEngine) -> None:
     banned = SamplingParams(max_tokens=5, logit_bias=dict.fromkeys(range(157), float("-inf")))
     (answer,) = engine.generate([PROMPTS[0]], banned)

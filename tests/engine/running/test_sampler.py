@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from engine.batch import RowTables, StepBatch
-from engine.messages import BAD_TOKEN, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import BAD_TOKEN, LOWEST_LOGPROB, Chunk, RowSetup, SamplingParams, StepPlan
 from engine.parallel import Ranks, single
-from engine.sampler import LOWEST_LOGPROB, SampledStep, Sampler
+from engine.sampler import SampledStep, Sampler
 from tests.engine.running.test_sampling_ops import chi_square
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
