@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _MOST_UNREAD_BYTES = 64 << 10
 """A front that leaves more of its control channel unread gets no further connections for now."""
+_QUIET_S = 3.0
+"""Fronts report twice a second: one that says nothing for this long gets no further connections for now."""
 _DYING_S = 0.5
 
 
@@ -96,7 +98,13 @@ class Front:
     def takes_connections(self) -> bool:
         """Whether a connection may be dealt to it now."""
         channel = self._channel
-        return self.state == "ready" and channel is not None and channel.backlog_bytes < _MOST_UNREAD_BYTES
+        if self.state != "ready" or channel is None or self._silent_s > _QUIET_S:
+            return False
+        return channel.backlog_bytes < _MOST_UNREAD_BYTES
+
+    @property
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._last_sign
 
     # ── its life ──
 
@@ -182,9 +190,8 @@ class Front:
 
     def check(self) -> None:
         """Kill it if it hangs. To be called about once a second."""
-        silent_s = time.monotonic() - self._last_sign
-        if self.state == "ready" and silent_s > self._hang_timeout_s:
-            self.kill(f"it gave no sign of life for {silent_s:.0f} s")
+        if self.state == "ready" and self._silent_s > self._hang_timeout_s:
+            self.kill(f"it gave no sign of life for {self._silent_s:.0f} s")
 
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()
@@ -240,6 +247,8 @@ class Front:
             restarts=self.restarts,
             last_error=self.last_error,
         )
+        if self.state == "ready" and self._silent_s > _QUIET_S:
+            status.detail = f"silent for {self._silent_s:.0f} s: it gets no connections"
         report = self._report
         if report is not None and self._process is not None:
             for field in report.__struct_fields__:

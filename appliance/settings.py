@@ -135,7 +135,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     drain_grace_s: Seconds = 10.0
     """On SIGTERM, running requests get this long to finish."""
     hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
-    """A ready replica that gives no sign of life for this long is killed and started anew."""
+    """A ready replica or front that gives no sign of life for this long is killed and started anew."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     unix: UnixSettings = UnixSettings()
     queue: QueueSettings = QueueSettings()

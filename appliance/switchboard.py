@@ -123,11 +123,13 @@ class Switchboard:
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
         await _first_of(ended, hurry, grace_s)
         if not ended.done():
-            aborted = self.ledger.abort_all("the service is stopping")
-            log.warning("%d requests did not finish in time", aborted)
+            if aborted := self.ledger.abort_all("the service is stopping"):
+                log.warning("%d requests did not finish in time", aborted)
             await _first_of(ended, None, _LAST_WORDS_S)
         for front in self.fronts:
-            front.kill("it did not end in time")
+            if front.pid is not None:
+                log.warning("%s (pid %d) did not end in time: killed", front.name, front.pid)
+                front.kill("it did not end in time")
         await ended
         await self._until_counted(1.0)
         await asyncio.gather(*(replica.stop(2.0) for replica in self.replicas))

@@ -131,6 +131,19 @@ def test_a_replica_that_hangs_is_killed_and_started_anew(make_service: Make) -> 
     assert "no sign of life" in replica.last_error
 
 
+def test_a_front_that_hangs_gets_no_connections_until_it_speaks_again(make_service: Make) -> None:
+    service = make_service("fronts = 2")
+    service.start()
+    pid = service.wait_ready().fronts[0].pid or 0
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: "silent" in service.admin.status().fronts[0].detail)
+    answers = [read_answer(service.connect("m 2"))[-1] for _ in range(4)]
+    assert answers == ["front-1 length"] * 4
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: service.admin.status().fronts[0].detail == "")
+    assert {read_answer(service.connect("m 2"))[-1] for _ in range(2)} == {"front-0 length", "front-1 length"}
+
+
 def test_a_bad_checkpoint_fails_its_model_for_good_and_the_others_go_on(make_service: Make) -> None:
     service = make_service(models=("good", "bad"))
     why = "model-2.safetensors is truncated"
