@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.forward import ChunkSpan, ForwardInput
+from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS, RowSetup, SamplingParams, StepPlan
-from kernels import sampling
+from kernels import AttentionInput, ChunkSpan, sampling
 
 GREEDY, PLAIN, FULL = 0, 1, 2
 """What a row's sampling needs: the largest logit; noise at a temperature; changes of the distribution."""
@@ -242,20 +242,13 @@ class RowTables:
         positions = self.lengths[rows]
         lengths = positions + 1
         most = -(-int(self._lengths_host[plan.decodes].max()) // BLOCK_TOKENS) if decodes else 0
-        tables = self.block_table[:, :most].index_select(0, rows)
-        if decodes:
-            blocks = tables.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1)
-            slots = blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
-        else:
-            slots = positions
+        blocks = self.block_table[rows, positions // BLOCK_TOKENS]
+        slots = blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
         forward = ForwardInput(
             token_ids=token_ids,
             positions=positions,
             slots=slots,
-            decodes=decodes,
-            decode_block_tables=tables,
-            decode_lens=lengths,
-            chunks=[],
+            attention=AttentionInput(self.block_table, rows, lengths, most, chunks=[]),
             logit_index=self._iota[:decodes],
         )
         sampling_rows, sampled = plan.decodes, decodes
@@ -297,13 +290,12 @@ class RowTables:
                 sampling_rows.extend(chunk.sample_rows)
                 logit_rows.extend([len(logit_index)] * len(chunk.sample_rows))
                 logit_index.append(first + count - 1)
-            used = -(-(chunk.start + count) // BLOCK_TOKENS)
-            forward.chunks.append(ChunkSpan(first, count, chunk.start, self.block_table[chunk.row, :used]))
+            forward.attention.chunks.append(ChunkSpan(first, count, chunk.start, chunk.row))
             first += count
         staged = self._upload(np.concatenate(columns, axis=1))
         sampled = len(logit_index)
         prompts: list[PromptSlice] = []
-        for chunk, span in zip(plan.chunks, forward.chunks, strict=True):
+        for chunk, span in zip(plan.chunks, forward.attention.chunks, strict=True):
             if chunk.prompt_logprobs is None:
                 continue
             wanted = span.count if chunk.next_token is not None else span.count - 1

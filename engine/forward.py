@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import AttentionInput
+
 
 @dataclass(slots=True)
 class KvPool:
@@ -22,19 +24,6 @@ class KvPool:
 
 
 @dataclass(slots=True)
-class ChunkSpan:
-    """A prompt slice inside a forward pass."""
-
-    first: int
-    """Index of its first token in the pass."""
-    count: int
-    context: int
-    """Tokens of the sequence before the slice: already in the cache when the pass starts."""
-    block_table: torch.Tensor
-    """[blocks covering context + count] int64, on the device."""
-
-
-@dataclass(slots=True)
 class ForwardInput:
     """One pass: the decodes' tokens first (one each), then the chunks' tokens, packed without padding."""
 
@@ -44,11 +33,6 @@ class ForwardInput:
     """[tokens] int64"""
     slots: torch.Tensor
     """[tokens] int64: block id × BLOCK_TOKENS + offset, where each token's K and V are written."""
-    decodes: int
-    decode_block_tables: torch.Tensor
-    """[decodes, most blocks any of them uses] int64; entries past a sequence's length are any valid block."""
-    decode_lens: torch.Tensor
-    """[decodes] int64: tokens in the cache for each, the new one included."""
-    chunks: list[ChunkSpan]
+    attention: AttentionInput
     logit_index: torch.Tensor
     """[logit rows] int64: tokens of the pass whose logits are wanted."""

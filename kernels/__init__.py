@@ -9,12 +9,41 @@ and head of the KV pool `[blocks, kv_heads, 64, head_dim]`, whose 64 tokens are 
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 PAGE_TOKENS = 64
 """Tokens in a block of the KV pool."""
+
+
+@dataclass(slots=True)
+class ChunkSpan:
+    """A prompt slice inside a pass."""
+
+    first: int
+    """Index of its first token in the pass."""
+    count: int
+    context: int
+    """Tokens of the sequence before the slice: already in the cache when the pass starts."""
+    row: int
+    """Of the block table."""
+
+
+@dataclass(slots=True)
+class AttentionInput:
+    """Who sees what in a pass whose tokens are the decodes' (one each) and then the chunks'."""
+
+    block_table: torch.Tensor
+    """[rows, columns] int64: the device's table. Entries past a sequence's end are arbitrary but valid."""
+    rows: torch.Tensor
+    """[decodes] int64: each decode's row of the block table."""
+    lens: torch.Tensor
+    """[decodes] int64: tokens in the cache for each, the new one included; at least 1."""
+    columns: int
+    """Most columns of the block table that a decode uses; the host knows it from the plans."""
+    chunks: list[ChunkSpan]
 
 
 class Ops(Protocol):
@@ -40,10 +69,31 @@ class Ops(Protocol):
         """RMSNorm (Zhang and Sennrich 2019) over the last dimension, in float32, rounded once to x's
         dtype."""
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(rms_norm(residual + x), residual + x)`, both `[tokens, hidden]`. May overwrite both inputs."""
+    def norm_linear(
+        self,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`linear(rms_norm(x))`."""
+
+    def norm_gate_up(
+        self,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`silu(gate) × up` of `linear(rms_norm(x))`, whose first half is the gate: `[tokens, out / 2]`
+        (SwiGLU, Shazeer 2020)."""
+
+    def linear_add(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """`residual + linear(x)`. May overwrite `residual`."""
 
     def rope_cache_write(
         self,
@@ -67,41 +117,21 @@ class Ops(Protocol):
         head_dim]`.
         """
 
-    def paged_attention_decode(
+    def plan_attention(self, inputs: AttentionInput) -> Any:
+        """What `attention` wants to know, made once a pass and used by every layer."""
+
+    def attention(
         self,
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        block_tables: torch.Tensor,
-        lens: torch.Tensor,
+        plan: Any,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Attention of one new token for each sequence: `[sequences, heads, head_dim]`, as q.
-
-        block_tables: `[sequences, columns]` int64, entries past a sequence's length arbitrary but valid.
-        lens: `[sequences]` int64, at least 1: tokens in the cache, the new one included. window: the token
-        sees itself and the window - 1 before it. Softmax in float32. What a pool holds must be finite.
-        """
-
-    def paged_attention_prefill(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        block_table: torch.Tensor,
-        context: int,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Causal attention of one chunk, whose keys and values are in the cache already: as q.
-
-        q: `[tokens, heads, head_dim]`, at positions context, context + 1, …. block_table: `[columns]` int64,
-        covering context + tokens.
-        """
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) × up` of `[tokens, 2 × n]`, gate first: `[tokens, n]` (SwiGLU, Shazeer 2020)."""
+        """Causal attention of a pass over the paged cache, in which its own keys and values are already:
+        `[tokens, heads, head_dim]`, as q. window: a token sees itself and the window - 1 before it. Softmax
+        in float32. What a pool holds must be finite."""
 
 
 def select_backend(device_type: str) -> Ops:

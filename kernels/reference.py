@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels import AttentionInput, ChunkSpan
+
 PAGE_TOKENS = 64
 
 name = "reference"
@@ -60,9 +62,28 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
+def norm_linear(
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+
+def norm_gate_up(
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
+
+
+def linear_add(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    return residual.add_(linear(x, weight, bias))
+
+
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(rms_norm(residual + x), residual + x)`; overwrites `residual`."""
     residual.add_(x)
     return rms_norm(residual, weight, eps), residual
 
@@ -119,6 +140,44 @@ def rope_cache_write(
     return rotated[:, :heads].to(qkv.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _AttentionPlan:
+    decode_tables: torch.Tensor
+    """[decodes, columns] int64"""
+    lens: torch.Tensor
+    chunks: list[tuple[ChunkSpan, torch.Tensor]]
+    """With each chunk's row of the block table, as far as it is used."""
+
+
+def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
+    chunks = []
+    for chunk in inputs.chunks:
+        used = -(-(chunk.context + chunk.count) // PAGE_TOKENS)
+        chunks.append((chunk, inputs.block_table[chunk.row, :used]))
+    tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.rows)
+    return _AttentionPlan(tables, inputs.lens, chunks)
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: _AttentionPlan,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    parts = []
+    decodes = len(plan.lens)
+    if decodes:
+        part = q if decodes == len(q) else q[:decodes]
+        tables = plan.decode_tables
+        parts.append(paged_attention_decode(part, keys, values, tables, plan.lens, scale, window))
+    for chunk, table in plan.chunks:
+        part = q[chunk.first : chunk.first + chunk.count]
+        parts.append(paged_attention_prefill(part, keys, values, table, chunk.context, scale, window))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def paged_attention_decode(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -128,6 +187,10 @@ def paged_attention_decode(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
+    """Attention of one new token for each sequence: `[sequences, heads, head_dim]`, as q.
+
+    block_tables: `[sequences, columns]` int64. lens: `[sequences]` int64, at least 1, the new token included.
+    """
     column_bytes = keys[0].numel() * q.element_size()
     groups = _length_groups(lens.tolist(), window, max(1, _GATHERED_BYTES // column_bytes))
     if len(groups) == 1:
@@ -222,6 +285,11 @@ def paged_attention_prefill(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
+    """Causal attention of one chunk, whose keys and values are in the cache already: as q.
+
+    q: `[tokens, heads, head_dim]`, at positions context, context + 1, …. block_table: `[columns]` int64,
+    covering context + tokens.
+    """
     count, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     end = context + count

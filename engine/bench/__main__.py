@@ -117,7 +117,8 @@ def _describe(info: ReplicaInfo, start_s: float) -> str:
     gib = 2**30
     return (
         f"{info.dtype} on {info.devices[0]}, ready in {start_s:.1f} s; "
-        f"GiB: weights {info.weight_bytes / gib:.1f}, KV {info.kv_bytes / gib:.1f} ({info.kv_blocks} blocks), "
+        f"weights {info.weight_bytes / gib:.1f} GiB, "
+        f"KV {info.kv_bytes / gib:.1f} in {info.kv_blocks} blocks, "
         f"all {info.used_bytes / gib:.1f}, predicted {info.predicted_bytes / gib:.1f}"
     )
 

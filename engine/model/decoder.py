@@ -62,16 +62,15 @@ class Decoder:
         ops, ranks, eps = self.ops, self.ranks, self.config.rms_norm_eps
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first))
-        x: torch.Tensor | None = None
+        plan = ops.plan_attention(inputs.attention)
         for layer, pool in zip(self.layers, kv, strict=True):
-            if x is None:
-                normed = ops.rms_norm(residual, layer.input_norm, eps)
-            else:
-                normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
-            x = ranks.all_reduce(layer.attention(normed, inputs, pool, self.cos_sin))
-            normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = ranks.all_reduce(layer.mlp(normed))
-        return residual if x is None else residual + x
+            attention, mlp = layer.attention, layer.mlp
+            qkv = attention.qkv.after_norm(residual, layer.input_norm, eps)
+            attended = attention(qkv, inputs, plan, pool, self.cos_sin)
+            residual = attention.o.add_to(residual, attended, ranks)
+            activated = mlp.activate(residual, layer.post_norm, eps)
+            residual = mlp.down.add_to(residual, activated, ranks)
+        return residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of rows of `forward`'s result: `[rows, vocabulary on this rank]` float32.
@@ -80,8 +79,8 @@ class Decoder:
         it does not divide, are -inf. All ranks side by side (`all_gather_last_dim`), cut at
         `config.vocab_size`, are the whole logits.
         """
-        normed = self.ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
-        logits = self.ops.linear(normed, self.head, None).float()
+        eps = self.config.rms_norm_eps
+        logits = self.ops.norm_linear(hidden, self.final_norm, eps, self.head, None).float()
         if self.shard.vocab_real < self.shard.vocab:
             logits[:, self.shard.vocab_real :] = -math.inf
         return logits

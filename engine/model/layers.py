@@ -1,17 +1,19 @@
 """The two halves of a decoder layer on one rank, and how their weights are found in a checkpoint.
 
-Both end in a partial sum over the ranks: the decoder reduces it, so that reduction, residual and norm can be
-one kernel. Fused weights: q, k, v are one product, gate and up another.
+Each half reads the residual stream through its norm and ends in a product that is added to it. Fused weights:
+q, k, v are one product, gate and up another.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.config import ModelConfig, Shard
 from engine.forward import ForwardInput, KvPool
+from engine.parallel import Ranks
 from kernels import Ops
 
 
@@ -53,6 +55,16 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
+    def after_norm(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """The product of `rms_norm(x)`."""
+        return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        """`residual` and the sum over the ranks of this product; may overwrite `residual`."""
+        if ranks.size == 1:
+            return self.ops.linear_add(x, self.weight, self.bias, residual)
+        return residual.add_(ranks.all_reduce(self(x)))
+
     def pack(self) -> None:
         self.weight = self.ops.pack_weight(self.weight)
 
@@ -92,11 +104,12 @@ class Attention:
         self.k_norm = place.empty(config.head_dim) if config.qk_norm else None
 
     def __call__(
-        self, x: torch.Tensor, inputs: ForwardInput, kv: KvPool, cos_sin: torch.Tensor
+        self, qkv: torch.Tensor, inputs: ForwardInput, plan: Any, kv: KvPool, cos_sin: torch.Tensor
     ) -> torch.Tensor:
-        """`[tokens, hidden]`: this rank's part of the sum."""
+        """From `[tokens, (heads + 2 kv_heads) × head_dim]` to `[tokens, heads × head_dim]` of this rank's
+        heads: the input of `o`."""
         q = self.ops.rope_cache_write(
-            self.qkv(x),
+            qkv,
             inputs.positions,
             inputs.slots,
             cos_sin,
@@ -107,27 +120,8 @@ class Attention:
             kv.values,
             self.shard.heads,
         )
-        return self.o(self._attend(q, inputs, kv).view(q.shape[0], -1))
-
-    def _attend(self, q: torch.Tensor, inputs: ForwardInput, kv: KvPool) -> torch.Tensor:
-        tokens = q.shape[0]
-        parts = []
-        if inputs.decodes:
-            tables, lens = inputs.decode_block_tables, inputs.decode_lens
-            decodes = q if inputs.decodes == tokens else q[: inputs.decodes]
-            parts.append(
-                self.ops.paged_attention_decode(
-                    decodes, kv.keys, kv.values, tables, lens, self.scale, self.window
-                )
-            )
-        for chunk in inputs.chunks:
-            part = q[chunk.first : chunk.first + chunk.count]
-            parts.append(
-                self.ops.paged_attention_prefill(
-                    part, kv.keys, kv.values, chunk.block_table, chunk.context, self.scale, self.window
-                )
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        attended = self.ops.attention(q, kv.keys, kv.values, plan, self.scale, self.window)
+        return attended.view(q.shape[0], -1)
 
     def pieces(self, prefix: str) -> list[Piece]:
         config, shard, size = self.config, self.shard, self.config.head_dim
@@ -151,7 +145,7 @@ class Attention:
 
 
 class Mlp:
-    """`down(silu(gate x) × up x)`."""
+    """`down(silu(gate x) × up x)`, cut before `down`, whose product goes to the residual stream."""
 
     def __init__(self, config: ModelConfig, shard: Shard, place: Place) -> None:
         self.config = config
@@ -160,9 +154,10 @@ class Mlp:
         self.gate_up = Linear(place, config.hidden_size, 2 * shard.intermediate, config.mlp_bias)
         self.down = Linear(place, shard.intermediate, config.hidden_size, config.mlp_bias and shard.rank == 0)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[tokens, hidden]`: this rank's part of the sum."""
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+    def activate(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`[tokens, intermediate on this rank]` from the residual stream: the input of `down`."""
+        up = self.gate_up
+        return self.ops.norm_gate_up(x, norm_weight, eps, up.weight, up.bias)
 
     def pieces(self, prefix: str) -> list[Piece]:
         whole, count = self.config.intermediate_size, self.shard.intermediate

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.forward import ChunkSpan, ForwardInput
+from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import Decoder
+from kernels import AttentionInput, ChunkSpan
 
 
 @dataclass
@@ -52,17 +53,21 @@ class Driver:
             token_ids += tokens
             positions += range(context, context + len(tokens))
             slots += self._append(sequence, len(tokens))
-            spans.append(ChunkSpan(first, len(tokens), context, torch.tensor(sequence.blocks)))
-        columns = max((len(sequence.blocks) for sequence, _ in decodes), default=0)
-        tables = [s.blocks + [0] * (columns - len(s.blocks)) for s, _ in decodes]
+            spans.append(ChunkSpan(first, len(tokens), context, len(decodes) + len(spans)))
+        everyone = [sequence for sequence, _ in [*decodes, *chunks]]
+        columns = max(len(sequence.blocks) for sequence in everyone)
+        tables = [s.blocks + [0] * (columns - len(s.blocks)) for s in everyone]
         inputs = ForwardInput(
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),
             slots=torch.tensor(slots),
-            decodes=len(decodes),
-            decode_block_tables=torch.tensor(tables, dtype=torch.int64).view(len(decodes), columns),
-            decode_lens=torch.tensor([sequence.length for sequence, _ in decodes], dtype=torch.int64),
-            chunks=spans,
+            attention=AttentionInput(
+                block_table=torch.tensor(tables),
+                rows=torch.arange(len(decodes)),
+                lens=torch.tensor([sequence.length for sequence, _ in decodes], dtype=torch.int64),
+                columns=max((len(sequence.blocks) for sequence, _ in decodes), default=0),
+                chunks=spans,
+            ),
             logit_index=torch.arange(len(token_ids)),
         )
         hidden = self.decoder.forward(inputs, self.kv)

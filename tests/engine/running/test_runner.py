@@ -12,7 +12,7 @@ import torch
 
 from engine import memory
 from engine.config import UnfitError
-from engine.forward import ChunkSpan, ForwardInput
+from engine.forward import ForwardInput
 from engine.generate import LocalEngine
 from engine.memory import PoolTooSmall, available_host_bytes
 from engine.messages import (
@@ -28,7 +28,7 @@ from engine.messages import (
 from engine.parallel import single
 from engine.profiling import run_largest_steps
 from engine.runner import DeviceError, Runner
-from kernels import sampling
+from kernels import AttentionInput, ChunkSpan, sampling
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
 VOCAB = 101
@@ -97,10 +97,13 @@ def full_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
                 token_ids=torch.tensor(tokens, device=device),
                 positions=positions,
                 slots=positions,
-                decodes=0,
-                decode_block_tables=none.view(0, 0),
-                decode_lens=none,
-                chunks=[ChunkSpan(0, count, 0, torch.arange(blocks, device=device))],
+                attention=AttentionInput(
+                    block_table=torch.arange(blocks, device=device).unsqueeze(0),
+                    rows=none,
+                    lens=none,
+                    columns=0,
+                    chunks=[ChunkSpan(0, count, 0, 0)],
+                ),
                 logit_index=positions,
             ),
             runner.decoder.allocate_kv(blocks),

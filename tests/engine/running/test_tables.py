@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.batch import RowTables, StepBatch
 from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan, sampling_rows
+from kernels import ChunkSpan
 
 CPU = torch.device("cpu")
 ROWS, BLOCKS, VOCAB = 5, 4, 50
@@ -130,17 +131,20 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
     tokens = [row.tokens[-1] for row in decodes]
     positions = [row.computed for row in decodes]
     slots = [slots_of(row, range(row.computed, row.computed + 1))[0] for row in decodes]
-    assert forward.decodes == len(decodes)
-    assert forward.decode_lens.tolist() == [p + 1 for p in positions]
-    for row, table in zip(decodes, forward.decode_block_tables.tolist(), strict=True):
+    attention = forward.attention
+    assert attention.rows.tolist() == plan.decodes
+    assert attention.lens.tolist() == [p + 1 for p in positions]
+    for n, row in zip(plan.decodes, decodes, strict=True):
         used = row.computed // BLOCK_TOKENS + 1
-        assert table[:used] == row.table[:used]
+        assert used <= attention.columns
+        assert attention.block_table[n, :used].tolist() == row.table[:used]
     logit_index, sampled_positions = list(range(len(decodes))), [p + 1 for p in positions]
     prompt_index: list[int] = []
-    for chunk, span in zip(plan.chunks, forward.chunks, strict=True):
+    for chunk, span in zip(plan.chunks, attention.chunks, strict=True):
         end = chunk.start + len(chunk.token_ids)
-        assert (span.first, span.count, span.context) == (len(tokens), end - chunk.start, chunk.start)
-        assert span.block_table.tolist() == rows[chunk.row].table[: -(-end // BLOCK_TOKENS)]
+        assert span == ChunkSpan(len(tokens), end - chunk.start, chunk.start, chunk.row)
+        used = -(-end // BLOCK_TOKENS)
+        assert attention.block_table[chunk.row, :used].tolist() == rows[chunk.row].table[:used]
         if chunk.sample_rows:
             logit_index.append(len(tokens) + span.count - 1)
             sampled_positions.append(end)
