@@ -1,0 +1,63 @@
+"""The demo model in an engine of this process, asked its frozen questions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import appliance
+from engine.generate import LocalEngine
+from engine.messages import ReplicaSpec, SamplingParams
+
+DEMO = Path(appliance.__file__).parent / "demo_model"
+END = 6
+"""The demo model's end of turn."""
+
+
+def engine(device: str, dtype: str) -> LocalEngine:
+    return LocalEngine(
+        ReplicaSpec(
+            replica=f"{device}-0",
+            model_path=str(DEMO),
+            device=device,
+            dtype=dtype,
+            max_rows=256,
+            step_tokens=4096,
+            kv_blocks=2048,
+        )
+    )
+
+
+def questions() -> tuple[list[list[int]], list[str]]:
+    """Prompts and expected first sentences."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    entries = [json.loads(line) for line in (DEMO / "questions.jsonl").read_text().splitlines()]
+    prompts = [
+        tokenizer.encode(
+            f"<|begin_of_text|><|user|>{entry['question']}<|end|><|assistant|>", add_special_tokens=False
+        ).ids
+        for entry in entries
+    ]
+    return prompts, [entry["expected"] for entry in entries]
+
+
+def answers(made: LocalEngine) -> list[list[int]]:
+    """Greedy answers to all questions, asked at once; closes the engine."""
+    sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,))
+    prompts, _ = questions()
+    got = [sample[0].token_ids for sample in made.generate(prompts, sampling)]
+    made.core.check()
+    made.close()
+    return got
+
+
+def share_right(got: list[list[int]]) -> float:
+    """Part of the answers that begin with the expected sentence."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    _, expected = questions()
+    texts = [tokenizer.decode(ids) for ids in got]
+    return sum(text.startswith(line) for text, line in zip(texts, expected, strict=True)) / len(expected)
