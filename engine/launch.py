@@ -195,5 +195,6 @@ class ReplicaGroup:
 
 def _describe_exit(returncode: int) -> str:
     if returncode < 0:
-        return f"was killed by {signal.Signals(-returncode).name}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"
     return f"ended with exit code {returncode}"

@@ -22,6 +22,7 @@ Inbound = TypeVar("Inbound")
 
 _HEADER = 4
 _READ_BYTES = 1 << 18
+_MOST_READS = 16
 _MOST_FDS = 64
 
 MOST_FRAME_BYTES = 64 << 20
@@ -116,12 +117,15 @@ class Channel(Generic[Inbound]):
     # ── receiving ──
 
     def read(self) -> list[Inbound]:
-        """Every whole message that has arrived; sets `closed` at the end of file or at a broken frame.
+        """The whole messages that have arrived (a flood of them in parts, so that the reader gets to do other
+        things); sets `closed` at the end of file or at a broken frame.
 
         Descriptors that came along wait for `take_fd`, in order.
         """
         messages: list[Inbound] = []
-        while not self.closed:
+        for _ in range(_MOST_READS):
+            if self.closed:
+                break
             try:
                 data, ancillary, _, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _MOST_FDS))
             except (BlockingIOError, InterruptedError):

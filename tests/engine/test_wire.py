@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 
 import msgspec
 import pytest
@@ -103,6 +104,23 @@ def test_more_than_the_socket_holds_is_kept_and_delivered_when_the_reader_comes(
         left.flush()
     assert [message.text for message in got] == texts  # type: ignore[union-attr]
     assert left.backlog_bytes == 0
+
+
+def test_a_flood_is_read_in_parts_so_that_the_reader_gets_to_do_other_things() -> None:
+    sender, receiver = socketpair()
+    sender.setblocking(True)
+    channel = Channel[Both](receiver, Both)
+    payload = msgspec.msgpack.encode(Note("x" * 100_000))
+    frame = len(payload).to_bytes(4, "little") + payload
+    flood = threading.Thread(target=lambda: sender.sendall(frame * 600))
+    flood.start()
+    parts: list[int] = []
+    while sum(parts) < 600:
+        parts.append(len(channel.read()))
+    flood.join()
+    assert max(parts) <= (16 * (1 << 18)) // len(frame) + 1
+    sender.close()
+    channel.close()
 
 
 def test_a_peer_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
