@@ -79,12 +79,18 @@ class Partition:
     logprob_rows: list[tuple[int, int]] = field(default_factory=list)
     """(index into the sampling rows, k) for each of `logprob_index`."""
 
+    @property
+    def all_greedy(self) -> bool:
+        """Whether every row takes its best token and nothing else is wanted."""
+        return self.plain is None and self.full is None and self.logprob_index is None
+
 
 @dataclass(slots=True)
 class StepBatch:
     """One step, ready for the device."""
 
-    forward: ForwardInput
+    forward: ForwardInput | None
+    """None where a graph ran it."""
     rows: torch.Tensor
     """[sampling rows] int64: rows of the tables, in the plan's order."""
     logit_rows: torch.Tensor | None
@@ -107,20 +113,23 @@ class RowTables:
 
     def __init__(self, max_rows: int, max_blocks_per_row: int, vocab_size: int, device: torch.device) -> None:
         self.max_rows = max_rows
+        self.padding_row = max_rows
+        """A row that nobody owns, for batches that are padded: it has no tokens and stays so."""
+        every = max_rows + 1
         self.vocab_size = vocab_size
         self.device = device
-        self._blocks_host = np.zeros((max_rows, max_blocks_per_row), dtype=np.int64)
+        self._blocks_host = np.zeros((every, max_blocks_per_row), dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
         self.block_table = on_host if self._shared else on_host.to(device)
         """[rows, blocks] int64. Entries past a sequence's end are old or 0: valid blocks, never read."""
-        self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(every, dtype=torch.int64, device=device)
         """[rows] int64: tokens in the cache, which is the position of the next one. Advanced by `advance`."""
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(every, dtype=torch.int64, device=device)
         """[rows] int64: sampled last, fed next."""
-        self.noise_base = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.floats = torch.zeros((max_rows, 7), dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.noise_base = torch.zeros(every, dtype=torch.int64, device=device)
+        self.floats = torch.zeros((every, 7), dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(every, dtype=torch.int64, device=device)
         self.counts: torch.Tensor | None = None
         """[slots, vocabulary] int32: 2 × (times in the output) + (1 if in the prompt); None if not needed."""
         self._slot_of_row: dict[int, int] = {}
@@ -263,6 +272,12 @@ class RowTables:
             rows = self._rows(sampling_rows)
         partition = self._partition(sampling_rows)
         return StepBatch(forward, rows, logit_rows, next_positions, sampled, partition, prompts)
+
+    def decode_batch(self, plan: StepPlan, rows: torch.Tensor, positions: torch.Tensor) -> StepBatch:
+        """As `step_batch`, of a plan without chunks whose pass a graph ran: `rows` and `positions` (where the
+        sampled tokens will stand) are on the device already."""
+        self._lengths_host[plan.decodes] += 1
+        return StepBatch(None, rows, None, positions, len(plan.decodes), self._partition(plan.decodes), [])
 
     def _add_chunks(
         self, forward: ForwardInput, plan: StepPlan

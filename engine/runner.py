@@ -1,8 +1,8 @@
 """What executes plans on one rank: the decoder, its KV pool, the rows' tables and the sampler.
 
 Steps run strictly in the order of their launch, on one stream: the current CUDA stream, or one worker thread
-on a CPU, so that the step loop's own work (reading, planning, sending) goes on beside them. *Forward* (to
-logits) and *sample* (which writes the rows' next input) are separate, so that each can become a graph.
+on a CPU, so that the step loop's own work (reading, planning, sending) goes on beside them. On a GPU, steps
+that only decode replay captured graphs (`engine.graphs`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from engine import memory
 from engine.batch import PromptSlice, RowTables, StepBatch
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
-from engine.forward import KvPool
+from engine.forward import ForwardInput, KvPool
+from engine.graphs import DecodeGraphs
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens, TokenLogprob
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
@@ -152,6 +153,7 @@ class Runner:
             self.kv_blocks = self._size_pool(progress)
             self.kv = self._allocate_kv(self.kv_blocks)
             self.tables = self._new_tables()
+            self.graphs = self._capture_graphs(progress)
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
         if self.device.type == "cpu":
             self._stream = ThreadPoolExecutor(1, "engine-step", self._enter_thread)
@@ -178,13 +180,9 @@ class Runner:
         self._ended_event = ended
         return _OnStream(plan, batch, results, began, ended, before)
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Hidden states `[tokens, hidden]` of the pass, before the final norm; writes the KV pool."""
-        return self.decoder.forward(batch.forward, self.kv)
-
-    def sample(self, hidden: torch.Tensor, batch: StepBatch) -> SampledStep:
+    def _sample(self, hidden: torch.Tensor, batch: StepBatch, pass_input: ForwardInput) -> SampledStep:
         """Tokens for the sampling rows; writes them into the tables as the rows' next input."""
-        index = batch.forward.logit_index[: batch.sampled_logits]
+        index = pass_input.logit_index[: batch.sampled_logits]
         wanted = hidden if len(index) == len(hidden) else hidden.index_select(0, index)
         return self.sampler.sample(self.decoder.logits(wanted), batch, self.tables)
 
@@ -214,14 +212,28 @@ class Runner:
             self.tables.apply(plan)
             self._clear_blocks(plan.clears)
             self._copy_blocks(plan.copies)
+            if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
+                return self._replay(self.graphs, plan)
             batch = self.tables.step_batch(plan)
-            hidden = self.forward(batch)
-            sampled = self.sample(hidden, batch)
-            prompts = [self._prompt_logprobs(hidden, batch, prompt) for prompt in batch.prompts]
+            pass_input = batch.forward
+            assert pass_input is not None
+            hidden = self.decoder.forward(pass_input, self.kv)
+            sampled = self._sample(hidden, batch, pass_input)
+            prompts = [self._prompt_logprobs(hidden, pass_input, prompt) for prompt in batch.prompts]
         except BaseException as error:
             self._failed = error
             raise
         return batch, _StepResults(sampled, prompts)
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> tuple[StepBatch, _StepResults]:
+        graphs.set_rows(plan.decodes)
+        logits = graphs.forward()
+        batch = self.tables.decode_batch(plan, graphs.rows(), graphs.positions())
+        if batch.partition.all_greedy:
+            sampled = SampledStep(graphs.greedy(), None)
+        else:
+            sampled = self.sampler.sample(logits.float(), batch, self.tables)
+        return batch, _StepResults(sampled, [])
 
     def _clear_blocks(self, blocks: list[int]) -> None:
         if not blocks:
@@ -240,13 +252,13 @@ class Runner:
             pool.values[destination] = pool.values[source]
 
     def _prompt_logprobs(
-        self, hidden: torch.Tensor, batch: StepBatch, prompt: PromptSlice
+        self, hidden: torch.Tensor, pass_input: ForwardInput, prompt: PromptSlice
     ) -> list[torch.Tensor]:
         pieces = []
         for first in range(0, len(prompt.targets), PROMPT_LOGPROB_ROWS):
             targets = prompt.targets[first : first + PROMPT_LOGPROB_ROWS]
             at = prompt.first + first
-            rows = batch.forward.logit_index[at : at + len(targets)]
+            rows = pass_input.logit_index[at : at + len(targets)]
             logits = self.decoder.logits(hidden.index_select(0, rows))
             pieces.append(self.sampler.token_logprobs(logits, targets, prompt.top))
         return pieces
@@ -324,6 +336,14 @@ class Runner:
             return torch.frombuffer(zeros, dtype=dtype).view(shape)
 
         return [KvPool(pool(), pool()) for _ in range(self.config.layers)]
+
+    def _capture_graphs(self, progress: Progress) -> DecodeGraphs | None:
+        """Graphs of decode steps, on a GPU of one rank."""
+        if self.decoder.ops.name != "cuda" or self.ranks.size > 1:
+            return None
+        graphs = DecodeGraphs(self.decoder, self.kv, self.tables, self.sampler.pick, self.spec.max_rows)
+        graphs.capture(progress)
+        return graphs
 
     def _predict(self, blocks: int | None) -> Sizing:
         return predict(

@@ -110,6 +110,11 @@ class Sampler:
             logprobs = self.token_logprobs(logits[index], token_ids[index].clamp(min=0), top)
         return SampledStep(token_ids, logprobs)
 
+    def pick(self, logits: torch.Tensor) -> torch.Tensor:
+        """Each row's best token, of one rank's `[rows, columns]` logits: `[rows]` int64, BAD_TOKEN where the
+        largest is not finite."""
+        return self._best_of_ranks(*sampling.best(self._without_padding(logits)))
+
     def token_logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
         """Log probabilities of `token_ids` [rows] int64 (of the whole vocabulary) and of the `top` best.
 

@@ -76,8 +76,9 @@ class Ops(Protocol):
         eps: float,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`linear(rms_norm(x))`."""
+        """`linear(rms_norm(x))`, written into `out` where it is given."""
 
     def norm_gate_up(
         self,

@@ -63,9 +63,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def norm_linear(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return linear(rms_norm(x, norm_weight, eps), weight, bias)
+    result = linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return result if out is None else out.copy_(result)
 
 
 def norm_gate_up(

@@ -72,15 +72,18 @@ class Decoder:
             residual = mlp.down.add_to(residual, activated, ranks)
         return residual
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of rows of `forward`'s result: `[rows, vocabulary on this rank]` float32.
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Of rows of `forward`'s result: `[rows, vocabulary on this rank]` float32, or written into `out` in
+        the model's dtype.
 
         Column i is token `vocab_start + i`. Equal widths on every rank; columns beyond the vocabulary, where
         it does not divide, are -inf. All ranks side by side (`all_gather_last_dim`), cut at
         `config.vocab_size`, are the whole logits.
         """
         eps = self.config.rms_norm_eps
-        logits = self.ops.norm_linear(hidden, self.final_norm, eps, self.head, None).float()
+        logits = self.ops.norm_linear(hidden, self.final_norm, eps, self.head, None, out)
+        if out is None:
+            logits = logits.float()
         if self.shard.vocab_real < self.shard.vocab:
             logits[:, self.shard.vocab_real :] = -math.inf
         return logits

@@ -311,7 +311,7 @@ def test_the_profiled_steps_can_be_run_whatever_the_budget(folder: Path, step_to
     runner = Runner(spec, single(), quiet)
     with torch.inference_mode():
         run_largest_steps(runner.decoder, runner.sampler, runner.tables, spec)
-    assert (runner.tables.lengths[1:] > 0).all()
+    assert (runner.tables.lengths[1 : spec.max_rows] > 0).all()
     runner.close()
 
 
