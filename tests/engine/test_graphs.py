@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from engine.graphs import ladder
@@ -14,6 +16,6 @@ def test_the_ladder_reaches_the_most_rows_in_steps_that_waste_little(most: int) 
     assert sizes[0] == 1
     assert sizes[-1] == most
     assert len(sizes) <= 32
-    for low, high in zip(sizes, sizes[1:], strict=False):
+    for low, high in itertools.pairwise(sizes):
         # A batch that is one larger than a size pays for the next: at most a quarter too much, or a few rows.
         assert high - (low + 1) <= max(8, (low + 1) / 4)
