@@ -1,0 +1,286 @@
+"""Sampling from rows of logits without a sort: greedy, plain (a temperature) and full, and edits before them.
+
+The meaning is that of `kernels.sampling` and `engine.sampler`: the same noise (seed, sample, position, token
+id), the same order (penalties, bias, ban, temperature, top-k, top-p, min-p), ties with the last token kept by
+any of them kept, the lowest id on ties of the score, BAD_TOKEN for a row whose largest logit is not finite.
+`kernels.sampling` is the twin. Noise is within 4e-6 of it, a probability mass within 2e-6 of the whole: draws
+differ only where two scores, or a token and the border of the nucleus, are closer than that.
+
+How
+---
+*scan*: each chunk of a row gives its best score, that token's id and logit, its largest logit and its sum of
+exp. Greedy and plain rows need no more: *pick* takes the best chunk's.
+
+A full row's winner before narrowing (the Gumbel-max draw from the whole distribution) is its winner after
+it if it survives top-k, top-p and min-p, which for top-p it does with probability top_p or more. Whether it
+survives is one more read: how many tokens, with how much mass, are more likely than it (*above*). So most
+rows are done after two reads. The rest (*settle*) search for the border of what is kept, with several
+thresholds tried at each read, and draw again among the tokens that are not excluded yet, until the winner
+is known to be kept. The noise is a function of the token, so this is the very draw that sorting would have
+given. (Rejection with a shrinking set of candidates is FlashInfer's, Ye et al. 2025; there with fresh noise
+each round.)
+
+A row's result does not depend on the rows beside it, nor on their number: chunks are of fixed size and their
+sums are added in the order of the chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from kernels.triton.sampling_kernels import (
+    above_kernel,
+    edit_kernel,
+    pick_kernel,
+    scan_kernel,
+    scatter_kernel,
+    settle_kernel,
+)
+
+BAD_TOKEN = -1
+"""Of a row whose largest logit is not a finite number. As `engine.messages.BAD_TOKEN`."""
+
+_CHUNK = 4096
+_CHUNK_WARPS = 4
+"""Columns that one program of *scan* and *above* holds, and its warps. Both decide the order of sums."""
+_SETTLE_TILE = 2048
+_SETTLE_WARPS = 16
+_SETTLE_STAGES = 4
+_THRESHOLDS = 4
+"""Tried at each read of *settle*. More cost registers and instructions, fewer cost reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The rows that sample now, and the tables where their parameters stand, all on the device."""
+
+    rows: torch.Tensor
+    """[sampling rows] integers: rows of the tables; -1: padding, which reads nothing and gives BAD_TOKEN."""
+    positions: torch.Tensor
+    """[sampling rows] int64: where the sampled tokens will stand in their sequences."""
+    noise_base: torch.Tensor
+    """[table rows] int64, see `kernels.sampling.noise_base`."""
+    floats: torch.Tensor
+    """[table rows, at least 7] float32: 1 / temperature (greedy: 1), noise factor (greedy: 0, else 1), top_p,
+    min_p, repetition, frequency and presence penalty."""
+    top_k: torch.Tensor
+    """[table rows] int64; 0: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """What is sampled from. Columns beyond `columns` (padding) are not read."""
+
+    values: torch.Tensor
+    """[logit rows, at least `columns`] bfloat16, float16 or float32; columns side by side."""
+    columns: int
+    first: int = 0
+    """Token id of the first column."""
+    index: torch.Tensor | None = None
+    """[sampling rows] int64: the logit row of each; None: the same."""
+    edited: torch.Tensor | None = None
+    """[edited rows, columns] float32 of `edit`, read in place of a row's logits where `edited_index` says
+    so."""
+    edited_index: torch.Tensor | None = None
+    """[sampling rows] int64: row of `edited`; -1: none."""
+
+
+# ── launchers ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def greedy(logits: Logits, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest value [rows] float32 of each row and its token id [rows] int64; the lowest id on ties.
+
+    A value that is not finite marks a bad row (BAD_TOKEN); NaN anywhere gives infinity.
+    """
+    rows = len(logits.values) if logits.index is None else len(logits.index)
+    partials = _scan_rows(logits, None, rows, 0, pdl)
+    return _pick_rows(partials, None, rows, pdl)
+
+
+def plain(logits: Logits, draws: Draws, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `greedy`, of logits / temperature + noise: greedy and plain rows in any mixture."""
+    rows = len(draws.rows)
+    partials = _scan_rows(logits, draws, rows, 1, pdl)
+    return _pick_rows(partials, draws, rows, pdl)
+
+
+def full(logits: Logits, draws: Draws, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `plain`, among what top-k, top-p and min-p keep: rows of every kind in any mixture.
+
+    The whole vocabulary must be in `logits`: with tensor parallelism, gather it first.
+    """
+    rows = len(draws.rows)
+    partials = _scan_rows(logits, draws, rows, 2, pdl)
+    values, ids = _results(rows, logits.values.device)
+    if rows == 0:
+        return values, ids
+    source, options = _source(logits)
+    chunks = triton.cdiv(logits.columns, _CHUNK)
+    above = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.values.device)
+    tables = _tables(draws)
+    options |= {"PDL": pdl, "CHUNKS": triton.next_power_of_2(chunks), "launch_pdl": pdl}
+    above_kernel[(chunks, rows)](
+        *source,
+        *tables,
+        partials,
+        above,
+        rows,
+        chunks,
+        CHUNK=_chunk(logits.columns),
+        num_warps=_CHUNK_WARPS,
+        **options,
+    )
+    settle_kernel[(rows,)](
+        *source,
+        *tables,
+        partials,
+        above,
+        values,
+        ids,
+        rows,
+        chunks,
+        TILE=min(_SETTLE_TILE, triton.next_power_of_2(logits.columns)),
+        THRESHOLDS=_THRESHOLDS,
+        STAGES=_SETTLE_STAGES,
+        num_warps=_SETTLE_WARPS,
+        **options,
+    )
+    return values, ids
+
+
+def edit(
+    logits: Logits,
+    draws: Draws,
+    index: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    banned: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Copies of some rows' logits with penalties, then bias, then bans applied: `[edited rows, columns]`
+    float32, for `Logits.edited`. The logits stay as they are: log probabilities are of the model's own.
+
+    index: [edited rows] int64, which sampling row each is; -1: padding. counts: [slots, vocabulary] int32,
+    2 × (times in the output) + (1 if in the prompt). slots: [edited rows] int64; -1: no penalties. bias:
+    edited row, token id, value of each biased token; banned: edited row, token id. No pair twice within one
+    of them; an edited row of -1 is padding. Token ids are of the whole vocabulary (`first` must be 0).
+    """
+    device = logits.values.device
+    edited = torch.empty((len(index), logits.columns), dtype=torch.float32, device=device)
+    if len(index) == 0:
+        return edited
+    edit_kernel[(triton.cdiv(logits.columns, _CHUNK), len(index))](
+        logits.values,
+        logits.values.stride(0),
+        logits.index,
+        logits.columns,
+        draws.rows,
+        draws.floats,
+        draws.floats.stride(0),
+        index,
+        counts,
+        slots,
+        edited,
+        INDEXED=logits.index is not None,
+        PENALISED=counts is not None and slots is not None,
+        PDL=pdl,
+        CHUNK=_chunk(logits.columns),
+        num_warps=_CHUNK_WARPS,
+        launch_pdl=pdl,
+    )
+    for rows, ids, values in ((*bias,) if bias else (None, None, None), (*(banned or (None, None)), None)):
+        if rows is None or ids is None or len(rows) == 0:
+            continue
+        scatter_kernel[(triton.cdiv(len(rows), 128),)](
+            edited, logits.columns, rows, ids, values, len(rows), BAN=values is None, PDL=pdl, launch_pdl=pdl
+        )
+    return edited
+
+
+def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments and options by which kernels read logits."""
+    if logits.values.stride(1) != 1:
+        raise ValueError(f"logits have strides {logits.values.stride()}; columns must be side by side")
+    if logits.columns > logits.values.shape[1]:
+        raise ValueError(f"logits have {logits.values.shape[1]} columns; {logits.columns} were asked for")
+    arguments = (
+        logits.values,
+        logits.values.stride(0),
+        logits.index,
+        logits.edited,
+        logits.edited_index,
+        logits.columns,
+        logits.first,
+    )
+    nvidia = logits.values.is_cuda and torch.version.hip is None
+    given = {"INDEXED": logits.index is not None, "EDITED": logits.edited is not None}
+    return arguments, {**given, "NVIDIA": nvidia}
+
+
+def _tables(draws: Draws) -> tuple[object, ...]:
+    floats = draws.floats
+    return draws.rows, draws.positions, draws.noise_base, floats, floats.stride(0), draws.top_k
+
+
+def _chunk(columns: int) -> int:
+    return int(min(_CHUNK, triton.next_power_of_2(columns)))
+
+
+def _scan_rows(logits: Logits, draws: Draws | None, rows: int, draw: int, pdl: bool) -> torch.Tensor:
+    """[5, rows, chunks] float32: best score, its token's column (int32 bits), its logit; largest; sum of
+    exp."""
+    chunks = triton.cdiv(logits.columns, _CHUNK)
+    partials = torch.empty((5, rows, chunks), dtype=torch.float32, device=logits.values.device)
+    if rows == 0:
+        return partials
+    source, options = _source(logits)
+    tables = (None, None, None, None, 0, None) if draws is None else _tables(draws)
+    scan_kernel[(chunks, rows)](
+        *source,
+        *tables,
+        partials,
+        rows,
+        chunks,
+        DRAW=draw,
+        CHUNK=_chunk(logits.columns),
+        PDL=pdl,
+        num_warps=_CHUNK_WARPS,
+        launch_pdl=pdl,
+        **options,
+    )
+    return partials
+
+
+def _pick_rows(
+    partials: torch.Tensor, draws: Draws | None, rows: int, pdl: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values, ids = _results(rows, partials.device)
+    if rows:
+        chunks = partials.shape[2]
+        pick_kernel[(rows,)](
+            partials,
+            None if draws is None else draws.rows,
+            values,
+            ids,
+            rows,
+            chunks,
+            DRAWN=draws is not None,
+            PDL=pdl,
+            CHUNKS=triton.next_power_of_2(chunks),
+            num_warps=1,
+            launch_pdl=pdl,
+        )
+    return values, ids
+
+
+def _results(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.int64, device=device),
+    )
