@@ -1,0 +1,257 @@
+"""A benchmark from end to end: workloads, open-loop runs and the search, against one server."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from appliance.bench.messages import Record
+from appliance.bench.rates import SATURATED, Found, Trial, find_rate, is_lost, judge, poisson_arrivals
+from appliance.bench.results import Slo, Summary, summarize
+from appliance.bench.server import Server
+from appliance.bench.workers import Load, Raw, Standing, Workers, default_workers
+from appliance.bench.workloads import Shape, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a run is about to do, for whoever shows its progress."""
+
+    title: str
+    requests: int
+    tokens: int
+    """That all of them are to produce."""
+    seconds: float | None = None
+    """How long requests arrive, in open loop."""
+
+
+Show = Callable[[Aim, Standing | None], None]
+"""Told of every run's progress; None at its end."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """One run."""
+
+    summary: Summary
+    records: list[Record]
+    started_at: float
+
+
+@dataclass(slots=True)
+class Result:
+    """A workload, or a rate, with all its runs."""
+
+    name: str
+    description: str
+    shape: Shape
+    figure: str
+    unit: str
+    runs: list[Measured] = field(default_factory=list)
+
+    @property
+    def typical(self) -> Measured:
+        """The run whose figure is the median (of two, the lower) one."""
+        known = [run for run in self.runs if run.summary.figure(self.figure) is not None]
+        if not known:
+            return self.runs[0]
+        median = statistics.median_low([self._figure(run) for run in known])
+        return next(run for run in known if self._figure(run) == median)
+
+    def _figure(self, run: Measured) -> float:
+        return run.summary.figure(self.figure) or 0.0
+
+
+class Session:
+    """Runs against one server. `show` is told of progress."""
+
+    def __init__(
+        self,
+        server: Server,
+        pool: Workers,
+        show: Show,
+        *,
+        seed: str,
+        workers: int | None = None,
+        timeout_s: float = 600.0,
+        slo: Slo | None = None,
+    ) -> None:
+        self._server = server
+        self._pool = pool
+        self._show = show
+        self._seed = seed
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._slo = slo or Slo()
+        self._runs = 0
+
+    async def closed(self, name: str, workload: Workload, runs: int, warm_up: bool = True) -> Result:
+        """Run a workload `runs` times, after a warm-up that does not count: one request of its shape on every
+        stream, at most 8. Raises BenchError."""
+        shape = workload.shape
+        asked = f"{workload.requests:,} requests, {workload.concurrency:,} at once"
+        if workload.requests == 1:
+            asked = "1 request"
+        result = Result(name, f"{asked}, {_of(shape)}", shape, workload.figure, workload.unit)
+        if warm_up:
+            few = min(workload.concurrency, 8)
+            await self._measure("warm-up", shape, few, concurrency=few)
+        for run in range(1, runs + 1):
+            title = f"{name} {run}/{runs}" if runs > 1 else name
+            result.runs.append(
+                await self._measure(title, shape, workload.requests, concurrency=workload.concurrency)
+            )
+        return result
+
+    async def open(self, name: str, shape: Shape, rate: float, duration_s: float, runs: int) -> Result:
+        """Have requests arrive at `rate` a second for `duration_s`, and wait for the last. Raises
+        BenchError."""
+        description = f"{rate:g} requests/s (Poisson) for {duration_s:g} s, {_of(shape)}"
+        result = Result(name, description, shape, "output_tok_s", "tok/s")
+        for run in range(1, runs + 1):
+            title = f"{name} {run}/{runs}" if runs > 1 else name
+            arrivals = poisson_arrivals(rate, duration_s, self._next_seed())
+            result.runs.append(
+                await self._measure(title, shape, len(arrivals), arrivals=arrivals, duration_s=duration_s)
+            )
+        return result
+
+    async def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Found, Result | None]:
+        """Find the highest rate that keeps the SLO, in trials of `duration_s`; with the run that held it.
+        Raises BenchError."""
+        runs: dict[float, Measured] = {}
+
+        async def attempt(rate: float) -> Trial:
+            arrivals = poisson_arrivals(rate, duration_s, self._next_seed())
+            missed = 0
+            seen = 0
+
+            def goes_on(standing: Standing) -> bool:
+                nonlocal missed, seen
+                for record in standing.records[seen:]:
+                    missed += bool(record.failure) or self._is_late(record)
+                seen = len(standing.records)
+                return not is_lost(len(arrivals), missed + standing.overdue)
+
+            measured, raw = await self._run(
+                f"{rate:.4g} requests/s",
+                shape,
+                len(arrivals),
+                arrivals=arrivals,
+                duration_s=duration_s,
+                goes_on=goes_on,
+            )
+            runs[rate] = measured
+            return Trial(rate, measured.summary, raw.stopped, judge(measured.summary, self._slo, raw.stopped))
+
+        found = await find_rate(attempt, first_rate)
+        if found.best is None:
+            return found, None
+        best = found.best.rate
+        description = f"{best:.4g} requests/s (Poisson) for {duration_s:g} s, {_of(shape)}"
+        result = Result("find-rate", description, shape, "output_tok_s", "tok/s", [runs[best]])
+        return found, result
+
+    def _is_late(self, record: Record) -> bool:
+        limit = self._slo.ttft_p99_ms
+        if limit is None:
+            return False
+        return record.first_at is None or 1000 * (record.first_at - record.began_at) > limit
+
+    def _next_seed(self) -> str:
+        self._runs += 1
+        return f"{self._seed}/{self._runs}"
+
+    async def _measure(
+        self,
+        title: str,
+        shape: Shape,
+        requests: int,
+        *,
+        concurrency: int = 0,
+        arrivals: Sequence[float] = (),
+        duration_s: float | None = None,
+    ) -> Measured:
+        measured, _ = await self._run(
+            title,
+            shape,
+            requests,
+            concurrency=concurrency,
+            arrivals=arrivals,
+            duration_s=duration_s,
+            goes_on=lambda standing: True,
+        )
+        return measured
+
+    async def _run(
+        self,
+        title: str,
+        shape: Shape,
+        requests: int,
+        *,
+        goes_on: Callable[[Standing], bool],
+        concurrency: int = 0,
+        arrivals: Sequence[float] = (),
+        duration_s: float | None = None,
+    ) -> tuple[Measured, Raw]:
+        load = Load(
+            target=self._server.target,
+            # Prompts of its own for every run: none is found in a prefix cache.
+            prompting=self._server.prompting(
+                shape.prompt_tokens,
+                shape.output_tokens,
+                self._next_seed(),
+                shape.temperature,
+                shape.top_p,
+            ),
+            requests=requests,
+            concurrency=concurrency,
+            arrivals=arrivals,
+            timeout_s=self._timeout_s,
+            ttft_limit_ms=self._slo.ttft_p99_ms,
+        )
+        aim = Aim(title, requests, requests * shape.output_tokens, duration_s)
+
+        def watch(standing: Standing) -> bool:
+            self._show(aim, standing)
+            return goes_on(standing)
+
+        try:
+            raw = await self._pool.run(load, self._workers or default_workers(concurrency or requests), watch)
+        finally:
+            self._show(aim, None)
+        summary = summarize(raw, shape.output_tokens, shape.prompt_tokens, self._slo)
+        return Measured(summary, raw.records, raw.started_at), raw
+
+
+def warnings(result: Result, run: Measured) -> list[str]:
+    """What a reader of a run's figures must know, in words."""
+    summary, shape = run.summary, result.shape
+    found = []
+    if summary.busiest_worker > SATURATED:
+        found.append(
+            f"the client is busy: {summary.busiest_worker:.0%} of a core in one of its {summary.workers} "
+            f"workers. It may be what was measured: give it more --workers, or cores"
+        )
+    if summary.late_p99_ms > 20:
+        found.append(f"requests were sent late: {summary.late_p99_ms:,.0f} ms (p99) after they were due")
+    if summary.short_answers:
+        found.append(
+            f"{summary.short_answers:,} of {summary.succeeded:,} answers have fewer than the "
+            f"{shape.output_tokens} tokens asked for: the server does not honour ignore_eos. Figures count "
+            f"the {summary.output_tokens:,} tokens that came"
+        )
+    if summary.tokens_counted_by_us and summary.succeeded:
+        found.append("the server sent no usage: each chunk is counted as a token")
+    elif summary.chunks and abs(summary.tokens_per_chunk - 1) > 0.05:
+        found.append(
+            f"a chunk carries {summary.tokens_per_chunk:.2f} tokens on average: ITL is between chunks, TPOT "
+            f"per token"
+        )
+    return found
+
+
+def _of(shape: Shape) -> str:
+    sampled = "" if not shape.temperature else f", temperature {shape.temperature:g}, top-p {shape.top_p:g}"
+    return f"{shape.prompt_tokens:,} tokens in, {shape.output_tokens:,} out{sampled}"

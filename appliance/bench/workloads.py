@@ -1,0 +1,59 @@
+"""What is asked for: the workloads by name, and what every figure is called.
+
+Those of `engine.bench` bear the same names and numbers here (a test holds them together: this package loads
+no torch, which the engine's table does); those named `http…` exist only over HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One request: `prompt_tokens` random tokens in, exactly `output_tokens` out."""
+
+    prompt_tokens: int
+    output_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`requests` requests of one shape, at most `concurrency` at once."""
+
+    requests: int
+    concurrency: int
+    shape: Shape
+    figure: str = "output_tok_s"
+    """What it is judged by: "output_tok_s" or "prompt_tok_s" (all tokens ÷ whole time), "p99_ms" or "ms"
+    (end to end; the median)."""
+
+    @property
+    def unit(self) -> str:
+        return {"p99_ms": "ms p99", "ms": "ms"}.get(self.figure, "tok/s")
+
+    @property
+    def less_is_better(self) -> bool:
+        return self.figure in ("p99_ms", "ms")
+
+
+def _at_once(requests: int, prompt_tokens: int, output_tokens: int, figure: str = "output_tok_s") -> Workload:
+    return Workload(requests, requests, Shape(prompt_tokens, output_tokens), figure)
+
+
+WORKLOADS: dict[str, Workload] = {
+    "b1_50tok": Workload(40, 1, Shape(128, 50), "p99_ms"),
+    "b1_decode": _at_once(1, 512, 256),
+    "b8_decode": _at_once(8, 512, 256),
+    "b64_decode": _at_once(64, 512, 256),
+    "n1024": _at_once(1024, 512, 256),
+    "n1024_sampled": Workload(1024, 1024, Shape(512, 256, temperature=0.8, top_p=0.95)),
+    "prefill": _at_once(16, 4096, 1, "prompt_tok_s"),
+    "long": _at_once(32, 8192, 128),
+    "ttft8k": _at_once(1, 8192, 1, "ms"),
+    "http256": _at_once(256, 512, 256),
+    "http1024": _at_once(1024, 512, 256),
+    "http1": Workload(10, 1, Shape(512, 256)),
+}
