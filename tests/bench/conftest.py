@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.bench.fake_server import FakeServer
+from tests.cli.conftest import _own_environment, cli, run_dir  # noqa: F401
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    """An OpenAI-compatible server on a TCP port, with times that the test sets."""
+    server = FakeServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)

@@ -1,0 +1,238 @@
+"""`appliance bench` as people type it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench.fake_server import FakeServer
+from tests.cli.conftest import Run
+from tests.cli.test_help import loaded_by
+
+SMALL = ("--concurrency", "2", "--requests", "4", "--prompt-tokens", "8", "--output-tokens", "4")
+
+
+def test_a_run_prints_a_table_and_writes_its_raw_figures(cli: Run, fake: FakeServer, tmp_path: Path) -> None:
+    fake.behaviour.ttft_s = lambda number: 0.02
+    outcome = cli(
+        "bench", "--base-url", fake.url, *SMALL, "--seed", "7", "--json", tmp_path / "new" / "out.json"
+    )
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "fake at http://127.0.0.1:" in outcome.out and "seed 7" in outcome.out
+    assert "4 of 4 requests" in outcome.out and "client" in outcome.out
+    assert re.search(r"^ms +p50 +p90 +p99 +max$", outcome.out, re.MULTILINE)
+    assert re.search(r"^TTFT +\d", outcome.out, re.MULTILINE) and "█" in outcome.out
+    assert all(len(line) <= 80 for line in outcome.out.splitlines()[1:])
+    assert "\x1b" not in outcome.out
+    made = json.loads((tmp_path / "new" / "out.json").read_text())
+    (result,) = made["results"]
+    (run,) = result["runs"]
+    assert made["model"] == "fake" and made["seed"] == "7"
+    assert run["output_tokens"] == 16 and run["ttft_ms"]["p50"] >= 20
+    assert result["figure"] == pytest.approx(run["output_tok_s"], rel=0.01)
+    assert len(run["per_request"]) == 4 and run["per_request"][0]["tokens"] == 4
+    assert sum(second["output_tokens"] for second in run["per_second"]) == 16
+    # One to try the server, two to warm up, four that count.
+    assert len(fake.bodies) == 7
+
+
+def test_named_workloads_are_compared_in_one_table(cli: Run, fake: FakeServer) -> None:
+    outcome = cli("bench", "b1_decode", "ttft8k", "--base-url", fake.url, "--runs", "2", "--no-warm-up")
+    assert outcome.code == 0
+    assert [len(body["prompt"]) for body in fake.bodies[1:]] == [512, 512, 8192, 8192]
+    assert [body["max_tokens"] for body in fake.bodies[1:]] == [256, 256, 1, 1]
+    assert len({tuple(body["prompt"][:8]) for body in fake.bodies}) == 5
+    assert outcome.out.count("median of 2 runs") == 2
+    table = outcome.out[outcome.out.index("workload") :].splitlines()
+    assert [line.split()[0] for line in table] == ["workload", "b1_decode", "ttft8k"]
+
+
+def test_json_to_standard_output_is_all_there_is(cli: Run, fake: FakeServer) -> None:
+    outcome = cli("bench", "--base-url", fake.url, *SMALL, "--json", "-")
+    assert json.loads(outcome.out)["results"][0]["runs"][0]["succeeded"] == 4
+    assert "4 of 4 requests" in outcome.err
+
+
+def test_arrivals_at_a_rate_report_goodput(cli: Run, fake: FakeServer, tmp_path: Path) -> None:
+    fake.behaviour.ttft_s = lambda number: 0.2 if number % 2 else 0.0
+    flags = ("--rate", "20", "--duration", "1", "--ttft-p99-ms", "100", "--seed", "1")
+    outcome = cli("bench", "--base-url", fake.url, *flags, "--output-tokens", "2", "--json", tmp_path / "j")
+    assert outcome.code == 0 and "goodput" in outcome.out and "20 requests/s (Poisson)" in outcome.out
+    run = json.loads((tmp_path / "j").read_text())["results"][0]["runs"][0]
+    assert 0.3 < run["goodput"] / run["requests_s"] < 0.7
+
+
+def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_path: Path) -> None:
+    # One at a time and 25 ms each: 40 a second at the very most, fewer without a queue.
+    fake.behaviour.at_once = 1
+    fake.behaviour.ttft_s = lambda number: 0.025
+    flags = (
+        "--find-rate",
+        "--rate",
+        "8",
+        "--duration",
+        "0.5",
+        "--ttft-p99-ms",
+        "150",
+        "--output-tokens",
+        "1",
+    )
+    outcome = cli("bench", "--base-url", fake.url, *flags, "--json", tmp_path / "j")
+    search = json.loads((tmp_path / "j").read_text())["search"]
+    assert outcome.code == 0 and "highest sustained rate" in outcome.out
+    assert 8 <= search["rate"] <= 60
+    assert search["goodput"] > 0
+    sustained = [trial["rate"] for trial in search["trials"] if trial["sustained"]]
+    failed = [trial["rate"] for trial in search["trials"] if not trial["sustained"]]
+    assert search["rate"] == max(sustained) < min(failed) <= 1.05 * search["rate"] + 1e-9
+    assert "no: " in outcome.out
+
+
+def test_no_rate_that_holds_is_a_failure(cli: Run, fake: FakeServer) -> None:
+    fake.behaviour.ttft_s = lambda number: 0.05
+    flags = ("--find-rate", "--rate", "0.015", "--duration", "0.2", "--ttft-p99-ms", "10")
+    outcome = cli("bench", "--base-url", fake.url, *flags, "--output-tokens", "1")
+    assert outcome.code == 1 and "no rate down to 0.015" in outcome.out
+
+
+def test_answers_that_end_early_are_counted_as_they_came(cli: Run, fake: FakeServer) -> None:
+    fake.behaviour.most_tokens = 3
+    outcome = cli("bench", "--base-url", fake.url, *SMALL)
+    assert outcome.code == 0
+    said = " ".join(outcome.out.split())
+    assert "4 of 4 answers have fewer than the 4 tokens asked for" in said
+    assert "does not honour ignore_eos" in said and "the 12 tokens that came" in said
+
+
+def test_chunks_of_several_tokens_are_said(cli: Run, fake: FakeServer) -> None:
+    fake.behaviour.tokens_per_chunk = 2
+    assert "a chunk carries 2.00 tokens" in cli("bench", "--base-url", fake.url, *SMALL).out
+
+
+def test_failed_requests_are_told_with_an_example_and_exit_1(cli: Run, fake: FakeServer) -> None:
+    fake.behaviour.status = lambda number: 503 if number > 3 else 200
+    outcome = cli("bench", "--base-url", fake.url, *SMALL)
+    assert outcome.code == 1
+    assert "failed: 3 × http 503: no, 503" in outcome.out
+
+
+def test_prompts_stay_below_what_the_server_or_the_operator_says(cli: Run, fake: FakeServer) -> None:
+    assert "ids below 1,000 (a guess" in cli("bench", "--base-url", fake.url, *SMALL).out
+    fake.behaviour.tokenizes = True
+    assert "ids below 4,712 (the server's tokenizer)" in cli("bench", "--base-url", fake.url, *SMALL).out
+    fake.behaviour.models = [{"id": "fake", "meta": {"n_vocab": 300}}]
+    assert "ids below 300 (the server's list" in cli("bench", "--base-url", fake.url, *SMALL).out
+    before = len(fake.bodies)
+    outcome = cli("bench", "--base-url", fake.url, *SMALL, "--vocab-size", "5")
+    assert "ids below 5 (--vocab-size)" in outcome.out
+    assert all(max(body["prompt"]) < 5 for body in fake.bodies[before:])
+
+
+def test_a_key_is_sent_and_its_lack_is_named(
+    cli: Run, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.behaviour.api_key = "secret"
+    refused = cli("bench", "--base-url", fake.url, *SMALL)
+    assert refused.code == 1 and "401" in refused.err and "--api-key" in refused.err
+    assert "who are you?" in refused.err
+    assert cli("bench", "--base-url", fake.url, *SMALL, "--api-key", "secret").code == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert cli("bench", "--base-url", fake.url, *SMALL).code == 0
+
+
+def test_what_is_wrong_is_said_before_the_run(cli: Run, fake: FakeServer, run_dir: Path) -> None:
+    (run_dir / "file").write_text("")
+    for words, expected in (
+        (("--base-url", "http://127.0.0.1:1"), "nobody answers at http://127.0.0.1:1/v1"),
+        (("--base-url", "localhost:8080"), "not the address of an API"),
+        (("--base-url", fake.url + "/nowhere"), "lists no model"),
+        (("--base-url", fake.url, "--model", "other"), "'other' is not served: there are fake"),
+        (("--base-url", fake.url, "--output-tokens", "9999"), "takes 10000 in all"),
+        (("--base-url", fake.url, "--json", run_dir / "file" / "below"), "cannot be written"),
+        (("--socket", run_dir / "none.sock"), "there is no socket"),
+        (("--socket", run_dir / "file"), "nobody answers at"),
+        (("--run-dir", run_dir), "no service answers at"),
+    ):
+        outcome = cli("bench", *words)
+        assert outcome.code == 1, words
+        assert expected in outcome.err and outcome.err.count("\n") == 1, outcome.err
+    fake.behaviour.status = lambda number: 400
+    outcome = cli("bench", "--base-url", fake.url)
+    assert outcome.code == 1 and "does not answer a request of two tokens: http 400: no, 400" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("nonsense",),
+        ("http1", "--concurrency", "2"),
+        ("http1", "http256", "--rate", "1"),
+        ("--rate", "1", "--requests", "2"),
+        ("--find-rate",),
+        ("--base-url", "http://a", "--socket", "b"),
+        ("--concurrency", "0"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_contradict_each_other_are_a_wrong_command_line(
+    cli: Run, words: tuple[str, ...]
+) -> None:
+    outcome = cli("bench", *words)
+    assert outcome.code == 2 and outcome.out == "" and "Error" in outcome.err
+
+
+def on_a_terminal(*words: str, **environment: str) -> str:
+    """What the command writes to a terminal of 80 columns."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "appliance.cli", *words],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env={**os.environ, "COLUMNS": "80", "TERM": "xterm", **environment},
+    )
+    os.close(follower)
+    written = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while data := os.read(leader, 65536):
+            written += data
+    os.close(leader)
+    assert process.wait(20) == 0
+    return written.decode()
+
+
+def test_a_terminal_shows_progress_and_colour_only_where_wanted(fake: FakeServer) -> None:
+    fake.behaviour.ttft_s = lambda number: 0.3
+    words = ("bench", "--base-url", fake.url, *SMALL, "--no-warm-up")
+    shown = on_a_terminal(*words)
+    assert re.search(r"\rcustom \[[#.]{16}\] \d/4", shown) and "running" in shown
+    assert "\x1b[1m" in shown
+    plain = on_a_terminal(*words, NO_COLOR="1")
+    assert not re.search(r"\x1b\[\d*m", plain)
+
+
+def test_a_stream_without_blocks_gets_ascii(fake: FakeServer) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "appliance.cli", "bench", "--base-url", fake.url, *SMALL],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        timeout=30,
+        check=True,
+    )
+    assert b"####" in done.stdout and b"\\u2588" not in done.stdout
+
+
+def test_help_says_the_workloads_and_loads_nothing_of_them(cli: Run) -> None:
+    outcome = cli("bench", "--help")
+    assert outcome.code == 0
+    for word in ("http256", "n1024_sampled", "--find-rate", "--run-dir", "--socket"):
+        assert word in outcome.out
+    assert loaded_by("bench", "--help").isdisjoint({"torch", "uvloop", "httpx", "msgspec"})
