@@ -15,6 +15,10 @@ class PoolTooSmall(MemoryError):
     """The KV pool would not hold one sequence of the longest kind: the message has both numbers."""
 
 
+class PoolTooLarge(MemoryError):
+    """There is no memory for the KV pool that was asked for: the message has both numbers."""
+
+
 def available_host_bytes() -> int:
     """Memory that new allocations can have: the machine's, or what is left in this process's cgroup (v2)."""
     available = 0
@@ -56,6 +60,17 @@ def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: b
         f"memory for {max(0, blocks)} KV blocks of {bytes_per_block} bytes a rank is left, but one sequence "
         f"of max_model_len {max_model_len} tokens takes {needed}: {remedy}free memory, raise memory_fraction "
         "or kv_blocks, or use more ranks"
+    )
+
+
+def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: int) -> PoolTooLarge:
+    """What to raise where `available_bytes` cannot hold the pools of `ranks` ranks."""
+    needed = blocks * bytes_per_block * ranks
+    most = max(0, available_bytes) // (bytes_per_block * ranks)
+    remedy = f"lower it to at most {most}, or leave it out" if most else "free memory"
+    return PoolTooLarge(
+        f"kv_blocks is {blocks}: they take {needed} bytes ({bytes_per_block} a block and rank), but "
+        f"{max(0, available_bytes)} are available: {remedy}"
     )
 
 

@@ -110,7 +110,7 @@ class Runner:
     `progress` is told what the build is doing. Raises CheckpointError for files that cannot be used,
     UnfitError for a split or length that the model does not allow and for meaningless fields of `spec`,
     DeviceError for a device that is not there, PoolTooSmall where a sequence of `spec.max_model_len` does not
-    fit, MemoryError where `spec.kv_blocks` cannot be had.
+    fit, PoolTooLarge where `spec.kv_blocks` cannot be had.
     """
 
     def __init__(self, spec: ReplicaSpec, ranks: Ranks, progress: Progress) -> None:
@@ -319,8 +319,19 @@ class Runner:
         return int(self.ranks.all_gather_stack(mine).min())
 
     def _allocate_kv(self, blocks: int) -> list[KvPool]:
+        """Raises PoolTooLarge where there is no memory for them."""
+        per_block = self._predict(None).kv_bytes_per_block
         if self.device.type != "cpu":
-            return self.decoder.allocate_kv(blocks)
+            free, _ = torch.cuda.mem_get_info(self.device)
+            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            try:
+                return self.decoder.allocate_kv(blocks)
+            except torch.OutOfMemoryError as error:
+                raise memory.too_large(blocks, per_block, 1, free + cached) from error
+        # Asked beforehand: the kernel promises more pages than there are, and kills who uses them.
+        available = memory.available_host_bytes()
+        if blocks * per_block * self.ranks.size > available:
+            raise memory.too_large(blocks, per_block, self.ranks.size, available)
         # The kernel's zero pages: a pool costs no start-up time, and no memory before its blocks are used.
         shape, dtype = self.decoder.kv_shape(blocks), TORCH_DTYPES[self.dtype]
 
@@ -328,10 +339,10 @@ class Runner:
             size = math.prod(shape) * dtype.itemsize
             try:
                 zeros = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except (OSError, OverflowError) as error:
-                raise MemoryError(
-                    f"kv_blocks is {blocks}: {size} bytes for the keys of a layer cannot be had ({error}); "
-                    "lower it"
+            except OSError as error:  # a limit of this process (ulimit -v), or strict accounting
+                raise memory.PoolTooLarge(
+                    f"kv_blocks is {blocks}: this process may not have the {size} bytes of a layer's keys "
+                    f"({error.strerror}): raise its limits (ulimit -v), or lower kv_blocks"
                 ) from error
             return torch.frombuffer(zeros, dtype=dtype).view(shape)
 

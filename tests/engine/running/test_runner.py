@@ -14,7 +14,7 @@ from engine import memory
 from engine.config import UnfitError
 from engine.forward import ForwardInput
 from engine.generate import LocalEngine
-from engine.memory import PoolTooSmall, available_host_bytes
+from engine.memory import PoolTooLarge, PoolTooSmall, available_host_bytes
 from engine.messages import (
     BLOCK_TOKENS,
     Chunk,
@@ -385,7 +385,11 @@ def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_a
         ({"max_rows": 65, "step_tokens": 64}, UnfitError, "step_tokens is 64, but 65 rows"),
         ({"memory_fraction": float("nan")}, UnfitError, "memory_fraction is nan"),
         ({"memory_fraction": 1.5}, UnfitError, "memory_fraction is 1.5"),
-        ({"kv_blocks": 10**12}, MemoryError, "kv_blocks is 1000000000000"),
+        (
+            {"kv_blocks": 10**12},
+            PoolTooLarge,
+            r"kv_blocks is 1000000000000: they take \d{15,} bytes .* are available: lower it to at most \d+",
+        ),
         ({"max_model_len": 100_000}, UnfitError, "max_model_len is 100000"),
     ],
 )
@@ -394,6 +398,13 @@ def test_what_cannot_be_built_is_refused_with_field_and_value(
 ) -> None:
     with pytest.raises(error, match=message):
         Runner(spec_of(folder, **changes), single(), quiet)
+
+
+def test_a_pool_that_the_kernel_would_promise_but_not_keep_is_refused(folder: Path) -> None:
+    most = available_host_bytes()
+    per_block = 2 * 64 * 4  # of one head's element a layer: the least that a block can take
+    with pytest.raises(PoolTooLarge, match="are available"):
+        Runner(spec_of(folder, kv_blocks=most // per_block), single(), quiet)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
