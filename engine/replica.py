@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import logging
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from engine.core import EngineCore, StepResult
     from engine.runner import Launched, Runner
 
+log = logging.getLogger(__name__)
+
 HEARTBEAT_S = 0.5
 MEETING_TIMEOUT_S = 600.0
 """How long ranks wait for each other: one may read from a slower disk. Deaths are the core's to notice."""
@@ -52,6 +54,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Become the rank that the core's `Start` names; returns when told to stop or when the core is gone."""
+    configure_logging("replica")
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
     arguments = parser.parse_args()
@@ -59,10 +62,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the service's terminal is the core's business
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
     start = _await_start(control)
+    ranks = start.spec.tensor_parallel_size
+    configure_logging(start.spec.replica + (f" rank {start.rank}" if ranks > 1 else ""))
     peers: list[Channel[Any]] = [
         Channel(socket.socket(fileno=control.take_fd()), StepPlan)
-        for _ in range(start.spec.tensor_parallel_size - 1 if start.rank == 0 else 1)
-        if start.spec.tensor_parallel_size > 1
+        for _ in range(ranks - 1 if start.rank == 0 else 1)
+        if ranks > 1
     ]
     code = 0
     try:
@@ -72,14 +77,41 @@ def main() -> None:
         else:
             _follow(control, peers[0], runner)
     except Exception as error:
-        traceback.print_exc()
-        control.send(Fatal(_kind_of(error), f"{type(error).__name__}: {error}"))
+        kind = _kind_of(error)
+        if kind == "internal":
+            # The others were foreseen: their message, which the core logs, says what to do.
+            log.exception("the engine failed")
+        control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
         _drain(control)
         code = 1
     # Peers and device libraries may hold threads that never end; everything that matters is written.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def configure_logging(name: str) -> None:
+    """Send this process's log, Python's warnings included, to standard error as lines like the service's:
+    UTC time, level, who, message."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(name))
+    logging.getLogger().handlers[:] = [handler]
+    logging.captureWarnings(True)
+
+
+class LineFormatter(logging.Formatter):
+    """2026-11-20T23:16:01.123Z WARNING demo-0 rank 1: message"""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {name.replace('%', '%%')}: %(message)s",
+            "%Y-%m-%dT%H:%M:%S",
+        )
+
+    @staticmethod
+    def converter(seconds: float | None = None) -> time.struct_time:
+        """UTC."""
+        return time.gmtime(seconds)
 
 
 def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]], runner: Runner) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -221,6 +222,57 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_what_is_wrong(tmp_path: 
         assert str(tmp_path / "model") in watched.fatal[0].message
 
     asyncio.run(scenario())
+
+
+BREAKS = """
+import sys
+import engine.replica, engine.runner
+from engine.config import CheckpointError
+from engine.memory import PoolTooSmall
+error = {error}
+
+def refuse(*arguments):
+    raise error
+
+engine.runner.Runner.__init__ = refuse
+engine.replica.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ("CheckpointError('config.json is bad')", "checkpoint"),
+        ("engine.runner.DeviceError('no GPU')", "device"),
+        ("PoolTooSmall('3 blocks')", "memory"),
+        ("KeyError('layer')", "internal"),
+    ],
+)
+def test_only_what_nobody_foresaw_is_logged_with_a_traceback_time_and_name(
+    error: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "breaking_replica.py").write_text(BREAKS.replace("{error}", error))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def scenario() -> list[Fatal]:
+        spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), device="cpu", kv_blocks=8)
+        watched = Watched()
+        watched.group = ReplicaGroup.launch(
+            spec, watched.on_message, watched.end.set_result, module="breaking_replica"
+        )
+        async with asyncio.timeout(60):
+            await watched.end
+        return watched.fatal
+
+    (fatal,) = asyncio.run(scenario())
+    assert fatal.kind == kind
+    said = capfd.readouterr().err
+    if kind == "internal":
+        first, *rest = said.splitlines()
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ERROR   bad-0: the engine failed", first)
+        assert rest[0].startswith("Traceback") and rest[-1] == "KeyError: 'layer'"
+    else:
+        assert said == ""
 
 
 def test_nothing_is_imported_from_the_working_directory(
