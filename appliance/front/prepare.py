@@ -20,6 +20,9 @@ from engine.messages import SamplingParams
 MOST_SEQUENCES = 1024
 """Prompts times samples in one request."""
 
+_NO_LIMIT = 1 << 20
+"""Tokens to generate where the model's length is not known yet: the engine ends an answer at its own."""
+
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
@@ -104,9 +107,9 @@ async def chat_tokens(
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
-    """The ids, if the model knows them all. Raises a 400."""
+    """The ids, if the model knows them all, or if nobody knows yet what it knows. Raises a 400."""
     most = model.served.vocab_size - 1
-    if token_ids and (min(token_ids) < 0 or max(token_ids) > most):
+    if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
         shown = str(wrong) if abs(wrong) < 1 << 64 else "a huge number"
         raise invalid(param, f"token id {shown} is not one of the model's, 0 to {most}")
@@ -124,6 +127,10 @@ def _room(model: LoadedModel, token_ids: list[int], asked: int | None, param: st
     if not token_ids:
         raise invalid(param, "is empty: there is nothing to continue")
     longest = model.served.max_model_len
+    if not longest:
+        # Its configuration does not say: either it cannot be loaded, and the core refuses with the cause, or
+        # the engine knows by the time that it is this request's turn.
+        return _NO_LIMIT if asked is None else max(asked, 1)
     left = longest - len(token_ids)
     if left < 1:
         raise ApiError(
@@ -187,15 +194,11 @@ def _sampling(
     min_tokens = body.min_tokens or 0
     if min_tokens > shortest:
         raise invalid("min_tokens", f"is {min_tokens}, more than the {shortest} tokens that may be generated")
-    for token_id in body.logit_bias:
-        if token_id >= model.served.vocab_size:
-            raise invalid(
-                "logit_bias",
-                f"token id {token_id} is not one of the model's, 0 to {model.served.vocab_size - 1}",
-            )
+    check_token_ids(model, list(body.logit_bias), "logit_bias")
     stop_ids = check_token_ids(model, body.stop_token_ids or [], "stop_token_ids")
     if not body.ignore_eos:
-        known = [token_id for token_id in model.tokenizer.eos_ids if token_id < model.served.vocab_size]
+        vocab_size = model.served.vocab_size or model.tokenizer.vocabulary_size
+        known = [token_id for token_id in model.tokenizer.eos_ids if token_id < vocab_size]
         stop_ids = list(dict.fromkeys([*known, *stop_ids]))
     return SamplingParams(
         max_tokens=shortest,

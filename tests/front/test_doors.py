@@ -10,6 +10,7 @@ import pytest
 from appliance.front.app import build_app
 from appliance.front.box import Box
 from appliance.front.gate import OPEN_PATHS
+from appliance.messages import Refused, ServedModel
 from tests.front.harness import KEY, Harness
 from tests.front.raw import ask, chat
 
@@ -167,8 +168,6 @@ def test_any_host_is_welcome(front: Harness) -> None:
 
 
 def test_a_model_whose_tokenizer_is_broken_says_so(front: Harness) -> None:
-    from appliance.messages import ServedModel
-
     good = ServedModel(
         name="demo", folder=str(front.folder), version="v1", created=0, max_model_len=512, vocab_size=400
     )
@@ -187,6 +186,28 @@ def test_a_model_whose_tokenizer_is_broken_says_so(front: Harness) -> None:
         front.models = []
         front.configure()
         front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 200)
+
+
+def test_what_is_not_known_of_a_model_yet_refuses_nothing(front: Harness) -> None:
+    """An unreadable config.json: the core knows why the model cannot be served, the front does not."""
+    unread = ServedModel(
+        name="demo", folder=str(front.folder), version="v1", created=0, max_model_len=0, vocab_size=0
+    )
+    front.models = [unread]
+    front.configure()
+    try:
+        front.wait_for(lambda: ask(front, "GET", "/v1/models/demo").json["max_model_len"] == 0)
+        front.admit, front.refusal = "refuse", Refused("", 0, 503, "model_failed", "config.json is not JSON")
+        body = {"model": "demo", "prompt": [5, 6], "logit_bias": {"7": 1.0}, "stop_token_ids": [9]}
+        for answer in (
+            ask(front, "POST", "/v1/chat/completions", chat(max_tokens=3)),
+            ask(front, "POST", "/v1/completions", body),
+        ):
+            assert answer.status == 503, answer.body
+            assert answer.error["message"] == "config.json is not JSON"
+        assert front.admits[0].max_tokens == 3
+    finally:
+        front.models = []
 
 
 def test_tokens_of_text_and_text_of_tokens(front: Harness) -> None:
