@@ -65,13 +65,13 @@ def judge(summary: Summary, slo: Slo, stopped: bool) -> str:
     """
     failed = summary.requests - summary.succeeded
     if failed > _LATE_SHARE * summary.requests:
-        return f"{failed} of {summary.requests} requests failed ({next(iter(summary.failures))})"
+        return f"{failed} of {summary.requests} failed ({next(iter(summary.failures))})"
     if summary.ttft is not None and slo.ttft_p99_ms is not None and summary.ttft.p99 > slo.ttft_p99_ms:
         return f"TTFT p99 {summary.ttft.p99:,.0f} ms"
     if summary.itl is not None and slo.itl_p99_ms is not None and summary.itl.p99 > slo.itl_p99_ms:
         return f"ITL p99 {summary.itl.p99:,.1f} ms"
     if stopped:
-        return "too many requests wait for their first token"
+        return "given up: first tokens are late"
     if summary.ttft is None:
         return "no request got a token"
     return ""

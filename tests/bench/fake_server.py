@@ -81,7 +81,7 @@ class FakeServer:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             first = True
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()

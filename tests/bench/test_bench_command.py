@@ -9,6 +9,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,11 +97,14 @@ def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_p
     assert "no: " in outcome.out
 
 
-def test_no_rate_that_holds_is_a_failure(cli: Run, fake: FakeServer) -> None:
-    fake.behaviour.ttft_s = lambda number: 0.05
+def test_a_hopeless_trial_is_given_up_and_no_rate_that_holds_is_a_failure(cli: Run, fake: FakeServer) -> None:
+    fake.behaviour.ttft_s = lambda number: 30.0 if number else 0.0
+    began = time.monotonic()
     flags = ("--find-rate", "--rate", "0.015", "--duration", "0.2", "--ttft-p99-ms", "10")
     outcome = cli("bench", "--base-url", fake.url, *flags, "--output-tokens", "1")
     assert outcome.code == 1 and "no rate down to 0.015" in outcome.out
+    assert "no: given up: first tokens are late" in outcome.out
+    assert time.monotonic() - began < 10
 
 
 def test_answers_that_end_early_are_counted_as_they_came(cli: Run, fake: FakeServer) -> None:

@@ -75,14 +75,14 @@ def test_the_search_stops_where_the_client_is_what_would_be_measured() -> None:
 
 def test_a_rate_is_sustained_with_one_percent_of_failures_and_no_more() -> None:
     assert judge(summary(failed=1), Slo(ttft_p99_ms=100), False) == ""
-    assert "2 of 100 requests failed (http 503)" in judge(summary(failed=2), Slo(ttft_p99_ms=100), False)
+    assert "2 of 100 failed (http 503)" in judge(summary(failed=2), Slo(ttft_p99_ms=100), False)
 
 
 def test_each_limit_is_named_when_it_is_missed() -> None:
     assert "TTFT p99 500 ms" in judge(summary(ttft_ms=500), Slo(ttft_p99_ms=100), False)
     assert "ITL p99 20.0 ms" in judge(summary(), Slo(itl_p99_ms=19), False)
     assert judge(summary(), Slo(itl_p99_ms=21), False) == ""
-    assert "wait" in judge(summary(), Slo(ttft_p99_ms=100), True)
+    assert "late" in judge(summary(), Slo(ttft_p99_ms=100), True)
 
 
 def test_a_trial_is_given_up_when_more_than_one_percent_missed() -> None:
