@@ -151,7 +151,7 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
         *_replicas(model.replicas, width),
     ]
     for replica in model.replicas:
-        if replica.last_error and replica.state != "ready":
+        if replica.state != "ready" and replica.last_error and replica.last_error != model.detail:
             lines += _wrapped(f"{replica.name}: {printable(replica.last_error)}", width, " " * _INDENT)
     return lines
 
