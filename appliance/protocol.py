@@ -85,8 +85,9 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     created: int
     """Unix seconds."""
     state: str
-    """"ready" (a replica answers), "loading", "restarting" or "failed"."""
+    """"ready" (apps get answers), "loading", "restarting" or "failed" (apps are refused at once)."""
     detail: str = ""
+    """The state in words; of a failed model, why."""
     max_model_len: int = 0
     queued: int = 0
     replicas: list[ReplicaStatus] = []

@@ -136,6 +136,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """On SIGTERM, running requests get this long to finish."""
     hang_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """A ready replica or front that gives no sign of life for this long is killed and started anew."""
+    load_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    """A replica that starts or loads and reports no progress for this long is killed and started anew."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     unix: UnixSettings = UnixSettings()
     queue: QueueSettings = QueueSettings()

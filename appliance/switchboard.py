@@ -27,6 +27,7 @@ from appliance.messages import (
     ServedModel,
     Settle,
 )
+from appliance.models.registry import describe
 from appliance.models.replicas import Launch, Replica
 from appliance.problems import Problems
 from appliance.settings import Settings
@@ -81,6 +82,7 @@ class Switchboard:
                 self,
                 run_dir=Path(settings.run_dir),
                 hang_timeout_s=hang_timeout_s,
+                load_timeout_s=settings.load_timeout_s,
                 launch=launch,
             )
             for name, model in settings.models.items()
@@ -90,6 +92,8 @@ class Switchboard:
         self.listeners: list[Listener] = []
         self.draining = False
         self._limits = settings.limits
+        self._model_settings = settings.models
+        self._tasks: set[asyncio.Task[None]] = set()
         self._identities = identities
         self._told_identities: Identities | None = None
         self._told_models: tuple[list[ServedModel], str] | None = None
@@ -177,7 +181,7 @@ class Switchboard:
         for name in self.models:
             replicas = [replica for replica in self.replicas if replica.model == name]
             if not any(replica.account for replica in replicas):
-                states = ", ".join(f"{replica.name} is {replica.state}" for replica in replicas)
+                states = ", ".join(f"{replica.name} is {replica.word}" for replica in replicas)
                 waits.append(f"model {name!r} does not answer ({states})")
         return "; ".join(waits)
 
@@ -229,12 +233,40 @@ class Switchboard:
 
     # ── replicas (ReplicaEvents) ──
 
-    def replica_ready(self, replica: Replica) -> None:
-        info, model = replica.info, self.models[replica.model]
+    def replica_starting(self, replica: Replica) -> None:
+        # Its folder may hold other files than it did for the life before.
+        task = asyncio.get_running_loop().create_task(self._describe(replica, replica.lives))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _describe(self, replica: Replica, life: int) -> None:
+        try:
+            model = await asyncio.to_thread(describe, replica.model, self._model_settings[replica.model])
+        except OSError:
+            return  # the engine, which reads the same folder, says what is wrong with it
+        if replica.lives == life:
+            replica.described = model
+            if replica.account is not None:
+                self._learn(replica)
+                self._tell_models()
+
+    def _learn(self, replica: Replica) -> None:
+        """What a ready replica and its folder say about their model."""
+        model, info = replica.described or self.models[replica.model], replica.info
         if info is not None:
-            self.models[replica.model] = msgspec.structs.replace(
+            model = msgspec.structs.replace(
                 model, max_model_len=info.max_model_len, vocab_size=info.vocab_size
             )
+        if model.version != self.models[model.name].version:
+            log.info("model %s: version %s from now on", model.name, model.version)
+        self.models[model.name] = model
+        self.ledger.set_version(model.name, model.version)
+        if replica.account is not None:
+            replica.account.version = model.version
+
+    def replica_ready(self, replica: Replica) -> None:
+        self._learn(replica)
+        self.ledger.recover_model(replica.model)
         for front in self._by_name.values():
             self._attach(front, replica)
         if replica.account is not None:
@@ -255,15 +287,15 @@ class Switchboard:
         if replica.account is not None:
             self.ledger.lose_replica(replica.account)
 
-    def replica_failed(self, replica: Replica) -> None:
-        siblings = [other for other in self.replicas if other.model == replica.model]
-        if all(other.state == "failed" for other in siblings):
-            self.ledger.fail_model(replica.model, replica.last_error)
-
     def replica_problem(self, replica: Replica, what: str) -> None:
         self.problems.note(replica.name, what)
 
     def replica_changed(self, replica: Replica) -> None:
+        siblings = [other for other in self.replicas if other.model == replica.model]
+        if all(other.failure for other in siblings):
+            self.ledger.fail_model(replica.model, replica.failure)
+        else:
+            self.ledger.recover_model(replica.model)
         self._tell_models()
 
     def _attach(self, front: Front, replica: Replica) -> None:

@@ -91,7 +91,7 @@ def in_flight(switchboard: Switchboard) -> list[InFlight]:
 def _state(switchboard: Switchboard, reason: str, fronts: list[str], databases: list[DatabaseStatus]) -> str:
     if switchboard.draining:
         return "draining"
-    replicas = [replica.state for replica in switchboard.replicas]
+    replicas = [replica.word for replica in switchboard.replicas]
     broken = {"failed", "restarting"} & {*replicas, *fronts}
     if broken or any(database.failing_s for database in databases):
         return "degraded"
@@ -105,14 +105,15 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
         # The best of its replicas is what apps meet.
         order = ("ready", "loading", "starting", "restarting", "failed", "stopped")
         best = min(replicas, key=lambda replica: order.index(replica.state))
+        failure = switchboard.ledger.failure(model.name)
         statuses.append(
             ModelStatus(
                 name=model.name,
                 folder=model.folder,
                 version=model.version,
                 created=model.created,
-                state="loading" if best.state == "starting" else best.state,
-                detail=best.detail,
+                state="failed" if failure else "loading" if best.state == "starting" else best.state,
+                detail=failure or best.detail,
                 max_model_len=model.max_model_len,
                 queued=switchboard.ledger.queued(model.name),
                 replicas=replicas,

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from appliance.backoff import Backoff
+from appliance.messages import ServedModel
 from appliance.protocol import ReplicaStatus
 from appliance.rundir import new_meeting
 from appliance.traffic.credits import CreditAccount
@@ -21,6 +22,9 @@ from engine.messages import Fatal, Progress, RankOutbound, Ready, ReplicaInfo, R
 log = logging.getLogger(__name__)
 
 _AFTER_FATAL_S = 5.0
+_RETRY_FIRST_S, _RETRY_MOST_S = 5.0, 300.0
+"""How soon, and at last how seldom, a replica is tried again whose load failed for a reason that the engine
+foresaw: somebody has to mend it, or a mount comes back by itself."""
 
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
@@ -31,6 +35,9 @@ Launch = Callable[
 class ReplicaEvents(Protocol):
     """Who is told what happens to a replica."""
 
+    def replica_starting(self, replica: Replica) -> None:
+        """Its ranks are about to read the model's folder."""
+
     def replica_ready(self, replica: Replica) -> None:
         """It takes submissions now; `replica.account` is new."""
 
@@ -40,11 +47,8 @@ class ReplicaEvents(Protocol):
     def replica_lost(self, replica: Replica) -> None:
         """A ready one died; `replica.account` is void."""
 
-    def replica_failed(self, replica: Replica) -> None:
-        """It will not come back: `replica.last_error` says why."""
-
     def replica_changed(self, replica: Replica) -> None:
-        """It answers no more, for now or for good."""
+        """It answers no more, for now or (`replica.failure`) until somebody mends something."""
 
     def replica_problem(self, replica: Replica, what: str) -> None:
         """Something to tell the operator."""
@@ -53,8 +57,9 @@ class ReplicaEvents(Protocol):
 class Replica:
     """A replica and whoever supervises it. All methods belong on the event loop's thread.
 
-    States: "starting" → "loading" → "ready" → (death) "restarting" → "starting" …; "failed" for good when
-    its checkpoint is bad; "stopped" at the end.
+    States: "starting" → "loading" → "ready" → (death) "restarting" → "starting" …; "failed" instead of
+    "restarting" when its checkpoint is bad, or the memory or device that it needs were missing twice in a
+    row: then it is tried again ever more seldom; "stopped" at the end.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Replica:
         *,
         run_dir: Path,
         hang_timeout_s: float,
+        load_timeout_s: float,
         launch: Launch = ReplicaGroup.launch,
     ) -> None:
         self.model = model
@@ -75,6 +81,11 @@ class Replica:
         self.fraction: float | None = None
         self.restarts = 0
         self.last_error = ""
+        self.failure = ""
+        """Why nobody should wait for it: set when it fails, and gone when it is ready or dies otherwise."""
+        self.lives = 0
+        self.described: ServedModel | None = None
+        """What its folder said when its present life began."""
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.account: CreditAccount | None = None
@@ -83,7 +94,12 @@ class Replica:
         self._run_dir = run_dir
         self._launch = launch
         self._hang_timeout_s = hang_timeout_s
+        self._load_timeout_s = load_timeout_s
         self._backoff = Backoff()
+        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
+        self._foreseen = 0
+        """Loads in a row that failed for a reason that the engine foresaw."""
+        self._next_start_at = 0.0
         self._report: Report | None = None
         self._fatal: Fatal | None = None
         self._started_at = 0.0
@@ -92,13 +108,21 @@ class Replica:
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def word(self) -> str:
+        """Its state as apps meet it: one that failed has failed until it is ready."""
+        return "failed" if self.failure else self.state
+
     # ── its life ──
 
     def start(self) -> None:
         """Launch the ranks."""
         self.state, self.detail, self.fraction = "starting", "", None
+        self.lives += 1
+        self.described = None
         self.info = self.account = self._report = self._fatal = self._ready_at = None
         self._started_at = self._last_sign = time.monotonic()
+        self._events.replica_starting(self)
         try:
             spec = self.spec
             if spec.tensor_parallel_size > 1:
@@ -110,12 +134,13 @@ class Replica:
         log.info("%s starts (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
 
     async def stop(self, grace_s: float) -> None:
-        """End it, and do not start it again."""
+        """End it, and do not start it again. One that is not ready has nothing to finish, and listens to
+        nobody while it loads: its ranks are killed."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
         if self.group is not None:
-            await self.group.stop(grace_s)
+            await self.group.stop(grace_s if self.account is not None else 0.0)
         self.state, self.detail = "stopped", ""
 
     def kill(self, reason: str) -> None:
@@ -128,6 +153,12 @@ class Replica:
         silent_s = time.monotonic() - self._last_sign
         if self.state == "ready" and silent_s > self._hang_timeout_s:
             self.kill(f"it gave no sign of life for {silent_s:.0f} s")
+        elif self.state in ("starting", "loading") and silent_s > self._load_timeout_s:
+            at = f" at {self.detail!r}" if self.detail else ""
+            self.kill(
+                f"it reported no progress for {silent_s:.0f} s while {self.state}{at}: if that is how slow "
+                "the model's disk is, raise load_timeout_s"
+            )
 
     def _message(self, rank: int, message: RankOutbound) -> None:
         self._last_sign = time.monotonic()
@@ -157,6 +188,8 @@ class Replica:
     def _ready(self, info: ReplicaInfo) -> None:
         self.state, self.detail, self.fraction, self.info = "ready", "", None, info
         self._ready_at = time.monotonic()
+        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
+        self._foreseen, self.failure = 0, ""
         self.account = CreditAccount(self.name, self.model, ", ".join(info.devices))
         log.info(
             "%s is ready in %.1f s: %s on %s, %d rows, %d blocks of KV cache",
@@ -178,15 +211,20 @@ class Replica:
             return
         self.last_error = self._fatal.message if self._fatal else reason
         self._events.replica_problem(self, self.last_error)
-        if self._fatal is not None and self._fatal.kind == "checkpoint":
-            self.state, self.detail, self.fraction = "failed", self.last_error, None
-            self._events.replica_failed(self)
-            self._events.replica_changed(self)
-            return
-        lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-        delay_s = self._backoff.delay_s(lived_s)
-        self.state, self.detail, self.fraction = "restarting", f"restarting in {delay_s:.1f} s", None
+        fatal = self._fatal
+        foreseen = fatal is not None and fatal.kind != "internal" and not was_ready
+        self._foreseen = self._foreseen + 1 if foreseen else 0
+        # Memory and devices may still be held by the life before; what a file says does not change so soon.
+        if fatal is not None and foreseen and (fatal.kind == "checkpoint" or self._foreseen > 1):
+            self.state, self.failure = "failed", self.last_error
+            delay_s = self._retry.delay_s(0.0)
+        else:
+            self.state, self.failure = "restarting", ""
+            lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+            delay_s = self._backoff.delay_s(lived_s)
+        self.detail, self.fraction = "", None
         self.restarts += 1
+        self._next_start_at = time.monotonic() + delay_s
         self._timer = asyncio.get_running_loop().call_later(delay_s, self.start)
         self._events.replica_changed(self)
 
@@ -197,7 +235,7 @@ class Replica:
         status = ReplicaStatus(
             name=self.name,
             state=self.state,
-            detail=self.detail,
+            detail=self._detail(),
             fraction=self.fraction,
             pids=self.group.pids if self.group else [],
             tensor_parallel_size=self.spec.tensor_parallel_size,
@@ -213,6 +251,11 @@ class Replica:
         status.credit_rows = self.account.available_rows if self.account else 0
         status.credit_tokens = self.account.available_tokens if self.account else 0
         return status
+
+    def _detail(self) -> str:
+        if self.state in ("restarting", "failed"):
+            return f"starts again in {max(0.0, self._next_start_at - time.monotonic()):.1f} s"
+        return self.detail
 
 
 def _fill(status: ReplicaStatus, source: ReplicaInfo | Report | None) -> None:

@@ -10,10 +10,12 @@ class CreditAccount:
     Available may go below zero: a request is dispatched while something is left, whatever its size.
     """
 
-    def __init__(self, replica: str, model: str, devices: str = "") -> None:
+    def __init__(self, replica: str, model: str, devices: str = "", version: str = "") -> None:
         self.replica = replica
         self.model = model
         self.devices = devices
+        self.version = version
+        """Of the files that the replica has read; empty while nobody knows."""
         self.granted_rows = 0
         self.granted_tokens = 0
         self.spent_rows = 0

@@ -157,8 +157,20 @@ class Ledger:
         """Take requests for this model from now on."""
         self._models[name] = _Model(name, version)
 
+    def set_version(self, name: str, version: str) -> None:
+        """The files behind the model are others now."""
+        self._models[name].version = version
+
+    def recover_model(self, name: str) -> None:
+        """A replica of it may answer soon: requests may wait again."""
+        self._models[name].failure = None
+
+    def failure(self, name: str) -> str | None:
+        """Why the model's requests are refused; None if they are not."""
+        return self._models[name].failure
+
     def fail_model(self, name: str, why: str) -> None:
-        """None of its replicas will come back: refuse what waits and what comes."""
+        """None of its replicas can be started until something is mended: refuse what waits and what comes."""
         model = self._models[name]
         model.failure = why
         for request in list(model.queue):
@@ -452,7 +464,7 @@ class Ledger:
             peer=first.peer,
             endpoint=first.endpoint,
             model=first.model,
-            version=request.version or None,
+            version=(request.latest.version if request.latest else "") or request.version or None,
             request_class=f"P{request.request_class}",
             stream=first.stream,
             prompt_tokens=first.prompt_tokens,

@@ -113,9 +113,7 @@ def _service(
                 model.name,
                 "problem",
                 f"model {model.name} is {model.state}: {why}",
-                "mend what it names, then restart the service"
-                if model.state == "failed"
-                else "mend what it names; the service tries again by itself",
+                "mend what it names; the service tries again by itself",
             )
     for database in status.databases:
         if database.last_error or database.dropped_rows or database.rejected_rows:

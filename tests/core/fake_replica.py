@@ -1,6 +1,7 @@
 """A replica without an engine: speaks a rank's protocol, one token every 10 ms for each sample.
 
-`fake.json` in the model's folder may say: {"fatal": [kind, message]} or {"exit": code}.
+`fake.json` in the model's folder may say: {"fatal": [kind, message]}, {"exit": code}, or {"hang": true} to
+say nothing more while it loads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,8 @@ class FakeReplica:
         self.control.send(Progress("loading", 0.5))
         script = Path(spec.model_path) / "fake.json"
         does = json.loads(script.read_text()) if script.exists() else {}
+        if "hang" in does:
+            time.sleep(1000)  # as a rank that loads: it listens to nobody
         if "fatal" in does:
             self.control.send(Fatal(*does["fatal"]))
         if does:

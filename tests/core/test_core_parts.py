@@ -101,6 +101,8 @@ def test_delays_double_up_to_five_seconds_and_a_healthy_life_starts_over() -> No
     backoff = Backoff()
     assert [backoff.delay_s(0.0) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert backoff.delay_s(60.0) == 0.1
+    slow = Backoff(5.0, 300.0)
+    assert [slow.delay_s(0.0) for _ in range(8)] == [5, 10, 20, 40, 80, 160, 300, 300]
 
 
 def test_repeated_problems_are_counted_and_the_latest_comes_first() -> None:

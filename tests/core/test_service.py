@@ -144,7 +144,7 @@ def test_a_front_that_hangs_gets_no_connections_until_it_speaks_again(make_servi
     assert {read_answer(service.connect("m 2"))[-1] for _ in range(2)} == {"front-0 length", "front-1 length"}
 
 
-def test_a_bad_checkpoint_fails_its_model_for_good_and_the_others_go_on(make_service: Make) -> None:
+def test_a_bad_checkpoint_fails_its_model_and_the_others_go_on(make_service: Make) -> None:
     service = make_service(models=("good", "bad"))
     why = "model-2.safetensors is truncated"
     (service.folder / "bad" / "fake.json").write_text(json.dumps({"fatal": ["checkpoint", why]}))
@@ -157,8 +157,61 @@ def test_a_bad_checkpoint_fails_its_model_for_good_and_the_others_go_on(make_ser
     ]
     status = service.admin.status()
     assert (status.models[1].state, status.models[1].detail) == ("failed", why)
-    assert status.models[1].replicas[0].restarts == 0
+    assert status.models[1].replicas[0].detail.startswith("starts again in 4.")
     assert "bad-0 is failed" in status.reason
+
+
+def test_a_model_whose_files_come_back_is_served_again_and_rows_name_the_new_files(
+    make_service: Make,
+) -> None:
+    service = make_service()
+    service.start()
+    before = service.wait_ready().models[0]
+    (service.folder / "m" / "fake.json").write_text(json.dumps({"fatal": ["checkpoint", "no such file"]}))
+    os.kill(before.replicas[0].pids[0], signal.SIGKILL)
+    wait_until(lambda: service.admin.status().models[0].state == "failed")
+    assert "refused 503" in read_answer(service.connect("m 2"))[-1]
+    (service.folder / "m" / "fake.json").unlink()
+    (service.folder / "m" / "config.json").write_text('{"vocab_size": 11}')
+    after = service.wait_ready().models[0]
+    assert after.detail == "" and after.version != before.version
+    assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
+    wait_until(lambda: [row.state for row in service.rows()] == ["ended"] * 2)
+    assert {row.status: row.version for row in service.rows()} == {503: before.version, 200: after.version}
+
+
+def test_memory_that_lacks_twice_in_a_row_fails_the_model_until_there_is_some(make_service: Make) -> None:
+    service = make_service()
+    (service.folder / "m" / "fake.json").write_text(json.dumps({"fatal": ["memory", "3 blocks"]}))
+    service.start()
+    wait_until(
+        lambda: service.admin.status().models[0].state == "failed" if service.state() != "down" else False
+    )
+    assert service.admin.status().models[0].replicas[0].restarts == 2
+    assert "3 blocks" in read_answer(service.connect("m 2"))[-1]
+    (service.folder / "m" / "fake.json").unlink()
+    service.wait_ready()
+
+
+def test_a_replica_that_stops_while_it_loads_is_started_anew(make_service: Make) -> None:
+    service = make_service("load_timeout_s = 0.5")
+    (service.folder / "m" / "fake.json").write_text(json.dumps({"hang": True}))
+    service.start()
+    wait_until(lambda: service.state() == "degraded")
+    (service.folder / "m" / "fake.json").unlink()
+    service.wait_ready()
+    (replica,) = service.admin.status().models[0].replicas
+    assert "no progress" in replica.last_error and "load_timeout_s" in replica.last_error
+
+
+def test_a_stop_does_not_wait_for_what_still_loads(make_service: Make) -> None:
+    service = make_service()
+    (service.folder / "m" / "fake.json").write_text(json.dumps({"hang": True}))
+    service.start()
+    wait_until(lambda: service.state() == "starting" and service.admin.status().models[0].detail != "")
+    began = time.monotonic()
+    assert service.stop() == 0
+    assert time.monotonic() - began < 1.5
 
 
 def test_a_replica_that_dies_at_once_is_tried_again_ever_more_slowly(make_service: Make) -> None:
