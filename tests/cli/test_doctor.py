@@ -333,7 +333,7 @@ def test_what_the_service_complains_of_is_a_finding(
     assert code == 1
     for fact in (
         "degraded: demo-0 has failed",
-        "then restart the service",
+        "the service tries again by itself",
         "model.safetensors: truncated",
         "the disk is full",
         "it broke",

@@ -81,6 +81,16 @@ def test_no_line_of_the_status_is_wider_than_the_terminal(run_dir: Path, width: 
     assert any("demo-0" in line and "ready" in line for line in lines)
 
 
+def test_a_failed_model_says_why_once(run_dir: Path) -> None:
+    status = a_status(run_dir)
+    model, why = status.models[0], "model-2.safetensors is truncated"
+    model.state, model.detail = "failed", why
+    model.replicas[0].state, model.replicas[0].detail = "failed", "starts again in 4.2 s"
+    model.replicas[0].last_error = why
+    text = "\n".join(status_lines(status, None))
+    assert (text.count(why), text.count("starts again in 4.2 s")) == (1, 1)
+
+
 def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
     admin.status.models[0].name = "de\x1b]0;owned\x07mo"
     admin.status.problems[0].what = "line\r\n\x1b[2Jbreak"
