@@ -37,10 +37,11 @@ class Slo:
         return self.ttft_p99_ms is not None or self.itl_p99_ms is not None
 
     def keeps(self, ttft_ms: float, gaps_ms: Sequence[float]) -> bool:
-        """Whether a request with this TTFT, and these gaps (their own p99 counts), is within."""
+        """Whether a request with this TTFT, and these gaps (their mean counts, as a request has too few for a
+        p99 of its own), is within."""
         if self.ttft_p99_ms is not None and ttft_ms > self.ttft_p99_ms:
             return False
-        return self.itl_p99_ms is None or not gaps_ms or percentile(sorted(gaps_ms), 99) <= self.itl_p99_ms
+        return self.itl_p99_ms is None or not gaps_ms or sum(gaps_ms) / len(gaps_ms) <= self.itl_p99_ms
 
 
 @dataclass(slots=True)
@@ -231,12 +232,14 @@ class Bin:
 
 def distribution(ordered: Sequence[float], most_bins: int = 10) -> list[Bin]:
     """A histogram of sorted, non-negative numbers. Edges are round (1, 2 or 5 times a power of ten apart, or
-    such numbers themselves where the values span more than a factor of 20), at most `most_bins` bins."""
+    such numbers themselves where the values span more than a factor of 20), about `most_bins` bins. Of the
+    latter the first holds the lowest hundredth, however low that goes."""
     if not ordered:
         return []
     low, high = ordered[0], ordered[-1]
-    if high > 20 * max(low, 1e-3 * high):
-        edges = _round_numbers(max(low, 1e-3 * high), high, most_bins)
+    usual = max(percentile(ordered, 1), 1e-3 * high)
+    if high > 20 * usual:
+        edges = _round_numbers(usual, high, most_bins)
         if low < edges[0]:
             edges[0] = 0.0
     else:

@@ -364,7 +364,7 @@ def bench(
 
     Without a workload: --concurrency streams, or --rate, of one shape. Every token is streamed, prompts are
     random token ids, and answers have a fixed length (ignore_eos). Goodput counts requests that keep
-    --ttft-p99-ms, and --itl-p99-ms for the p99 of their own gaps.
+    --ttft-p99-ms, and --itl-p99-ms in the mean of their gaps.
     """
     from appliance.cli.bench import Options, bench
 

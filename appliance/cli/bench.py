@@ -103,7 +103,7 @@ async def _run(
     options: Options, work: _Work, slo: Slo, target: Target, seed: str, report: Report
 ) -> tuple[Server, list[Result], Found | None]:
     server = await find_server(target, options.model, options.vocabulary)
-    report.line(
+    report.wrapped(
         f"{printable(server.model)} at {name_of(target)} · prompts of ids below {server.vocabulary:,} "
         f"({server.vocabulary_from}) · seed {seed}",
         "dim",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import TextIO
@@ -37,6 +38,11 @@ class Report:
         """One line, in a colour where the stream wants any."""
         print(paint(text, colour, self._stream) if colour else text, file=self._stream, flush=True)
 
+    def wrapped(self, text: str, colour: str) -> None:
+        """A sentence or two, in lines that fit."""
+        for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  "):
+            self.line(line, colour)
+
     def result(self, result: Result) -> None:
         """A workload's typical run, with its charts."""
         run = result.typical
@@ -50,9 +56,9 @@ class Report:
         self._spreads(summary)
         for kind, failures in summary.failures.items():
             example = f": {printable(failures.example)}" if failures.example else ""
-            self._wrapped(f"failed: {failures.count:,} × {printable(kind)}{example}", "red")
+            self.wrapped(f"failed: {failures.count:,} × {printable(kind)}{example}", "red")
         for warning in warnings(result, run):
-            self._wrapped(f"note: {warning}", "yellow")
+            self.wrapped(f"note: {warning}", "yellow")
         self._distribution("TTFT, ms", distribution(summary.ttft_ms), "requests")
         self._distribution("ITL, ms", distribution(summary.itl_ms), "gaps")
         self._over_time(summary.series, summary.seconds)
@@ -116,7 +122,7 @@ class Report:
                 "bold",
             )
         if found.note:
-            self._wrapped(f"note: {found.note}", "yellow")
+            self.wrapped(f"note: {found.note}", "yellow")
 
     def _rates(self, result: Result, summary: Summary) -> None:
         parts = [
@@ -193,12 +199,6 @@ class Report:
         if not self._blocks:
             return "#" if height >= 0.5 else " "
         return _LEVELS[max(0, min(8, round(8 * height)))]
-
-    def _wrapped(self, text: str, colour: str) -> None:
-        import textwrap
-
-        for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  "):
-            self.line(line, colour)
 
 
 class ProgressBar:

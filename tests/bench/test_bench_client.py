@@ -54,11 +54,11 @@ def test_percentiles_are_the_servers_own_times(fake: FakeServer, target: Target)
     assert summary.succeeded == 20 and not summary.failures
     assert summary.ttft and summary.itl and summary.tpot and summary.e2e
     # Nothing comes early; how late depends on the machine, which others may use as well.
-    assert 50 <= summary.ttft.p50 < 75
-    assert 300 <= summary.ttft.max < 340 and summary.ttft.p90 < 200
-    assert 18 <= summary.itl.p50 < 30
-    assert 18 <= summary.tpot.p50 < 30
-    assert 130 <= summary.e2e.p50 < 190
+    assert 50 <= summary.ttft.p50 < 100
+    assert 300 <= summary.ttft.max < 450 and summary.ttft.p90 < 250
+    assert 18 <= summary.itl.p50 < 40
+    assert 18 <= summary.tpot.p50 < 40
+    assert 130 <= summary.e2e.p50 < 260
     assert (summary.output_tokens, summary.prompt_tokens) == (100, 320)
 
 
@@ -171,8 +171,8 @@ def test_in_open_loop_a_request_counts_from_when_it_was_due(fake: FakeServer, ta
     fake.behaviour.ttft_s = lambda number: 0.1
     summary = figures(drive(target, 4, arrivals=[0.0, 0.0, 0.0, 0.0]))
     assert summary.ttft and summary.succeeded == 4
-    assert 390 <= summary.ttft.max < 480
-    assert summary.late_p99_ms < 50
+    assert 390 <= summary.ttft.max < 600
+    assert summary.late_p99_ms < 100
 
 
 def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target: Target) -> None:
@@ -180,7 +180,7 @@ def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target:
     raw = drive(target, 10, arrivals=[0.02 * number for number in range(10)], workers=2)
     began = sorted(one.began_at - raw.started_at for one in raw.records)
     assert began == pytest.approx([0.02 * number for number in range(10)], abs=0.001)
-    assert figures(raw).seconds < 1.2
+    assert figures(raw).seconds < 2
 
 
 def test_a_run_that_is_given_up_ends_at_once(fake: FakeServer, target: Target) -> None:

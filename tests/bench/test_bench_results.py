@@ -79,9 +79,9 @@ def test_requests_that_we_gave_up_count_as_nothing() -> None:
     [
         (Slo(ttft_p99_ms=101), 1),
         (Slo(ttft_p99_ms=99), 0),
-        (Slo(itl_p99_ms=31), 1),
-        (Slo(itl_p99_ms=29), 0),
-        (Slo(ttft_p99_ms=101, itl_p99_ms=29), 0),
+        (Slo(itl_p99_ms=17), 1),
+        (Slo(itl_p99_ms=16), 0),
+        (Slo(ttft_p99_ms=101, itl_p99_ms=16), 0),
     ],
 )
 def test_goodput_counts_requests_within_every_limit(slo: Slo, good: int) -> None:
