@@ -8,4 +8,5 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+    # Here, before any test module is imported: Triton looks once, when it is first imported.
+    os.environ["TRITON_INTERPRET"] = "1"
