@@ -49,6 +49,9 @@ class FrontEvents(Protocol):
     def front_asks(self, front: Front, message: Admit | Settle | Rejected) -> None:
         """A word on a request."""
 
+    def front_changed(self, front: Front, problems: dict[str, str]) -> None:
+        """It can serve other models than before: `front.problems` says so, `problems` are the former."""
+
     def front_lost(self, front: Front, name: str) -> None:
         """The process that was called `name` is gone."""
 
@@ -101,6 +104,11 @@ class Front:
         if self.state != "ready" or channel is None or self._silent_s > _QUIET_S:
             return False
         return channel.backlog_bytes < _MOST_UNREAD_BYTES
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why it cannot serve a model, by the model's name."""
+        return self._report.problems if self._report is not None else {}
 
     @property
     def _silent_s(self) -> float:
@@ -196,7 +204,10 @@ class Front:
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()
         if isinstance(message, FrontReport):
+            before = self.problems
             self._report = message
+            if message.problems != before:
+                self._events.front_changed(self, before)
         elif isinstance(message, FrontReady):
             if self.state == "starting":
                 self.state, self._ready_at = "ready", time.monotonic()
@@ -217,7 +228,7 @@ class Front:
         channel.release_fds()
         returncode = process.wait()
         os.close(self._pidfd)
-        self._process = self._channel = None
+        self._process = self._channel = self._report = None
         self._ended.set()
         self._events.front_lost(self, self.name)
         if self._stopping:
@@ -250,7 +261,7 @@ class Front:
         if self.state == "ready" and self._silent_s > _QUIET_S:
             status.detail = f"silent for {self._silent_s:.0f} s: it gets no connections"
         report = self._report
-        if report is not None and self._process is not None:
+        if report is not None:
             for field in report.__struct_fields__:
                 setattr(status, field, getattr(report, field))
             if report.tokens:

@@ -190,7 +190,7 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
 
 
 class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True):
-    """Every half second."""
+    """Every half second, and before `FrontReady`."""
 
     connections: int
     streams: int
@@ -202,6 +202,8 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Requests refused for want of a valid identity since the start."""
     cpu_seconds: float
     """Of this process since the start."""
+    problems: dict[str, str] = {}
+    """Why it cannot serve a model, by the model's name: a tokenizer that cannot be read."""
 
 
 CoreToFront = Configure | Identities | AttachReplica | Connection | Admitted | Refused | Abort | StopFront

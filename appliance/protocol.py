@@ -23,6 +23,8 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """Requests refused for want of a valid identity since the front started."""
     cpu_seconds: float = 0.0
     cpu_us_per_token: float | None = None
+    problems: dict[str, str] = {}
+    """Why it cannot serve a model, by the model's name."""
     restarts: int = 0
     last_error: str = ""
 

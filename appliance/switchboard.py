@@ -183,7 +183,17 @@ class Switchboard:
             if not any(replica.account for replica in replicas):
                 states = ", ".join(f"{replica.name} is {replica.word}" for replica in replicas)
                 waits.append(f"model {name!r} does not answer ({states})")
+            elif problem := self.front_trouble(name):
+                waits.append(f"model {name!r} does not answer ({problem})")
         return "; ".join(waits)
+
+    def front_trouble(self, model: str) -> str:
+        """Why a front cannot serve the model; empty when all can."""
+        troubled: dict[str, list[str]] = {}
+        for front in self.fronts:
+            if model in front.problems:
+                troubled.setdefault(front.problems[model], []).append(front.name)
+        return "; ".join(f"{', '.join(names)}: {why}" for why, names in troubled.items())
 
     def _tell_models(self) -> None:
         reason = self.readiness()
@@ -223,10 +233,17 @@ class Switchboard:
         else:
             self.ledger.reject(message)
 
+    def front_changed(self, front: Front, problems: dict[str, str]) -> None:
+        for model, why in front.problems.items():
+            if problems.get(model) != why:
+                self.problems.note(front.name, f"model {model!r} cannot be used: {why}")
+        self._tell_models()
+
     def front_lost(self, front: Front, name: str) -> None:
         del self._by_name[name]
         self.ledger.lose_front(name)
         self.update_listeners()
+        self._tell_models()
 
     def front_problem(self, front: Front, what: str) -> None:
         self.problems.note(front.name, what)

@@ -93,7 +93,8 @@ def _state(switchboard: Switchboard, reason: str, fronts: list[str], databases: 
         return "draining"
     replicas = [replica.word for replica in switchboard.replicas]
     broken = {"failed", "restarting"} & {*replicas, *fronts}
-    if broken or any(database.failing_s for database in databases):
+    broken_fronts = any(front.problems for front in switchboard.fronts)
+    if broken or broken_fronts or any(database.failing_s for database in databases):
         return "degraded"
     return "starting" if reason or any(state != "ready" for state in (*replicas, *fronts)) else "ready"
 
@@ -105,7 +106,7 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
         # The best of its replicas is what apps meet.
         order = ("ready", "loading", "starting", "restarting", "failed", "stopped")
         best = min(replicas, key=lambda replica: order.index(replica.state))
-        failure = switchboard.ledger.failure(model.name)
+        failure = switchboard.ledger.failure(model.name) or switchboard.front_trouble(model.name)
         statuses.append(
             ModelStatus(
                 name=model.name,

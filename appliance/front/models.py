@@ -46,6 +46,11 @@ class Catalog:
         self.served: list[ServedModel] = []
 
     @property
+    def problems(self) -> dict[str, str]:
+        """Why a model cannot be used, by its name; empty when all can."""
+        return self._broken
+
+    @property
     def problem(self) -> str:
         """Why a model cannot be used, in words; empty when all can."""
         return "; ".join(f"model {name}: {reason}" for name, reason in self._broken.items())
@@ -65,8 +70,9 @@ class Catalog:
                 else:
                     models[model.name] = await asyncio.to_thread(load_model, model)
             except TokenizerFilesError as error:
-                log.error("model %s: %s", model.name, error)
                 broken[model.name] = str(error)
+                if self._broken.get(model.name) != str(error):
+                    log.error("model %s: %s", model.name, error)
         kept = {model.tokenizer for model in models.values()}
         for old in self._models.values():
             if old.tokenizer not in kept:

@@ -33,6 +33,8 @@ from engine.client import Channel
 log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
+_MEND_EVERY_S = 5.0
+"""How often a tokenizer that could not be read is tried again: its folder may be back."""
 _ERROR_EVENT_GRACE_S = 1.0
 """For the last words to the clients of requests that outlived the grace."""
 
@@ -46,6 +48,7 @@ class Front:
         _, application = build_app(self._box)
         self._server = HttpServer(application)
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
+        self._latest: Configure | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.ended = asyncio.Event()
         """It was told to stop, and has."""
@@ -55,6 +58,7 @@ class Front:
         self._channel.listen(self._take, _core_gone)
         self._spawn(self._configure())
         self._spawn(self._report())
+        self._spawn(self._mend())
 
     # ── what the core says ──
 
@@ -89,10 +93,11 @@ class Front:
         """Take configurations one after the other; the first one makes the front ready."""
         told = False
         while True:
-            configure = await self._configurations.get()
+            configure = self._latest = await self._configurations.get()
             self._box.limits = self._server.limits = configure.limits
             await self._box.catalog.replace(configure.models)
             self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
+            self._tell()
             if not told:
                 told = True
                 # What is here now stays: the collector need not look at it again.
@@ -100,6 +105,13 @@ class Front:
                 gc.freeze()
                 self._channel.send(FrontReady())
                 log.info("%s serves %d models", configure.front, len(configure.models))
+
+    async def _mend(self) -> None:
+        """Configure again what was configured last, for the sake of the models that could not be read."""
+        while True:
+            await asyncio.sleep(_MEND_EVERY_S)
+            if self._box.catalog.problems and self._latest is not None and self._configurations.empty():
+                self._configurations.put_nowait(self._latest)
 
     async def _stop(self, grace_s: float) -> None:
         box = self._box
@@ -121,20 +133,24 @@ class Front:
     # ── what the core is told ──
 
     async def _report(self) -> None:
-        box = self._box
         while True:
-            usage = resource.getrusage(resource.RUSAGE_SELF)
-            self._channel.send(
-                FrontReport(
-                    connections=self._server.connections,
-                    streams=box.streams,
-                    requests=box.requests,
-                    tokens=box.tokens,
-                    unauthenticated=box.unauthenticated,
-                    cpu_seconds=usage.ru_utime + usage.ru_stime,
-                )
-            )
+            self._tell()
             await asyncio.sleep(_REPORT_EVERY_S)
+
+    def _tell(self) -> None:
+        box = self._box
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._channel.send(
+            FrontReport(
+                connections=self._server.connections,
+                streams=box.streams,
+                requests=box.requests,
+                tokens=box.tokens,
+                unauthenticated=box.unauthenticated,
+                cpu_seconds=usage.ru_utime + usage.ru_stime,
+                problems=box.catalog.problems,
+            )
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -27,6 +28,7 @@ from appliance.messages import (
     Identities,
     Identity,
     Refused,
+    ServedModel,
     Settle,
     StopFront,
 )
@@ -118,10 +120,11 @@ class FakeFront:
         self.handles: dict[tuple[str, int], Call] = {}
         self.calls: dict[str, Call] = {}
         self.tasks: set[asyncio.Task[None]] = set()
+        self.models: list[ServedModel] = []
 
     def hear(self, message: CoreToFront) -> None:
         if isinstance(message, Configure):
-            first, self.name = not self.name, message.front
+            first, self.name, self.models = not self.name, message.front, message.models
             if first:
                 self.channel.send(FrontReady())
         elif isinstance(message, AttachReplica):
@@ -161,6 +164,14 @@ class FakeFront:
         await asyncio.sleep(0.02)
         os._exit(0)
 
+    def problems(self) -> dict[str, str]:
+        """A model whose folder has a file `untold` cannot be served."""
+        return {
+            model.name: "tokenizer.json is missing"
+            for model in self.models
+            if (Path(model.folder) / "untold").exists()
+        }
+
     async def report(self) -> None:
         while True:
             self.channel.send(
@@ -171,6 +182,7 @@ class FakeFront:
                     tokens=10,
                     unauthenticated=0,
                     cpu_seconds=0.001,
+                    problems=self.problems(),
                 )
             )
             await asyncio.sleep(0.1)

@@ -161,6 +161,27 @@ def test_a_bad_checkpoint_fails_its_model_and_the_others_go_on(make_service: Mak
     assert "bad-0 is failed" in status.reason
 
 
+def test_a_model_that_a_front_cannot_serve_is_a_problem_until_it_can(make_service: Make) -> None:
+    service = make_service("fronts = 2", models=("good", "m"))
+    service.start()
+    service.wait_ready()
+    (service.folder / "m" / "untold").touch()
+    wait_until(lambda: service.state() == "degraded")
+    wait_until(lambda: len(service.admin.status().problems) == 2)
+    status = service.admin.status()
+    why = "front-0, front-1: tokenizer.json is missing"
+    assert (status.models[1].state, status.models[1].detail) == ("failed", why)
+    assert status.models[0].state == "ready"
+    assert status.reason == f"model 'm' does not answer ({why})"
+    assert {problem.where for problem in status.problems} == {"front-0", "front-1"}
+    assert status.problems[0].what == "model 'm' cannot be used: tokenizer.json is missing"
+    assert status.fronts[0].problems == {"m": "tokenizer.json is missing"}
+    assert "not ready: model 'm' does not answer" in service.log.read_text()
+    (service.folder / "m" / "untold").unlink()
+    service.wait_ready()
+    assert service.admin.status().reason == ""
+
+
 def test_a_model_whose_files_come_back_is_served_again_and_rows_name_the_new_files(
     make_service: Make,
 ) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from appliance.messages import Limits, StopFront
+from appliance.messages import Limits, ServedModel, StopFront
 from tests.front.harness import Harness
 from tests.front.raw import ask, chat, connect, events, head, read_answer
 
@@ -133,9 +135,24 @@ def test_reports_count_connections_streams_requests_tokens_and_cpu(own_front: Ow
     assert last.cpu_seconds > 0
 
 
-def test_new_models_are_served_and_old_ones_gone_without_a_restart(own_front: OwnFront) -> None:
-    from appliance.messages import ServedModel
+def test_a_tokenizer_that_cannot_be_read_is_reported_and_tried_again(
+    own_front: OwnFront, folder: Path, tmp_path: Path
+) -> None:
+    away, there = tmp_path / "away", tmp_path / "model"
+    shutil.copytree(folder, away)
+    front = own_front()
+    front.models = [
+        ServedModel(name="m", folder=str(there), version="v", created=1, max_model_len=512, vocab_size=400)
+    ]
+    front.configure()
+    front.wait_for(lambda: "tokenizer.json: no such file" in front.reports[-1].problems.get("m", ""))
+    assert ask(front, "POST", "/v1/chat/completions", chat(model="m")).status == 503
+    away.rename(there)
+    front.wait_for(lambda: front.reports[-1].problems == {}, 8)
+    assert ask(front, "POST", "/v1/chat/completions", chat(model="m")).status == 200
 
+
+def test_new_models_are_served_and_old_ones_gone_without_a_restart(own_front: OwnFront) -> None:
     front = own_front()
     front.models = [
         ServedModel(
