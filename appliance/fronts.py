@@ -68,7 +68,13 @@ class Front:
     """
 
     def __init__(
-        self, number: int, events: FrontEvents, *, hang_timeout_s: float, module: str = "appliance.front"
+        self,
+        number: int,
+        events: FrontEvents,
+        *,
+        hang_timeout_s: float,
+        log_level: str = "info",
+        module: str = "appliance.front",
     ) -> None:
         self.number = number
         self.name = f"front-{number}"
@@ -79,6 +85,7 @@ class Front:
         self._events = events
         self._hang_timeout_s = hang_timeout_s
         self._module = module
+        self._log_level = log_level
         self._backoff = Backoff()
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -125,7 +132,12 @@ class Front:
         ours, theirs = socketpair()
         try:
             self._process = subprocess.Popen(
-                [*module_command(self._module), "--channel", str(theirs.fileno())],
+                [
+                    *module_command(self._module),
+                    *("--channel", str(theirs.fileno())),
+                    *("--name", self.name),
+                    *("--log-level", self._log_level),
+                ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=module_environment(),

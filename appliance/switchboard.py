@@ -72,7 +72,13 @@ class Switchboard:
             self.ledger.add_model(model.name, model.version)
         hang_timeout_s = settings.hang_timeout_s
         self.fronts = [
-            Front(number, self, hang_timeout_s=hang_timeout_s, module=front_module)
+            Front(
+                number,
+                self,
+                hang_timeout_s=hang_timeout_s,
+                log_level=settings.log_level,
+                module=front_module,
+            )
             for number in range(settings.fronts)
         ]
         self.replicas = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import logging
 import os
 import signal
 import socket
@@ -19,6 +18,8 @@ def main() -> int:
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m appliance.front", description=__doc__)
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
+    parser.add_argument("--name", default="front", help="for the log (default: front)")
+    parser.add_argument("--log-level", default="info", help="debug, info, warning or error (default: info)")
     arguments = parser.parse_args()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -28,14 +29,13 @@ def main() -> int:
     # Ctrl-C or systemd's, must not cut off streams that the core lets finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(
-        level=logging.INFO, format="front %(process)d: %(levelname)s: %(message)s", stream=sys.stderr
-    )
 
     import uvloop
 
     from appliance.front.process import run_front
+    from appliance.logs import configure_logging
 
+    configure_logging(arguments.log_level, arguments.name)
     # Per-token work makes no cycles; the default looks for them every 700 objects.
     gc.set_threshold(50_000, 20, 100)
     uvloop.run(run_front(socket.socket(fileno=arguments.channel)))

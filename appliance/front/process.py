@@ -104,7 +104,7 @@ class Front:
                 gc.collect()
                 gc.freeze()
                 self._channel.send(FrontReady())
-                log.info("%s serves %d models", configure.front, len(configure.models))
+                log.info("serves %d models", len(configure.models))
 
     async def _mend(self) -> None:
         """Configure again what was configured last, for the sake of the models that could not be read."""

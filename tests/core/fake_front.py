@@ -191,6 +191,8 @@ class FakeFront:
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int)
+    parser.add_argument("--name")
+    parser.add_argument("--log-level")
     descriptor = parser.parse_args().channel
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     channel: Channel[CoreToFront] = Channel(socket.socket(fileno=descriptor), CoreToFront)

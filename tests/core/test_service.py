@@ -94,8 +94,12 @@ def test_a_killed_front_costs_only_its_own_clients_and_comes_back(make_service: 
     row = next(row for row in service.rows() if row.status == 499)
     assert (row.error, row.billed_tokens) == ("the front process died", 0)
     assert read_answer(service.connect("m 2"))[-1].endswith("length")
-    (replica,) = service.admin.status().models[0].replicas
-    assert (replica.credit_rows, replica.credit_tokens) == (64, 4096)
+
+    def credits() -> tuple[int, int]:
+        (replica,) = service.admin.status().models[0].replicas
+        return replica.credit_rows, replica.credit_tokens
+
+    wait_until(lambda: credits() == (64, 4096), what="the return of all credits")
 
 
 def test_a_killed_replica_comes_back_and_the_answer_goes_on_without_a_gap(make_service: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from appliance.messages import Limits, ServedModel, StopFront
+from appliance.messages import Configure, FrontToCore, Limits, ServedModel, StopFront
+from engine.client import Channel, socketpair
 from tests.front.harness import Harness
 from tests.front.raw import ask, chat, connect, events, head, read_answer
 
@@ -43,6 +45,34 @@ def test_when_the_core_is_gone_the_front_ends_at_once(own_front: OwnFront) -> No
         assert front.process.wait(2) == 0
         assert time.monotonic() - started < 1
         read_answer(sock)  # ends with the connection, not with [DONE]
+
+
+def test_a_fronts_log_has_the_form_of_the_cores_and_names_the_front() -> None:
+    ours, theirs = socketpair()
+    with ours, theirs:
+        front = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "appliance.front",
+                "--channel",
+                str(theirs.fileno()),
+                "--name",
+                "front-7.1",
+            ],
+            pass_fds=(theirs.fileno(),),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        channel: Channel[FrontToCore] = Channel(ours, FrontToCore)
+        channel.send(Configure(front="front-7.1", models=[], limits=Limits(), ready=True))
+        assert front.stderr is not None
+        line = front.stderr.readline()
+        front.kill()
+        front.communicate()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    front-7\.1 process: serves 0 models\n", line
+    )
 
 
 def test_when_the_core_is_killed_the_kernel_takes_the_front_along(tmp_path: object) -> None:
