@@ -7,7 +7,6 @@ Every family is the same decoder (pre-norm, rotary, grouped-query attention, SiL
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that weights and KV can have here, and their size in bytes."""
@@ -98,17 +97,6 @@ class ModelConfig:
     """The checkpoint's own, one of DTYPE_BYTES."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Reads `config.json` and, where it is there, `generation_config.json` (its end tokens win).
-
-        Raises CheckpointError for a missing or unreadable file, an unsupported architecture, and fields that
-        are missing, of the wrong type, out of range or at odds with each other.
-        """
-        from engine.families import read_config  # it builds ModelConfig, so it imports this module
-
-        return read_config(Path(folder))
 
     @property
     def context_length(self) -> int:

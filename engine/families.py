@@ -14,8 +14,13 @@ from typing import Any
 from engine.config import DTYPE_BYTES, ROPE_KINDS, CheckpointError, ModelConfig, RopeConfig
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """`ModelConfig.from_folder`."""
+def read_config(folder: str | Path) -> ModelConfig:
+    """Reads `config.json` and, where it is there, `generation_config.json` (its end tokens win).
+
+    Raises CheckpointError for a missing or unreadable file, an unsupported architecture, and fields that are
+    missing, of the wrong type, out of range or at odds with each other.
+    """
+    folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder of a Hugging Face checkpoint")
     fields = _Fields.read(folder / "config.json")

@@ -20,6 +20,7 @@ import torch
 from engine import memory
 from engine.batch import PromptSlice, RowTables, StepBatch
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
+from engine.families import read_config
 from engine.forward import ForwardInput, KvPool
 from engine.graphs import DecodeGraphs
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens, TokenLogprob
@@ -124,7 +125,7 @@ class Runner:
         self._threads = _threads(spec, ranks.size)
         torch.set_num_threads(self._threads)
         resident = memory.resident_bytes()
-        self.config = ModelConfig.from_folder(spec.model_path)
+        self.config = read_config(spec.model_path)
         self.dtype = _dtype_name(spec.dtype, self.config, self.device)
         self.max_model_len = self._longest()
         self._failed: BaseException | None = None

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import DTYPE_BYTES, ModelConfig, Shard
+from engine.families import read_config
 from engine.messages import BLOCK_TOKENS
+
+__all__ = ["Sizing", "blocks_for", "kv_bytes_per_block", "parameters", "predict", "read_config"]
 
 _GATHERED_BYTES = 4 << 20
 """The CPU backend copies at most so many bytes of keys at once, or one sequence's (`kernels.reference`)."""

@@ -96,7 +96,7 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
     memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
     usable = int(memory * model.memory_fraction)
     try:
-        config = sizing.ModelConfig.from_folder(model.folder)
+        config = sizing.read_config(model.folder)
         longest = config.resolve_length(model.max_model_len)
         dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
         predicted = sizing.predict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -56,7 +57,19 @@ def api_state(socket: Path) -> SocketState:
             response = client.get("http://appliance/health/ready")
     except httpx.TransportError as error:
         return SocketState(True, False, text=str(error) or type(error).__name__)
-    return SocketState(True, True, response.status_code == 200, " ".join(response.text.split())[:300])
+    return SocketState(True, True, response.status_code == 200, _reason(response.content))
+
+
+def _reason(body: bytes) -> str:
+    """What a health answer says is missing; of another answer, its text."""
+    text = body.decode("utf-8", "replace")
+    try:
+        document = json.loads(text)
+    except ValueError:
+        document = None
+    if isinstance(document, dict) and document.get("reason"):
+        text = str(document["reason"])
+    return " ".join(text.split())[:300]
 
 
 def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import pytest
 from engine.bench.limits import CEILINGS, limit
 from engine.bench.shapes import SHAPES, write_config
 from engine.bench.workloads import WORKLOADS
-from engine.config import ModelConfig
+from engine.families import read_config
 
 H200 = CEILINGS["NVIDIA H200"]
 
@@ -31,13 +31,13 @@ H200 = CEILINGS["NVIDIA H200"]
 def test_limits_of_the_8b_shape_are_near_those_worked_out_by_hand(
     tmp_path: Path, workload: str, expected: float
 ) -> None:
-    config = ModelConfig.from_folder(write_config("llama-3.1-8b", tmp_path))
+    config = read_config(write_config("llama-3.1-8b", tmp_path))
     assert limit(config, WORKLOADS[workload], H200, 2, 2) == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_every_shape_is_one_that_the_engine_reads(tmp_path: Path, shape: str) -> None:
-    config = ModelConfig.from_folder(write_config(shape, tmp_path))
+    config = read_config(write_config(shape, tmp_path))
     assert limit(config, WORKLOADS["b1_decode"], H200, 1, 1) > limit(
         config, WORKLOADS["b1_decode"], H200, 2, 2
     )

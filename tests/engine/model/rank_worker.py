@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import ModelConfig
+from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import RankLost, Ranks, join, single
@@ -23,7 +23,7 @@ DECODES = 4
 
 def logits_of(folder: Path, ranks: Ranks, tokens: list[int], *, dummy: bool = False) -> list[torch.Tensor]:
     """Every rank calls it: the logits of PROMPTS of `tokens`, and DECODES more."""
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     decoder = Decoder(config, ranks, select_backend("cpu"), torch.float32, torch.device("cpu"))
     if dummy:
         load_dummy(decoder, seed=3)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.config import CheckpointError, ModelConfig, RopeConfig, UnfitError
+from engine.families import read_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,7 +34,7 @@ def _read(folder: Path, values: dict[str, Any], generation: dict[str, Any] | Non
     (folder / "config.json").write_text(json.dumps(values))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return ModelConfig.from_folder(folder)
+    return read_config(folder)
 
 
 def test_what_an_old_llama_leaves_out_has_its_defaults(tmp_path: Path) -> None:
@@ -209,10 +210,10 @@ def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(CheckpointError) as caught:
-            ModelConfig.from_folder(tmp_path)
+            read_config(tmp_path)
         assert f"{tmp_path / 'config.json'}: {message}" in str(caught.value)
     with pytest.raises(CheckpointError, match="no such folder; give the folder of a Hugging Face checkpoint"):
-        ModelConfig.from_folder(tmp_path / "nowhere")
+        read_config(tmp_path / "nowhere")
 
 
 def test_a_split_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Path) -> None:

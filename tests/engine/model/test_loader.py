@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError, ModelConfig
+from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import single
@@ -33,7 +34,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def _decoder(folder: Path, config: ModelConfig | None = None) -> Decoder:
-    config = config or ModelConfig.from_folder(folder)
+    config = config or read_config(folder)
     return Decoder(config, single(), select_backend("cpu"), torch.float32, torch.device("cpu"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import ModelConfig
+from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load
 from engine.parallel import single
@@ -119,7 +119,7 @@ CASES = [
 
 
 def _load(folder: Path, max_model_len: int | None = None) -> Decoder:
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     decoder = Decoder(
         config,
         single(),
@@ -207,7 +207,7 @@ def test_weights_in_bfloat16_are_run_in_float32_as_transformers_does(tmp_path: P
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_decoder_in_half_precision_stays_near_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = make(Case("half", "llama", {"attention_bias": True}), tmp_path)
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     decoder = Decoder(config, single(), select_backend("cpu"), dtype, torch.device("cpu"))
     load(decoder, folder, lambda stage, fraction: None)
     tokens = _tokens(140, config.vocab_size)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine import sizing
-from engine.config import ModelConfig
+from engine.families import read_config
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from kernels import select_backend
 
@@ -41,14 +41,14 @@ class FirstRank:
 def test_parameters_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     folder = make(case, tmp_path)
     expected = sum(parameter.numel() for parameter in oracle(folder).parameters())
-    assert sizing.parameters(ModelConfig.from_folder(folder)) == expected
+    assert sizing.parameters(read_config(folder)) == expected
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_and_blocks_are_exact(case: Case, size: int, dtype: str, tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(make(case, tmp_path))
+    config = read_config(make(case, tmp_path))
     ranks: Any = FirstRank(size)
     decoder = Decoder(config, ranks, select_backend("cpu"), TORCH_DTYPES[dtype], torch.device("cpu"))
     predicted = sizing.predict(
@@ -63,7 +63,7 @@ def test_weights_and_blocks_are_exact(case: Case, size: int, dtype: str, tmp_pat
 
 
 def test_blocks_fill_the_memory_and_no_more(tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(make(CASES[0], tmp_path))
+    config = read_config(make(CASES[0], tmp_path))
     how: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32", "tensor_parallel_size": 2, **STEP}
     blocks = sizing.blocks_for(50_000_000, config, **how)
     assert blocks > 0
@@ -83,7 +83,7 @@ def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
         "vocab_size": 128256,
     }
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **big, "model_type": "llama"}))
-    config = ModelConfig.from_folder(tmp_path)
+    config = read_config(tmp_path)
     assert sizing.parameters(config) == 8_030_261_248
     assert sizing.kv_bytes_per_block(config, "bfloat16", 1) == 64 * 128 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 8) == 64 * 16 * 1024
