@@ -101,11 +101,12 @@ class ApiService(_Service):
         self.asked: list[dict[str, Any]] = []
         self.script: Callable[[_Handler], None] = lambda handler: stream(handler, *spoken("Hello."))
         self.client_left = threading.Event()
+        self.ready: tuple[bytes, int] = (b'{"status": "ready", "reason": null}', 200)
         super().__init__(path)
 
     def get(self, handler: _Handler) -> None:
         if handler.path == "/health/ready":
-            handler.answer(b'{"status": "ready"}')
+            handler.answer(*self.ready)
         else:
             models = [{"id": name, "object": "model"} for name in ("demo", "other")]
             handler.answer(json.dumps({"object": "list", "data": models}).encode())

@@ -320,6 +320,15 @@ def test_a_running_service_is_asked_what_is_wrong(
     assert "is gone: replicas that run go on" in found(findings, "models", "problem")
 
 
+def test_why_the_api_is_not_ready_is_told_in_words(
+    doctor: Doctor, admin: AdminService, api: ApiService
+) -> None:
+    api.ready = (b'{"status": "not_ready", "reason": "demo-0 is loading"}', 503)
+    _, findings = doctor()
+    said = found(findings, "sockets", "warning").partition(" → ")[0]
+    assert said.endswith("api.sock answers but is not ready: demo-0 is loading")
+
+
 def test_what_the_service_complains_of_is_a_finding(
     doctor: Doctor, admin: AdminService, run_dir: Path, tmp_path: Path
 ) -> None:
