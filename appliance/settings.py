@@ -335,6 +335,8 @@ def _explain(message: str, value: Any, part: type[msgspec.Struct], prefix: str) 
         for index in indices:
             found = found[int(index)] if isinstance(found, list) and index.isdecimal() else found
     words = _words_at(part, path) if "enum value" in what else []
+    if field.endswith("_mode"):
+        return f'{field} = {found!r} cannot be used: write a file mode in octal, such as "0660"'
     remedy = f"it can be {', '.join(words)}" if words else f"{what[0].lower()}{what[1:]}"
     return f"{field} = {found!r} cannot be used: {remedy}"
 

@@ -64,6 +64,8 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
         ("[models.a]\nfolder = '/nope'", "models.a.folder = '/nope' is not a folder"),
         ("[models.'a b']\nfolder = '.'", "a model's name begins with a letter"),
         ("models = 3", "models = 3 must be tables: write [models.NAME]"),
+        ("[unix]\napi_mode = 'rw'", "unix.api_mode = 'rw' cannot be used: write a file mode in octal"),
+        ("[unix]\nadmin_mode = 384", "unix.admin_mode = 384 cannot be used: write a file mode in octal"),
         ("listen = 'here'", "listen = 'here' is not HOST:PORT"),
         ("config_file = 'x'", "config_file is not a setting"),
         ("a = = 1", "is not TOML"),
