@@ -20,7 +20,7 @@ from appliance.cli.output import (
     printable,
     terminal_width,
 )
-from appliance.cli.service import find_run_dir, find_state_dir, may_not
+from appliance.cli.service import find_run_dir, find_state_dir
 from appliance.cli.times import local, local_short, moment
 from store.errors import CorruptDatabaseError, MissingDatabaseError, SchemaVersionError, StoreError
 from store.requests import LoggedRequest, RequestFilter, RequestReader
@@ -85,8 +85,6 @@ def show_requests(
         rows = reader.query(wanted, limit)
     except StoreError as error:
         raise Failure(str(error)) from error
-    except PermissionError as error:
-        raise Failure(may_not(reader.path)) from error
     if request_id is not None and not rows and not follow:
         raise Failure(f"{reader.path} has no request {request_id!r}: list them with: appliance requests")
     if follow:
