@@ -44,12 +44,17 @@ BAD_TOKEN = -1
 """Of a row whose largest logit is not a finite number. As `engine.messages.BAD_TOKEN`."""
 
 _CHUNK = 4096
-_CHUNK_WARPS = 4
+_CHUNK_WARPS = 8
 """Columns that one program of *scan* and *above* holds, and its warps. Both decide the order of sums."""
-_SETTLE_TILE = 2048
+_SETTLE_TILE = 4096
 _SETTLE_WARPS = 16
 _SETTLE_STAGES = 4
-_THRESHOLDS = 4
+_FEW = 64
+"""Largest top-k that is settled by groups of tokens, most groups that then are read, and half the most tokens
+that then are compared."""
+_GROUP = 128
+"""Columns of a group."""
+_THRESHOLDS = 2
 """Tried at each read of *settle*. More cost registers and instructions, fewer cost reads."""
 
 
@@ -79,6 +84,8 @@ class Logits:
     columns: int
     first: int = 0
     """Token id of the first column."""
+    hashes: torch.Tensor | None = None
+    """[columns] int32: `kernels.sampling.token_hashes(first, columns)`, made once; `greedy` needs none."""
     index: torch.Tensor | None = None
     """[sampling rows] int64: the logit row of each; None: the same."""
     edited: torch.Tensor | None = None
@@ -114,15 +121,19 @@ def full(logits: Logits, draws: Draws, *, pdl: bool = False) -> tuple[torch.Tens
     The whole vocabulary must be in `logits`: with tensor parallelism, gather it first.
     """
     rows = len(draws.rows)
-    partials = _scan_rows(logits, draws, rows, 2, pdl)
+    device = logits.values.device
+    row_groups = triton.cdiv(logits.columns, _CHUNK) * (_chunk(logits.columns) // _group(logits.columns))
+    groups = torch.empty((rows, row_groups), dtype=torch.float32, device=device)
+    partials = _scan_rows(logits, draws, rows, 2, pdl, groups)
     values, ids = _results(rows, logits.values.device)
     if rows == 0:
         return values, ids
     source, options = _source(logits)
     chunks = triton.cdiv(logits.columns, _CHUNK)
-    above = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.values.device)
+    above = torch.empty((4, rows, chunks), dtype=torch.float32, device=device)
+    group_lists = torch.empty((rows, 2 * _FEW), dtype=torch.int32, device=device)
     tables = _tables(draws)
-    options |= {"PDL": pdl, "CHUNKS": triton.next_power_of_2(chunks), "launch_pdl": pdl}
+    options |= {"PDL": pdl, "FEW": _FEW, "CHUNKS": triton.next_power_of_2(chunks), "launch_pdl": pdl}
     above_kernel[(chunks, rows)](
         *source,
         *tables,
@@ -139,10 +150,15 @@ def full(logits: Logits, draws: Draws, *, pdl: bool = False) -> tuple[torch.Tens
         *tables,
         partials,
         above,
+        groups,
+        group_lists,
         values,
         ids,
         rows,
         chunks,
+        row_groups,
+        GROUPS=triton.next_power_of_2(row_groups),
+        GROUP=_group(logits.columns),
         TILE=min(_SETTLE_TILE, triton.next_power_of_2(logits.columns)),
         THRESHOLDS=_THRESHOLDS,
         STAGES=_SETTLE_STAGES,
@@ -217,6 +233,7 @@ def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
         logits.edited_index,
         logits.columns,
         logits.first,
+        logits.hashes,
     )
     nvidia = logits.values.is_cuda and torch.version.hip is None
     given = {"INDEXED": logits.index is not None, "EDITED": logits.edited is not None}
@@ -232,23 +249,39 @@ def _chunk(columns: int) -> int:
     return int(min(_CHUNK, triton.next_power_of_2(columns)))
 
 
-def _scan_rows(logits: Logits, draws: Draws | None, rows: int, draw: int, pdl: bool) -> torch.Tensor:
-    """[5, rows, chunks] float32: best score, its token's column (int32 bits), its logit; largest; sum of
-    exp."""
+def _group(columns: int) -> int:
+    return min(_GROUP, _chunk(columns))
+
+
+def _scan_rows(
+    logits: Logits,
+    draws: Draws | None,
+    rows: int,
+    draw: int,
+    pdl: bool,
+    groups: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[6, rows, chunks] float32: best score, its token id (int32 bits), its logit; largest logit; sum of exp;
+    second best score."""
     chunks = triton.cdiv(logits.columns, _CHUNK)
-    partials = torch.empty((5, rows, chunks), dtype=torch.float32, device=logits.values.device)
+    partials = torch.empty((6, rows, chunks), dtype=torch.float32, device=logits.values.device)
     if rows == 0:
         return partials
+    if draws is not None and logits.hashes is None:
+        raise ValueError("logits have no hashes; noise needs kernels.sampling.token_hashes of their columns")
     source, options = _source(logits)
     tables = (None, None, None, None, 0, None) if draws is None else _tables(draws)
     scan_kernel[(chunks, rows)](
         *source,
         *tables,
         partials,
+        groups,
         rows,
         chunks,
         DRAW=draw,
         CHUNK=_chunk(logits.columns),
+        GROUP=_group(logits.columns),
+        FEW=_FEW,
         PDL=pdl,
         num_warps=_CHUNK_WARPS,
         launch_pdl=pdl,

@@ -40,12 +40,14 @@ def _log2(x, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def _gumbel(key, token, NVIDIA: tl.constexpr):
-    """`kernels.sampling.gumbel_noise` for token ids, within 4e-6."""
+def _gumbel(key, token_hash, NVIDIA: tl.constexpr):
+    """`kernels.sampling.gumbel_noise`, within 4e-6."""
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32) | 1
-    bits = _fmix32((_fmix32(token.to(tl.uint32)) ^ low) * high) & 0x7FFFFFFF
-    share = tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10, 1.0 - 5.9604645e-8)
+    bits = _fmix32((token_hash.to(tl.uint32, bitcast=True) ^ low) * high) & 0x7FFFFFFF
+    # (bits + ½) / 2^31: the product is exact, so this rounds as the twin does.
+    share = bits.to(tl.int32).to(tl.float32) * 4.656612873077393e-10 + 2.3283064365386963e-10
+    share = tl.minimum(share, 1.0 - 5.9604645e-8)
     # -ln(1 - share): where 1 - share would lose digits, a polynomial (Chebyshev fit, 1.7e-7 relative).
     series = 0.14381851255893707 + share * 0.3399522006511688
     series = 0.2578205168247223 + share * series
@@ -87,7 +89,8 @@ def _read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
 
 @triton.jit
 def _totals(partials, i, rows, chunks, CHUNKS: tl.constexpr):
-    """A row's best score, token id and logit, its largest logit, and its sum of exp(logit - largest)."""
+    """A row's best score, token and logit; the same of its next best, where that is known (else a score of
+    -inf); its largest logit, and its sum of exp(logit - largest)."""
     chunk = tl.arange(0, CHUNKS)
     there = chunk < chunks
     at = partials + i * chunks + chunk
@@ -98,12 +101,20 @@ def _totals(partials, i, rows, chunks, CHUNKS: tl.constexpr):
     logits = tl.load(at + 2 * plane, mask=there, other=float("-inf"))
     highest = tl.load(at + 3 * plane, mask=there, other=float("-inf"))
     sums = tl.load(at + 4 * plane, mask=there, other=0.0)
+    seconds = tl.load(at + 5 * plane, mask=there, other=float("-inf"))
     best = tl.max(scores, axis=0)
     token = tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0)
     logit = tl.max(tl.where(tokens == token, logits, float("-inf")), axis=0)
+    # The best of the other chunks is the next best of all unless the winner's chunk has a better second.
+    bound = tl.max(tl.where(tokens == token, seconds, float("-inf")), axis=0)
+    scores = tl.where(tokens == token, float("-inf"), scores)
+    next_best = tl.max(scores, axis=0)
+    next_token = tl.min(tl.where(scores == next_best, tokens, 0x7FFFFFFF), axis=0)
+    next_logit = tl.max(tl.where(tokens == next_token, logits, float("-inf")), axis=0)
+    next_best = tl.where(next_best > bound, next_best, float("-inf"))
     largest = tl.max(highest, axis=0)
     total = tl.sum(sums * tl.exp(highest - _finite(largest)), axis=0)
-    return best, token, logit, largest, total
+    return best, token, logit, next_best, next_token, next_logit, largest, total
 
 
 @triton.jit
@@ -124,6 +135,7 @@ def scan_kernel(
     edited_index,
     columns,
     first,
+    hashes,
     table_rows,
     positions,
     noise_base,
@@ -131,10 +143,13 @@ def scan_kernel(
     floats_stride,
     top_k,
     partials,
+    groups,
     rows,
     chunks,
     DRAW: tl.constexpr,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
     INDEXED: tl.constexpr,
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
@@ -163,17 +178,32 @@ def scan_kernel(
         score = x
         if noise != 0.0:
             key = _noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
-            score = x + noise * _gumbel(key, first + column, NVIDIA)
-    best = tl.max(score, axis=0)
+            score = x + noise * _gumbel(key, tl.load(hashes + column, mask=column < columns, other=0), NVIDIA)
+    # Reductions over a chunk are joined where they can be: each costs a barrier or two.
+    if DRAW == 2:
+        best, largest = tl.split(tl.max(tl.join(score, x), axis=0))
+    else:
+        best = tl.max(score, axis=0)
     token = tl.min(tl.where(score == best, first + column, 0x7FFFFFFF), axis=0)
     tl.store(out, best)
     tl.store(out + plane, token.to(tl.float32, bitcast=True))
     if DRAW == 2:
-        tl.store(out + 2 * plane, tl.max(tl.where(first + column == token, x, float("-inf")), axis=0))
-        largest = tl.max(x, axis=0)
+        mine = first + column == token
+        logit = tl.where(mine, x, float("-inf"))
+        second = tl.where(mine, float("-inf"), score)
+        logit, second = tl.split(tl.max(tl.join(logit, second), axis=0))
+        tl.store(out + 2 * plane, logit)
         tl.store(out + 3 * plane, largest)
+        total = 0.0
         if tl.load(floats + table_row * floats_stride + 2) < 1.0:
-            tl.store(out + 4 * plane, tl.sum(tl.exp(x - _finite(largest)), axis=0))
+            total = tl.sum(tl.exp(x - _finite(largest)), axis=0)
+        tl.store(out + 4 * plane, total)
+        tl.store(out + 5 * plane, second)
+        k = tl.load(top_k + table_row)
+        if (k > 0) & (k <= FEW):
+            count: tl.constexpr = CHUNK // GROUP
+            at_groups = groups + (i * chunks + chunk) * count + tl.arange(0, count)
+            tl.store(at_groups, tl.max(tl.reshape(x, [count, GROUP]), axis=1))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -221,6 +251,7 @@ def above_kernel(
     edited_index,
     columns,
     first,
+    hashes,
     table_rows,
     positions,
     noise_base,
@@ -233,12 +264,14 @@ def above_kernel(
     chunks,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    FEW: tl.constexpr,
     INDEXED: tl.constexpr,
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """How many tokens of a chunk are more likely than the row's winner, and the sum of their exp."""
+    """How many tokens of a chunk are more likely than the row's best, and the sum of their exp; the same
+    for its next best."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -250,19 +283,27 @@ def above_kernel(
     row_floats = floats + table_row * floats_stride
     limit = tl.load(top_k + table_row)
     narrowed = (tl.load(row_floats + 2) < 1.0) | ((limit > 0) & (limit < columns))
+    narrowed = narrowed & ((limit <= 0) | (limit > FEW))
     if (tl.load(row_floats + 1) == 0.0) | (narrowed == 0):
         return
-    _, _, logit, largest, _ = _totals(partials, i, rows, chunks, CHUNKS)
+    _, _, logit, _, _, next_logit, largest, _ = _totals(partials, i, rows, chunks, CHUNKS)
     if logit >= largest:
         return
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     at, copy = _place(stride, index, edited_index, columns, i, INDEXED, EDITED)
     x = _read(values, edited, at, copy, column, columns, EDITED) * tl.load(row_floats)
-    higher = x > logit
     out = above + i * chunks + chunk
-    tl.store(out, tl.sum(higher.to(tl.float32), axis=0))
-    mass = tl.where(higher, tl.exp(x - largest), 0.0)
-    tl.store(out + rows.to(tl.int64) * chunks, tl.sum(mass, axis=0))
+    plane = rows.to(tl.int64) * chunks
+    weight = tl.exp(x - largest)
+    masses = tl.join(tl.where(x > logit, weight, 0.0), tl.where(x > next_logit, weight, 0.0))
+    mass, next_mass = tl.split(tl.sum(masses, axis=0))
+    tl.store(out, mass)
+    tl.store(out + plane, next_mass)
+    if limit > 0:
+        counts = tl.join((x > logit).to(tl.float32), (x > next_logit).to(tl.float32))
+        count, next_count = tl.split(tl.sum(counts, axis=0))
+        tl.store(out + 2 * plane, count)
+        tl.store(out + 3 * plane, next_count)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -274,6 +315,7 @@ def settle_kernel(
     edited_index,
     columns,
     first,
+    hashes,
     table_rows,
     positions,
     noise_base,
@@ -282,14 +324,20 @@ def settle_kernel(
     top_k,
     partials,
     above,
+    groups,
+    group_lists,
     out_values,
     out_ids,
     rows,
     chunks,
+    row_groups,
     TILE: tl.constexpr,
     THRESHOLDS: tl.constexpr,
     STAGES: tl.constexpr,
     CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
     INDEXED: tl.constexpr,
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
@@ -309,7 +357,9 @@ def settle_kernel(
         tl.store(out_values + i, float("-inf"))
         tl.store(out_ids + i, -1)
         return
-    best, token, logit, largest, total = _totals(partials, i, rows, chunks, CHUNKS)
+    best, token, logit, next_best, next_token, next_logit, largest, total = _totals(
+        partials, i, rows, chunks, CHUNKS
+    )
     row_floats = floats + table_row * floats_stride
     rate = tl.load(row_floats)
     noise = tl.load(row_floats + 1)
@@ -324,18 +374,51 @@ def settle_kernel(
     target = tl.where(by_mass, top_p * total, float("inf"))
 
     done = (noise == 0.0) | (logit >= largest) | ((tl.abs(best) < float("inf")) == 0)
+    at, copy = _place(stride, index, edited_index, columns, i, INDEXED, EDITED)
+    key = _noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
+    few = by_count & (k <= FEW)
+    lost_count = (done == 0) & few
+    if lost_count:
+        found, few_best, few_token = _settle_few(
+            values, edited, at, copy, columns, first, hashes, rate, noise, key, largest, lowest, k, top_p,
+            by_mass, groups + i * row_groups, group_lists + i * 2 * FEW, row_groups, GROUPS, GROUP, FEW,
+            EDITED, NVIDIA
+        )  # fmt: skip
+        if found:
+            best = few_best
+            token = few_token
+            done = found
+            lost_count = done == 0
+
     chunk = tl.arange(0, CHUNKS)
-    counted = (chunk < chunks) & (by_count | by_mass) & (done == 0)
-    at = above + i * chunks + chunk
-    count = tl.sum(tl.load(at, mask=counted, other=0.0), axis=0)
-    mass = tl.sum(tl.load(at + rows.to(tl.int64) * chunks, mask=counted, other=0.0), axis=0)
+    counted = (chunk < chunks) & ((few == 0) & (by_count | by_mass) & (done == 0))
+    at_above = above + i * chunks + chunk
+    plane = rows.to(tl.int64) * chunks
+    mass = tl.sum(tl.load(at_above, mask=counted, other=0.0), axis=0)
+    next_mass = tl.sum(tl.load(at_above + plane, mask=counted, other=0.0), axis=0)
+    counted = counted & by_count
+    count = tl.sum(tl.load(at_above + 2 * plane, mask=counted, other=0.0), axis=0)
+    next_count = tl.sum(tl.load(at_above + 3 * plane, mask=counted, other=0.0), axis=0)
+    # What is above the winner was not counted where few tokens were to be kept: begin with no winner at all.
+    logit = tl.where(lost_count, float("-inf"), logit)
+    count = tl.where(lost_count, 1e9, count)
+    mass = tl.where(lost_count, total, mass)
     kept = (count < limit) & (mass < target)
     # With both, top-p is of the mass that top-k leaves, which is not known yet.
     both = by_count & by_mass & (done == 0)
     done = done | (kept & (logit >= lowest) & (both == 0))
+    known = (next_best > float("-inf")) & (done == 0) & (both == 0) & (lost_count == 0)
+    if known:
+        next_kept = (next_count < limit) & (next_mass < target)
+        done = next_kept & (next_logit >= lowest)
+        if done:
+            best = next_best
+            token = next_token
+        elif (next_kept == 0) & (kept == 0) & (next_logit > logit):
+            logit = next_logit
+            count = next_count
+            mass = next_mass
 
-    at, copy = _place(stride, index, edited_index, columns, i, INDEXED, EDITED)
-    key = _noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
     # Top-k's border, where top-p needs the mass above it.
     outside = count >= limit
     low = tl.where(outside, logit, float("-inf"))
@@ -365,13 +448,14 @@ def settle_kernel(
     mass_over = tl.where(lost, mass, mass_over)
     over = tl.where(both, mass_over / target, 0.0)
     over = tl.where(lost, tl.maximum(count / limit, mass / target), over)
+    over = tl.where(lost_count & (both == 0), 1e30, over)
     step = 0
     while done == 0:
         # A draw pays when not much more is left than what will be kept: it is likely to be the last.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(
-                values, edited, at, copy, columns, first, rate, noise, key, low, lowest,
+                values, edited, at, copy, columns, first, hashes, rate, noise, key, low, lowest,
                 TILE, STAGES, EDITED, NVIDIA
             )  # fmt: skip
             done = logit >= high
@@ -387,6 +471,89 @@ def settle_kernel(
 
 
 @triton.jit
+def _settle_few(
+    values,
+    edited,
+    at,
+    copy,
+    columns,
+    first,
+    hashes,
+    rate,
+    noise,
+    key,
+    largest,
+    lowest,
+    k,
+    top_p,
+    by_mass,
+    groups,
+    group_list,
+    row_groups,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
+    EDITED: tl.constexpr,
+    NVIDIA: tl.constexpr,
+):
+    """A small top-k: whether it was done, the best score and its token.
+
+    The k-th largest of the groups' largest logits is reached by k tokens or more, so what top-k keeps is
+    among the tokens that reach it. They are collected, and each is compared with every other: how many are
+    more likely than it, and with how much mass. Not done where ties make them too many (groups above FEW,
+    tokens above 2 × FEW).
+    """
+    group = tl.arange(0, GROUPS)
+    highest = tl.load(groups + group, mask=group < row_groups, other=float("-inf"))
+    ranks = _rank(highest)
+    top = _rank(largest).to(tl.int64)
+    bottom = tl.min(tl.where(group < row_groups, ranks, 0x7FFFFFFF), axis=0).to(tl.int64)
+    bottom = tl.where(row_groups < k, -2139095041, bottom)  # the rank of -inf: fewer groups than that
+    j = tl.arange(0, 4)
+    while bottom < top:
+        tries = bottom + tl.maximum((top - bottom) * (j + 1) // 5, 1)
+        enough = tl.sum((ranks[None, :] >= tries[:, None]).to(tl.int32), axis=1) >= k
+        bottom = tl.maximum(bottom, tl.max(tl.where(enough, tries, -0x80000000), axis=0))
+        top = tl.minimum(top, tl.min(tl.where(enough, 0x7FFFFFFF, tries - 1), axis=0))
+    chosen = (group < row_groups) & (ranks >= bottom)
+    count = tl.sum(chosen.to(tl.int32), axis=0)
+    found = count <= FEW
+    best = largest
+    token = tl.full((), 0, tl.int32)
+    if found:
+        tl.store(group_list + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, group, mask=chosen)
+        tl.debug_barrier()
+        slot = tl.arange(0, FEW)
+        mine = tl.load(group_list + slot, mask=slot < count, other=0)
+        column = mine[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        column = tl.reshape(tl.where(slot[:, None] < count, column, columns), [FEW * GROUP])
+        x = _read(values, edited, at, copy, column, columns, EDITED) * rate
+        chosen = (column < columns) & (_rank(x) >= bottom)
+        count = tl.sum(chosen.to(tl.int32), axis=0)
+        found = count <= 2 * FEW
+        if found:
+            tl.debug_barrier()
+            tl.store(group_list + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, column, mask=chosen)
+            tl.debug_barrier()
+            slot = tl.arange(0, 2 * FEW)
+            column = tl.load(group_list + slot, mask=slot < count, other=columns)
+            x = _read(values, edited, at, copy, column, columns, EDITED) * rate
+            higher = x[None, :] > x[:, None]
+            kept = (slot < count) & (tl.sum(higher.to(tl.int32), axis=1) < k)
+            if by_mass:
+                weight = tl.where(kept, tl.exp(x - largest), 0.0)
+                mass = tl.sum(tl.where(higher, weight[None, :], 0.0), axis=1)
+                # The largest is kept whatever top_p is.
+                kept = kept & ((mass < top_p * tl.sum(weight, axis=0)) | (x >= largest))
+            kept = kept & (x >= lowest)
+            token_hash = tl.load(hashes + column, mask=column < columns, other=0)
+            score = tl.where(kept, x + noise * _gumbel(key, token_hash, NVIDIA), float("-inf"))
+            best = tl.max(score, axis=0)
+            token = tl.min(tl.where(kept & (score == best), first + column, 0x7FFFFFFF), axis=0)
+    return found, best, token
+
+
+@triton.jit
 def _draw_over(
     values,
     edited,
@@ -394,6 +561,7 @@ def _draw_over(
     copy,
     columns,
     first,
+    hashes,
     rate,
     noise,
     key,
@@ -411,7 +579,7 @@ def _draw_over(
     for start in tl.range(0, columns, TILE, num_stages=STAGES):
         column = start + tl.arange(0, TILE)
         x = _read(values, edited, at, copy, column, columns, EDITED) * rate
-        score = x + noise * _gumbel(key, first + column, NVIDIA)
+        score = x + noise * _gumbel(key, tl.load(hashes + column, mask=column < columns, other=0), NVIDIA)
         better = (x > low) & (x >= lowest) & (score > scores)
         scores = tl.where(better, score, scores)
         tokens = tl.where(better, first + column, tokens)
@@ -455,10 +623,10 @@ def _narrow(
     bottom = tl.maximum(low, high - 32.0)
     threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
     if step >= 8:
-        low_rank = _rank(low.to(tl.int32, bitcast=True)).to(tl.int64)
-        high_rank = _rank(high.to(tl.int32, bitcast=True)).to(tl.int64)
+        low_rank = _rank(low).to(tl.int64)
+        high_rank = _rank(high).to(tl.int64)
         rank = low_rank + (high_rank - low_rank) * (j + 1) // (THRESHOLDS + 1)
-        threshold = _rank(rank.to(tl.int32)).to(tl.float32, bitcast=True)
+        threshold = _flip(rank.to(tl.int32)).to(tl.float32, bitcast=True)
     threshold = tl.where(j == 0, tl.where(extra < high, extra, threshold), threshold)
 
     counts = tl.zeros([THRESHOLDS, TILE], tl.float32)
@@ -506,9 +674,15 @@ def _narrow(
 
 
 @triton.jit
-def _rank(bits):
+def _flip(bits):
     """The bits of a float32 as an integer that orders like the number; its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _rank(x):
+    """An integer that orders like x; equal for both zeros."""
+    return tl.where(x == 0.0, 0, _flip(x.to(tl.int32, bitcast=True)))
 
 
 # ── edits ────────────────────────────────────────────────────────────────────────────────────────────

@@ -82,7 +82,8 @@ def _logits(rows: int, columns: int = COLUMNS, spread: float = 2.0, seed: int = 
 
 
 def _wrap(values: torch.Tensor, **more: object) -> triton_sampling.Logits:
-    return triton_sampling.Logits(values, values.shape[1], **more)
+    hashes = twin.token_hashes(0, values.shape[1], values.device)
+    return triton_sampling.Logits(values, values.shape[1], hashes=hashes, **more)
 
 
 # ── greedy and plain ─────────────────────────────────────────────────────────────────────────────────
@@ -103,11 +104,11 @@ def test_greedy_takes_the_largest_and_the_lowest_id_on_ties(columns: int) -> Non
 def test_padding_columns_are_not_read_and_ids_begin_at_the_first() -> None:
     logits = _logits(3, 5000)
     logits[:, 4500:] = math.nan
-    wrapped = triton_sampling.Logits(logits, 4500, first=1000)
+    hashes = twin.token_hashes(1000, 4500, logits.device)
+    wrapped = triton_sampling.Logits(logits, 4500, first=1000, hashes=hashes)
     assert torch.equal(triton_sampling.greedy(wrapped)[1], logits[:, :4500].argmax(1) + 1000)
     params = [Params() for _ in range(3)]
     draws = _draws(params)
-    hashes = twin.token_hashes(1000, 4500, logits.device)
     keys = twin.noise_keys(draws.noise_base[draws.rows], draws.positions)
     scores = twin.gumbel_noise(keys, hashes) + logits[:, :4500] / 0.8
     assert torch.equal(triton_sampling.plain(wrapped, draws)[1], scores.argmax(1) + 1000)
@@ -175,9 +176,11 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("spread", [0.05, 2.0, 20.0])
-def test_every_kind_of_row_draws_the_twins_token(spread: float) -> None:
-    logits, draws = _logits(len(MIXED), spread=spread, seed=int(spread)), _draws(MIXED)
+@pytest.mark.parametrize(
+    ("columns", "spread"), [(COLUMNS, 0.05), (COLUMNS, 2.0), (COLUMNS, 20.0), (4096, 2.0), (100, 1.0)]
+)
+def test_every_kind_of_row_draws_the_twins_token(columns: int, spread: float) -> None:
+    logits, draws = _logits(len(MIXED), columns, spread, seed=int(spread)), _draws(MIXED)
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, MIXED, draws))
 
 
