@@ -259,7 +259,8 @@ class Client:
                 await exchange.done
             finally:
                 timer.cancel()
-                if exchange.failure or not exchange.done.done():
+                # Cancelled: the server is to learn that nobody waits for the answer any more.
+                if exchange.failure or exchange.done.cancelled():
                     connection.close()
             if not exchange.failure and connection.is_open:
                 self._free.append(connection)

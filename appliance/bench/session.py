@@ -121,8 +121,13 @@ class Session:
         """Find the highest rate that keeps the SLO, in trials of `duration_s`; with the run that held it.
         Raises BenchError."""
         runs: dict[float, Measured] = {}
+        is_settled = True
 
         async def attempt(rate: float) -> Trial:
+            nonlocal is_settled
+            if not is_settled:
+                # The last trial left more than the server could bear: what is left of it must not count here.
+                await self._measure("settling", shape, 1, concurrency=1)
             arrivals = poisson_arrivals(rate, duration_s, self._next_seed())
             missed = 0
             seen = 0
@@ -143,7 +148,9 @@ class Session:
                 goes_on=goes_on,
             )
             runs[rate] = measured
-            return Trial(rate, measured.summary, raw.stopped, judge(measured.summary, self._slo, raw.stopped))
+            verdict = judge(measured.summary, self._slo, raw.stopped)
+            is_settled = not verdict
+            return Trial(rate, measured.summary, raw.stopped, verdict)
 
         found = await find_rate(attempt, first_rate)
         if found.best is None:

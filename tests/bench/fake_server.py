@@ -46,6 +46,8 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         """Of completions, in order of arrival."""
         self.connections = 0
+        self.left = 0
+        """Clients that closed their connection in the middle of an answer."""
         self.port = 0
         self._socket = socket
         self._loop = asyncio.new_event_loop()
@@ -91,14 +93,19 @@ class FakeServer:
                 if not first and self.behaviour.hangs_up_idle:
                     break
                 first = False
-                await self._answer(lines[0].split()[1], headers, body, writer)
+                await self._answer(lines[0].split()[1], headers, body, reader, writer)
                 await writer.drain()
                 if not self.behaviour.keeps_alive:
                     break
         writer.close()
 
     async def _answer(
-        self, path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
+        self,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         behaviour = self.behaviour
         if behaviour.api_key and headers.get("authorization") != f"Bearer {behaviour.api_key}":
@@ -114,13 +121,19 @@ class FakeServer:
             number = len(self.bodies)
             self.bodies.append(request)
             if behaviour.at_once is None:
-                await self._complete(number, request, writer)
+                await self._complete(number, request, reader, writer)
                 return
             self._turn = self._turn or asyncio.Semaphore(behaviour.at_once)
             async with self._turn:
-                await self._complete(number, request, writer)
+                await self._complete(number, request, reader, writer)
 
-    async def _complete(self, number: int, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _complete(
+        self,
+        number: int,
+        request: dict[str, Any],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         behaviour = self.behaviour
         await asyncio.sleep(behaviour.ttft_s(number))
         status = behaviour.status(number)
@@ -144,7 +157,9 @@ class FakeServer:
                 writer.close()
                 return
             if chunk == behaviour.hangs_after:
-                await asyncio.sleep(60)
+                await reader.read()
+                self.left += 1
+                return
             if chunk == behaviour.error_event_after:
                 _event(writer, {"error": {"message": "the engine fell over"}})
                 break

@@ -183,17 +183,25 @@ def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target:
     assert figures(raw).seconds < 2
 
 
-def test_a_run_that_is_given_up_ends_at_once(fake: FakeServer, target: Target) -> None:
+def test_a_run_that_is_given_up_leaves_the_server_and_the_next_one_begins(
+    fake: FakeServer, target: Target
+) -> None:
     fake.behaviour.hangs_after = 1
-    overdue: list[int] = []
+    server = Server(target, "fake", 1000, "the test", None)
 
-    def watch(standing: Standing) -> bool:
-        overdue.append(standing.overdue)
-        return standing.chunks < 3
+    async def run() -> None:
+        async with Workers() as pool:
+            load = Load(target, server.prompting(16, 5, "seed", 0.0, 1.0), 50, concurrency=3)
+            raw = await pool.run(load, 1, lambda standing: standing.chunks < 3)
+            assert raw.stopped
+            assert [record.failure for record in raw.records] == [STOPPED] * 3
+            while fake.left < 3:
+                await asyncio.sleep(0.01)
+            fake.behaviour.hangs_after = None
+            raw = await pool.run(load, 1, lambda standing: True)
+            assert not raw.stopped and figures(raw).succeeded == 50
 
-    raw = drive(target, 50, concurrency=3, watch=watch)
-    assert raw.stopped
-    assert [record.failure for record in raw.records] == [STOPPED] * 3
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 def test_requests_without_their_first_token_in_time_are_known_while_they_run(
