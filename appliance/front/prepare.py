@@ -90,20 +90,26 @@ async def chat_tokens(
     add_special_tokens: bool = False,
     variables: dict[str, Any] | None = None,
 ) -> list[int]:
-    """The prompt of a conversation. Raises `ApiError`."""
+    """The prompt of a conversation, in which only the template makes control tokens. Raises `ApiError`."""
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
             raise invalid("chat_template_kwargs", f"{name!r} cannot be set here")
-    rendered = [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        | ({"name": message.name} if message.name is not None else {})
+    shield = model.tokenizer.shield()
+    shown = [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": shield.hide(message.content),
+        }
+        | ({"name": shield.hide(message.name)} if message.name is not None else {})
         for message in messages
     ]
     try:
-        text = await model.template.render_async(rendered, add_generation_prompt, variables=variables)
-        return await model.tokenizer.encode(text, add_special_tokens)
+        text = await model.template.render_async(
+            shown, add_generation_prompt, variables=shield.hide(variables)
+        )
+        return await model.tokenizer.encode_rendered(text, shield, add_special_tokens)
     except (ChatTemplateError, LoneSurrogateError) as error:
-        raise invalid("messages", str(error)) from None
+        raise invalid("messages", shield.restore(str(error))) from None
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
+from appliance.text.control_tokens import ControlTokens, Shield
 from appliance.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
 from appliance.text.stop import StopMatcher, StopSet
 from appliance.text.stream import TextStream
@@ -58,6 +59,7 @@ class Tokenizer:
         self.bos_id = self._named_id("bos_token")
         eos_id = self._named_id("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *files.eos_ids]))
+        self._control = ControlTokens(backend)
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod
@@ -114,13 +116,22 @@ class Tokenizer:
         """`encode` in the calling thread, for command line tools and tests."""
         return self._encode([text], add_special_tokens)[0]
 
+    def shield(self) -> Shield:
+        """For one conversation: what it hides from the template, `encode_rendered` encodes as plain text."""
+        return Shield(self._control)
+
+    async def encode_rendered(self, text: str, shield: Shield, add_special_tokens: bool = False) -> list[int]:
+        """`encode` for a chat rendered from what `shield` hid: only the template's special tokens are control
+        tokens, see `appliance.text.control_tokens`. Raises `LoneSurrogateError`."""
+        if not shield.used:
+            return await self.encode(text, add_special_tokens)
+        _refuse_surrogates(shield.restore(text))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._control.encode, text, shield, add_special_tokens)
+
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         for text in texts:
-            if not text.isascii():
-                try:
-                    text.encode()
-                except UnicodeEncodeError as error:
-                    raise LoneSurrogateError(text, error.start) from None
+            _refuse_surrogates(text)
         # Not `encode`: that one holds the GIL while it works.
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
@@ -188,6 +199,14 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
+
+
+def _refuse_surrogates(text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise LoneSurrogateError(text, error.start) from None
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
