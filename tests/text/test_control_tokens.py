@@ -108,7 +108,7 @@ def test_special_tokens_beyond_the_vocabulary_keep_their_ids() -> None:
     shield = Shield(control)
     ids = control.encode(f"<|late|>{shield.hide('<|later|>')}<|later|>", shield, False)
     late, later = backend.token_to_id("<|late|>"), backend.token_to_id("<|later|>")
-    assert (ids[0], ids[-1], ids[1:-1].count(later)) == (late, later, 0)
+    assert (ids[0], ids[-1]) == (late, later) and later not in ids[1:-1]
     assert backend.decode(ids[1:-1]) == "<|later|>"
 
 
