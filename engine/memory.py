@@ -67,10 +67,12 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
     """What to raise where `available_bytes` cannot hold the pools of `ranks` ranks."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
+    # What is available changes by the moment: two digits of it, so that a second try says the same.
+    most -= most % 10 ** max(0, len(str(most)) - 2)
     remedy = f"lower it to at most {most}, or leave it out" if most else "free memory"
     return PoolTooLarge(
-        f"kv_blocks is {blocks}: they take {needed} bytes ({bytes_per_block} a block and rank), but "
-        f"{max(0, available_bytes)} are available: {remedy}"
+        f"kv_blocks is {blocks}: they take {needed / 2**30:.1f} GiB ({bytes_per_block} bytes a block and "
+        f"rank), but {max(0, available_bytes) / 2**30:.0f} GiB are available: {remedy}"
     )
 
 
