@@ -151,13 +151,19 @@ def test_each_sequence_attends_to_its_pages(lens: list[int], window: int | None)
 
 
 @needs_cpu
-@pytest.mark.parametrize("shares", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("lens", [[700], [300, 1, 0, 200, 64, 65], [64, 64, 64]], ids=["one", "mixed", "even"])
-def test_the_result_is_the_same_however_the_work_is_cut(lens: list[int], shares: int) -> None:
+@pytest.mark.parametrize("extra", [0, 1, 2, 5, 10])
+@pytest.mark.parametrize(
+    "lens", [[700], [300, 1, 0, 200, 64, 65], [64, 64, 64]], ids=["one", "mixed", "even"]
+)
+def test_the_result_is_the_same_however_the_work_is_cut(lens: list[int], extra: int) -> None:
     case = make(lens)
     workspace = kernel.allocate_workspace(16, 4, 2, 16, case.q.device)
     for _ in range(2):  # the second run finds the counters as the first left them
-        close(case.run(shares=shares, workspace=workspace), case.expected(), 1e-5)
+        close(
+            case.run(config=kernel.DecodeConfig(len(lens) + extra, 3), workspace=workspace),
+            case.expected(),
+            1e-5,
+        )
         assert (workspace.arrived == 0).all()
 
 
@@ -165,7 +171,7 @@ def test_the_result_is_the_same_however_the_work_is_cut(lens: list[int], shares:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (6, 2), (7, 1), (20, 1), (8, 1)])
 def test_any_group_of_query_heads_is_one_tile(heads: int, kv_heads: int) -> None:
     case = make([200, 64], heads=heads, kv_heads=kv_heads)
-    close(case.run(shares=3), case.expected(), 1e-5)
+    close(case.run(config=kernel.DecodeConfig(4, 3)), case.expected(), 1e-5)
 
 
 @needs_cpu
@@ -173,7 +179,7 @@ def test_any_group_of_query_heads_is_one_tile(heads: int, kv_heads: int) -> None
 @pytest.mark.parametrize("scaled", [False, True])
 def test_scales_belong_to_tokens_and_heads(head_dim: int, scaled: bool) -> None:
     case = make([130, 70], head_dim=head_dim, scaled=scaled, window=100)
-    close(case.run(shares=2), case.expected(), 1e-4)
+    close(case.run(config=kernel.DecodeConfig(3, 3)), case.expected(), 1e-4)
 
 
 @needs_cpu
@@ -193,8 +199,8 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
     small = kernel.allocate_workspace(2, 4, 2, 16, case.q.device)
     with pytest.raises(ValueError, match="workspace is for 2 sequences, the batch has 3"):
         case.run(workspace=small)
-    with pytest.raises(ValueError, match="shares is 13, the workspace holds 12"):
-        case.run(shares=13)
+    with pytest.raises(ValueError, match="items is 2, not between the 3 sequences and the workspace's 11"):
+        case.run(config=kernel.DecodeConfig(2, 3))
     with pytest.raises(ValueError, match="workspace is for kv_heads"):
         case.run(workspace=kernel.allocate_workspace(3, 4, 4, 16, case.q.device))
 

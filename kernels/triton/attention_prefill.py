@@ -1,0 +1,389 @@
+"""Causal attention of chunks of prompts over a paged cache (FlashAttention-2's loop, Dao 2023).
+
+A tile is 128 rows: the query heads of one KV head, for as many tokens as fill them. So a short chunk still
+fills the tensor cores, and the tiles on the diagonal waste little. Tiles of all chunks of a pass are one
+launch, the longest first, from a list that the host makes once a step for every layer (`plan_tiles`). A page
+of a KV head is one contiguous tile that a tensor descriptor reads. Pages that every row sees whole are not
+masked.
+
+An FP8 cache is expanded to the model's dtype first, into a scratch pool of the pages that the pass reads
+(`plan_expansion`, `expand`): each page is converted once, where the tiles of a chunk would convert it over
+and over. Chunks of few tokens, and those for which the scratch has no room, read the FP8 pages themselves,
+converting tiles to float16: on Hopper one instruction for two values, where bfloat16 takes several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+PAGE_TOKENS = 64
+
+_LOG2_E = 1.4426950408889634
+
+_LIFT = tl.constexpr(8.0)
+"""In float16, weights are computed times 2**8, so that small ones stay clear of its subnormals."""
+
+_UNSEEN = tl.constexpr(-1.0e30)
+"""The score of a masked key. Finite, so that a row that sees nothing of a page yet is no NaN: what it sums
+there is multiplied by 0 when its first key comes."""
+
+
+@triton.jit
+def _prefill_kernel(
+    q,
+    k_tiles,
+    v_tiles,
+    k_scales,
+    v_scales,
+    table,
+    tiles,
+    out,
+    table_stride,
+    q_stride,
+    out_stride,
+    scale,
+    KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    EXPANDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    kv_head = tl.program_id(0) % KV_HEADS
+    record = tiles + tl.program_id(0) // KV_HEADS * 4
+    first_token = tl.load(record)
+    count = tl.load(record + 1)
+    first_position = tl.load(record + 2)
+    if EXPANDED:
+        base = tl.load(record + 3)
+    else:
+        blocks = table + tl.load(record + 3).to(tl.int64) * table_stride
+
+    row = tl.arange(0, TILE_ROWS)
+    dim = tl.arange(0, HEAD_DIM)
+    real = (row < count * HEADS)[:, None]
+    position = first_position + row // HEADS
+    token = (first_token + row // HEADS).to(tl.int64)
+    head = kv_head * HEADS + row % HEADS
+    query = tl.load(
+        q + token[:, None] * q_stride + (head * HEAD_DIM)[:, None] + dim[None, :], mask=real, other=0.0
+    )
+    query = query.to(COMPUTE)
+
+    last_position = first_position + count - 1
+    pages = last_position // 64 + 1
+    # Pages that every row sees whole are `[inside, whole)`.
+    whole = (first_position + 1) // 64
+    if WINDOW > 0:
+        first = tl.maximum(first_position - WINDOW + 1, 0) // 64
+        inside = tl.maximum(last_position - WINDOW + 64, 0) // 64
+    else:
+        first = first_position * 0
+        inside = first
+    LIFT: tl.constexpr = _LIFT if tl.float16 == COMPUTE else 0.0
+    key = tl.arange(0, 64)
+    m = tl.full([TILE_ROWS], _UNSEEN, tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+    for page in tl.range(first, pages, num_stages=STAGES):
+        if EXPANDED:
+            tile = ((base + page) * KV_HEADS + kv_head) * 64
+        else:
+            tile = (tl.load(blocks + page).to(tl.int32) * KV_HEADS + kv_head) * 64
+        k = k_tiles.load([tile, 0])
+        scores = tl.dot(query, k.to(COMPUTE).T, input_precision=PRECISION)
+        if SCALED:
+            scores = scores * tl.load(k_scales + tile + key)[None, :]
+        if (page >= whole) | (page < inside):
+            place = page * 64 + key
+            seen = place[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (place[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, _UNSEEN)
+        m_new = tl.maximum(m, tl.max(scores, 1) * scale)
+        old = tl.exp2(m - m_new)
+        weights = tl.exp2(scores * scale - (m_new - LIFT)[:, None])
+        total = total * old + tl.sum(weights, 1)
+        if SCALED:
+            weights = weights * tl.load(v_scales + tile + key)[None, :]
+        acc = acc * old[:, None]
+        v = v_tiles.load([tile, 0])
+        acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc, input_precision=PRECISION)
+        m = m_new
+    acc = acc / total[:, None]
+    # Read and worked out again: kept over the loop, these would be the registers that it lacks.
+    first_token = tl.load(record, volatile=True)
+    count = tl.load(record + 1, volatile=True)
+    real = (row < count * HEADS)[:, None]
+    token = (first_token + row // HEADS).to(tl.int64)
+    place = out + token[:, None] * out_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=real)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence in a pass."""
+
+    first: int
+    """Of its tokens in the pass."""
+    count: int
+    context: int
+    """Tokens of the sequence in the cache before them."""
+    row: int
+    """Of the block table."""
+
+
+def tile_tokens(heads: int, kv_heads: int, tile_rows: int = 128) -> int:
+    """Tokens in a tile."""
+    return max(1, tile_rows // (heads // kv_heads))
+
+
+def plan_tiles(
+    chunks: Sequence[Chunk], heads: int, kv_heads: int, window: int | None = None, tile_rows: int = 128
+) -> np.ndarray:
+    """The tiles of a pass, those with the most keys first: `[tiles, 4]` int32 of first token in the pass,
+    tokens, position of the first, row of the block table. Good for every layer with this window."""
+    step = tile_tokens(heads, kv_heads, tile_rows)
+    parts = [np.empty((0, 4), dtype=np.int32)]
+    for chunk in chunks:
+        offset = np.arange(0, chunk.count, step, dtype=np.int32)
+        part = np.empty((len(offset), 4), dtype=np.int32)
+        part[:, 0] = chunk.first + offset
+        part[:, 1] = np.minimum(step, chunk.count - offset)
+        part[:, 2] = chunk.context + offset
+        part[:, 3] = chunk.row
+        parts.append(part)
+    tiles = np.concatenate(parts)
+    keys = tiles[:, 1] + (tiles[:, 2] if window is None else np.minimum(tiles[:, 2], window))
+    return tiles[np.argsort(-keys, kind="stable")]
+
+
+EXPAND_FROM = 64
+"""Tokens of a chunk from which converting its pages beforehand pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """How a pass reads an FP8 cache: three lists for the device, good for every layer with this window."""
+
+    pages: np.ndarray
+    """`[pages, 2]` int32, row and column of the block table: what `expand` puts into scratch block i."""
+    expanded: np.ndarray
+    """`plan_tiles`' tiles of the chunks that read the scratch; for the row, the scratch block of page 0."""
+    direct: np.ndarray
+    """`plan_tiles`' tiles of the others."""
+
+
+def plan_expansion(
+    chunks: Sequence[Chunk],
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    scratch_blocks: int,
+    tile_rows: int = 128,
+) -> Expansion:
+    """Splits a pass's chunks between the scratch, of `scratch_blocks` blocks, and the FP8 pool itself."""
+    direct, moved, pages, used = [], [], [], 0
+    for chunk in chunks:
+        first = 0 if window is None else max(0, chunk.context + 1 - window) // PAGE_TOKENS
+        last = -(-(chunk.context + chunk.count) // PAGE_TOKENS)
+        if chunk.count < EXPAND_FROM or used + last - first > scratch_blocks:
+            direct.append(chunk)
+            continue
+        part = np.empty((last - first, 2), dtype=np.int32)
+        part[:, 0] = chunk.row
+        part[:, 1] = np.arange(first, last, dtype=np.int32)
+        pages.append(part)
+        moved.append(Chunk(chunk.first, chunk.count, chunk.context, used - first))
+        used += last - first
+    return Expansion(
+        pages=np.concatenate(pages) if pages else np.empty((0, 2), dtype=np.int32),
+        expanded=plan_tiles(moved, heads, kv_heads, window, tile_rows),
+        direct=plan_tiles(direct, heads, kv_heads, window, tile_rows),
+    )
+
+
+@triton.jit
+def _expand_kernel(
+    keys,
+    values,
+    k_scales,
+    v_scales,
+    table,
+    pages,
+    out_keys,
+    out_values,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    kv_head = tl.program_id(0) % KV_HEADS
+    page = tl.program_id(0) // KV_HEADS
+    row = tl.load(pages + 2 * page).to(tl.int64)
+    block = tl.load(table + row * table_stride + tl.load(pages + 2 * page + 1)).to(tl.int64)
+    token = tl.arange(0, 64)
+    place = token[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tile = (block * KV_HEADS + kv_head) * 64
+    target = (page * KV_HEADS + kv_head).to(tl.int64) * 64 * HEAD_DIM + place
+    k = tl.load(keys + tile * HEAD_DIM + place).to(tl.float32) * tl.load(k_scales + tile + token)[:, None]
+    v = tl.load(values + tile * HEAD_DIM + place).to(tl.float32) * tl.load(v_scales + tile + token)[:, None]
+    tl.store(out_keys + target, k.to(out_keys.dtype.element_ty))
+    tl.store(out_values + target, v.to(out_values.dtype.element_ty))
+
+
+def scratch_bytes(scratch_blocks: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes of the scratch's keys and values: `[scratch_blocks, kv_heads, 64, head_dim]` of the model's dtype
+    (2 bytes) each, one pair for all layers."""
+    return 2 * 2 * scratch_blocks * kv_heads * PAGE_TOKENS * head_dim
+
+
+def expand(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k_scales: torch.Tensor,
+    v_scales: torch.Tensor,
+    block_table: torch.Tensor,
+    pages: torch.Tensor,
+    scratch_keys: torch.Tensor,
+    scratch_values: torch.Tensor,
+    pdl: bool = True,
+) -> None:
+    """Pages of an FP8 pool, times their scales, into blocks 0, 1, 2… of the scratch, one for each of
+    `pages` (`Expansion.pages` on the device).
+
+    keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous; k_scales, v_scales: `[blocks, kv_heads, 64]`
+    float32; scratch_keys, scratch_values: `[scratch blocks, kv_heads, 64, head_dim]` in the queries' dtype.
+    """
+    _, kv_heads, _, head_dim = keys.shape
+    if len(pages) > len(scratch_keys):
+        raise ValueError(f"pages has {len(pages)} pages, the scratch {len(scratch_keys)} blocks")
+    _expand_kernel[(len(pages) * kv_heads,)](
+        keys,
+        values,
+        k_scales,
+        v_scales,
+        block_table,
+        pages,
+        scratch_keys,
+        scratch_values,
+        block_table.stride(0),
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How a launch uses the GPU."""
+
+    tile_rows: int
+    """As `plan_tiles` was given."""
+    num_warps: int
+    stages: int
+    """Of the pipeline over pages; page numbers and tiles share them where a block table is read."""
+    maxnreg: int | None
+    """Most registers of a thread."""
+
+
+def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
+    """direct: the pool is FP8. expanded: it is the scratch.
+
+    Two programs of 8 warps a multiprocessor hide each other's softmax: 128 registers are the most that lets
+    both in. Converting FP8 tiles takes more, and is better off with 4 warps.
+    """
+    if head_dim > 128:
+        return PrefillConfig(128, 8, 2 if expanded else 3, None)
+    if direct:
+        return PrefillConfig(128, 4, 3, None)
+    return PrefillConfig(128, 8, 2 if expanded else 3, 128)
+
+
+def prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor | None,
+    tiles: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = True,
+    config: PrefillConfig | None = None,
+) -> torch.Tensor:
+    """Causal attention of chunks whose keys and values are in the cache already: `[tokens, heads, head_dim]`,
+    as q. Tokens that no tile has are left as they are in `out`.
+
+    q: `[tokens, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
+    contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
+    block_table: `[max_rows, columns]` int32 or int64, each row covering context + count of its chunk; None:
+    keys and values are the scratch, and tiles `Expansion.expanded`.
+    tiles: `plan_tiles` on the device, contiguous.
+    window: a token sees itself and the window - 1 before it. The softmax is in float32.
+    """
+    _, heads, head_dim = q.shape
+    blocks, kv_heads, _, _ = keys.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    compute = q.dtype if keys.dtype == q.dtype else torch.float16
+    lines = blocks * kv_heads * PAGE_TOKENS
+    tile = [PAGE_TOKENS, head_dim]
+    direct = k_scales is not None
+    expanded = block_table is None
+    table = tiles if block_table is None else block_table
+    config = config or config_for(head_dim, direct, expanded)
+    _prefill_kernel[(len(tiles) * kv_heads,)](
+        q,
+        TensorDescriptor(keys, [lines, head_dim], [head_dim, 1], tile),
+        TensorDescriptor(values, [lines, head_dim], [head_dim, 1], tile),
+        k_scales,
+        v_scales,
+        table,
+        tiles,
+        out,
+        table.stride(0),
+        q.stride(0),
+        out.stride(0),
+        scale * _LOG2_E,
+        KV_HEADS=kv_heads,
+        HEADS=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        TILE_ROWS=config.tile_rows,
+        WINDOW=window or 0,
+        SCALED=direct,
+        COMPUTE=_TRITON_DTYPES[compute],
+        PRECISION="ieee" if compute == torch.float32 else "tf32",
+        STAGES=config.stages,
+        EXPANDED=expanded,
+        PDL=pdl,
+        num_warps=config.num_warps,
+        launch_pdl=pdl,
+        maxnreg=config.maxnreg,
+    )
+    return out
+
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

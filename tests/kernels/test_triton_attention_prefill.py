@@ -1,0 +1,305 @@
+"""Paged prefill attention in Triton equals its twin.
+
+The interpreter (CPU, float32) proves indexing and masking: chunks, contexts, tiles, windows, scales. Only a
+GPU proves the numerics of bfloat16 and FP8, the pipelined loads of pages, and PDL: the tests marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import PAGE_TOKENS, reference
+
+triton = pytest.importorskip("triton")
+from kernels.triton import attention_prefill as kernel  # noqa: E402
+
+ON_CPU = not torch.cuda.is_available()
+needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs where there is no GPU")
+needs_gpu = pytest.mark.skipif(ON_CPU, reason="no NVIDIA GPU: torch.cuda.is_available() is false")
+
+
+@dataclass
+class Case:
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    table: torch.Tensor
+    chunks: list[kernel.Chunk]
+    scale: float
+    window: int | None = None
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+
+    def run(self, **options: object) -> torch.Tensor:
+        heads, kv_heads = self.q.shape[1], self.keys.shape[1]
+        tiles = options.pop("tiles", None)
+        if tiles is None:
+            tiles = torch.from_numpy(kernel.plan_tiles(self.chunks, heads, kv_heads, self.window))
+            tiles = tiles.to(self.q.device)
+        options.setdefault("pdl", not ON_CPU)
+        return kernel.prefill(
+            self.q,
+            self.keys,
+            self.values,
+            self.table,
+            tiles,  # type: ignore[arg-type]
+            self.scale,
+            window=self.window,
+            k_scales=self.k_scales,
+            v_scales=self.v_scales,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def run_expanded(self, scratch_blocks: int) -> tuple[torch.Tensor, kernel.Expansion]:
+        assert self.k_scales is not None
+        assert self.v_scales is not None
+        heads, (_, kv_heads, _, head_dim) = self.q.shape[1], self.keys.shape
+        plan = kernel.plan_expansion(self.chunks, heads, kv_heads, self.window, scratch_blocks)
+        dtype = torch.float32 if ON_CPU else torch.float16
+        scratch = torch.full(
+            (2, scratch_blocks, kv_heads, PAGE_TOKENS, head_dim),
+            float("nan"),
+            dtype=dtype,
+            device=self.q.device,
+        )
+        pages, expanded, direct = (
+            torch.from_numpy(each).to(self.q.device) for each in (plan.pages, plan.expanded, plan.direct)
+        )
+        pool = (self.keys, self.values, self.k_scales, self.v_scales)
+        out = torch.zeros_like(self.q)
+        if len(pages):
+            kernel.expand(*pool, self.table, pages, scratch[0], scratch[1], pdl=not ON_CPU)
+            options = {"out": out, "window": self.window, "pdl": not ON_CPU}
+            kernel.prefill(self.q, scratch[0], scratch[1], None, expanded, self.scale, **options)  # type: ignore[arg-type]
+        if len(direct):
+            self.run(out=out, tiles=direct)
+        return out, plan
+
+    def expected(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """By the twin, chunk by chunk, in `dtype`."""
+        keys, values = self.keys.to(dtype), self.values.to(dtype)
+        if self.k_scales is not None and self.v_scales is not None:
+            keys = (keys * self.k_scales.unsqueeze(-1)).to(dtype)
+            values = (values * self.v_scales.unsqueeze(-1)).to(dtype)
+        out = torch.zeros(self.q.shape, dtype=dtype, device=self.q.device)
+        for chunk in self.chunks:
+            span = slice(chunk.first, chunk.first + chunk.count)
+            pages = -(-(chunk.context + chunk.count) // PAGE_TOKENS)
+            out[span] = reference.paged_attention_prefill(
+                self.q[span].to(dtype),
+                keys,
+                values,
+                self.table[chunk.row, :pages].long(),
+                chunk.context,
+                self.scale,
+                self.window,
+            )
+        return out
+
+
+def make(
+    chunks: list[tuple[int, int]],
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    window: int | None = None,
+    scaled: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    blocks: int = 24,
+    seed: int = 0,
+) -> Case:
+    """Chunks of (context, count) over shared random blocks, after three tokens of something else."""
+    random_ = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random_)
+
+    order = random.Random(seed)
+    rows = order.sample(range(len(chunks) + 3), len(chunks))
+    longest = max(context + count for context, count in chunks)
+    table = torch.full((len(chunks) + 3, -(-longest // PAGE_TOKENS) + 1), 1 << 28)
+    spans, first = [], 3
+    for row, (context, count) in zip(rows, chunks, strict=True):
+        for column in range(-(-(context + count) // PAGE_TOKENS)):
+            table[row, column] = order.randrange(blocks)
+        spans.append(kernel.Chunk(first, count, context, row))
+        first += count
+    shape = (blocks, kv_heads, PAGE_TOKENS, head_dim)
+    case = Case(
+        q=draw(first, heads, head_dim).to(dtype),
+        keys=draw(*shape).to(dtype),
+        values=draw(*shape).to(dtype),
+        table=table,
+        chunks=spans,
+        scale=0.3 if ON_CPU else head_dim**-0.5,
+        window=window,
+    )
+    if scaled:
+        case.k_scales = torch.rand(shape[:3], generator=random_) + 0.1
+        case.v_scales = torch.rand(shape[:3], generator=random_) + 0.1
+    names = ("q", "keys", "values", "table", "k_scales", "v_scales")
+    moved = {name: getattr(case, name) for name in names}
+    return replace(case, **{name: each.to(device) for name, each in moved.items() if each is not None})
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    assert (found.double() - expected.double()).abs().max() < tolerance
+
+
+CHUNKS = {
+    "one token": [(0, 1)],
+    "a page": [(0, 64)],
+    "over a border": [(63, 2)],
+    "past a border": [(64, 64)],
+    "several tiles": [(0, 200)],
+    "a cached prefix": [(130, 77)],
+    "several chunks": [(0, 65), (200, 33), (0, 1), (127, 130)],
+}
+
+
+@needs_cpu
+@pytest.mark.parametrize("window", [None, 1, 50, 64, 100])
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
+def test_chunks_attend_to_their_context_and_themselves(
+    chunks: list[tuple[int, int]], window: int | None
+) -> None:
+    case = make(chunks, window=window)
+    out = torch.zeros_like(case.q)
+    close(case.run(out=out), case.expected(), 1e-5)
+
+
+@needs_cpu
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (20, 1), (8, 1)])
+def test_any_group_of_query_heads_fills_tiles(heads: int, kv_heads: int) -> None:
+    case = make([(70, 90), (0, 20)], heads=heads, kv_heads=kv_heads)
+    close(case.run(out=torch.zeros_like(case.q)), case.expected(), 1e-5)
+
+
+@needs_cpu
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_scales_belong_to_tokens_and_heads(head_dim: int) -> None:
+    case = make([(70, 90), (0, 20)], head_dim=head_dim, scaled=True, window=100)
+    close(case.run(out=torch.zeros_like(case.q)), case.expected(), 1e-4)
+
+
+@needs_cpu
+def test_indices_may_be_narrow_and_queries_strided() -> None:
+    case = make([(70, 90)])
+    expected = case.expected()
+    wide = torch.zeros(len(case.q), 9, 16)
+    wide[:, :4] = case.q
+    case = replace(case, table=case.table.int(), q=wide[:, :4])
+    close(case.run(out=torch.zeros(case.q.shape)), expected, 1e-5)
+
+
+def test_tiles_cover_every_token_once_the_longest_first() -> None:
+    chunks = [kernel.Chunk(0, 70, 500, 2), kernel.Chunk(70, 1, 0, 0), kernel.Chunk(71, 200, 0, 1)]
+    tiles = kernel.plan_tiles(chunks, heads=8, kv_heads=2)
+    tokens = np.concatenate([np.arange(first, first + count) for first, count, _, _ in tiles])
+    assert sorted(tokens.tolist()) == list(range(271))
+    assert (np.diff(tiles[:, 1] + tiles[:, 2]) <= 0).all()
+    assert {tuple(each) for each in tiles[:3].tolist()} == {
+        (0, 32, 500, 2),
+        (32, 32, 532, 2),
+        (64, 6, 564, 2),
+    }
+
+
+@needs_cpu
+@pytest.mark.parametrize("window", [None, 100])
+def test_an_expanded_cache_gives_what_the_cache_gives(window: int | None) -> None:
+    case = make([(0, 90), (200, 33), (300, 70), (127, 130), (5, 200)], scaled=True, window=window)
+    found, plan = case.run_expanded(scratch_blocks=12)
+    assert len(plan.pages) <= 12
+    assert len(plan.direct) > 0
+    assert len(plan.expanded) > 0
+    close(found, case.expected(), 1e-4)
+
+
+def test_a_scratch_that_is_too_small_is_refused() -> None:
+    pool, scales = torch.zeros(4, 1, 64, 16), torch.zeros(4, 1, 64)
+    pages, table = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="pages has 3 pages, the scratch 2 blocks"):
+        kernel.expand(pool, pool, scales, scales, table, pages, pool[:2], pool[:2])
+
+
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _quantise(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = pool.float().abs().amax(-1) / 448
+    return (pool.float() / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales
+
+
+def _fp8(case: Case) -> Case:
+    keys, k_scales = _quantise(case.keys)
+    values, v_scales = _quantise(case.values)
+    return replace(case, keys=keys, values=values, k_scales=k_scales, v_scales=v_scales)
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+GPU_CHUNKS = {
+    **CHUNKS,
+    "long": [(0, 2000)],
+    "long context": [(5000, 300)],
+    "mixed": [(0, 512), (1000, 1), (63, 700), (0, 3), (2048, 130)],
+}
+LLAMA = (32, 8, 128)
+OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("shape", "chunks", "window"),
+    [(LLAMA, chunks, None) for chunks in GPU_CHUNKS]
+    + [(LLAMA, "mixed", 300)]
+    + [(shape, "mixed", None) for shape in OTHERS],
+)
+def test_the_error_is_that_of_torch(
+    shape: tuple[int, int, int], chunks: str, window: int | None, fp8: bool
+) -> None:
+    """At most twice that of torch's attention in bfloat16 (float16 for FP8 caches), plus half a rounding of
+    the result."""
+    case = make(GPU_CHUNKS[chunks], *shape, window, dtype=torch.bfloat16, device="cuda", blocks=90)
+    case = _fp8(case) if fp8 else case
+    exact = case.expected()
+    found = case.run(out=torch.zeros_like(case.q))
+    torchs = case.expected(torch.float16 if fp8 else torch.bfloat16).bfloat16()
+    assert _error(found, exact) <= 2 * _error(torchs, exact) + 1e-3
+    if fp8:
+        found, _ = case.run_expanded(scratch_blocks=150)
+        torchs = case.expected(torch.bfloat16)
+        assert _error(found, exact) <= 2 * _error(torchs, exact) + 1e-3
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_bits_are_the_same_every_time_and_without_pdl() -> None:
+    case = make(GPU_CHUNKS["mixed"], *LLAMA, dtype=torch.bfloat16, device="cuda")
+    first = case.run(out=torch.zeros_like(case.q))
+    for pdl in (True, False) * 5:
+        assert torch.equal(case.run(out=torch.zeros_like(case.q), pdl=pdl), first)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_chunk_of_a_64k_sequence_in_fp8_stays_near_float32() -> None:
+    """Of what the FP8 cache holds: flat weights (the sum of 65,536 small ones) and peaked ones."""
+    for sharpness in (0.0, 1.0, 30.0):
+        case = make([(65_000, 536)], *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=1024)
+        case = _fp8(replace(case, q=case.q * sharpness))
+        exact = case.expected(torch.float32).double()
+        assert _error(case.run(out=torch.zeros_like(case.q)), exact) < 3e-3
+        assert _error(case.run_expanded(scratch_blocks=1024)[0], exact) < 6e-3
