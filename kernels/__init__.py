@@ -143,6 +143,10 @@ def select_backend(device_type: str) -> Ops:
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device_type!r}; backends exist for cpu and cuda")
+    if device_type == "cuda":
+        from kernels.cuda import CudaOps
+
+        return CudaOps()
     from kernels import reference
 
     return reference
