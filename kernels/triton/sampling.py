@@ -8,17 +8,20 @@ differ only where two scores, or a token and the border of the nucleus, are clos
 
 How
 ---
-*scan*: each chunk of a row gives its best score, that token's id and logit, its largest logit and its sum of
-exp. Greedy and plain rows need no more: *pick* takes the best chunk's.
+*scan*: each chunk of a row gives its best score, that token's id and logit, its largest logit, its sum of exp
+and its second best score. Greedy and plain rows need no more: *pick* takes the best chunk's.
 
 A full row's winner before narrowing (the Gumbel-max draw from the whole distribution) is its winner after
-it if it survives top-k, top-p and min-p, which for top-p it does with probability top_p or more. Whether it
-survives is one more read: how many tokens, with how much mass, are more likely than it (*above*). So most
-rows are done after two reads. The rest (*settle*) search for the border of what is kept, with several
-thresholds tried at each read, and draw again among the tokens that are not excluded yet, until the winner
-is known to be kept. The noise is a function of the token, so this is the very draw that sorting would have
-given. (Rejection with a shrinking set of candidates is FlashInfer's, Ye et al. 2025; there with fresh noise
-each round.)
+it if it survives top-k, top-p and min-p, which for top-p it does with probability top_p or more; else the
+next best may. *combine* finds both, *above* reads the row once more: how many tokens, with how much mass,
+are more likely than each; *decide* takes the one that is kept. So nearly all rows are done after two reads.
+The rest (*settle*) search for the border of what is kept, with several thresholds tried at each read, and
+draw again among the tokens that are not excluded yet, until the winner is known to be kept. The noise is a
+function of the token, so this is the very draw that sorting would have given. (Rejection with a shrinking
+set of candidates is FlashInfer's, Ye et al. 2025; there with fresh noise each round.)
+
+A small top-k is settled by *decide* alone: *scan* leaves the largest logit of each group of 128 tokens, whose
+k-th largest says which few groups, and then tokens, to compare with each other.
 
 A row's result does not depend on the rows beside it, nor on their number: chunks are of fixed size and their
 sums are added in the order of the chunks.
@@ -31,14 +34,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from kernels.triton.sampling_kernels import (
-    above_kernel,
-    edit_kernel,
-    pick_kernel,
-    scan_kernel,
-    scatter_kernel,
-    settle_kernel,
-)
+from kernels.triton.sampling_full import above_kernel, combine_kernel, decide_kernel, settle_kernel
+from kernels.triton.sampling_kernels import edit_kernel, pick_kernel, scan_kernel, scatter_kernel
 
 BAD_TOKEN = -1
 """Of a row whose largest logit is not a finite number. As `engine.messages.BAD_TOKEN`."""
@@ -46,7 +43,8 @@ BAD_TOKEN = -1
 _CHUNK = 4096
 _CHUNK_WARPS = 8
 """Columns that one program of *scan* and *above* holds, and its warps. Both decide the order of sums."""
-_SETTLE_TILE = 4096
+_DECIDE_WARPS = 8
+_SETTLE_TILE = 2048
 _SETTLE_WARPS = 16
 _SETTLE_STAGES = 4
 _FEW = 64
@@ -122,33 +120,59 @@ def full(logits: Logits, draws: Draws, *, pdl: bool = False) -> tuple[torch.Tens
     """
     rows = len(draws.rows)
     device = logits.values.device
-    row_groups = triton.cdiv(logits.columns, _CHUNK) * (_chunk(logits.columns) // _group(logits.columns))
+    values, ids = _results(rows, device)
+    chunks = triton.cdiv(logits.columns, _CHUNK)
+    chunk, group = _chunk(logits.columns), _group(logits.columns)
+    row_groups = chunks * (chunk // group)
     groups = torch.empty((rows, row_groups), dtype=torch.float32, device=device)
     partials = _scan_rows(logits, draws, rows, 2, pdl, groups)
-    values, ids = _results(rows, logits.values.device)
     if rows == 0:
         return values, ids
     source, options = _source(logits)
-    chunks = triton.cdiv(logits.columns, _CHUNK)
+    options |= {"PDL": pdl, "launch_pdl": pdl}
+    padded_chunks = triton.next_power_of_2(chunks)
+    summaries = torch.empty((rows, 8), dtype=torch.float32, device=device)
+    states = torch.empty(rows, dtype=torch.int32, device=device)
     above = torch.empty((4, rows, chunks), dtype=torch.float32, device=device)
-    group_lists = torch.empty((rows, 2 * _FEW), dtype=torch.int32, device=device)
-    tables = _tables(draws)
-    options |= {"PDL": pdl, "FEW": _FEW, "CHUNKS": triton.next_power_of_2(chunks), "launch_pdl": pdl}
-    above_kernel[(chunks, rows)](
-        *source,
-        *tables,
+    # FEW groups and twice as many tokens.
+    group_lists = torch.empty((rows, 3 * _FEW), dtype=torch.int32, device=device)
+    parameters = (draws.rows, draws.floats, draws.floats.stride(0), draws.top_k)
+    combine_kernel[(rows,)](
+        logits.columns,
+        *parameters,
         partials,
+        summaries,
+        states,
+        values,
+        ids,
+        rows,
+        chunks,
+        FEW=_FEW,
+        CHUNKS=padded_chunks,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
+    above_kernel[(chunks, rows)](
+        *source[:6],
+        *parameters,
+        summaries,
+        states,
         above,
         rows,
         chunks,
-        CHUNK=_chunk(logits.columns),
+        CHUNK=chunk,
+        INDEXED=options["INDEXED"],
+        EDITED=options["EDITED"],
+        PDL=pdl,
         num_warps=_CHUNK_WARPS,
-        **options,
+        launch_pdl=pdl,
     )
-    settle_kernel[(rows,)](
+    decide_kernel[(rows,)](
         *source,
-        *tables,
-        partials,
+        *_tables(draws),
+        summaries,
+        states,
         above,
         groups,
         group_lists,
@@ -157,8 +181,20 @@ def full(logits: Logits, draws: Draws, *, pdl: bool = False) -> tuple[torch.Tens
         rows,
         chunks,
         row_groups,
+        CHUNKS=padded_chunks,
         GROUPS=triton.next_power_of_2(row_groups),
-        GROUP=_group(logits.columns),
+        GROUP=group,
+        FEW=_FEW,
+        num_warps=_DECIDE_WARPS,
+        **options,
+    )
+    settle_kernel[(rows,)](
+        *source,
+        *_tables(draws),
+        summaries,
+        states,
+        values,
+        ids,
         TILE=min(_SETTLE_TILE, triton.next_power_of_2(logits.columns)),
         THRESHOLDS=_THRESHOLDS,
         STAGES=_SETTLE_STAGES,
