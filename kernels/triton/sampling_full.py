@@ -1,5 +1,7 @@
-# mypy: allow-untyped-defs """The kernels of full rows: what top-k, top-p and min-p keep, and the best of
-it. See `kernels.triton.sampling`."""
+# mypy: allow-untyped-defs
+"""The kernels of full rows: what top-k, top-p and min-p keep, and the best of it.
+
+See `kernels.triton.sampling`."""
 
 from __future__ import annotations
 

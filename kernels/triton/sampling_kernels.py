@@ -1,5 +1,5 @@
-# mypy: allow-untyped-defs """Noise, reading, scan, pick and edits of `kernels.triton.sampling`, whose text
-says how they work together."""
+# mypy: allow-untyped-defs
+"""Noise, reading, scan, pick and edits of `kernels.triton.sampling`, whose text says how they fit."""
 
 from __future__ import annotations
 
