@@ -228,7 +228,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
     """Rank to core, last: why it ends. `kind` is "checkpoint" (bad files, or a spec that cannot be run:
-    retrying is useless), "memory", "device" or "internal"."""
+    retried slowly), "memory", "device" or "internal"."""
 
     kind: str
     message: str

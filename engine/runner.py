@@ -136,7 +136,7 @@ class Runner:
             self.decoder = Decoder(
                 self.config,
                 ranks,
-                select_backend(self.device.type),
+                select_backend(self.device.type, TORCH_DTYPES[self.dtype]),
                 TORCH_DTYPES[self.dtype],
                 self.device,
                 max_model_len=self.max_model_len,

@@ -135,15 +135,17 @@ class Ops(Protocol):
         in float32. What a pool holds must be finite."""
 
 
-def select_backend(device_type: str) -> Ops:
-    """The operations for tensors on a torch device type ("cpu" or "cuda").
+def select_backend(device_type: str, dtype: torch.dtype = torch.float32) -> Ops:
+    """The operations for tensors of a model's dtype on a torch device type ("cpu" or "cuda").
+
+    float32 on a GPU is computed by plain torch: it serves comparisons, and our kernels are made for 16 bits.
 
     Raises ValueError for a device that no backend serves. The caller has chosen the device: a backend never
     moves work to another one.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device_type!r}; backends exist for cpu and cuda")
-    if device_type == "cuda":
+    if device_type == "cuda" and dtype != torch.float32:
         from kernels.cuda import CudaOps
 
         return CudaOps()

@@ -131,7 +131,8 @@ class CudaOps:
             )
         if inputs.chunks:
             if window not in plan.tiles:
-                host = attention_prefill.plan_tiles(inputs.chunks, q.shape[1], keys.shape[1], window)
+                chunks = [attention_prefill.Chunk(c.first, c.count, c.context, c.row) for c in inputs.chunks]
+                host = attention_prefill.plan_tiles(chunks, q.shape[1], keys.shape[1], window)
                 plan.tiles[window] = torch.from_numpy(host).to(q.device, non_blocking=True)
             tiles = plan.tiles[window]
             attention_prefill.prefill(q, keys, values, inputs.block_table, tiles, scale, window, out=out)
