@@ -1,0 +1,36 @@
+"""What holds for the tree as a whole."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_LINES = 700
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    return [ROOT / name for name in listed.decode().split("\0") if name]
+
+
+def test_every_source_file_reads_in_one_sitting() -> None:
+    lengths = {
+        path.relative_to(ROOT): len(path.read_text().splitlines())
+        for path in tracked()
+        if path.suffix == ".py" and path.exists()
+    }
+    assert len(lengths) > 100
+    assert not {str(path): lines for path, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_documents_name_files_that_are_there() -> None:
+    missing = []
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for name in re.findall(
+            r"`((?:scripts|docs|engine|appliance|store|kernels)/[\w./]+)`", document.read_text()
+        ):
+            if not (ROOT / name).exists():
+                missing.append(f"{document.name}: {name}")
+    assert not missing
