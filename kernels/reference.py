@@ -106,6 +106,16 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, largest / most
 
 
+def linear_fp8(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`x [tokens, in]`, quantised per token, by e4m3 `weight [out, in]` with a float32 scale for each output,
+    `weight_scale [out]`: as x. Sums are float32, and rounded once."""
+    values, scales = quantise_fp8(x)
+    product = F.linear(values.float(), weight.float()) * scales * weight_scale
+    return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
 def rope_cache_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,

@@ -1,0 +1,260 @@
+# mypy: allow-untyped-defs
+"""Matrix products at decode: up to 64 rows, where reading the weights once is all the time there is.
+
+`linear` and `linear_fp8` take any number of rows: `linear_plans.choose` says which kernel a shape gets, and
+where cuBLAS (through torch) is better. What touches the same bytes is done on the way: RMSNorm and the
+quantisation of x before, bias, residual and SwiGLU after. One row is normed and quantised by every program
+for itself; more rows by a launch of their own, behind which the product's first weights are already read
+(programmatic dependent launch).
+
+Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rms_norm` does; then (FP8)
+divided by its scale, its largest magnitude / 448, and rounded to e4m3, as `reference.quantise_fp8` does.
+Sums are float32. Bias and residual are added to the float32 sum, which is rounded once, to the dtype of
+`out`; the twins round the product before they add a residual. SwiGLU rounds gate, up and silu(gate) as its
+twin does. FP8 products of up to 8 rows are exact in float32; of more, they are summed by the tensor cores in
+about 14 bits (relative error of a sum about 2e-3, the rounding of bfloat16 about as much).
+
+Nothing here waits for the device; all may be captured into graphs. PDL on and off give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from kernels.triton import fused
+from kernels.triton.linear_plans import Fused, Plan, choose
+from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv
+
+__all__ = ["Workspace", "allocate_workspace", "choose", "linear", "linear_fp8", "quantise"]
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu_mul: bool = False,
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = True,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """`rms_norm(x) @ weight.T + bias`, then SwiGLU, then `+ residual`: each only if asked for.
+
+    x: `[rows, K]`, rows may be strided. weight: `[N, K]` of x's dtype, contiguous. bias: `[N]`. norm_weight:
+    `[K]`. silu_mul: weight has the gate's rows, then up's; the result is `silu(gate) × up`, `[rows, N / 2]`.
+    residual, out: `[rows, N]` (`N / 2`), rows may be strided; they may be the same tensor. workspace: for
+    products that are split over K; one is made for the call where it is None, at the cost of a launch. plan:
+    instead of `choose`'s.
+    """
+    extras = Fused(bias, residual, norm_weight, eps, silu_mul)
+    out = _check(x, weight, extras, out, x.dtype)
+    if weight.dtype != x.dtype:
+        raise ValueError(f"weight is {weight.dtype} and x is {x.dtype}; they must be the same")
+    rows = x.shape[0]
+    if not rows:
+        return out
+    plan = plan or choose(rows, weight.shape[0], weight.shape[1], weight.dtype)
+    if plan is not None and rows == 1 and plan.form == "gemv":
+        launch_gemv(plan, x, weight, None, extras, out, pdl)
+        return out
+    if norm_weight is not None:
+        x = fused.rms_norm(x.contiguous(), norm_weight, eps, pdl=pdl)
+        extras = replace(extras, norm_weight=None)
+    if plan is None:
+        return _cublas(x, weight, extras, out, pdl)
+    _launch(plan, x, None, weight, None, extras, out, workspace, pdl)
+    return out
+
+
+def linear_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    x_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    silu_mul: bool = False,
+    out: torch.Tensor | None = None,
+    workspace: Workspace | None = None,
+    pdl: bool = True,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """As `linear`, of e4m3 weights `[N, K]` with a float32 scale each, `weight_scale [N]`, and of x quantised
+    per token.
+
+    x: `[rows, K]` in the model's dtype, quantised here after it is normed; or e4m3, with `x_scale [rows]` or
+    `[rows, 1]` float32 and no norm_weight; the result is then bfloat16 unless `out` says otherwise.
+    """
+    extras = Fused(bias, residual, norm_weight, eps, silu_mul)
+    out = _check(x, weight, extras, out, torch.bfloat16 if x_scale is not None else x.dtype)
+    if x_scale is not None and norm_weight is not None:
+        raise ValueError("x_scale says that x is quantised; norm_weight needs x as it was before")
+    if weight_scale.shape != weight.shape[:1] or weight_scale.dtype != torch.float32:
+        raise ValueError(
+            f"weight_scale is {weight_scale.dtype} {tuple(weight_scale.shape)}; "
+            f"weight needs float32 ({weight.shape[0]},)"
+        )
+    rows = x.shape[0]
+    if not rows:
+        return out
+    # One row that is quantised already has no use for a kernel that quantises.
+    for_rows = rows if x_scale is None else max(rows, 2)
+    plan = plan or choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
+    alone = plan is not None and rows == 1 and plan.form != "dot"
+    if x_scale is None and not alone:
+        x = x.contiguous()
+        if norm_weight is not None:
+            x, x_scale = fused.rms_norm_fp8(x, norm_weight, eps, values=weight.dtype, pdl=pdl)
+            extras = replace(extras, norm_weight=None)
+        else:
+            x, x_scale = quantise(x, values=weight.dtype, pdl=pdl)
+    if plan is None:
+        assert x_scale is not None
+        return _cublas_fp8(x, x_scale, weight, weight_scale, extras, out, pdl)
+    _launch(plan, x, x_scale, weight, weight_scale, extras, out, workspace, pdl)
+    return out
+
+
+def quantise(
+    x: torch.Tensor, *, values: torch.dtype = fused.FP8, pdl: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x [rows, n]`, contiguous, in e4m3, and scales `[rows, 1]` float32: as `reference.quantise_fp8`.
+
+    values: another dtype only where an interpreter, which cannot judge e4m3, checks the rest.
+    """
+    rows, n = x.shape
+    quantised = torch.empty((rows, n), dtype=values, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    if rows:
+        block = triton.next_power_of_2(n)
+        _quantise[(rows,)](
+            x,
+            quantised,
+            scales,
+            n,
+            PDL=pdl,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+            launch_pdl=pdl,
+        )
+    return quantised, scales
+
+
+@triton.jit
+def _quantise(x, quantised, scales, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """One row a program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    values = tl.load(x + row * n + column, mask=column < n, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), axis=0)
+    factor = tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
+    tl.store(quantised + row * n + column, (values * factor).to(quantised.dtype.element_ty), mask=column < n)
+    tl.store(scales + row, tl.div_rn(largest, 448.0))
+
+
+# ── the ways to go ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _launch(
+    plan: Plan,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    extras: Fused,
+    out: torch.Tensor,
+    workspace: Workspace | None,
+    pdl: bool,
+) -> None:
+    if plan.form == "gemv":
+        launch_gemv(plan, x, weight, weight_scale, extras, out, pdl)
+    elif plan.form == "stream":
+        # Gluon has no interpreter: whoever has no GPU never gets here.
+        from kernels.triton.linear_stream import launch_stream
+
+        launch_stream(plan, x, x_scale, weight, weight_scale, extras, out, pdl)
+    else:
+        if workspace is None:
+            workspace = allocate_workspace(x.device, weight.shape[0] if plan.split > 1 else 0)
+        launch_dot(plan, x, x_scale, weight, weight_scale, workspace, extras, out, pdl)
+
+
+def _cublas(
+    x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tensor, pdl: bool
+) -> torch.Tensor:
+    if extras.bias is None and not extras.silu_mul and out.dtype == x.dtype:
+        if extras.residual is not None:
+            return torch.addmm(extras.residual, x, weight.t(), out=out)
+        return torch.mm(x, weight.t(), out=out)
+    return _after(F.linear(x, weight, extras.bias), extras, out, pdl)
+
+
+def _cublas_fp8(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    extras: Fused,
+    out: torch.Tensor,
+    pdl: bool,
+) -> torch.Tensor:
+    product = torch._scaled_mm(
+        x,
+        weight.t(),
+        scale_a=x_scale.view(-1, 1),
+        scale_b=weight_scale.view(1, -1),
+        bias=extras.bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return _after(product, extras, out, pdl)
+
+
+def _after(product: torch.Tensor, extras: Fused, out: torch.Tensor, pdl: bool) -> torch.Tensor:
+    if extras.silu_mul:
+        product = fused.silu_mul(product, pdl=pdl)
+    if extras.residual is None:
+        return out.copy_(product)
+    return torch.add(extras.residual, product, out=out)
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    extras: Fused,
+    out: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Raises ValueError for what does not fit; the result's tensor."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; they must share K")
+    if x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"x has strides {x.stride()} and weight {weight.stride()}; their rows must be whole")
+    n = weight.shape[0] // 2 if extras.silu_mul else weight.shape[0]
+    shape = (x.shape[0], n)
+    for name, tensor, wanted in (
+        ("bias", extras.bias, weight.shape[:1]),
+        ("norm_weight", extras.norm_weight, x.shape[1:]),
+        ("residual", extras.residual, shape),
+        ("out", out, shape),
+    ):
+        if tensor is not None and (tensor.shape != wanted or tensor.stride(-1) != 1):
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)}, strides {tensor.stride()}; needs whole rows of {wanted}"
+            )
+    return torch.empty(shape, dtype=dtype, device=x.device) if out is None else out

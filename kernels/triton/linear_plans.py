@@ -1,0 +1,127 @@
+"""How each product of few rows is cut into programs, and where cuBLAS takes over.
+
+The figures are what won on an H200 with the shapes of an 8B decoder (docs/measurements); other shapes follow
+the same rules. No Triton here: plans can be made and tested anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+MOST_ROWS = 64
+"""Above, the tensor cores' rate begins to count, and cuBLAS has better tiles."""
+
+ALIGNMENT = 64
+"""K must be a multiple."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The programs of one product."""
+
+    form: Literal["gemv", "stream", "dot"]
+    """gemv: one row on the ordinary cores; dot: tiles in shared memory (both in `linear_rows`). stream:
+    weights straight into tensor-core registers, at most 16 rows (`linear_stream`)."""
+    rows: int
+    """Tokens of the tile, padding included."""
+    block_n: int
+    """Rows of the weight of a program."""
+    block_k: int
+    """Columns of a step: of a program; of a warp, in a stream."""
+    warps: int
+    stages: int = 1
+    """Steps of weights under way."""
+    split: int = 1
+    """Programs that share K."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """What a product does on the way. Shapes: `kernels.triton.linear.linear`."""
+
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
+    eps: float = 0.0
+    silu_mul: bool = False
+
+
+def choose(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
+    """The plan of `[rows, k] × [n, k]ᵀ` with weights of `dtype`; None where cuBLAS does better or we do not
+    serve the shape."""
+    if not 1 <= rows <= MOST_ROWS or k % ALIGNMENT or n < 16:
+        return None
+    if dtype == torch.float8_e4m3fn:
+        if rows <= 8:
+            return _stream_fp8(rows, n, k)
+        return _dot(rows, n, k, dtype)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if rows == 1:
+        return _gemv(n, k)
+    tiles = n // 64
+    # Tiles of 64 rows leave many of the 132 SMs idle there, and stream has tiles of 16.
+    uneven = 66 < tiles < 120
+    if (rows <= 8 and n < _MANY) or (rows <= 16 and uneven):
+        return _stream(rows, k)
+    return _dot(rows, n, k, dtype)
+
+
+_MANY = 16384
+"""Outputs from which one wave of programs is a small part of all."""
+
+
+def _gemv(n: int, k: int) -> Plan:
+    if n >= _MANY:
+        return Plan("gemv", 1, 4, min(4096, _power_of_2(k)), warps=4)
+    if k > 8192:
+        return Plan("gemv", 1, 4, 2048, warps=8)
+    return Plan("gemv", 1, 2, min(1024 if n <= 4096 else 2048, _power_of_2(k)), warps=4)
+
+
+def _stream(rows: int, k: int) -> Plan:
+    if rows > 8:
+        return _whole_steps(Plan("stream", 16, 16, 256, warps=4, stages=1), k, least=32)
+    return _whole_steps(Plan("stream", 8, 16, 128, warps=4, stages=3 if k <= 8192 else 4), k, least=32)
+
+
+def _stream_fp8(rows: int, n: int, k: int) -> Plan:
+    if k > 8192:
+        if rows == 1:
+            return Plan("gemv", 1, 8, 2048, warps=4)
+        return _whole_steps(Plan("stream", 8, 16, 128, warps=4, stages=4), k, least=64)
+    return _whole_steps(Plan("stream", 8, 16, 256, warps=4, stages=3 if n <= 4096 else 2), k, least=64)
+
+
+def _whole_steps(plan: Plan, k: int, least: int) -> Plan:
+    """With steps of at least `least` columns, so that they make up K."""
+    while k % (plan.warps * plan.block_k) and plan.block_k > least:
+        plan = replace(plan, block_k=plan.block_k // 2)
+    while k % (plan.warps * plan.block_k):
+        plan = replace(plan, warps=plan.warps // 2)
+    return plan
+
+
+def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan:
+    padded = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    columns = 128 * 2 // dtype.itemsize  # 256 bytes of a row
+    if n >= _MANY:
+        if padded == 64 or (padded == 32 and dtype.itemsize == 2):
+            plan = Plan("dot", padded, 128, columns, warps=8, stages=4)
+        else:
+            plan = Plan("dot", padded, 64, columns, warps=4, stages=4)
+    else:
+        split = 1
+        while n // 64 * split < 90 and split < 8 and k % (2 * split * ALIGNMENT) == 0:
+            split *= 2
+        plan = Plan("dot", padded, 64, columns, warps=4, stages=6 if padded == 16 else 5, split=split)
+    while k // plan.split % plan.block_k:
+        plan = replace(plan, block_k=plan.block_k // 2)
+    return plan
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()

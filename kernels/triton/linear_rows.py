@@ -1,0 +1,355 @@
+# mypy: allow-untyped-defs
+"""Products of few rows in Triton: one row on the ordinary cores, up to 64 on the tensor cores.
+
+`gemv`: each program multiplies a few rows of the weight with one token, which it norms and quantises itself.
+`dot`: the weight is the 64-row side of the tensor cores' product and the tokens, padded to 16, 32 or 64, the
+other. K may be split over programs; the last of a tile to arrive adds the float32 sums of all in the order
+of the splits, so that results do not depend on timing.
+
+See `kernels.triton.linear` for what a product does on the way, and how it rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.linear_plans import MOST_ROWS, Fused, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What the programs of split products keep between them. One for each stream; every product may use it,
+    since they run one after another, and one that starts early touches it only when the one in front is done.
+    """
+
+    partials: torch.Tensor
+    """float32 sums of the splits."""
+    arrived: torch.Tensor
+    """int32, a counter for each tile; zero between launches."""
+
+
+def allocate_workspace(device: torch.device, largest_n: int = 8192) -> Workspace:
+    """For products of at most `largest_n` outputs that are split (those of 5760 outputs or more are not, see
+    `linear_plans`; the default is ample)."""
+    tiles = triton.cdiv(largest_n, 64)
+    partials = torch.empty(largest_n * 8 * MOST_ROWS, dtype=torch.float32, device=device)
+    return Workspace(partials, torch.zeros(tiles, dtype=torch.int32, device=device))
+
+
+# ── launching ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def launch_gemv(
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    fused: Fused,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """One row. With `weight_scale`, x is quantised on the way."""
+    _gemv[(triton.cdiv(weight.shape[0], plan.block_n),)](
+        x,
+        weight,
+        weight_scale,
+        fused.norm_weight,
+        fused.bias,
+        fused.residual,
+        out,
+        out.shape[1],
+        fused.eps,
+        K=x.shape[1],
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        VECTOR=16 // weight.element_size(),
+        NORM=fused.norm_weight is not None,
+        QUANTISE=weight_scale is not None,
+        FP8=weight.element_size() == 1,
+        SILU=fused.silu_mul,
+        BIAS=fused.bias is not None,
+        RESIDUAL=fused.residual is not None,
+        PDL=pdl,
+        num_warps=plan.warps,
+        launch_pdl=pdl,
+    )
+
+
+def launch_dot(
+    plan: Plan,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    workspace: Workspace,
+    fused: Fused,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
+    already."""
+    tiles = triton.cdiv(weight.shape[0], plan.block_n)
+    needed = tiles * plan.split * plan.block_n * plan.rows
+    if plan.split > 1 and (needed > workspace.partials.numel() or tiles > workspace.arrived.numel()):
+        raise ValueError(
+            f"workspace holds {workspace.partials.numel()} sums of {workspace.arrived.numel()} tiles; "
+            f"{needed} of {tiles} are needed: allocate it for {weight.shape[0]} outputs"
+        )
+    _dot[(tiles * plan.split,)](
+        x,
+        x_scale,
+        weight,
+        weight_scale,
+        fused.bias,
+        fused.residual,
+        out,
+        workspace.partials,
+        workspace.arrived,
+        x.shape[0],
+        out.shape[1],
+        x.stride(0),
+        0 if fused.residual is None else fused.residual.stride(0),
+        out.stride(0),
+        K=x.shape[1],
+        ROWS=plan.rows,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        SPLIT=plan.split,
+        SCALED=weight_scale is not None,
+        SILU=fused.silu_mul,
+        BIAS=fused.bias is not None,
+        RESIDUAL=fused.residual is not None,
+        PDL=pdl,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        launch_pdl=pdl,
+    )
+
+
+# ── the parts of a program ───────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
+    """The weight's rows of a tile, int64. SwiGLU: gate and up of a column side by side."""
+    row = tl.arange(0, BLOCK_N)
+    if SILU:
+        column = tl.minimum(tile * (BLOCK_N // 2) + row // 2, columns - 1)
+        return (column + (row % 2) * columns).to(tl.int64)
+    return tl.minimum(tile * BLOCK_N + row, columns - 1).to(tl.int64)
+
+
+@triton.jit
+def _finish(
+    acc,
+    tile,
+    bias,
+    residual,
+    out,
+    rows,
+    columns,
+    residual_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """What follows on the sums `acc [BLOCK_N, ROWS]`; writes them."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.arange(0, ROWS)
+    if BIAS:
+        weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
+        acc += tl.load(bias + weight_row).to(tl.float32)[:, None]
+    width: tl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    column = tile * width + tl.arange(0, width)
+    if SILU:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, ROWS]), 0, 2, 1))
+        gate = gate.to(dtype).to(tl.float32)
+        gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        acc = gated * up.to(dtype).to(tl.float32)
+    inside = (column < columns)[:, None] & (row < rows)[None, :]
+    if RESIDUAL:
+        before = residual + row.to(tl.int64)[None, :] * residual_stride + column[:, None]
+        acc += tl.load(before, mask=inside, other=0.0).to(tl.float32)
+    to = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
+    tl.store(to, acc.to(dtype), mask=inside)
+
+
+@triton.jit
+def _widen(values, FP8: tl.constexpr):
+    """As float32. e4m3 takes the way over float16, which is one instruction for two values."""
+    if FP8:
+        values = values.to(tl.float16)
+    return values.to(tl.float32)
+
+
+# ── the programs ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _dot(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    residual,
+    out,
+    partials,
+    arrived,
+    rows,
+    columns,
+    x_stride,
+    residual_stride,
+    out_stride,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of BLOCK_N weight rows by 1 / SPLIT of K, for all tokens."""
+    depth: tl.constexpr = K // SPLIT
+    tile = tl.program_id(0) // SPLIT
+    split = tl.program_id(0) % SPLIT
+    weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
+    k = split * depth + tl.arange(0, BLOCK_K)
+    row = tl.arange(0, ROWS)
+    live = row < rows
+    weights = weight + weight_row[:, None] * K + k[None, :]
+    xs = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for at in tl.range(0, depth, BLOCK_K):
+        w = tl.load(weights + at, eviction_policy="evict_first")
+        part = tl.load(xs + at, mask=live[:, None], other=0.0)
+        acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
+
+    last = True
+    if SPLIT > 1:
+        size: tl.constexpr = BLOCK_N * ROWS
+        sums = partials + tile * SPLIT * size
+        cell = tl.arange(0, BLOCK_N)[:, None] * ROWS + row[None, :]
+        tl.store(sums + split * size + cell, acc)
+        # Every thread's sums are written before one thread says so.
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if last:
+            tl.store(arrived + tile, 0)
+            acc = tl.load(sums + cell, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT):
+                acc += tl.load(sums + other * size + cell, cache_modifier=".cg")
+    if last:
+        if SCALED:
+            of_token = tl.load(x_scale + row, mask=live, other=0.0)
+            acc = acc * of_token[None, :] * tl.load(weight_scale + weight_row)[:, None]
+        _finish(
+            acc,
+            tile,
+            bias,
+            residual,
+            out,
+            rows,
+            columns,
+            residual_stride,
+            out_stride,
+            ROWS,
+            BLOCK_N,
+            SILU,
+            BIAS,
+            RESIDUAL,
+        )
+
+
+@triton.jit
+def _gemv(
+    x,
+    weight,
+    weight_scale,
+    norm_weight,
+    bias,
+    residual,
+    out,
+    columns,
+    eps,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    VECTOR: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    FP8: tl.constexpr,
+    SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N weight rows by all of K, for one token. The first block of weights is read before the wait."""
+    tile = tl.program_id(0)
+    weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
+    k = tl.arange(0, BLOCK_K)
+    weights = weight + weight_row[:, None] * K + k[None, :]
+    ragged: tl.constexpr = K % BLOCK_K != 0
+    if ragged:
+        w = tl.load(weights, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    else:
+        w = tl.load(weights, eviction_policy="evict_first")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    inverse = 1.0
+    if NORM or QUANTISE:
+        squares = tl.zeros([BLOCK_K], tl.float32)
+        largest = tl.zeros([BLOCK_K], tl.float32)
+        for at in tl.static_range(0, K, BLOCK_K):
+            part = tl.load(x + at + k, mask=at + k < K, other=0.0).to(tl.float32)
+            if NORM:
+                squares += part * part
+                if QUANTISE:
+                    part *= tl.load(norm_weight + at + k, mask=at + k < K, other=0.0).to(tl.float32)
+            if QUANTISE:
+                largest = tl.maximum(largest, tl.abs(part))
+        if NORM:
+            inverse = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        if QUANTISE:
+            most = tl.max(largest, axis=0)
+            if NORM:
+                most = (most * inverse).to(x.dtype.element_ty).to(tl.float32)
+            scale = tl.div_rn(most, 448.0)
+            factor = tl.div_rn(448.0, tl.where(most > 0.0, most, 1.0))
+
+    # Within a thread's 16 bytes the sum needs no other thread.
+    acc = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
+    for at in tl.static_range(0, K, BLOCK_K):
+        inside = at + k < K
+        if at > 0:
+            if ragged:
+                w = tl.load(weights + at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            else:
+                w = tl.load(weights + at, eviction_policy="evict_first")
+        part = tl.load(x + at + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            gain = tl.load(norm_weight + at + k, mask=inside, other=0.0).to(tl.float32)
+            part = (part * gain * inverse).to(x.dtype.element_ty).to(tl.float32)
+        if QUANTISE:
+            part = _widen((part * factor).to(weight.dtype.element_ty), FP8)
+        products = _widen(w, FP8) * part[None, :]
+        acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
+    total = tl.sum(acc, axis=1)
+    if QUANTISE:
+        total = total * scale * tl.load(weight_scale + weight_row)
+    _finish(total[:, None], tile, bias, residual, out, 1, columns, 0, 0, 1, BLOCK_N, SILU, BIAS, RESIDUAL)

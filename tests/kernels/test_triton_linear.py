@@ -1,0 +1,306 @@
+"""Products of few rows against their twins.
+
+The interpreter (on a CPU, in CI) proves indexing and masking of the forms that are written in Triton (gemv
+and dot): which weight meets which token, outputs and columns that fill no tile, splits of K, what is done on
+the way, in float32 and float16. The stream form is Gluon, which has no interpreter: it is proved on a GPU
+alone, as are bfloat16 and e4m3 numerics, that PDL changes no bit, that a result does not change from run to
+run, and that a graph replays what was captured (marked `gpu`).
+
+Tolerances: the error against float64 may be twice the twin's, plus half a unit in the last place of the
+largest value (the twin may be lucky). FP8: of the quantised product, by norm, plus 4e-3, since the tensor
+cores sum more than 8 rows in about 14 bits, and a last place of a norm may turn a value to its neighbour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import reference
+from kernels.triton.linear_plans import MOST_ROWS, Plan, choose
+
+linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
+
+EPS = 1e-5
+POISON = 77.0
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
+
+GEMV = Plan("gemv", 1, 2, 256, warps=4)
+RAGGED_GEMV = Plan("gemv", 1, 4, 512, warps=4)
+DOT = Plan("dot", 16, 64, 64, warps=4, stages=3)
+SPLIT_DOT = Plan("dot", 16, 64, 64, warps=4, stages=3, split=3)
+ALL = ("norm", "bias", "residual")
+
+
+def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+class Case:
+    """A product of random numbers, its twin and its exact result."""
+
+    def __init__(self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype) -> None:
+        self.x = _random(rows, k, seed=1, dtype=dtype)
+        self.weight = _random(n, k, seed=2, dtype=torch.float32).mul_(k**-0.5).to(dtype)
+        self.silu = "silu" in extras
+        columns = n // 2 if self.silu else n
+        self.norm = _random(k, seed=3, dtype=dtype) if "norm" in extras else None
+        self.bias = _random(n, seed=4, dtype=dtype) if "bias" in extras else None
+        self.residual = _random(rows, columns, seed=5, dtype=dtype) if "residual" in extras else None
+        self.out = torch.full((rows, columns), POISON, dtype=dtype, device=DEVICE)
+
+    def options(self) -> dict[str, object]:
+        return {
+            "bias": self.bias,
+            "residual": self.residual,
+            "norm_weight": self.norm,
+            "eps": EPS,
+            "silu_mul": self.silu,
+            "out": self.out,
+        }
+
+    def normed(self) -> torch.Tensor:
+        return self.x if self.norm is None else reference.rms_norm(self.x, self.norm, EPS)
+
+    def twin(self, product: torch.Tensor) -> torch.Tensor:
+        if self.silu:
+            product = reference.silu_mul(product)
+        return product if self.residual is None else product + self.residual
+
+    def exact(self, product: torch.Tensor) -> torch.Tensor:
+        if self.bias is not None:
+            product = product + self.bias.double()
+        if self.silu:
+            gate, up = product.chunk(2, dim=-1)
+            product = F.silu(gate) * up
+        return product if self.residual is None else product + self.residual.double()
+
+    def exact_normed(self) -> torch.Tensor:
+        x = self.x.double()
+        if self.norm is None:
+            return x
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
+
+
+def _as_good(found: torch.Tensor, twin: torch.Tensor, exact: torch.Tensor) -> None:
+    assert found.shape == twin.shape and found.dtype == twin.dtype
+    unit = torch.finfo(found.dtype).eps * exact.abs().max()
+    twin_error = (twin.double() - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= 2 * twin_error + unit / 2
+
+
+def _check(case: Case, found: torch.Tensor) -> None:
+    assert found is case.out
+    twin = case.twin(reference.linear(case.normed(), case.weight, case.bias))
+    _as_good(found, twin, case.exact(case.exact_normed() @ case.weight.double().T))
+
+
+class Fp8Case(Case):
+    """With weights of `values`: where that is not e4m3, for an interpreter, scaled but not rounded."""
+
+    def __init__(
+        self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype, values: torch.dtype
+    ) -> None:
+        super().__init__(rows, n, k, extras, dtype)
+        quantised, scales = reference.quantise_fp8(self.weight)
+        self.weight_scale = scales.squeeze(1)
+        self.quantised = (
+            quantised if values == torch.float8_e4m3fn else (self.weight.float() / scales).to(values)
+        )
+
+
+def _check_fp8(case: Fp8Case, found: torch.Tensor) -> None:
+    x = case.normed()
+    if case.quantised.dtype == torch.float8_e4m3fn:
+        values, scales = reference.quantise_fp8(x)
+        dequantised = values.double() * scales.double()
+    else:
+        dequantised = x.double()
+    weight = case.quantised.double() * case.weight_scale.double().unsqueeze(1)
+    exact = case.exact(dequantised @ weight.T)
+    twin = case.twin(F.linear(dequantised, weight).add(0 if case.bias is None else case.bias).to(x.dtype))
+    error = (found.double() - exact).norm() / exact.norm()
+    twin_error = (twin.double() - exact).norm() / exact.norm()
+    assert error <= 2 * twin_error + 4e-3
+
+
+# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+
+CASES = [
+    # rows, outputs, K, extras, plan: outputs that fill no tile, K that fills no block
+    (1, 160, 384, ALL, GEMV),
+    (1, 160, 384, ("norm", "bias", "silu"), RAGGED_GEMV),
+    (1, 96, 192, ("residual",), DOT),
+    (5, 160, 384, ALL, DOT),
+    (16, 160, 384, ("norm", "bias", "silu"), replace(DOT, block_n=128)),
+    (3, 160, 384, ALL, SPLIT_DOT),
+    (13, 160, 192, ("norm", "bias", "silu", "residual"), SPLIT_DOT),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_output_is_its_product(case: tuple, dtype: torch.dtype) -> None:
+    *shape, plan = case
+    if DEVICE.type == "cuda" and dtype == torch.float32 and plan.form == "dot":
+        plan = replace(plan, stages=2)
+    made = Case(*shape, dtype)
+    _check(made, linear.linear(made.x, made.weight, **made.options(), plan=plan, pdl=False))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_output_is_its_scaled_product(case: tuple) -> None:
+    *shape, plan = case
+    made = Fp8Case(*shape, torch.float16, torch.float16)
+    product = linear.linear_fp8(
+        made.x, made.quantised, made.weight_scale, **made.options(), plan=plan, pdl=False
+    )
+    _check_fp8(made, product)
+
+
+def test_the_counters_of_a_split_are_zero_again() -> None:
+    case = Case(5, 160, 192, (), torch.float16)
+    workspace = linear.allocate_workspace(DEVICE, 160)
+    first = linear.linear(case.x, case.weight, workspace=workspace, plan=SPLIT_DOT, pdl=False)
+    assert workspace.arrived.eq(0).all()
+    workspace.partials.fill_(POISON)
+    assert torch.equal(
+        linear.linear(case.x, case.weight, workspace=workspace, plan=SPLIT_DOT, pdl=False), first
+    )
+
+
+def test_rows_may_lie_apart_and_a_residual_in_the_result() -> None:
+    case = Case(5, 160, 192, ("residual",), torch.float16)
+    wide_x = torch.full((5, 256), POISON, dtype=torch.float16, device=DEVICE)
+    wide_x[:, :192] = case.x
+    wide = torch.full((5, 200), POISON, dtype=torch.float16, device=DEVICE)
+    out = wide[:, :160]
+    out.copy_(case.residual)
+    linear.linear(wide_x[:, :192], case.weight, residual=out, out=out, plan=DOT, pdl=False)
+    expected = linear.linear(case.x, case.weight, residual=case.residual, plan=DOT, pdl=False)
+    assert torch.equal(out, expected)
+    assert wide[:, 160:].eq(POISON).all()
+
+
+def test_a_row_of_zeros_is_quantised_to_zeros() -> None:
+    x = _random(2, 64, seed=0, dtype=torch.float32)
+    x[1] = 0
+    values, scales = linear.quantise(x, values=torch.float32, pdl=False)
+    assert torch.allclose(values * scales, x) and scales[1] == 0
+    assert values[0].abs().max().item() == pytest.approx(448.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_a_plan_fits_its_shape(dtype: torch.dtype) -> None:
+    for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64):
+        for n in (64, 384, 1000, 4096, 6144, 28672, 128256):
+            for k in (64, 192, 384, 1024, 4096, 8192, 14336, 28672):
+                plan = choose(rows, n, k, dtype)
+                assert plan is not None and plan.rows >= rows
+                if plan.form == "stream":
+                    assert k % (plan.warps * plan.block_k) == 0 and plan.rows <= 16
+                if plan.form == "dot":
+                    assert k % plan.split == 0 and k // plan.split % plan.block_k == 0
+                    assert plan.block_k >= 32
+                    assert plan.split == 1 or -(-n // 64) * 64 <= 8192
+
+
+def test_other_shapes_are_left_to_cublas() -> None:
+    assert choose(MOST_ROWS + 1, 4096, 4096, torch.bfloat16) is None
+    assert choose(1, 4096, 4000, torch.bfloat16) is None
+    assert choose(1, 4096, 4096, torch.float32) is None
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x = torch.zeros(2, 64)
+    weight = torch.zeros(32, 64)
+    with pytest.raises(ValueError, match=r"bias is \(31,\)"):
+        linear.linear(x, weight, bias=torch.zeros(31))
+    with pytest.raises(ValueError, match="share K"):
+        linear.linear(x, torch.zeros(32, 63))
+    with pytest.raises(ValueError, match="must be the same"):
+        linear.linear(x, weight.half())
+    with pytest.raises(ValueError, match="weight_scale"):
+        linear.linear_fp8(x, weight, torch.zeros(1))
+
+
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
+
+SHAPES = [
+    (6144, 4096, ("norm",)),
+    (4096, 4096, ("residual",)),
+    (28672, 4096, ("norm", "silu")),
+    (4096, 14336, ("residual",)),
+    (1152, 1024, ("norm", "bias")),
+    (2048, 384, ("norm", "silu", "bias")),
+    (1000, 192, ()),
+    (384, 1024, ("bias", "residual")),
+]
+ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        case = Case(rows, *shape, dtype)
+        _check(case, linear.linear(case.x, case.weight, **case.options()))
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 16 == 0], ids=str)
+def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
+    for rows in ROWS:
+        case = Fp8Case(rows, *shape, torch.bfloat16, torch.float8_e4m3fn)
+        _check_fp8(case, linear.linear_fp8(case.x, case.quantised, case.weight_scale, **case.options()))
+        values, scales = linear.quantise(case.normed().contiguous())
+        expected, expected_scales = reference.quantise_fp8(case.normed())
+        assert torch.equal(scales, expected_scales)
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+        options = {**case.options(), "norm_weight": None}
+        found = linear.linear_fp8(values, case.quantised, case.weight_scale, x_scale=scales, **options)
+        _check_fp8(case, found)
+
+
+def _layer(case: Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
+    """Products that depend on one another, so that one that starts too early reads too early."""
+    results = [case.x]
+    for _ in range(4):
+        x = results[-1]
+        options = {"workspace": workspace, "pdl": pdl}
+        x = linear.linear(x, case.weight, norm_weight=case.norm, eps=EPS, residual=results[-1], **options)
+        if isinstance(case, Fp8Case):
+            quantised = (case.quantised, case.weight_scale)
+            x = linear.linear_fp8(x, *quantised, norm_weight=case.norm, eps=EPS, residual=x, **options)
+            x = linear.linear_fp8(x, *quantised, **options)
+        results.append(x)
+    return results
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 16, 64])
+def test_pdl_repetition_and_graphs_change_no_bit(rows: int) -> None:
+    case = Fp8Case(rows, 4096, 4096, ("norm",), torch.bfloat16, torch.float8_e4m3fn)
+    workspace = linear.allocate_workspace(DEVICE)
+    expected = _layer(case, workspace, pdl=False)
+    for _ in range(5):
+        assert all(map(torch.equal, _layer(case, workspace, pdl=True), expected))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _layer(case, workspace, pdl=True)
+    for _ in range(5):
+        for tensor in captured[1:]:
+            tensor.fill_(POISON)
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
+    assert workspace.arrived.eq(0).all()
