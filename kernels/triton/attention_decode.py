@@ -256,8 +256,10 @@ class DecodeConfig:
     """Programs for each KV head: the most pieces that the sequences are cut into; at least one for each."""
     stages: int
     """Of the pipeline over pages: page numbers and tiles are (stages - 1) / 2 iterations ahead each."""
-    maxnreg: int = 128
+    maxnreg: int | None = 128
     """Most registers of a thread."""
+    at_once: int = 4096
+    """Sums that are read together where pieces are added up."""
     num_warps: int = 4
 
 
@@ -267,14 +269,16 @@ def config_for(
     """For a batch of that many sequences, at whatever lengths.
 
     A small batch of a 2-byte cache is best as one program a multiprocessor, since a launch that overlaps the
-    one in front of it is not spread evenly. FP8 wants more of them, to hide the conversion: 96 registers let
-    five in.
+    one in front of it is not spread evenly. FP8 wants more of them, to hide the conversion: where there is
+    work for five at once, 96 registers let them in.
     """
     fp8 = element_size == 1
     waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 else 1
     items = max(sequences, sequences - 1 + waves * multiprocessors // kv_heads)
     stages = 5 if PAGE_TOKENS * head_dim * element_size <= 16384 else 3
-    return DecodeConfig(items=items, stages=stages, maxnreg=96 if fp8 and head_dim <= 128 else 128)
+    return DecodeConfig(
+        items=items, stages=stages, maxnreg=96 if fp8 and sequences > 128 and head_dim <= 128 else 128
+    )
 
 
 def _most_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
@@ -374,7 +378,7 @@ def decode(
         PRECISION="ieee" if compute == torch.float32 else "tf32",
         SPREAD=max(1, head_dim // (8 * config.num_warps)),
         STAGES=config.stages,
-        AT_ONCE=max(1, (8192 if sequences <= 16 else 4096) // (gp * head_dim)),
+        AT_ONCE=max(1, config.at_once // (gp * head_dim)),
         PDL=pdl,
         EARLY=early,
         num_warps=config.num_warps,

@@ -60,6 +60,7 @@ def _prefill_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
     EXPANDED: tl.constexpr,
+    REREAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -127,11 +128,12 @@ def _prefill_kernel(
         acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc, input_precision=PRECISION)
         m = m_new
     acc = acc / total[:, None]
-    # Read and worked out again: kept over the loop, these would be the registers that it lacks.
-    first_token = tl.load(record, volatile=True)
-    count = tl.load(record + 1, volatile=True)
-    real = (row < count * HEADS)[:, None]
-    token = (first_token + row // HEADS).to(tl.int64)
+    if REREAD:
+        # Worked out again from the record: kept over the loop, these are registers that it lacks. Another
+        # cache modifier, or the compiler takes the loads for those above.
+        count = tl.load(record + 1, cache_modifier=".ca")
+        token = (tl.load(record, cache_modifier=".ca") + row // HEADS).to(tl.int64)
+        real = (row < count * HEADS)[:, None]
     place = out + token[:, None] * out_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=real)
 
@@ -311,14 +313,15 @@ class PrefillConfig:
 def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
     """direct: the pool is FP8. expanded: it is the scratch.
 
-    Two programs of 8 warps a multiprocessor hide each other's softmax: 128 registers are the most that lets
-    both in. Converting FP8 tiles takes more, and is better off with 4 warps.
+    Two programs a multiprocessor hide each other's softmax. With 8 warps 128 registers are the most that lets
+    both in, and the compiler then waits for every product; with 4 warps it does not, but the loop with a
+    block table, or with conversion, spills a little more.
     """
     if head_dim > 128:
         return PrefillConfig(128, 8, 2 if expanded else 3, None)
-    if direct:
-        return PrefillConfig(128, 4, 3, None)
-    return PrefillConfig(128, 8, 2 if expanded else 3, 128)
+    if expanded:
+        return PrefillConfig(128, 4, 2, None)
+    return PrefillConfig(128, 4, 3, None) if direct else PrefillConfig(128, 8, 3, 128)
 
 
 def prefill(
@@ -378,6 +381,7 @@ def prefill(
         PRECISION="ieee" if compute == torch.float32 else "tf32",
         STAGES=config.stages,
         EXPANDED=expanded,
+        REREAD=config.num_warps == 4,
         PDL=pdl,
         num_warps=config.num_warps,
         launch_pdl=pdl,
