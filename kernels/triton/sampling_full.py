@@ -247,6 +247,8 @@ def decide_kernel(
         known = single & (next_best > float("-inf"))
         take = single & (kept & (logit >= lowest))
         take_next = (take == 0) & (known & (next_kept & (next_logit >= lowest)))
+        # The summary is overwritten below: every warp has read it first.
+        tl.debug_barrier()
         if take | take_next:
             tl.store(states + i, 0)
             _put(out_values, out_ids, i, tl.where(take, best, next_best), tl.where(take, token, next_token))

@@ -71,6 +71,8 @@ def test_the_residual_is_rounded_before_it_is_normed(shape: tuple[int, int], dty
     normed, left = fused.add_rms_norm(x.clone(), residual, weight, EPS)
     assert left is residual and torch.equal(left, total)
     _as_good(normed, reference.rms_norm(total, weight, EPS), _norm_exact(total, weight))
+    # The sum of squares may be added in another order, which decides few last bits.
+    assert (normed != fused.rms_norm(total, weight, EPS)).float().mean() < 0.01 or dtype == torch.float32
 
 
 def test_no_token_is_no_launch() -> None:

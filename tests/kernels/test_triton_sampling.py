@@ -165,6 +165,8 @@ MIXED = [
     Params(top_k=50),
     Params(top_k=4000),
     Params(top_k=20, top_p=0.95),
+    Params(top_k=30, top_p=0.4),
+    Params(top_k=60, top_p=0.7),
     Params(top_k=1000, top_p=0.3),
     Params(top_k=20, top_p=0.95, min_p=0.2),
     Params(min_p=0.05),
@@ -184,14 +186,20 @@ def test_every_kind_of_row_draws_the_twins_token(columns: int, spread: float) ->
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, MIXED, draws))
 
 
+@pytest.mark.parametrize("few", [16, 64])
 @pytest.mark.parametrize("levels", [1, 2, 40])
-def test_ties_with_the_last_kept_token_are_kept(levels: int) -> None:
-    """Few different values: every border is in a tie."""
-    logits = _logits(len(MIXED), 5000).clamp(-6, 6)
+def test_ties_with_the_last_kept_token_are_kept(
+    levels: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few different values: every border is in a tie. With `few` at 16, most top-k rows take the way of the
+    large ones."""
+    monkeypatch.setattr(triton_sampling, "_FEW", few)
+    params = MIXED * 2
+    logits = _logits(len(params), 2000, seed=few).clamp(-6, 6)
     step = 12 / levels
     logits = (logits / step).round() * step
-    draws = _draws(MIXED)
-    assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, MIXED, draws))
+    draws = _draws(params)
+    assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, params, draws))
 
 
 def test_the_search_ends_whatever_the_logits_are() -> None:
