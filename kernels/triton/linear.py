@@ -11,7 +11,7 @@ Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rm
 divided by its scale, its largest magnitude / 448, and rounded to e4m3, as `reference.quantise_fp8` does.
 Sums are float32. Bias and residual are added to the float32 sum, which is rounded once, to the dtype of
 `out`; the twins round the product before they add a residual. SwiGLU rounds gate, up and silu(gate) as its
-twin does. FP8 products of up to 8 rows are exact in float32; of more, they are summed by the tensor cores in
+twin does. FP8 products of one row are exact in float32; of more rows, they are summed by the tensor cores in
 about 14 bits (relative error of a sum about 2e-3, the rounding of bfloat16 about as much).
 
 Nothing here waits for the device; all may be captured into graphs. PDL on and off give the same bits.
@@ -183,14 +183,14 @@ def _launch(
 ) -> None:
     if plan.form == "gemv":
         launch_gemv(plan, x, weight, weight_scale, extras, out, pdl)
-    elif plan.form == "stream":
+    elif plan.form == "stream" and weight_scale is not None:
         # Gluon has no interpreter: whoever has no GPU never gets here.
         from kernels.triton.linear_stream import launch_stream
 
-        launch_stream(plan, x, x_scale, weight, weight_scale, extras, out, pdl)
+        launch_stream(plan, x, weight, weight_scale, extras, out, pdl)
     else:
         if workspace is None:
-            workspace = allocate_workspace(x.device, weight.shape[0] if plan.split > 1 else 0)
+            workspace = allocate_workspace(x.device)
         launch_dot(plan, x, x_scale, weight, weight_scale, workspace, extras, out, pdl)
 
 

@@ -14,6 +14,9 @@ import torch
 MOST_ROWS = 64
 """Above, the tensor cores' rate begins to count, and cuBLAS has better tiles."""
 
+SPLIT_PROGRAMS = 180
+"""Most programs of a split product: splits double while there are fewer than half as many."""
+
 ALIGNMENT = 64
 """K must be a multiple."""
 
@@ -23,8 +26,8 @@ class Plan:
     """The programs of one product."""
 
     form: Literal["gemv", "stream", "dot"]
-    """gemv: one row on the ordinary cores; dot: tiles in shared memory (both in `linear_rows`). stream:
-    weights straight into tensor-core registers, at most 16 rows (`linear_stream`)."""
+    """gemv: one row on the ordinary cores; dot: tiles in shared memory (both in `linear_rows`). stream: one
+    row, weights straight into tensor-core registers (`linear_stream`)."""
     rows: int
     """Tokens of the tile, padding included."""
     block_n: int
@@ -54,27 +57,20 @@ def choose(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
     serve the shape."""
     if not 1 <= rows <= MOST_ROWS or k % ALIGNMENT or n < 16:
         return None
-    if dtype == torch.float8_e4m3fn:
-        if rows <= 8:
-            return _stream_fp8(rows, n, k)
-        return _dot(rows, n, k, dtype)
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return None
-    if rows == 1:
-        return _gemv(n, k)
-    tiles = n // 64
-    # Tiles of 64 rows leave many of the 132 SMs idle there, and stream has tiles of 16.
-    uneven = 66 < tiles < 120
-    if (rows <= 8 and n < _MANY) or (rows <= 16 and uneven):
-        return _stream(rows, k)
-    return _dot(rows, n, k, dtype)
+    if rows > 1:
+        return _dot(rows, n, k, dtype)
+    return _stream(n, k) if dtype.itemsize == 1 and k <= 8192 else _gemv(n, k, dtype)
 
 
 _MANY = 16384
 """Outputs from which one wave of programs is a small part of all."""
 
 
-def _gemv(n: int, k: int) -> Plan:
+def _gemv(n: int, k: int, dtype: torch.dtype) -> Plan:
+    if dtype.itemsize == 1:
+        return Plan("gemv", 1, 8, 2048, warps=4)
     if n >= _MANY:
         return Plan("gemv", 1, 4, min(4096, _power_of_2(k)), warps=4)
     if k > 8192:
@@ -82,23 +78,9 @@ def _gemv(n: int, k: int) -> Plan:
     return Plan("gemv", 1, 2, min(1024 if n <= 4096 else 2048, _power_of_2(k)), warps=4)
 
 
-def _stream(rows: int, k: int) -> Plan:
-    if rows > 8:
-        return _whole_steps(Plan("stream", 16, 16, 256, warps=4, stages=1), k, least=32)
-    return _whole_steps(Plan("stream", 8, 16, 128, warps=4, stages=3 if k <= 8192 else 4), k, least=32)
-
-
-def _stream_fp8(rows: int, n: int, k: int) -> Plan:
-    if k > 8192:
-        if rows == 1:
-            return Plan("gemv", 1, 8, 2048, warps=4)
-        return _whole_steps(Plan("stream", 8, 16, 128, warps=4, stages=4), k, least=64)
-    return _whole_steps(Plan("stream", 8, 16, 256, warps=4, stages=3 if n <= 4096 else 2), k, least=64)
-
-
-def _whole_steps(plan: Plan, k: int, least: int) -> Plan:
-    """With steps of at least `least` columns, so that they make up K."""
-    while k % (plan.warps * plan.block_k) and plan.block_k > least:
+def _stream(n: int, k: int) -> Plan:
+    plan = Plan("stream", 1, 16, 256, warps=4, stages=3 if n <= 4096 else 2)
+    while k % (plan.warps * plan.block_k) and plan.block_k > 64:
         plan = replace(plan, block_k=plan.block_k // 2)
     while k % (plan.warps * plan.block_k):
         plan = replace(plan, warps=plan.warps // 2)
@@ -115,7 +97,7 @@ def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan:
             plan = Plan("dot", padded, 64, columns, warps=4, stages=4)
     else:
         split = 1
-        while n // 64 * split < 90 and split < 8 and k % (2 * split * ALIGNMENT) == 0:
+        while -(-n // 64) * split < SPLIT_PROGRAMS // 2 and split < 8 and k % (2 * split * ALIGNMENT) == 0:
             split *= 2
         plan = Plan("dot", padded, 64, columns, warps=4, stages=6 if padded == 16 else 5, split=split)
     while k // plan.split % plan.block_k:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.linear_plans import MOST_ROWS, Fused, Plan
+from kernels.triton.linear_plans import MOST_ROWS, SPLIT_PROGRAMS, Fused, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,10 @@ class Workspace:
     """int32, a counter for each tile; zero between launches."""
 
 
-def allocate_workspace(device: torch.device, largest_n: int = 8192) -> Workspace:
-    """For products of at most `largest_n` outputs that are split (those of 5760 outputs or more are not, see
-    `linear_plans`; the default is ample)."""
-    tiles = triton.cdiv(largest_n, 64)
-    partials = torch.empty(largest_n * 8 * MOST_ROWS, dtype=torch.float32, device=device)
-    return Workspace(partials, torch.zeros(tiles, dtype=torch.int32, device=device))
+def allocate_workspace(device: torch.device) -> Workspace:
+    """For every plan that `linear_plans.choose` makes."""
+    partials = torch.empty(SPLIT_PROGRAMS * 64 * MOST_ROWS, dtype=torch.float32, device=device)
+    return Workspace(partials, torch.zeros(SPLIT_PROGRAMS, dtype=torch.int32, device=device))
 
 
 # ── launching ────────────────────────────────────────────────────────────────────────────────────────
@@ -66,6 +64,7 @@ def launch_gemv(
         K=x.shape[1],
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
+        WHOLE=triton.next_power_of_2(x.shape[1]),
         VECTOR=16 // weight.element_size(),
         NORM=fused.norm_weight is not None,
         QUANTISE=weight_scale is not None,
@@ -97,7 +96,7 @@ def launch_dot(
     if plan.split > 1 and (needed > workspace.partials.numel() or tiles > workspace.arrived.numel()):
         raise ValueError(
             f"workspace holds {workspace.partials.numel()} sums of {workspace.arrived.numel()} tiles; "
-            f"{needed} of {tiles} are needed: allocate it for {weight.shape[0]} outputs"
+            f"the plan needs {needed} of {tiles}"
         )
     _dot[(tiles * plan.split,)](
         x,
@@ -288,6 +287,7 @@ def _gemv(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
     VECTOR: tl.constexpr,
     NORM: tl.constexpr,
     QUANTISE: tl.constexpr,
@@ -313,20 +313,15 @@ def _gemv(
 
     inverse = 1.0
     if NORM or QUANTISE:
-        squares = tl.zeros([BLOCK_K], tl.float32)
-        largest = tl.zeros([BLOCK_K], tl.float32)
-        for at in tl.static_range(0, K, BLOCK_K):
-            part = tl.load(x + at + k, mask=at + k < K, other=0.0).to(tl.float32)
-            if NORM:
-                squares += part * part
-                if QUANTISE:
-                    part *= tl.load(norm_weight + at + k, mask=at + k < K, other=0.0).to(tl.float32)
-            if QUANTISE:
-                largest = tl.maximum(largest, tl.abs(part))
+        # The whole row at once: in turns, the compiler would hold more of it, not less.
+        column = tl.arange(0, WHOLE)
+        row = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
         if NORM:
-            inverse = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+            inverse = tl.rsqrt(tl.sum(row * row, axis=0) / K + eps)
+            if QUANTISE:
+                row *= tl.load(norm_weight + column, mask=column < K, other=0.0).to(tl.float32)
         if QUANTISE:
-            most = tl.max(largest, axis=0)
+            most = tl.max(tl.abs(row), axis=0)
             if NORM:
                 most = (most * inverse).to(x.dtype.element_ty).to(tl.float32)
             scale = tl.div_rn(most, 448.0)

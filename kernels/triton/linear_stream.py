@@ -1,11 +1,12 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (a kernel's tuples know + alone)
-"""Products of up to 16 rows, with weights that go from memory straight into tensor-core registers.
+"""Products of one row, with weights that go from memory straight into tensor-core registers.
 
 Written in Gluon, Triton's lower level, for one thing that Triton does not say: that a load's layout is that
-of a tensor-core operand. A thread's 16 bytes along K are then the operand of the next two products, since
-any order of K will do that is the same in both operands, and nothing passes through shared memory. Each warp
-takes its own part of K; their float32 sums meet at the end, in a fixed order.
+of a tensor-core operand. A thread's 16 bytes along K are then the operand of the next products, since any
+order of K will do that is the same in both operands, and no weight passes through shared memory. Each warp
+takes its own part of K; their float32 sums meet at the end, in a fixed order. The row, normed and quantised,
+lies in shared memory and takes the place of all 8 that the tensor cores want.
 
 e4m3 weights are widened to float16, exactly, and multiplied there: sums are float32 throughout, where
 Hopper's FP8 products keep about 14 bits.
@@ -25,39 +26,29 @@ from kernels.triton.linear_plans import Fused, Plan
 def launch_stream(
     plan: Plan,
     x: torch.Tensor,
-    x_scale: torch.Tensor | None,
     weight: torch.Tensor,
-    weight_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor,
     fused: Fused,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Up to `plan.rows` rows; one, where x is to be normed or quantised on the way."""
-    rows, k = x.shape
-    quantise = weight_scale is not None and x_scale is None
+    """One row, of which every program norms and quantises a copy."""
+    k = x.shape[1]
     _stream[(triton.cdiv(weight.shape[0], plan.block_n),)](
         x,
-        x_scale,
         weight,
         weight_scale,
         fused.norm_weight,
         fused.bias,
         fused.residual,
         out,
-        rows,
         out.shape[1],
         fused.eps,
-        x.stride(0),
-        0 if fused.residual is None else fused.residual.stride(0),
-        out.stride(0),
         K=k,
-        ROWS=plan.rows,
         BLOCK_N=plan.block_n,
         STEP=plan.block_k,
         AHEAD=plan.stages,
         NORM=fused.norm_weight is not None,
-        QUANTISE=quantise,
-        SCALED=weight_scale is not None,
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
@@ -91,12 +82,10 @@ def _prepare(
     K: gl.constexpr,
     STEP: gl.constexpr,
     NORM: gl.constexpr,
-    QUANTISE: gl.constexpr,
-    VALUES: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Writes one row of x, normed and quantised, to shared memory, where each warp reads what it wrote.
-    Returns its scale."""
+    """Writes the row, normed and quantised, to shared memory, where each warp reads what it wrote: in
+    float16, which holds every e4m3 value. Returns its scale."""
     layout: gl.constexpr = gl.BlockedLayout([1, STEP // 32], [1, 32], [WARPS, 1], [1, 0])
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, layout))
     at = warp[:, None] * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))[None, :]
@@ -104,60 +93,46 @@ def _prepare(
     stride: gl.constexpr = WARPS * STEP
     squares = gl.zeros([WARPS, STEP], gl.float32, layout=layout)
     largest = gl.zeros([WARPS, STEP], gl.float32, layout=layout)
-    parts: tuple = ()
+    parts = ()
     for start in gl.static_range(0, K, stride):
         part = gl.load(x + start + at).to(gl.float32)
         if NORM:
             squares += part * part
             part = part * gl.load(norm_weight + start + at).to(gl.float32)
-        if QUANTISE:
-            largest = gl.maximum(largest, gl.abs(part))
+        largest = gl.maximum(largest, gl.abs(part))
         parts = parts + (part,)
     inverse = 1.0
+    most = gl.max(gl.max(largest, axis=1), axis=0)
     if NORM:
         inverse = gl.rsqrt(gl.sum(gl.sum(squares, axis=1), axis=0) / K + eps)
-    scale = 1.0
-    factor = 1.0
-    if QUANTISE:
-        most = gl.max(gl.max(largest, axis=1), axis=0) * inverse
-        if NORM:
-            most = most.to(dtype).to(gl.float32)
-        scale = most / 448.0
-        factor = 448.0 / gl.where(most > 0.0, most, 1.0)
+        most = (most * inverse).to(dtype).to(gl.float32)
+    # Divisions that are rounded exactly cost registers, and with them a program on each SM.
+    factor = 448.0 / gl.where(most > 0.0, most, 1.0)
     for step in gl.static_range(K // stride):
         part = parts[step]
         if NORM:
-            part = (part * inverse).to(dtype).to(gl.float32)
-        if QUANTISE:
-            part = (part * factor).to(gl.float8e4nv)
-        prepared.slice(step * WARPS, WARPS, 0).store(part.to(VALUES))
-    return scale
+            part = (part * inverse).to(dtype).to(gl.float32)  # type: ignore[attr-defined]
+        quantised = (part * factor).to(gl.float8e4nv)
+        prepared.slice(step * WARPS, WARPS, 0).store(quantised.to(gl.float16))
+    return most / 448.0
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit
 def _stream(
     x,
-    x_scale,
     weight,
     weight_scale,
     norm_weight,
     bias,
     residual,
     out,
-    rows,
     columns,
     eps,
-    x_stride,
-    residual_stride,
-    out_stride,
     K: gl.constexpr,
-    ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STEP: gl.constexpr,
     AHEAD: gl.constexpr,
     NORM: gl.constexpr,
-    QUANTISE: gl.constexpr,
-    SCALED: gl.constexpr,
     SILU: gl.constexpr,
     BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
@@ -165,116 +140,61 @@ def _stream(
     WARPS: gl.constexpr,
 ):
     """BLOCK_N weight rows by all of K, a part of K for each warp; AHEAD steps of weights are on their way."""
-    fp8: gl.constexpr = weight.dtype.element_ty.primitive_bitwidth == 8
-    values: gl.constexpr = gl.float16 if fp8 else weight.dtype.element_ty
-    width: gl.constexpr = 16 if fp8 else 8
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    in_w: gl.constexpr = gl.DotOperandLayout(0, mma, width)
-    in_x: gl.constexpr = gl.DotOperandLayout(1, mma, width)
+    in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)  # 16 e4m3 values of a row are one load
+    in_x: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
     stride: gl.constexpr = WARPS * STEP
     steps: gl.constexpr = K // stride
     tile = gl.program_id(0)
 
-    part_w = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, in_w)))
-    index_w = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, in_w)))
-    k_w = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_w)))
-    row_w = _weight_row(tile, index_w, columns, BLOCK_N, SILU)
-    weights = weight + row_w[None, :, None] * K + part_w[:, None, None] * STEP + k_w[None, None, :]
-    tiles: tuple = ()
+    part = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, in_w)))
+    index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, gl.SliceLayout(2, in_w)))
+    k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_w)))
+    row = _weight_row(tile, index, columns, BLOCK_N, SILU)
+    weights = weight + row[None, :, None] * K + part[:, None, None] * STEP + k[None, None, :]
+    tiles = ()
     for step in gl.static_range(min(AHEAD, steps)):
         tiles = tiles + (gl.load(weights + step * stride, eviction_policy="evict_first"),)
     if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
-        )
-        gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1)
+        launch: gl.constexpr = "griddepcontrol.launch_dependents; mov.u32 $0, 0;"
+        wait: gl.constexpr = "griddepcontrol.wait; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(launch, "=r", [], gl.int32, False, 1)
+        gl.inline_asm_elementwise(wait, "=r", [], gl.int32, False, 1)
 
-    prepares: gl.constexpr = NORM or QUANTISE
-    scale = 1.0
-    if prepares:
-        shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        prepared = gl.allocate_shared_memory(values, [_power_of_2(steps * WARPS), STEP], shared)
-        scale = _prepare(x, norm_weight, eps, prepared, K, STEP, NORM, QUANTISE, values, WARPS)
-    else:
-        part_x = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, in_x)))
-        k_x = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, in_x)))
-        row_x = gl.minimum(gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, in_x))), rows - 1)
-        xs = (
-            x
-            + row_x.to(gl.int64)[None, None, :] * x_stride
-            + part_x[:, None, None] * STEP
-            + k_x[None, :, None]
-        )
-    acc = gl.zeros([WARPS, BLOCK_N, ROWS], gl.float32, layout=mma)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    prepared = gl.allocate_shared_memory(gl.float16, [_power_of_2(steps * WARPS), STEP], shared)
+    scale = _prepare(x, norm_weight, eps, prepared, K, STEP, NORM, WARPS)
+    acc = gl.zeros([WARPS, BLOCK_N, 8], gl.float32, layout=mma)
     for step in gl.static_range(steps):
         if step + AHEAD < steps:
             tiles = tiles + (gl.load(weights + (step + AHEAD) * stride, eviction_policy="evict_first"),)
-        if prepares:
-            one = prepared.slice(step * WARPS, WARPS, 0).load(gl.SliceLayout(2, in_x))
-            b, _ = gl.broadcast(gl.expand_dims(one, 2), gl.zeros([WARPS, STEP, ROWS], values, layout=in_x))
-        else:
-            b = gl.load(xs + step * stride).to(values)
-        acc = mma_v2(tiles[step].to(values), b, acc)
+        one = prepared.slice(step * WARPS, WARPS, 0).load(gl.SliceLayout(2, in_x))
+        eight, _ = gl.broadcast(gl.expand_dims(one, 2), gl.zeros([WARPS, STEP, 8], gl.float16, layout=in_x))
+        acc = mma_v2(tiles[step].to(gl.float16), eight, acc)
 
-    # ── what follows on the sums ──
+    # ── what follows on the sums: eight times the same, of which one is written ──
+    dtype: gl.constexpr = out.dtype.element_ty
     pairs: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, WARPS], [0, 1])  # gate and up in one thread
     total = gl.convert_layout(gl.sum(acc, axis=0), pairs)
-    dtype: gl.constexpr = out.dtype.element_ty
-    layout: gl.constexpr = total.type.layout
-    index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    weight_row = _weight_row(tile, index, columns, BLOCK_N, SILU)
-    if SCALED:
-        total *= gl.load(weight_scale + weight_row)[:, None]
-        if QUANTISE:
-            total *= scale
-        else:
-            total *= gl.load(x_scale + gl.minimum(row, rows - 1))[None, :]
+    row = _weight_row(tile, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, pairs)), columns, BLOCK_N, SILU)
+    total = total * scale * gl.load(weight_scale + row)[:, None]
     if BIAS:
-        total += gl.load(bias + weight_row).to(gl.float32)[:, None]
+        total += gl.load(bias + row).to(gl.float32)[:, None]
     if SILU:
-        gate, up = gl.split(gl.permute(gl.reshape(total, [BLOCK_N // 2, 2, ROWS]), [0, 2, 1]))
+        gate, up = gl.split(gl.permute(gl.reshape(total, [BLOCK_N // 2, 2, 8]), [0, 2, 1]))
         gate = gate.to(dtype).to(gl.float32)
         gated = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32)
-        _write(
-            gated * up.to(dtype).to(gl.float32),
-            tile,
-            residual,
-            out,
-            rows,
-            columns,
-            residual_stride,
-            out_stride,
-            ROWS,
-            BLOCK_N // 2,
-            RESIDUAL,
-        )
+        _write(gated * up.to(dtype).to(gl.float32), tile, residual, out, columns, BLOCK_N // 2, RESIDUAL)
     else:
-        _write(
-            total, tile, residual, out, rows, columns, residual_stride, out_stride, ROWS, BLOCK_N, RESIDUAL
-        )
+        _write(total, tile, residual, out, columns, BLOCK_N, RESIDUAL)
 
 
 @gluon.jit
-def _write(
-    total,
-    tile,
-    residual,
-    out,
-    rows,
-    columns,
-    residual_stride,
-    out_stride,
-    ROWS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-):
+def _write(total, tile, residual, out, columns, WIDTH: gl.constexpr, RESIDUAL: gl.constexpr):
     layout: gl.constexpr = total.type.layout
-    column = tile * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    inside = (column < columns)[:, None] & (row < rows)[None, :]
+    column = tile * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))[:, None]
+    copy = gl.arange(0, 8, layout=gl.SliceLayout(0, layout))[None, :]
+    inside = (column < columns) & (copy == 0)
     if RESIDUAL:
-        before = residual + row.to(gl.int64)[None, :] * residual_stride + column[:, None]
-        total += gl.load(before, mask=inside, other=0.0).to(gl.float32)
-    to = out + row.to(gl.int64)[None, :] * out_stride + column[:, None]
-    gl.store(to, total.to(out.dtype.element_ty), mask=inside)
+        total += gl.load(residual + column + copy * 0, mask=inside, other=0.0).to(gl.float32)
+    gl.store(out + column + copy * 0, total.to(out.dtype.element_ty), mask=inside)
