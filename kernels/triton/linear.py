@@ -4,8 +4,7 @@
 `linear` and `linear_fp8` take any number of rows: `linear_plans.choose` says which kernel a shape gets, and
 where cuBLAS (through torch) is better. What touches the same bytes is done on the way: RMSNorm and the
 quantisation of x before, bias, residual and SwiGLU after. One row is normed and quantised by every program
-for itself; more rows by a launch of their own, behind which the product's first weights are already read
-(programmatic dependent launch).
+for itself; more rows by a launch of their own.
 
 Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rms_norm` does; then (FP8)
 divided by its scale, its largest magnitude / 448, and rounded to e4m3, as `reference.quantise_fp8` does.
@@ -14,7 +13,8 @@ Sums are float32. Bias and residual are added to the float32 sum, which is round
 twin does. FP8 products of one row are exact in float32; of more rows, they are summed by the tensor cores in
 about 14 bits (error of a product 2e-3 to 4e-3 in all, of which 1.7e-3 is the rounding to bfloat16).
 
-Nothing here waits for the device; all may be captured into graphs. PDL on and off give the same bits.
+Nothing here waits for the device; all may be captured into graphs. PDL (programmatic dependent launch) must
+not change a bit: the order of every sum is fixed.
 """
 
 from __future__ import annotations
