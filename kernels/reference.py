@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels import AttentionInput, ChunkSpan
-
-PAGE_TOKENS = 64
+from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan
 
 name = "reference"
 

@@ -6,6 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
+from engine.messages import BLOCK_TOKENS
+from kernels import PAGE_TOKENS
+
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = 700
 
@@ -23,6 +26,11 @@ def test_every_source_file_reads_in_one_sitting() -> None:
     }
     assert len(lengths) > 100
     assert not {str(path): lines for path, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_the_engine_and_the_kernels_mean_the_same_block() -> None:
+    # The wire's structs may not load torch, so each side states it.
+    assert BLOCK_TOKENS == PAGE_TOKENS
 
 
 def test_documents_name_files_that_are_there() -> None:

@@ -76,8 +76,8 @@ class Decoder:
         """Of rows of `forward`'s result: `[rows, vocabulary on this rank]` float32, or written into `out` in
         the model's dtype.
 
-        Column i is token `vocab_start + i`. Equal widths on every rank; columns beyond the vocabulary, where
-        it does not divide, are -inf. All ranks side by side (`all_gather_last_dim`), cut at
+        Column i is token `shard.first_vocab + i`. Equal widths on every rank; columns beyond the vocabulary,
+        where it does not divide, are -inf. All ranks side by side (`all_gather_last_dim`), cut at
         `config.vocab_size`, are the whole logits.
         """
         eps = self.config.rms_norm_eps
@@ -87,11 +87,6 @@ class Decoder:
         if self.shard.vocab_real < self.shard.vocab:
             logits[:, self.shard.vocab_real :] = -math.inf
         return logits
-
-    @property
-    def vocab_start(self) -> int:
-        """Token id of the first column of `logits` on this rank."""
-        return self.shard.first_vocab
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
