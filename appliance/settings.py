@@ -56,6 +56,10 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """"auto" is CUDA where there is one, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """"auto" is the checkpoint's on CUDA, float32 on the CPU."""
+    weights: Literal["auto", "fp8"] = "auto"
+    """Of the layers' matrices: "auto" is as the checkpoint has them, "fp8" quantises them while they load."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """Of the KV cache: "auto" is the model's, "fp8" halves it."""
     tensor_parallel_size: Positive = 1
     """Ranks (GPUs) that hold one replica together."""
     max_model_len: Positive | None = None
@@ -83,6 +87,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             load_format=self.load_format,
             device=self.device,
             dtype=self.dtype,
+            weights=self.weights,
+            kv_dtype=self.kv_dtype,
             tensor_parallel_size=self.tensor_parallel_size,
             max_model_len=self.max_model_len,
             max_rows=self.max_rows,
@@ -174,6 +180,8 @@ class Flags(msgspec.Struct, kw_only=True):
     device: str | None = None
     """These change every model."""
     dtype: str | None = None
+    weights: str | None = None
+    kv_dtype: str | None = None
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     max_rows: int | None = None
@@ -186,6 +194,8 @@ _FLAGS_OF_SERVICE = ("listen", "fronts", "run_dir", "state_dir", "log_level")
 _FLAGS_OF_MODELS = (
     "device",
     "dtype",
+    "weights",
+    "kv_dtype",
     "tensor_parallel_size",
     "max_model_len",
     "max_rows",

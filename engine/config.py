@@ -95,6 +95,8 @@ class ModelConfig:
     """One a layer: a token sees itself and the window - 1 before it; None: everything before it."""
     dtype: str
     """The checkpoint's own, one of DTYPE_BYTES."""
+    fp8: bool
+    """Whether the checkpoint's matrices are e4m3, with a scale for each output or for all."""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 

@@ -212,13 +212,6 @@ def _family(fields: _Fields) -> tuple[str, _Family]:
 
 def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
     model_type, family = _family(fields)
-    if fields.get("quantization_config") is not None:
-        method = fields.get("quantization_config")
-        method = method.get("quant_method") if isinstance(method, dict) else method
-        raise CheckpointError(
-            f"{fields.file}: quantization_config.quant_method is {method!r}; quantised checkpoints are not "
-            "supported: use the bfloat16 or float16 one"
-        )
     if fields.get("hidden_act") not in (None, "silu"):
         raise fields.error("hidden_act", "only silu is supported")
     hidden_size = fields.integer("hidden_size")
@@ -260,6 +253,7 @@ def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
         qk_norm=family.qk_norm,
         sliding_windows=family.windows(fields, layers),
         dtype=_dtype(fields),
+        fp8=_quantised(fields),
         eos_token_ids=source.token_ids("eos_token_id", vocab_size),
         bos_token_id=bos[0] if bos else None,
     )
@@ -275,6 +269,39 @@ def _dtype(fields: _Fields) -> str:
     if value not in list(DTYPE_BYTES):
         raise fields.error(name, f"supported are {', '.join(DTYPE_BYTES)}")
     return str(value)
+
+
+def _quantised(fields: _Fields) -> bool:
+    """Whether the checkpoint says that its matrices are FP8. Which of them really are, the tensors say."""
+    value = fields.get("quantization_config")
+    if value is None:
+        return False
+    if not isinstance(value, dict):
+        raise fields.error("quantization_config", "an object with quant_method is needed")
+    config = _Fields(fields.file, value, prefix="quantization_config.")
+    method = config.get("quant_method")
+    if method == "fp8":
+        if config.get("weight_block_size") is not None:
+            raise config.error("weight_block_size", _FP8_REMEDY)
+        return True
+    if method != "compressed-tensors":
+        raise config.error("quant_method", _FP8_REMEDY)
+    groups = config.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else [("", None)]:
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise config.error("config_groups", "each group needs weights")
+        scheme = _Fields(fields.file, weights, prefix=f"quantization_config.config_groups.{name}.weights.")
+        for field, wanted in (("num_bits", (8,)), ("type", ("float",)), ("strategy", ("tensor", "channel"))):
+            if scheme.get(field) not in wanted:
+                raise scheme.error(field, _FP8_REMEDY)
+    return True
+
+
+_FP8_REMEDY = (
+    "of quantised checkpoints, fp8 and compressed-tensors ones with 8-bit float weights and a scale per "
+    "tensor or channel are supported; or use the bfloat16 one"
+)
 
 
 def _rope(fields: _Fields, positions: int) -> RopeConfig:

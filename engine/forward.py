@@ -21,6 +21,17 @@ class KvPool:
 
     keys: torch.Tensor
     values: torch.Tensor
+    k_scales: torch.Tensor | None = None
+    """`[blocks, kv_heads on this rank, BLOCK_TOKENS]` float32: a scale for each token and head of e4m3 keys;
+    None: keys and values are of the model's dtype."""
+    v_scales: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, each with blocks first. FP8 as bytes, which is what indexing knows."""
+        scales = [scales for scales in (self.k_scales, self.v_scales) if scales is not None]
+        if not scales:
+            return [self.keys, self.values]
+        return [self.keys.view(torch.uint8), self.values.view(torch.uint8), *scales]
 
 
 @dataclass(slots=True)

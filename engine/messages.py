@@ -28,6 +28,11 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """"auto" (CUDA where there is one, else CPU), "cuda" or "cpu"."""
     dtype: str = "auto"
     """"auto" (the checkpoint's on CUDA, float32 on CPU), "float32", "bfloat16" or "float16"."""
+    weights: str = "auto"
+    """Of the layers' matrices: "auto" (as the checkpoint has them) or "fp8" (quantised while they load, with
+    a scale for each output)."""
+    kv_dtype: str = "auto"
+    """"auto" (the model's) or "fp8" (e4m3, with a scale for each token and head)."""
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     """Longest sequence, prompt and output together; None: the checkpoint's."""
@@ -65,7 +70,10 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     dtype: str
+    weights: str
+    """The dtype of the layers' matrices; "fp8" where they are quantised."""
     kv_dtype: str
+    """As `weights`, of the cache."""
     backend: str
     """"cpu" or "cuda"."""
     devices: list[str]

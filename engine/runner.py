@@ -29,7 +29,7 @@ from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
 from engine.profiling import profile_cuda
 from engine.sampler import SampledStep, Sampler
-from engine.sizing import Sizing, kv_bytes_per_block, parameters, predict
+from engine.sizing import EXPANSION_BLOCKS, FP8, Sizing, kv_bytes_per_block, parameters, predict
 from kernels import select_backend
 
 Progress = Callable[[str, float], None]
@@ -127,6 +127,8 @@ class Runner:
         resident = memory.resident_bytes()
         self.config = read_config(spec.model_path)
         self.dtype = _dtype_name(spec.dtype, self.config, self.device)
+        self.weights = FP8 if spec.weights == FP8 or self.config.fp8 else self.dtype
+        self.kv_dtype = FP8 if spec.kv_dtype == FP8 else self.dtype
         self.max_model_len = self._longest()
         self._failed: BaseException | None = None
         self._ended_at: float | None = None
@@ -136,10 +138,12 @@ class Runner:
             self.decoder = Decoder(
                 self.config,
                 ranks,
-                select_backend(self.device.type, TORCH_DTYPES[self.dtype]),
+                select_backend(self.device.type, TORCH_DTYPES[self.dtype], EXPANSION_BLOCKS),
                 TORCH_DTYPES[self.dtype],
                 self.device,
                 max_model_len=self.max_model_len,
+                fp8=self.weights == FP8,
+                kv_fp8=self.kv_dtype == FP8,
             )
             self._load(progress)
             self.sampler = Sampler(
@@ -241,16 +245,16 @@ class Runner:
             return
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         for pool in self.kv:
-            pool.keys[index] = 0
-            pool.values[index] = 0
+            for tensor in pool.tensors():
+                tensor[index] = 0
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if not copies:
             return
         source, destination = torch.tensor(copies, dtype=torch.int64, device=self.device).unbind(1)
         for pool in self.kv:
-            pool.keys[destination] = pool.keys[source]
-            pool.values[destination] = pool.values[source]
+            for tensor in pool.tensors():
+                tensor[destination] = tensor[source]
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, pass_input: ForwardInput, prompt: PromptSlice
@@ -290,7 +294,7 @@ class Runner:
             most = memory.CPU_MOST_KV_BYTES // self.ranks.size
             if self.device.type == "cuda":
                 _, most = torch.cuda.mem_get_info(self.device)
-            blocks = most // kv_bytes_per_block(self.config, self.dtype, self.ranks.size)
+            blocks = most // kv_bytes_per_block(self.config, self.kv_dtype, self.ranks.size)
         return min(longest, max(1, blocks) * BLOCK_TOKENS)
 
     def _size_pool(self, progress: Progress) -> int:
@@ -333,21 +337,20 @@ class Runner:
         available = memory.available_host_bytes()
         if blocks * per_block * self.ranks.size > available:
             raise memory.too_large(blocks, per_block, self.ranks.size, available)
-        # The kernel's zero pages: a pool costs no start-up time, and no memory before its blocks are used.
-        shape, dtype = self.decoder.kv_shape(blocks), TORCH_DTYPES[self.dtype]
 
-        def pool() -> torch.Tensor:
+        # The kernel's zero pages: a pool costs no start-up time, and no memory before its blocks are used.
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             size = math.prod(shape) * dtype.itemsize
             try:
-                zeros = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:  # a limit of this process (ulimit -v), or strict accounting
                 raise memory.PoolTooLarge(
                     f"kv_blocks is {blocks}: this process may not have the {size} bytes of a layer's keys "
                     f"({error.strerror}): raise its limits (ulimit -v), or lower kv_blocks"
                 ) from error
-            return torch.frombuffer(zeros, dtype=dtype).view(shape)
+            return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
-        return [KvPool(pool(), pool()) for _ in range(self.config.layers)]
+        return self.decoder.allocate_kv(blocks, zeros)
 
     def _capture_graphs(self, progress: Progress) -> DecodeGraphs | None:
         """Graphs of decode steps, on a GPU of one rank."""
@@ -361,7 +364,8 @@ class Runner:
         return predict(
             self.config,
             dtype=self.dtype,
-            kv_dtype=self.dtype,
+            weights=self.weights,
+            kv_dtype=self.kv_dtype,
             tensor_parallel_size=self.ranks.size,
             max_rows=self.spec.max_rows,
             step_tokens=self.spec.step_tokens,
@@ -397,7 +401,8 @@ class Runner:
             max_model_len=self.max_model_len,
             vocab_size=self.config.vocab_size,
             dtype=self.dtype,
-            kv_dtype=self.dtype,
+            weights=self.weights,
+            kv_dtype=self.kv_dtype,
             backend=self.device.type,
             devices=[_device_name(self.device.type, rank) for rank in range(size)],
             tensor_parallel_size=size,
@@ -446,6 +451,9 @@ def _check(spec: ReplicaSpec) -> None:
     """Refuses before anything is loaded what no device could run."""
     if spec.max_rows < 1:
         raise UnfitError(f"max_rows is {spec.max_rows}: give at least 1")
+    for name, value in (("weights", spec.weights), ("kv_dtype", spec.kv_dtype)):
+        if value not in ("auto", FP8):
+            raise UnfitError(f'{name} is {value!r}: use "auto" or "{FP8}"')
     if spec.step_tokens < spec.max_rows:
         raise UnfitError(
             f"step_tokens is {spec.step_tokens}, but {spec.max_rows} rows decode one token each in a step: "

@@ -14,6 +14,12 @@ from engine.messages import BLOCK_TOKENS
 
 __all__ = ["Sizing", "blocks_for", "kv_bytes_per_block", "parameters", "predict", "read_config"]
 
+FP8 = "fp8"
+"""Weights or KV in e4m3 with float32 scales."""
+
+EXPANSION_BLOCKS = 1024
+"""Blocks of an FP8 cache that a pass with prompts expands to the model's dtype at once, on a GPU."""
+
 _GATHERED_BYTES = 4 << 20
 """The CPU backend copies at most so many bytes of keys at once, or one sequence's (`kernels.reference`)."""
 
@@ -55,15 +61,17 @@ def parameters(config: ModelConfig) -> int:
 
 def kv_bytes_per_block(config: ModelConfig, kv_dtype: str, tensor_parallel_size: int) -> int:
     """Keys and values of BLOCK_TOKENS tokens in all layers: `2 × layers × KV heads on the rank × 64 ×
-    head_dim` elements. The same on every rank."""
+    head_dim` elements, and with "fp8" a float32 scale for each token and head. The same on every rank."""
     shard = config.shard(tensor_parallel_size, 0)
-    return 2 * config.layers * shard.kv_heads * BLOCK_TOKENS * config.head_dim * DTYPE_BYTES[kv_dtype]
+    head = config.head_dim + 4 if kv_dtype == FP8 else config.head_dim * DTYPE_BYTES[kv_dtype]
+    return 2 * config.layers * shard.kv_heads * BLOCK_TOKENS * head
 
 
 def predict(
     config: ModelConfig,
     *,
     dtype: str,
+    weights: str,
     kv_dtype: str,
     tensor_parallel_size: int,
     max_rows: int,
@@ -73,16 +81,18 @@ def predict(
 ) -> Sizing:
     """Memory of the rank with the most, which is rank 0 (it alone has the biases of reduced products).
 
-    dtype, kv_dtype: of engine.config.DTYPE_BYTES. max_rows: sequences at once; step_tokens: token budget of a
-    step; max_model_len: the longest sequence; blocks: of the pool, None where they are yet to be found
-    (`blocks_for`). Raises UnfitError when the model cannot be split.
+    dtype: the model's, of engine.config.DTYPE_BYTES. weights, kv_dtype: the same, or "fp8". max_rows:
+    sequences at once; step_tokens: token budget of a step; max_model_len: the longest sequence; blocks: of
+    the pool, None where they are yet to be found (`blocks_for`). Raises UnfitError when the model cannot be
+    split.
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(
-        weight_bytes=_parameters(config, shard) * DTYPE_BYTES[dtype],
+        weight_bytes=_weight_bytes(config, shard, dtype, weights),
         kv_bytes_per_block=kv_bytes_per_block(config, kv_dtype, tensor_parallel_size),
         kv_blocks=blocks or 0,
-        activation_bytes=_activations(config, shard, dtype, max_rows, step_tokens, max_model_len),
+        activation_bytes=_activations(config, shard, dtype, max_rows, step_tokens, max_model_len)
+        + (_expansion_bytes(config, shard, dtype) if kv_dtype == FP8 else 0),
         table_bytes=_tables(config, max_rows, max_model_len),
     )
 
@@ -92,6 +102,7 @@ def blocks_for(
     config: ModelConfig,
     *,
     dtype: str,
+    weights: str,
     kv_dtype: str,
     tensor_parallel_size: int,
     max_rows: int,
@@ -102,6 +113,7 @@ def blocks_for(
     sizing = predict(
         config,
         dtype=dtype,
+        weights=weights,
         kv_dtype=kv_dtype,
         tensor_parallel_size=tensor_parallel_size,
         max_rows=max_rows,
@@ -112,14 +124,36 @@ def blocks_for(
     return max(0, (memory_bytes - sizing.fixed_bytes) // sizing.kv_bytes_per_block)
 
 
+def _weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) -> int:
+    width = DTYPE_BYTES[dtype]
+    if weights != FP8:
+        return _parameters(config, shard) * width
+    matrices = config.layers * _matrices(config, shard)
+    hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
+    outputs = config.layers * (q + 2 * kv + hidden + 2 * shard.intermediate + hidden)
+    return matrices + 4 * outputs + (_parameters(config, shard) - matrices) * width
+
+
+def _matrices(config: ModelConfig, shard: Shard) -> int:
+    """Elements of a layer's qkv, o, gate, up and down."""
+    hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
+    return hidden * (q + 2 * kv) + q * hidden + 3 * hidden * shard.intermediate
+
+
+def _expansion_bytes(config: ModelConfig, shard: Shard, dtype: str) -> int:
+    """Keys and values of one layer's EXPANSION_BLOCKS blocks."""
+    block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * DTYPE_BYTES[dtype]
+    return 2 * EXPANSION_BLOCKS * block
+
+
 def _parameters(config: ModelConfig, shard: Shard) -> int:
     """Elements of the tensors that `engine.model.decoder` makes on this rank, padding of the vocabulary
     included.
 
-    A layer: qkv, o, gate, up, down, two norms, and where the family has them biases and QK-norms.
+    A layer: its matrices, two norms, and where the family has them biases and QK-norms.
     """
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
-    layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * shard.intermediate + 2 * hidden
+    layer = _matrices(config, shard) + 2 * hidden
     first = shard.rank == 0
     if config.qkv_bias:
         layer += q + 2 * kv

@@ -18,6 +18,34 @@ PAGE_TOKENS = 64
 """Tokens in a block of the KV pool."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """A matrix quantised per output (row)."""
+
+    values: torch.Tensor
+    """[out, in] float8_e4m3fn"""
+    scales: torch.Tensor
+    """[out] float32: row i of the matrix is `values[i] × scales[i]`."""
+
+
+Weight = torch.Tensor | Fp8Weight
+"""A matrix `[out, in]`: in the model's dtype (or as `Ops.pack_weight` laid it out), or quantised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Activation:
+    """Activations quantised per token."""
+
+    values: torch.Tensor
+    """[tokens, n] float8_e4m3fn"""
+    scales: torch.Tensor
+    """[tokens, 1] float32"""
+
+
+Activation = torch.Tensor | Fp8Activation
+"""`[tokens, n]`: in the model's dtype, or quantised."""
+
+
 @dataclass(slots=True)
 class ChunkSpan:
     """A prompt slice inside a pass."""
@@ -52,8 +80,8 @@ class Ops(Protocol):
 
     name: str
 
-    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """A `[out, in]` weight in the layout that `linear` likes best; only `linear` may read the result."""
+    def pack_weight(self, weight: Weight) -> Weight:
+        """A weight in the layout that the products like best; only they may read the result."""
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         """Rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`.
@@ -62,8 +90,9 @@ class Ops(Protocol):
         among its rows give zeros (the sum over ranks is then the embedding).
         """
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x [tokens, in] @ weight [out, in].T (+ bias [out])`: `[tokens, out]`."""
+    def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x [tokens, in] @ weight [out, in].T (+ bias [out])`: `[tokens, out]`. With an `Fp8Weight`, x is
+        quantised per token first, unless it is already."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm (Zhang and Sennrich 2019) over the last dimension, in float32, rounded once to x's
@@ -74,7 +103,7 @@ class Ops(Protocol):
         x: torch.Tensor,
         norm_weight: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -85,14 +114,15 @@ class Ops(Protocol):
         x: torch.Tensor,
         norm_weight: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> Activation:
         """`silu(gate) × up` of `linear(rms_norm(x))`, whose first half is the gate: `[tokens, out / 2]`
-        (SwiGLU, Shazeer 2020)."""
+        (SwiGLU, Shazeer 2020). Perhaps quantised already where the weight is: its one reader is a product
+        with another `Fp8Weight`."""
 
     def linear_add(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+        self, x: Activation, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """`residual + linear(x)`. May overwrite `residual`."""
 
@@ -108,6 +138,8 @@ class Ops(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         heads: int,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Splits `qkv [tokens, (heads + 2 kv_heads) × head_dim]`; norms each query and key head (`q_norm`,
         `k_norm` `[head_dim]`, or None); rotates both; writes keys and values into the pool; returns the
@@ -115,7 +147,8 @@ class Ops(Protocol):
 
         positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct. cos_sin: `[positions,
         head_dim]` float32 of `kernels.rope.cos_sin_table`. keys, values: the pool, `[blocks, kv_heads, 64,
-        head_dim]`.
+        head_dim]`, of the model's dtype, or e4m3 with a scale for each token and head, `k_scales` and
+        `v_scales` `[blocks, kv_heads, 64]` float32.
         """
 
     def plan_attention(self, inputs: AttentionInput) -> Any:
@@ -129,14 +162,18 @@ class Ops(Protocol):
         plan: Any,
         scale: float,
         window: int | None,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of a pass over the paged cache, in which its own keys and values are already:
-        `[tokens, heads, head_dim]`, as q. window: a token sees itself and the window - 1 before it. Softmax
-        in float32. What a pool holds must be finite."""
+        `[tokens, heads, head_dim]`, as q. The pool is as in `rope_cache_write`. window: a token sees itself
+        and the window - 1 before it. Softmax in float32. What a pool holds must be finite."""
 
 
-def select_backend(device_type: str, dtype: torch.dtype = torch.float32) -> Ops:
+def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansion_blocks: int = 0) -> Ops:
     """The operations for tensors of a model's dtype on a torch device type ("cpu" or "cuda").
+
+    expansion_blocks: see `kernels.cuda.CudaOps`; only an FP8 cache has a use for them.
 
     float32 on a GPU is computed by plain torch: it serves comparisons, and our kernels are made for 16 bits.
 
@@ -147,8 +184,9 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32) -> Ops:
         raise ValueError(f"device is {device_type!r}; backends exist for cpu and cuda")
     if device_type == "cuda" and dtype != torch.float32:
         from kernels.cuda import CudaOps
+        from kernels.triton.linear_table import load_table
 
-        return CudaOps()
+        return CudaOps(expansion_blocks, load_table(torch.cuda.get_device_name()))
     from kernels import reference
 
     return reference

@@ -7,35 +7,54 @@ are launched with programmatic dependent launch: each fetches its weights while 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
-from kernels import AttentionInput
+from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, Weight
 from kernels.reference import embedding
-from kernels.triton import attention_decode, attention_prefill, fused
+from kernels.triton import attention_decode, attention_prefill, fused, linear
 from kernels.triton.attention_decode import DecodeWorkspace
+from kernels.triton.linear_table import Table
 
 __all__ = ["CudaOps"]
 
 
 @dataclass(frozen=True, slots=True)
+class _ChunkPlan:
+    """How the layers with one window read the chunks' keys; see `attention_prefill.Expansion`."""
+
+    pages: torch.Tensor | None
+    expanded: torch.Tensor | None
+    direct: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     inputs: AttentionInput
-    decodes: int
-    tiles: dict[int | None, torch.Tensor]
-    """The prefill's tiles by window, made by the first layer that has it."""
+    chunks: dict[int | None, _ChunkPlan]
+    """By window, made by the first layer that has it."""
 
 
 class CudaOps:
-    """See `kernels.Ops`. One for each replica: it owns the workspaces of its kernels."""
+    """See `kernels.Ops`. One for each replica and stream: it owns the workspaces of its kernels.
+
+    expansion_blocks: most blocks of an FP8 cache that a pass with prompts expands to the model's dtype at
+    once (`attention_prefill.Expansion`); 0: it never does.
+    table: the device's measured products; None: rules alone say which kernel a product gets.
+    """
 
     name = "cuda"
 
-    def __init__(self) -> None:
-        self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
+    def __init__(self, expansion_blocks: int = 0, table: Table | None = None) -> None:
+        self._expansion_blocks = expansion_blocks
+        self._table = Table() if table is None else table
+        self._decode_workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
+        self._scratches: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._product_workspace: linear.Workspace | None = None
 
-    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+    def pack_weight(self, weight: Weight) -> Weight:
         """Weights are read as they lie."""
         return weight
 
@@ -44,8 +63,8 @@ class CudaOps:
 
     # ── products ─────────────────────────────────────────────────────────────────────────────────
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._product(x, weight, bias=bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return fused.rms_norm(x, weight, eps, pdl=True)
@@ -55,33 +74,48 @@ class CudaOps:
         x: torch.Tensor,
         norm_weight: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        normed = self.rms_norm(x, norm_weight, eps)
-        if out is None or bias is not None:
-            result = F.linear(normed, weight, bias)
-            return result if out is None else out.copy_(result)
-        return torch.mm(normed, weight.t(), out=out)
+        return self._product(x, weight, norm_weight=norm_weight, eps=eps, bias=bias, out=out)
 
     def norm_gate_up(
         self,
         x: torch.Tensor,
         norm_weight: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return fused.silu_mul(self.norm_linear(x, norm_weight, eps, weight, bias), pdl=True)
+    ) -> Activation:
+        options: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "bias": bias}
+        if isinstance(weight, Fp8Weight) and not self._ours(len(x), weight.values):
+            # The library's product takes nothing with it: what follows is one pass, and quantises as well.
+            return Fp8Activation(*fused.silu_mul_fp8(self._product(x, weight, **options), pdl=True))
+        return self._product(x, weight, silu_mul=True, **options)
 
     def linear_add(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+        self, x: Activation, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        if bias is not None:
-            residual.add_(bias)
-        # cuBLAS adds the product to what lies in its output.
-        return torch.addmm(residual, x, weight.t(), out=residual)
+        return self._product(x, weight, bias=bias, residual=residual, out=residual)
+
+    def _ours(self, rows: int, weight: torch.Tensor) -> bool:
+        """Whether a product is our kernel's."""
+        outputs, inputs = weight.shape
+        return self._table.choose(rows, outputs, inputs, weight.dtype) is not None
+
+    def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
+        """`linear.linear` or `linear.linear_fp8`, as weight and x want it."""
+        if self._product_workspace is None:
+            device = x.values.device if isinstance(x, Fp8Activation) else x.device
+            self._product_workspace = linear.allocate_workspace(device)
+        options |= {"workspace": self._product_workspace, "table": self._table}
+        if not isinstance(weight, Fp8Weight):
+            assert isinstance(x, torch.Tensor)
+            return linear.linear(x, weight, **options)
+        if isinstance(x, Fp8Activation):
+            return linear.linear_fp8(x.values, weight.values, weight.scales, x_scale=x.scales, **options)
+        return linear.linear_fp8(x, weight.values, weight.scales, **options)
 
     # ── attention ────────────────────────────────────────────────────────────────────────────────
 
@@ -97,13 +131,27 @@ class CudaOps:
         keys: torch.Tensor,
         values: torch.Tensor,
         heads: int,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return fused.rope_cache_write(
-            qkv, positions, slots, cos_sin, q_norm, k_norm, eps, keys, values, heads, pdl=True
+            qkv,
+            positions,
+            slots,
+            cos_sin,
+            q_norm,
+            k_norm,
+            eps,
+            keys,
+            values,
+            heads,
+            k_scales,
+            v_scales,
+            pdl=True,
         )
 
     def plan_attention(self, inputs: AttentionInput) -> _AttentionPlan:
-        return _AttentionPlan(inputs, len(inputs.rows), {})
+        return _AttentionPlan(inputs, {})
 
     def attention(
         self,
@@ -113,8 +161,10 @@ class CudaOps:
         plan: _AttentionPlan,
         scale: float,
         window: int | None,
+        k_scales: torch.Tensor | None = None,
+        v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        inputs, decodes = plan.inputs, plan.decodes
+        inputs, decodes = plan.inputs, len(plan.inputs.rows)
         out = torch.empty_like(q)
         if decodes:
             attention_decode.decode(
@@ -125,24 +175,55 @@ class CudaOps:
                 inputs.rows,
                 inputs.lens,
                 scale,
-                self._workspace(q, keys.shape[1], inputs.block_table.shape[0]),
+                self._decode_workspace(q, keys.shape[1], inputs.block_table.shape[0]),
                 window,
+                k_scales,
+                v_scales,
                 out=out[:decodes],
             )
         if inputs.chunks:
-            if window not in plan.tiles:
-                chunks = [attention_prefill.Chunk(c.first, c.count, c.context, c.row) for c in inputs.chunks]
-                host = attention_prefill.plan_tiles(chunks, q.shape[1], keys.shape[1], window)
-                plan.tiles[window] = torch.from_numpy(host).to(q.device, non_blocking=True)
-            tiles = plan.tiles[window]
-            attention_prefill.prefill(q, keys, values, inputs.block_table, tiles, scale, window, out=out)
+            if window not in plan.chunks:
+                plan.chunks[window] = self._plan_chunks(q, keys, inputs, window, expand=k_scales is not None)
+            chunks = plan.chunks[window]
+            table = inputs.block_table
+            if chunks.expanded is not None:
+                assert chunks.pages is not None and k_scales is not None and v_scales is not None
+                wide = self._scratch(keys, q.dtype)
+                attention_prefill.expand(keys, values, k_scales, v_scales, table, chunks.pages, *wide)
+                attention_prefill.prefill(q, *wide, None, chunks.expanded, scale, window, out=out)
+            if chunks.direct is not None:
+                direct, scales = chunks.direct, (k_scales, v_scales)
+                attention_prefill.prefill(q, keys, values, table, direct, scale, window, *scales, out=out)
         return out
 
-    def _workspace(self, q: torch.Tensor, kv_heads: int, sequences: int) -> DecodeWorkspace:
+    def _plan_chunks(
+        self, q: torch.Tensor, keys: torch.Tensor, inputs: AttentionInput, window: int | None, expand: bool
+    ) -> _ChunkPlan:
+        def on_device(rows: np.ndarray) -> torch.Tensor | None:
+            return torch.from_numpy(rows).to(q.device, non_blocking=True) if len(rows) else None
+
+        heads, kv_heads = q.shape[1], keys.shape[1]
+        if not expand or not self._expansion_blocks:
+            tiles = attention_prefill.plan_tiles(inputs.chunks, heads, kv_heads, window)
+            return _ChunkPlan(None, None, on_device(tiles))
+        blocks = self._expansion_blocks
+        made = attention_prefill.plan_expansion(inputs.chunks, heads, kv_heads, window, blocks)
+        return _ChunkPlan(on_device(made.pages), on_device(made.expanded), on_device(made.direct))
+
+    def _decode_workspace(self, q: torch.Tensor, kv_heads: int, sequences: int) -> DecodeWorkspace:
         _, heads, head_dim = q.shape
         key = (heads, kv_heads, head_dim)
-        if key not in self._workspaces:
-            self._workspaces[key] = attention_decode.allocate_workspace(
-                sequences, heads, kv_heads, head_dim, q.device
-            )
-        return self._workspaces[key]
+        if key not in self._decode_workspaces:
+            made = attention_decode.allocate_workspace(sequences, heads, kv_heads, head_dim, q.device)
+            self._decode_workspaces[key] = made
+        return self._decode_workspaces[key]
+
+    def _scratch(self, keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the expansion, which every layer overwrites."""
+        _, kv_heads, _, head_dim = keys.shape
+        key = (kv_heads, head_dim, dtype)
+        if key not in self._scratches:
+            shape = (2, self._expansion_blocks, *keys.shape[1:])
+            self._scratches[key] = torch.empty(shape, dtype=dtype, device=keys.device)
+        both = self._scratches[key]
+        return both[0], both[1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan
+from kernels import PAGE_TOKENS, Activation, AttentionInput, ChunkSpan, Fp8Activation, Fp8Weight, Weight
 
 name = "reference"
 
@@ -24,12 +24,14 @@ bounds the working memory, keeps the copy in cache until it is read, and its buf
 the C library asks the kernel for fresh pages each time (a factor of 4 at 64 sequences)."""
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+def pack_weight(weight: Weight) -> Weight:
     """On a CPU, float32 weights are kept in oneDNN's blocked layout: 2 to 3.6 times the speed of MKL's
     product at 4 to 256 rows (Zen 5, one thread), since torch sends plain float32 products to MKL, whose
     AVX-512 path is closed to other makers' processors. Other dtypes go to oneDNN by themselves.
 
     The two operations are private to torch: a build without them keeps the weight as it is."""
+    if isinstance(weight, Fp8Weight):
+        return weight
     packable = weight.device.type == "cpu" and weight.dtype == torch.float32
     if packable and torch.backends.mkldnn.is_available() and _has_packed_linear():
         return torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -48,7 +50,10 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) 
     return F.embedding(rows.masked_fill(foreign, 0), weight).masked_fill_(foreign.unsqueeze(1), 0.0)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    if isinstance(weight, Fp8Weight):
+        return linear_fp8(x, weight, bias)
+    assert isinstance(x, torch.Tensor)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
@@ -64,7 +69,7 @@ def norm_linear(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -73,13 +78,13 @@ def norm_linear(
 
 
 def norm_gate_up(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None
 ) -> torch.Tensor:
     return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
 
 
 def linear_add(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    x: Activation, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor
 ) -> torch.Tensor:
     return residual.add_(linear(x, weight, bias))
 
@@ -104,14 +109,14 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, largest / most
 
 
-def linear_fp8(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """`x [tokens, in]`, quantised per token, by e4m3 `weight [out, in]` with a float32 scale for each output,
-    `weight_scale [out]`: as x. Sums are float32, and rounded once."""
-    values, scales = quantise_fp8(x)
-    product = F.linear(values.float(), weight.float()) * scales * weight_scale
-    return (product if bias is None else product + bias.float()).to(x.dtype)
+def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x [tokens, in]` quantised per token, if it is not yet, by a quantised weight: as x (float32 where that
+    came quantised). Sums are float32, and rounded once."""
+    dtype = torch.float32 if isinstance(x, Fp8Activation) else x.dtype
+    if not isinstance(x, Fp8Activation):
+        x = Fp8Activation(*quantise_fp8(x))
+    product = F.linear(x.values.float(), weight.values.float()) * x.scales * weight.scales
+    return (product if bias is None else product + bias.float()).to(dtype)
 
 
 def rope_cache_write(
@@ -154,6 +159,10 @@ def rope_cache_write(
     return rotated[:, :heads].to(qkv.dtype)
 
 
+_Pool = tuple[torch.Tensor, torch.Tensor | None]
+"""Keys or values `[blocks, kv_heads, 64, head_dim]`, and the scales `[blocks, kv_heads, 64]` of e4m3 ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     decode_tables: torch.Tensor
@@ -179,16 +188,24 @@ def attention(
     plan: _AttentionPlan,
     scale: float,
     window: int | None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     parts = []
     decodes = len(plan.lens)
     if decodes:
         part = q if decodes == len(q) else q[:decodes]
         tables = plan.decode_tables
-        parts.append(paged_attention_decode(part, keys, values, tables, plan.lens, scale, window))
+        parts.append(
+            paged_attention_decode(part, keys, values, tables, plan.lens, scale, window, k_scales, v_scales)
+        )
     for chunk, table in plan.chunks:
         part = q[chunk.first : chunk.first + chunk.count]
-        parts.append(paged_attention_prefill(part, keys, values, table, chunk.context, scale, window))
+        parts.append(
+            paged_attention_prefill(
+                part, keys, values, table, chunk.context, scale, window, k_scales, v_scales
+            )
+        )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -200,19 +217,22 @@ def paged_attention_decode(
     lens: torch.Tensor,
     scale: float,
     window: int | None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token for each sequence: `[sequences, heads, head_dim]`, as q.
 
     block_tables: `[sequences, columns]` int64. lens: `[sequences]` int64, at least 1, the new token included.
     """
+    pools = ((keys, k_scales), (values, v_scales))
     column_bytes = keys[0].numel() * q.element_size()
     groups = _length_groups(lens.tolist(), window, max(1, _GATHERED_BYTES // column_bytes))
     if len(groups) == 1:
-        return _attend_group(q, keys, values, block_tables, lens, scale, window, groups[0])
+        return _attend_group(q, pools, block_tables, lens, scale, window, groups[0])
     out = torch.empty_like(q)
     for group in groups:
         rows = torch.tensor(group.rows, device=q.device)
-        part = (q[rows], keys, values, block_tables[rows], lens[rows])
+        part = (q[rows], pools, block_tables[rows], lens[rows])
         out[rows] = _attend_group(*part, scale, window, group)
     return out
 
@@ -259,8 +279,7 @@ def _length_groups(lens: list[int], window: int | None, most_columns: int) -> li
 
 def _attend_group(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    pools: tuple[_Pool, _Pool],
     block_tables: torch.Tensor,
     lens: torch.Tensor,
     scale: float,
@@ -268,12 +287,11 @@ def _attend_group(
     group: _Group,
 ) -> torch.Tensor:
     sequences, heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
+    kv_heads = pools[0][0].shape[1]
     pages = _pages(block_tables[:, group.first : group.last], kv_heads)
     tokens = (group.last - group.first) * PAGE_TOKENS
     shape = (sequences, kv_heads, tokens, head_dim)
-    k = _gather(keys, pages, q.dtype).view(shape)
-    v = _gather(values, pages, q.dtype).view(shape)
+    k, v = (_gather(pool, pages, q.dtype).view(shape) for pool in pools)
     position = torch.arange(group.first * PAGE_TOKENS, group.last * PAGE_TOKENS, device=q.device)
     lens = lens.unsqueeze(1)
     visible = position < lens
@@ -298,6 +316,8 @@ def paged_attention_prefill(
     context: int,
     scale: float,
     window: int | None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of one chunk, whose keys and values are in the cache already: as q.
 
@@ -313,8 +333,8 @@ def paged_attention_prefill(
     pages = _pages(block_table[first:last].unsqueeze(0), kv_heads)
     shape = (kv_heads, 1, (last - first) * PAGE_TOKENS, head_dim)
     group = (kv_heads, heads // kv_heads, end - start, head_dim)
-    k = _gather(keys, pages, q.dtype).view(shape)[:, :, : end - start].expand(group)
-    v = _gather(values, pages, q.dtype).view(shape)[:, :, : end - start].expand(group)
+    pools = ((keys, k_scales), (values, v_scales))
+    k, v = (_gather(pool, pages, q.dtype).view(shape)[:, :, : end - start].expand(group) for pool in pools)
     visible = None
     if start < context or window is not None:
         query = torch.arange(context, end, device=q.device).unsqueeze(1)
@@ -345,6 +365,14 @@ def _pages(block_tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return (block_tables.unsqueeze(1) * kv_heads + head).flatten()
 
 
-def _gather(pool: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[pages, 64 × head_dim]` in `dtype`."""
-    return pool.view(pool.shape[0] * pool.shape[1], -1).index_select(0, pages).to(dtype)
+def _gather(pool: _Pool, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[pages, 64, head_dim]` in `dtype`, times the scales of an FP8 pool."""
+    numbers, scales = pool
+    blocks, kv_heads, tokens, head_dim = numbers.shape
+    numbers = numbers.view(blocks * kv_heads, tokens * head_dim)
+    if scales is None:
+        return numbers.index_select(0, pages).to(dtype)
+    # As bytes: indexing knows no FP8.
+    found = numbers.view(torch.uint8).index_select(0, pages).view(numbers.dtype).float()
+    found = found.view(len(pages), tokens, head_dim)
+    return found.mul_(scales.view(blocks * kv_heads, tokens, 1).index_select(0, pages)).to(dtype)

@@ -38,6 +38,13 @@ class DType(StrEnum):
     float16 = "float16"
 
 
+class Quantised(StrEnum):
+    """As in the settings."""
+
+    auto = "auto"
+    fp8 = "fp8"
+
+
 class LoadFormat(StrEnum):
     """As in the settings."""
 
@@ -99,7 +106,13 @@ def serve(
     state_dir: StateDir = None,
     fronts: Annotated[int | None, typer.Option(metavar="N", help="Front processes.")] = None,
     device: Annotated[Device | None, typer.Option(help="Where models run.", show_default=False)] = None,
-    dtype: Annotated[DType | None, typer.Option(help="Of weights.", show_default=False)] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of the model.", show_default=False)] = None,
+    weights: Annotated[
+        Quantised | None, typer.Option(help="fp8: quantise the layers' weights.", show_default=False)
+    ] = None,
+    kv_dtype: Annotated[
+        Quantised | None, typer.Option(help="fp8: quantise the KV cache.", show_default=False)
+    ] = None,
     load_format: Annotated[
         LoadFormat | None, typer.Option(help="dummy: random weights, to measure speed.", show_default=False)
     ] = None,
@@ -132,6 +145,8 @@ def serve(
         log_level=log_level and log_level.value,
         device=device and device.value,
         dtype=dtype and dtype.value,
+        weights=weights and weights.value,
+        kv_dtype=kv_dtype and kv_dtype.value,
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,
         max_rows=max_rows,

@@ -99,10 +99,12 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
         config = sizing.read_config(model.folder)
         longest = config.resolve_length(model.max_model_len)
         dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
+        weights = sizing.FP8 if config.fp8 or model.weights == sizing.FP8 else dtype
         predicted = sizing.predict(
             config,
             dtype=dtype,
-            kv_dtype=dtype,
+            weights=weights,
+            kv_dtype=model.kv_dtype if model.kv_dtype != "auto" else dtype,
             tensor_parallel_size=ranks,
             max_rows=model.max_rows,
             step_tokens=model.step_tokens,
@@ -121,7 +123,7 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
         blocks = (room if on_gpu else min(room, CPU_MOST_KV_BYTES // ranks)) // predicted.kv_bytes_per_block
     needed = predicted.fixed_bytes + blocks * predicted.kv_bytes_per_block
     text = (
-        f"{config.model_type}, {sizing.parameters(config) / 1e6:,.1f} M parameters in {dtype}: weights "
+        f"{config.model_type}, {sizing.parameters(config) / 1e6:,.1f} M parameters in {weights}: weights "
         f"{of_bytes(predicted.weight_bytes)}, working memory "
         f"{of_bytes(predicted.fixed_bytes - predicted.weight_bytes)}, {blocks:,} KV blocks "
         f"{of_bytes(needed - predicted.fixed_bytes)}; {of_bytes(usable)} usable"

@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def main() -> int:
                 max_rows=arguments.max_rows,
                 step_tokens=arguments.step_tokens,
                 kv_blocks=arguments.kv_blocks,
+                weights="fp8" if arguments.fp8 else "auto",
+                kv_dtype="fp8" if arguments.kv_fp8 else "auto",
+                **(
+                    {}
+                    if arguments.memory_fraction is None
+                    else {"memory_fraction": arguments.memory_fraction}
+                ),
             )
         )
         info = engine.info
@@ -53,13 +61,13 @@ def main() -> int:
         print(f"{'workload':16}{'ours':>12}{'unit':>9}{'limit':>10}{'of it':>8}{'idle µs':>10}{'steps':>8}")
         results: dict[str, Any] = {"info": _plain(info), "start_s": start_s, "workloads": {}}
         for name, workload in chosen.items():
-            run(engine, workload, seed=-1)  # warm: nothing compiles while the clock runs
+            warm = replace(workload, output_tokens=min(workload.output_tokens, 4))
+            run(engine, warm, seed=-1)  # nothing compiles while the clock runs
             runs = [run(engine, workload, seed) for seed in range(arguments.runs)]
             figure = statistics.median(one.figure for one in runs)
             best = None
             if device is not None:
-                weight_bytes = DTYPE_BYTES[info.dtype]
-                best = limit(engine.runner.config, workload, device, weight_bytes, DTYPE_BYTES[info.kv_dtype])
+                best = limit(engine.runner.config, workload, device, info.weights, info.kv_dtype)
             _print_row(name, workload.unit, figure, best, workload.less_is_better, runs)
             results["workloads"][name] = {
                 "figure": figure,
@@ -86,6 +94,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--load-format", choices=["safetensors", "dummy"])
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
+    parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
+    parser.add_argument("--kv-fp8", action="store_true", help="quantise the cache")
+    parser.add_argument("--memory-fraction", type=float)
     parser.add_argument("--runs", type=int, default=3, help="the median counts")
     parser.add_argument("--max-rows", type=int, default=1024)
     parser.add_argument("--step-tokens", type=int, default=8192)
@@ -116,8 +127,8 @@ def _print_row(
 def _describe(info: ReplicaInfo, start_s: float) -> str:
     gib = 2**30
     return (
-        f"{info.dtype} on {info.devices[0]}, ready in {start_s:.1f} s; "
-        f"weights {info.weight_bytes / gib:.1f} GiB, "
+        f"{info.dtype} (weights {info.weights}, KV {info.kv_dtype}) on {info.devices[0]}, "
+        f"ready in {start_s:.1f} s; weights {info.weight_bytes / gib:.1f} GiB, "
         f"KV {info.kv_bytes / gib:.1f} in {info.kv_blocks} blocks, "
         f"all {info.used_bytes / gib:.1f}, predicted {info.predicted_bytes / gib:.1f}"
     )

@@ -7,6 +7,7 @@ vocabulary; hidden states are whole and equal on every rank (two sums over the r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -21,11 +22,15 @@ from kernels import Ops
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtypes of `engine.config.DTYPE_BYTES`."""
 
+Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
 
 class Decoder:
     """A model on one rank. Weights are unset until `engine.model.loader` has filled them.
 
-    max_model_len: the longest sequence; None: the checkpoint's (`ModelConfig.context_length`).
+    max_model_len: the longest sequence; None: the checkpoint's (`ModelConfig.context_length`). fp8: the
+    layers' matrices are e4m3, with a scale for each output; embeddings and the output matrix are not. kv_fp8:
+    so is the cache, with a scale for each token and head.
     Raises UnfitError when the model cannot be split over the ranks or serve that length.
     """
 
@@ -38,12 +43,15 @@ class Decoder:
         device: torch.device,
         *,
         max_model_len: int | None = None,
+        fp8: bool = False,
+        kv_fp8: bool = False,
     ) -> None:
-        place = Place(ops, dtype, device)
+        place = Place(ops, dtype, device, fp8)
         self.config = config
         self.ranks = ranks
         self.ops = ops
         self.dtype = dtype
+        self.kv_fp8 = kv_fp8
         self.device = device
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
@@ -94,15 +102,25 @@ class Decoder:
         """Of the keys, and of the values, of one layer on this rank."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 
-    def allocate_kv(self, blocks: int, dtype: torch.dtype | None = None) -> list[KvPool]:
-        """One pool a layer, in `dtype` (None: the model's). Zeroed: attention reads whole blocks and masks
-        what lies past a sequence's end, which works for every value but infinities and NaN."""
+    def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:
+        """One pool a layer. Zeroed: attention reads whole blocks and masks
+        what lies past a sequence's end, which works for every value but infinities and NaN.
+
+        zeros: what makes a tensor of a shape and dtype; None: torch.
+        """
         shape = self.kv_shape(blocks)
+        made = zeros or self._zeros
 
-        def pool() -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+        def numbers() -> torch.Tensor:
+            return made(shape, torch.float8_e4m3fn if self.kv_fp8 else self.dtype)
 
-        return [KvPool(keys=pool(), values=pool()) for _ in self.layers]
+        def scales() -> torch.Tensor | None:
+            return made(shape[:3], torch.float32) if self.kv_fp8 else None
+
+        return [KvPool(numbers(), numbers(), scales(), scales()) for _ in self.layers]
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 
@@ -128,4 +146,6 @@ class Decoder:
         self.head[self.shard.vocab_real :] = 0
         for layer in self.layers:
             layer.pack()
-        self.head = self.ops.pack_weight(self.head)
+        packed = self.ops.pack_weight(self.head)
+        assert isinstance(packed, torch.Tensor)
+        self.head = packed

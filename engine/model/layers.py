@@ -14,7 +14,8 @@ import torch
 from engine.config import ModelConfig, Shard
 from engine.forward import ForwardInput, KvPool
 from engine.parallel import Ranks
-from kernels import Ops
+from kernels import Activation, Fp8Weight, Ops, Weight
+from kernels.reference import quantise_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,18 @@ class Place:
     ops: Ops
     dtype: torch.dtype
     device: torch.device
+    fp8: bool = False
+    """Whether the layers' matrices are quantised."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def matrix(self, outputs: int, inputs: int) -> Weight:
+        """An unset weight of a layer."""
+        if not self.fp8:
+            return self.empty(outputs, inputs)
+        values = torch.empty((outputs, inputs), dtype=torch.float8_e4m3fn, device=self.device)
+        return Fp8Weight(values, torch.empty(outputs, dtype=torch.float32, device=self.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,34 @@ class Piece:
     """The dimension that is split; `target` has the others whole."""
     start: int = 0
     """First index of the part along `dim`."""
+    scales: torch.Tensor | None = None
+    """A view of the scales of `target`'s rows, where it is e4m3: numbers of another dtype are quantised."""
+
+    def part(self, whole: Any) -> Any:
+        """This rank's part of the tensor, or of anything that is sliced like one."""
+        assert self.target is not None
+        stop = self.start + self.target.shape[self.dim]
+        return whole[self.start : stop] if self.dim == 0 else whole[:, self.start : stop]
+
+    def fill(self, part: torch.Tensor) -> None:
+        """Set the part from numbers in any floating dtype, on any device."""
+        assert self.target is not None
+        if self.scales is None:
+            self.target.copy_(part)
+            return
+        values, scales = quantise_fp8(part.to(self.target.device))
+        self.target.copy_(values)
+        self.scales.copy_(scales.squeeze(1))
+
+    def fill_quantised(self, part: torch.Tensor, scales: torch.Tensor) -> None:
+        """Set the part from e4m3 numbers and the float32 scale of each of its rows, `[rows]`, or of all,
+        `[1]`."""
+        assert self.target is not None
+        if self.scales is None:
+            self.target.copy_(part.float() * scales.unsqueeze(1))
+            return
+        self.target.copy_(part)
+        self.scales.copy_(scales)
 
 
 class Linear:
@@ -49,17 +87,17 @@ class Linear:
 
     def __init__(self, place: Place, inputs: int, outputs: int, bias: bool) -> None:
         self.ops = place.ops
-        self.weight = place.empty(outputs, inputs)
+        self.weight = place.matrix(outputs, inputs)
         self.bias = place.empty(outputs) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activation) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
     def after_norm(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The product of `rms_norm(x)`."""
         return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: Activation, ranks: Ranks) -> torch.Tensor:
         """`residual` and the sum over the ranks of this product; may overwrite `residual`."""
         if ranks.size == 1:
             return self.ops.linear_add(x, self.weight, self.bias, residual)
@@ -71,8 +109,10 @@ class Linear:
     def outputs_piece(self, name: str, whole: int, start: int, first: int, count: int) -> list[Piece]:
         """Rows `[first, first + count)` of this weight (and bias) are rows from `start` of the checkpoint's
         `whole` rows."""
-        weight = self.weight[first : first + count]
-        pieces = [Piece(f"{name}.weight", (whole, self.weight.shape[1]), weight, 0, start)]
+        values, scales = self._parts()
+        target = values[first : first + count]
+        scales = None if scales is None else scales[first : first + count]
+        pieces = [Piece(f"{name}.weight", (whole, values.shape[1]), target, 0, start, scales)]
         if self.bias is not None:
             pieces.append(Piece(f"{name}.bias", (whole,), self.bias[first : first + count], 0, start))
         return pieces
@@ -80,11 +120,17 @@ class Linear:
     def inputs_piece(self, name: str, whole: int, start: int, bias: bool) -> list[Piece]:
         """All columns of this weight are columns from `start` of the checkpoint's `whole` columns. The sum
         over the ranks must hold the bias once: the first rank has it."""
-        outputs = self.weight.shape[0]
-        pieces = [Piece(f"{name}.weight", (outputs, whole), self.weight, 1, start)]
+        values, scales = self._parts()
+        outputs = values.shape[0]
+        pieces = [Piece(f"{name}.weight", (outputs, whole), values, 1, start, scales)]
         if bias:
             pieces.append(Piece(f"{name}.bias", (outputs,), self.bias))
         return pieces
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(self.weight, Fp8Weight):
+            return self.weight.values, self.weight.scales
+        return self.weight, None
 
 
 class Attention:
@@ -119,8 +165,12 @@ class Attention:
             kv.keys,
             kv.values,
             self.shard.heads,
+            kv.k_scales,
+            kv.v_scales,
         )
-        attended = self.ops.attention(q, kv.keys, kv.values, plan, self.scale, self.window)
+        attended = self.ops.attention(
+            q, kv.keys, kv.values, plan, self.scale, self.window, kv.k_scales, kv.v_scales
+        )
         return attended.view(q.shape[0], -1)
 
     def pieces(self, prefix: str) -> list[Piece]:
@@ -154,7 +204,7 @@ class Mlp:
         self.gate_up = Linear(place, config.hidden_size, 2 * shard.intermediate, config.mlp_bias)
         self.down = Linear(place, shard.intermediate, config.hidden_size, config.mlp_bias and shard.rank == 0)
 
-    def activate(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def activate(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Activation:
         """`[tokens, intermediate on this rank]` from the residual stream: the input of `down`."""
         up = self.gate_up
         return self.ops.norm_gate_up(x, norm_weight, eps, up.weight, up.bias)

@@ -23,6 +23,11 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
 
 _LOADABLE = ("F32", "BF16", "F16")
+_FP8 = "F8_E4M3"
+_SCALE = "_scale"
+"""What is added to the name of an FP8 weight to find its scales: one, or one for each output."""
+_STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+"""Of activations and cache, found beforehand on samples; ours are found for each token."""
 _NAMES_SHOWN = 4
 
 
@@ -31,7 +36,8 @@ def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
 
     Raises CheckpointError, with file, tensor and both shapes, before any weight is read when a tensor is
     missing, unknown, of another shape or of a dtype that cannot be loaded, or a file is truncated. Rotary
-    frequencies and the copy of a tied output matrix, which some checkpoints carry, are ignored.
+    frequencies, the copy of a tied output matrix and static scales of activations, which some checkpoints
+    carry, are ignored.
     """
     folder = Path(folder)
     entries = read_entries(folder)
@@ -47,7 +53,11 @@ def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
         try:
             with safe_open(file, framework="pt") as shard:
                 for piece in by_file[file]:
-                    _fill(piece, shard.get_slice(piece.name))
+                    part = piece.part(shard.get_slice(piece.name))
+                    if entries[piece.name].dtype == _FP8:
+                        piece.fill_quantised(part, _scales(piece, entries, shard))
+                    else:
+                        piece.fill(part)
                     done += _bytes_wanted(piece, entries[piece.name])
                     progress(f"loading {file.name}", done / total)
         except (SafetensorError, OSError) as error:
@@ -74,17 +84,19 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
             whole.normal_(std=0.02, generator=generator)
         else:
             whole.fill_(1.0)
-        piece.target.copy_(whole.narrow(piece.dim, piece.start, piece.target.shape[piece.dim]))
+        piece.fill(piece.part(whole))
         done += piece.target.nbytes
     decoder.finish()
     return done
 
 
 def _check(entries: dict[str, Entry], pieces: dict[str, Piece], folder: Path, tied: bool) -> None:
-    missing = [name for name in pieces if name not in entries]
+    quantised = {name for name in pieces if name in entries and entries[name].dtype == _FP8}
+    wanted = {*pieces, *(name + _SCALE for name in quantised)}
+    missing = [name for name in sorted(wanted) if name not in entries]
     if missing:
         raise CheckpointError(f"{folder}: {_names(missing)} missing; the model of config.json needs them")
-    unknown = [name for name in entries if name not in pieces and not _harmless(name, tied)]
+    unknown = [name for name in entries if name not in wanted and not _harmless(name, tied)]
     if unknown:
         raise CheckpointError(
             f"{entries[unknown[0]].file}: {_names(unknown)} unknown; config.json describes a model without"
@@ -95,14 +107,26 @@ def _check(entries: dict[str, Entry], pieces: dict[str, Piece], folder: Path, ti
             raise CheckpointError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, config.json needs {list(piece.shape)}"
             )
-        if entry.dtype not in _LOADABLE:
-            raise CheckpointError(
-                f"{entry.file}: {name} has dtype {entry.dtype}; {', '.join(_LOADABLE)} can be loaded"
-            )
+        if name in quantised:
+            scale = entries[name + _SCALE]
+            if scale.shape not in ((), (1,), entry.shape[:1], (entry.shape[0], 1)):
+                raise CheckpointError(
+                    f"{scale.file}: {name + _SCALE} has shape {list(scale.shape)}; one scale, or one for "
+                    f"each of {entry.shape[0]} outputs, can be loaded"
+                )
+        for checked in (name, name + _SCALE) if name in quantised else (name,):
+            dtype = entries[checked].dtype
+            if dtype not in _LOADABLE and (checked != name or name not in quantised):
+                raise CheckpointError(
+                    f"{entries[checked].file}: {checked} has dtype {dtype}; {', '.join(_LOADABLE)} can be "
+                    "loaded"
+                )
 
 
 def _harmless(name: str, tied: bool) -> bool:
-    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+    if tied and name.startswith("lm_head.weight"):
+        return True
+    return name.endswith((".rotary_emb.inv_freq", *_STATIC_SCALES))
 
 
 def _names(names: list[str]) -> str:
@@ -123,11 +147,14 @@ def _bytes_wanted(piece: Piece, entry: Entry) -> int:
     return entry.nbytes * piece.target.numel() // whole
 
 
-def _fill(piece: Piece, source: Any) -> None:
-    """Reads the rank's part of a tensor. The slice's shape is the target's, so a piece that is copied is a
-    piece that is filled; the pieces of a parameter tile it by construction."""
-    if piece.target is None:
-        return
-    stop = piece.start + piece.target.shape[piece.dim]
-    part = source[piece.start : stop] if piece.dim == 0 else source[:, piece.start : stop]
-    piece.target.copy_(part)
+def _scales(piece: Piece, entries: dict[str, Entry], shard: Any) -> torch.Tensor:
+    """The float32 scales of a piece's rows, or the one of all, from the same file or another."""
+    name = piece.name + _SCALE
+    if name in shard.keys():  # noqa: SIM118 - it is no mapping
+        scales = shard.get_tensor(name)
+    else:
+        with safe_open(entries[name].file, framework="pt") as other:
+            scales = other.get_tensor(name)
+    scales = scales.float().flatten()
+    whole = len(scales) == 1 or piece.dim != 0
+    return scales if whole else piece.part(scales)

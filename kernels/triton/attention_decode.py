@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-PAGE_TOKENS = 64
+from kernels import PAGE_TOKENS
 
 _LOG2_E = 1.4426950408889634
 

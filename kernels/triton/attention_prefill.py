@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-PAGE_TOKENS = 64
+from kernels import PAGE_TOKENS, ChunkSpan
 
 _LOG2_E = 1.4426950408889634
 
@@ -138,26 +138,13 @@ def _prefill_kernel(
     tl.store(place, acc.to(out.dtype.element_ty), mask=real)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive tokens of one sequence in a pass."""
-
-    first: int
-    """Of its tokens in the pass."""
-    count: int
-    context: int
-    """Tokens of the sequence in the cache before them."""
-    row: int
-    """Of the block table."""
-
-
 def tile_tokens(heads: int, kv_heads: int, tile_rows: int = 128) -> int:
     """Tokens in a tile."""
     return max(1, tile_rows // (heads // kv_heads))
 
 
 def plan_tiles(
-    chunks: Sequence[Chunk], heads: int, kv_heads: int, window: int | None = None, tile_rows: int = 128
+    chunks: Sequence[ChunkSpan], heads: int, kv_heads: int, window: int | None = None, tile_rows: int = 128
 ) -> np.ndarray:
     """The tiles of a pass, those with the most keys first: `[tiles, 4]` int32 of first token in the pass,
     tokens, position of the first, row of the block table. Good for every layer with this window."""
@@ -193,7 +180,7 @@ class Expansion:
 
 
 def plan_expansion(
-    chunks: Sequence[Chunk],
+    chunks: Sequence[ChunkSpan],
     heads: int,
     kv_heads: int,
     window: int | None,
@@ -212,7 +199,7 @@ def plan_expansion(
         part[:, 0] = chunk.row
         part[:, 1] = np.arange(first, last, dtype=np.int32)
         pages.append(part)
-        moved.append(Chunk(chunk.first, chunk.count, chunk.context, used - first))
+        moved.append(ChunkSpan(chunk.first, chunk.count, chunk.context, used - first))
         used += last - first
     return Expansion(
         pages=np.concatenate(pages) if pages else np.empty((0, 2), dtype=np.int32),

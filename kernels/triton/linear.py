@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
 """Matrix products at decode: up to 64 rows, where reading the weights once is all the time there is.
 
-`linear` and `linear_fp8` take any number of rows: `linear_plans.choose` says which kernel a shape gets, and
-where cuBLAS (through torch) is better. What touches the same bytes is done on the way: RMSNorm and the
-quantisation of x before, bias, residual and SwiGLU after. One row is normed and quantised by every program
-for itself; more rows by a launch of their own.
+`linear` and `linear_fp8` take any number of rows: a table of measured shapes (`linear_table`) says which
+kernel a shape gets, and where cuBLAS (through torch) is better; rules say it for shapes that are not there.
+What touches the same bytes is done on the way: RMSNorm and the quantisation of x before, bias, residual and
+SwiGLU after. One row is normed and quantised by every program for itself; more rows by a launch of their own.
 
 Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rms_norm` does; then (FP8)
 divided by its scale, its largest magnitude / 448, and rounded to e4m3, as `reference.quantise_fp8` does.
@@ -27,10 +27,11 @@ import triton
 import triton.language as tl
 
 from kernels.triton import fused
-from kernels.triton.linear_plans import Fused, Plan, choose
+from kernels.triton.linear_plans import Fused, Plan
 from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv
+from kernels.triton.linear_table import Table
 
-__all__ = ["Workspace", "allocate_workspace", "choose", "linear", "linear_fp8", "quantise"]
+__all__ = ["Workspace", "allocate_workspace", "linear", "linear_fp8", "quantise"]
 
 
 def linear(
@@ -44,6 +45,7 @@ def linear(
     silu_mul: bool = False,
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
+    table: Table | None = None,
     pdl: bool = True,
     plan: Plan | None = None,
 ) -> torch.Tensor:
@@ -52,26 +54,25 @@ def linear(
     x: `[rows, K]`, rows may be strided. weight: `[N, K]` of x's dtype, contiguous. bias: `[N]`. norm_weight:
     `[K]`. silu_mul: weight has the gate's rows, then up's; the result is `silu(gate) × up`, `[rows, N / 2]`.
     residual, out: `[rows, N]` (`N / 2`), rows may be strided; they may be the same tensor. workspace: for
-    products that are split over K; one is made for the call where it is None, at the cost of a launch. plan:
-    instead of `choose`'s.
+    products that are split over K; one is made for the call where it is None, at the cost of a launch. table:
+    of the device; None: rules alone. plan: instead of the table's.
     """
     extras = Fused(bias, residual, norm_weight, eps, silu_mul)
-    out = _check(x, weight, extras, out, x.dtype)
+    _check(x, weight, extras, out)
     if weight.dtype != x.dtype:
         raise ValueError(f"weight is {weight.dtype} and x is {x.dtype}; they must be the same")
     rows = x.shape[0]
-    if not rows:
-        return out
-    plan = plan or choose(rows, weight.shape[0], weight.shape[1], weight.dtype)
-    if plan is not None and rows == 1 and plan.form == "gemv":
-        launch_gemv(plan, x, weight, None, extras, out, pdl)
-        return out
-    if norm_weight is not None:
+    plan = plan or (table or Table()).choose(rows, weight.shape[0], weight.shape[1], weight.dtype)
+    alone = plan is not None and rows == 1 and plan.form == "gemv"
+    if norm_weight is not None and rows and not alone:
         x = fused.rms_norm(x.contiguous(), norm_weight, eps, pdl=pdl)
         extras = replace(extras, norm_weight=None)
-    if plan is None:
+    if plan is None and rows:
         return _cublas(x, weight, extras, out, pdl)
-    _launch(plan, x, None, weight, None, extras, out, workspace, pdl)
+    if out is None:
+        out = _allocate(x, weight, extras, x.dtype)
+    if plan is not None and rows:
+        _launch(plan, x, None, weight, None, extras, out, workspace, pdl)
     return out
 
 
@@ -88,6 +89,7 @@ def linear_fp8(
     silu_mul: bool = False,
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
+    table: Table | None = None,
     pdl: bool = True,
     plan: Plan | None = None,
 ) -> torch.Tensor:
@@ -98,7 +100,8 @@ def linear_fp8(
     `[rows, 1]` float32 and no norm_weight; the result is then bfloat16 unless `out` says otherwise.
     """
     extras = Fused(bias, residual, norm_weight, eps, silu_mul)
-    out = _check(x, weight, extras, out, torch.bfloat16 if x_scale is not None else x.dtype)
+    _check(x, weight, extras, out)
+    dtype = torch.bfloat16 if x_scale is not None else x.dtype
     if x_scale is not None and norm_weight is not None:
         raise ValueError("x_scale says that x is quantised; norm_weight needs x as it was before")
     if weight_scale.shape != weight.shape[:1] or weight_scale.dtype != torch.float32:
@@ -107,11 +110,13 @@ def linear_fp8(
             f"weight needs float32 ({weight.shape[0]},)"
         )
     rows = x.shape[0]
-    if not rows:
-        return out
     # One row that is quantised already has no use for a kernel that quantises.
     for_rows = rows if x_scale is None else max(rows, 2)
-    plan = plan or choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
+    plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
+    if out is None and (plan is not None or not rows):
+        out = _allocate(x, weight, extras, dtype)
+    if not rows and out is not None:
+        return out
     alone = plan is not None and rows == 1 and plan.form != "dot"
     if x_scale is None and not alone:
         x = x.contiguous()
@@ -120,7 +125,7 @@ def linear_fp8(
             extras = replace(extras, norm_weight=None)
         else:
             x, x_scale = quantise(x, values=weight.dtype, pdl=pdl)
-    if plan is None:
+    if plan is None or out is None:
         assert x_scale is not None
         return _cublas_fp8(x, x_scale, weight, weight_scale, extras, out, pdl)
     _launch(plan, x, x_scale, weight, weight_scale, extras, out, workspace, pdl)
@@ -195,9 +200,9 @@ def _launch(
 
 
 def _cublas(
-    x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tensor, pdl: bool
+    x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tensor | None, pdl: bool
 ) -> torch.Tensor:
-    if extras.bias is None and not extras.silu_mul and out.dtype == x.dtype:
+    if extras.bias is None and not extras.silu_mul and (out is None or out.dtype == x.dtype):
         if extras.residual is not None:
             return torch.addmm(extras.residual, x, weight.t(), out=out)
         return torch.mm(x, weight.t(), out=out)
@@ -210,7 +215,7 @@ def _cublas_fp8(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     extras: Fused,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
     product = torch._scaled_mm(
@@ -225,28 +230,29 @@ def _cublas_fp8(
     return _after(product, extras, out, pdl)
 
 
-def _after(product: torch.Tensor, extras: Fused, out: torch.Tensor, pdl: bool) -> torch.Tensor:
+def _after(product: torch.Tensor, extras: Fused, out: torch.Tensor | None, pdl: bool) -> torch.Tensor:
     if extras.silu_mul:
         product = fused.silu_mul(product, pdl=pdl)
-    if extras.residual is None:
-        return out.copy_(product)
-    return torch.add(extras.residual, product, out=out)
+    if extras.residual is not None:
+        return torch.add(extras.residual, product, out=out)
+    return product if out is None else out.copy_(product)
 
 
-def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    extras: Fused,
-    out: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Raises ValueError for what does not fit; the result's tensor."""
+def _columns(weight: torch.Tensor, extras: Fused) -> int:
+    return weight.shape[0] // 2 if extras.silu_mul else weight.shape[0]
+
+
+def _allocate(x: torch.Tensor, weight: torch.Tensor, extras: Fused, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((x.shape[0], _columns(weight, extras)), dtype=dtype, device=x.device)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tensor | None) -> None:
+    """Raises ValueError for what does not fit."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; they must share K")
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"x has strides {x.stride()} and weight {weight.stride()}; their rows must be whole")
-    n = weight.shape[0] // 2 if extras.silu_mul else weight.shape[0]
-    shape = (x.shape[0], n)
+    shape = (x.shape[0], _columns(weight, extras))
     for name, tensor, wanted in (
         ("bias", extras.bias, weight.shape[:1]),
         ("norm_weight", extras.norm_weight, x.shape[1:]),
@@ -257,4 +263,3 @@ def _check(
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)}, strides {tensor.stride()}; needs whole rows of {wanted}"
             )
-    return torch.empty(shape, dtype=dtype, device=x.device) if out is None else out

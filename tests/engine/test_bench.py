@@ -32,15 +32,16 @@ def test_limits_of_the_8b_shape_are_near_those_worked_out_by_hand(
     tmp_path: Path, workload: str, expected: float
 ) -> None:
     config = read_config(write_config("llama-3.1-8b", tmp_path))
-    assert limit(config, WORKLOADS[workload], H200, 2, 2) == pytest.approx(expected, rel=0.05)
+    assert limit(config, WORKLOADS[workload], H200, "bfloat16", "bfloat16") == pytest.approx(
+        expected, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_every_shape_is_one_that_the_engine_reads(tmp_path: Path, shape: str) -> None:
     config = read_config(write_config(shape, tmp_path))
-    assert limit(config, WORKLOADS["b1_decode"], H200, 1, 1) > limit(
-        config, WORKLOADS["b1_decode"], H200, 2, 2
-    )
+    bf16, fp8 = (limit(config, WORKLOADS["b1_decode"], H200, dtype, dtype) for dtype in ("bfloat16", "fp8"))
+    assert fp8 > bf16
 
 
 def test_a_run_writes_its_raw_figures(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class Case:
     keys: torch.Tensor
     values: torch.Tensor
     table: torch.Tensor
-    chunks: list[kernel.Chunk]
+    chunks: list[kernel.ChunkSpan]
     scale: float
     window: int | None = None
     k_scales: torch.Tensor | None = None
@@ -128,7 +128,7 @@ def make(
     for row, (context, count) in zip(rows, chunks, strict=True):
         for column in range(-(-(context + count) // PAGE_TOKENS)):
             table[row, column] = order.randrange(blocks)
-        spans.append(kernel.Chunk(first, count, context, row))
+        spans.append(kernel.ChunkSpan(first, count, context, row))
         first += count
     shape = (blocks, kv_heads, PAGE_TOKENS, head_dim)
     case = Case(
@@ -200,7 +200,7 @@ def test_indices_may_be_narrow_and_queries_strided() -> None:
 
 
 def test_tiles_cover_every_token_once_the_longest_first() -> None:
-    chunks = [kernel.Chunk(0, 70, 500, 2), kernel.Chunk(70, 1, 0, 0), kernel.Chunk(71, 200, 0, 1)]
+    chunks = [kernel.ChunkSpan(0, 70, 500, 2), kernel.ChunkSpan(70, 1, 0, 0), kernel.ChunkSpan(71, 200, 0, 1)]
     tiles = kernel.plan_tiles(chunks, heads=8, kv_heads=2)
     tokens = np.concatenate([np.arange(first, first + count) for first, count, _, _ in tiles])
     assert sorted(tokens.tolist()) == list(range(271))

@@ -52,7 +52,7 @@ def test_weights_and_blocks_are_exact(case: Case, size: int, dtype: str, tmp_pat
     ranks: Any = FirstRank(size)
     decoder = Decoder(config, ranks, select_backend("cpu"), TORCH_DTYPES[dtype], torch.device("cpu"))
     predicted = sizing.predict(
-        config, dtype=dtype, kv_dtype=dtype, tensor_parallel_size=size, blocks=5, **STEP
+        config, dtype=dtype, weights=dtype, kv_dtype=dtype, tensor_parallel_size=size, blocks=5, **STEP
     )
     held = sum(piece.target.nbytes for piece in decoder.pieces() if piece.target is not None)
     assert predicted.weight_bytes == held
@@ -64,7 +64,13 @@ def test_weights_and_blocks_are_exact(case: Case, size: int, dtype: str, tmp_pat
 
 def test_blocks_fill_the_memory_and_no_more(tmp_path: Path) -> None:
     config = read_config(make(CASES[0], tmp_path))
-    how: dict[str, Any] = {"dtype": "float32", "kv_dtype": "float32", "tensor_parallel_size": 2, **STEP}
+    how: dict[str, Any] = {
+        "dtype": "float32",
+        "weights": "float32",
+        "kv_dtype": "float32",
+        "tensor_parallel_size": 2,
+        **STEP,
+    }
     blocks = sizing.blocks_for(50_000_000, config, **how)
     assert blocks > 0
     assert sizing.predict(config, blocks=blocks, **how).total_bytes <= 50_000_000
