@@ -76,6 +76,9 @@ class Ledger:
         submit = submission.submit
         self.credit(submission, submit.credit_tokens)
         self._finished.append(submission.ledger())
+        # They know each other: apart, both are freed when the last step in flight is read, and the collector,
+        # which would have to walk over every token of every prompt, has nothing to find.
+        submission.sequences = []
         _remove(self._by_origin, submission.origin, submit.handle)
         _remove(self._by_request, submit.request_id, submission.arrival)
 

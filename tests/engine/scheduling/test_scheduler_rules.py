@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from engine.core import EngineCore
 from engine.messages import BLOCK_TOKENS, Finished, Output, SamplingParams, StepPlan, StepTokens, Submit
+from engine.request import Sequence, Submission
 from engine.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, SimulatedStep, alone
 
@@ -257,6 +259,19 @@ def test_a_handle_in_use_is_refused() -> None:
 def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="step_tokens is 3, but 4 rows"):
         House(max_rows=4, step_tokens=3)
+    for mixed_tokens in (3, 65):
+        with pytest.raises(ValueError, match=f"mixed_tokens is {mixed_tokens}: give at least max_rows, 4"):
+            House(max_rows=4, step_tokens=64, mixed_tokens=mixed_tokens)
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "step_tokens", "mixed_tokens"),
+    [(64, 2048, 2048), (1024, 8192, 4096), (6000, 8192, 6000), (8192, 8192, 8192)],
+)
+def test_without_a_budget_for_mixed_steps_they_get_one_that_fits(
+    max_rows: int, step_tokens: int, mixed_tokens: int
+) -> None:
+    assert House(max_rows=max_rows, step_tokens=step_tokens).scheduler.mixed_tokens == mixed_tokens
 
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────────
@@ -270,6 +285,27 @@ def test_decodes_come_first_and_a_long_prompt_fills_the_rest_of_each_step() -> N
     plans = [house.step() for _ in range(5)]
     assert all(plan is not None and len(plan.decodes) == 1 for plan in plans)
     assert [len(chunk.token_ids) for plan in plans if plan for chunk in plan.chunks] == [63, 63, 63, 63, 48]
+
+
+def test_a_step_computes_less_of_prompts_while_sequences_decode() -> None:
+    house = House(step_tokens=128, mixed_tokens=40, blocks=32)
+    house.submit(128, max_tokens=100)
+    house.submit(300)
+    # The whole budget while nobody decodes; the lesser one, decodes included, from then on.
+    plans = [house.step() for _ in range(9)]
+    assert [
+        (len(plan.decodes), sum(len(chunk.token_ids) for chunk in plan.chunks)) for plan in plans if plan
+    ] == [(0, 128), *[(1, 39)] * 7, (1, 27)]
+
+
+def test_prompts_get_on_while_all_other_rows_decode() -> None:
+    house = House(max_rows=4, step_tokens=128, mixed_tokens=4)
+    for _ in range(3):
+        house.submit(4, max_tokens=60)
+    house.step()
+    house.submit(10)
+    plans = [house.step() for _ in range(10)]
+    assert [len(chunk.token_ids) for plan in plans if plan for chunk in plan.chunks] == [1] * 10
 
 
 def test_a_running_prefill_goes_on_before_new_admissions() -> None:
@@ -577,3 +613,20 @@ def test_a_steady_decode_step_is_a_list_of_rows() -> None:
     assert plan is not None
     assert (plan.setups, plan.blocks, plan.copies, plan.chunks) == ([], [], [], [])
     assert len(plan.decodes) == 3
+
+
+@both_overlaps
+def test_what_has_ended_is_freed_without_the_collector(overlap: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        house = House(overlap=overlap, max_rows=3, blocks=5)
+        for n in (1, 2, 3):
+            house.submit(100, n=n, max_tokens=40)
+        house.core.cancel(FRONT, house.submit(100, n=2).handle)
+        house.drain()
+        assert house.core.gauges().preemptions
+        left = [one for one in gc.get_objects() if type(one) in (Sequence, Submission)]
+        assert not left
+    finally:
+        gc.enable()

@@ -90,6 +90,7 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         max_rows=st.sampled_from([4, 3, 2, 1, 6]),
         extra_budget=st.sampled_from([100, 0, 1, 7, 64, 400]),
+        mixed_share=st.sampled_from([1.0, 0.0, 0.5]),
         blocks=st.sampled_from([6, 5, 7, 9, 14, 4, 2]),
         max_model_len=st.sampled_from([320, 100, 700]),
         prefix_cache=st.booleans(),
@@ -99,6 +100,7 @@ class Traffic(RuleBasedStateMachine):
         self,
         max_rows: int,
         extra_budget: int,
+        mixed_share: float,
         blocks: int,
         max_model_len: int,
         prefix_cache: bool,
@@ -108,6 +110,7 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             max_rows=max_rows,
             step_tokens=max_rows + extra_budget,
+            mixed_tokens=max_rows + int(mixed_share * extra_budget),
             max_model_len=max_model_len,
             vocab_size=VOCAB,
             blocks=blocks,
@@ -309,6 +312,7 @@ def test_heavy_traffic_ends_exactly_once_with_the_tokens_of_each_alone(seed: int
     traffic.start(
         max_rows=draw.choice([2, 3, 4, 8]),
         extra_budget=draw.choice([0, 3, 64, 100, 500]),
+        mixed_share=draw.choice([0.0, 0.3, 1.0]),
         blocks=draw.choice([5, 6, 8, 12, 24]),
         max_model_len=draw.choice([200, 320]),
         prefix_cache=draw.random() < 0.8,
