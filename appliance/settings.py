@@ -68,6 +68,9 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Sequences that run at once in one replica."""
     step_tokens: Positive = 2048
     """Token budget of one step."""
+    mixed_tokens: Positive | None = None
+    """Token budget of a step in which sequences decode: less makes the time between tokens shorter while
+    prompts are computed, and these slower; without it 4096, at most `step_tokens`."""
     kv_blocks: Positive | None = None
     """Blocks of 64 tokens in the KV cache; without it, sized from memory."""
     memory_fraction: Fraction = 0.9
@@ -93,6 +96,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             max_model_len=self.max_model_len,
             max_rows=self.max_rows,
             step_tokens=self.step_tokens,
+            mixed_tokens=self.mixed_tokens,
             kv_blocks=self.kv_blocks,
             memory_fraction=self.memory_fraction,
             prefix_cache=self.prefix_cache,

@@ -45,6 +45,7 @@ class LocalEngine:
         self.scheduler = Scheduler(
             max_rows=self.info.max_rows,
             step_tokens=self.info.step_tokens,
+            mixed_tokens=spec.mixed_tokens,
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             blocks=self.info.kv_blocks,

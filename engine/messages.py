@@ -40,6 +40,9 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that can run at once."""
     step_tokens: int = 2048
     """Token budget of one step."""
+    mixed_tokens: int | None = None
+    """Token budget of a step in which sequences decode: each waits for all of it until its next token. None:
+    4096, at most `step_tokens`."""
     kv_blocks: int | None = None
     """Blocks in the pool; None: sized from memory after a profiling step."""
     memory_fraction: float = 0.9

@@ -122,6 +122,7 @@ def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]]
     scheduler = Scheduler(
         max_rows=info.max_rows,
         step_tokens=info.step_tokens,
+        mixed_tokens=start.spec.mixed_tokens,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         blocks=info.kv_blocks,

@@ -459,6 +459,11 @@ def _check(spec: ReplicaSpec) -> None:
             f"step_tokens is {spec.step_tokens}, but {spec.max_rows} rows decode one token each in a step: "
             "raise step_tokens or lower max_rows"
         )
+    if spec.mixed_tokens is not None and not spec.max_rows <= spec.mixed_tokens <= spec.step_tokens:
+        raise UnfitError(
+            f"mixed_tokens is {spec.mixed_tokens}: give at least max_rows, {spec.max_rows}, and at most "
+            f"step_tokens, {spec.step_tokens}, or leave it out"
+        )
     if not 0.0 < spec.memory_fraction <= 1.0:
         raise UnfitError(f"memory_fraction is {spec.memory_fraction}: give more than 0 and at most 1")
     if spec.threads is not None and spec.threads < 1:

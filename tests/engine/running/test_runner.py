@@ -383,6 +383,7 @@ def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_a
         ({"threads": 0}, UnfitError, "threads is 0"),
         ({"max_rows": 0}, UnfitError, "max_rows is 0"),
         ({"max_rows": 65, "step_tokens": 64}, UnfitError, "step_tokens is 64, but 65 rows"),
+        ({"max_rows": 2, "mixed_tokens": 1}, UnfitError, "mixed_tokens is 1: give at least max_rows, 2"),
         ({"memory_fraction": float("nan")}, UnfitError, "memory_fraction is nan"),
         ({"memory_fraction": 1.5}, UnfitError, "memory_fraction is 1.5"),
         (
