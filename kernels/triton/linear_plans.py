@@ -1,7 +1,8 @@
-"""How each product of few rows is cut into programs, and where cuBLAS takes over.
+"""How each product of few rows is cut into programs, and where cuBLAS takes over: rules for shapes that no
+table has (`linear_table`).
 
-The figures are what won on an H200 with the shapes of an 8B decoder (docs/measurements); other shapes follow
-the same rules. No Triton here: plans can be made and tested anywhere.
+The figures are what won on an H200 with the shapes of an 8B decoder (docs/measurements). No Triton here:
+plans can be made and tested anywhere.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Literal
 import torch
 
 MOST_ROWS = 64
-"""Above, the tensor cores' rate begins to count, and cuBLAS has better tiles."""
+"""Of the rules. Above, the tensor cores' rate begins to count, and cuBLAS has better tiles."""
 
 SPLIT_PROGRAMS = 180
 """Most programs of a split product: splits double while there are fewer than half as many."""
+
+WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 21, 512
+"""Most float32 sums and tiles that the programs of a split product keep between them."""
 
 ALIGNMENT = 64
 """K must be a multiple."""
@@ -50,6 +54,12 @@ class Fused:
     norm_weight: torch.Tensor | None = None
     eps: float = 0.0
     silu_mul: bool = False
+
+
+def fits_workspace(plan: Plan, n: int) -> bool:
+    """Whether the sums of a split product of `n` outputs have room."""
+    tiles = -(-n // plan.block_n)
+    return tiles <= WORKSPACE_TILES and tiles * plan.split * plan.block_n * plan.rows <= WORKSPACE_SUMS
 
 
 def choose(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:

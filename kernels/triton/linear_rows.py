@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.linear_plans import MOST_ROWS, SPLIT_PROGRAMS, Fused, Plan
+from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, Fused, Plan, fits_workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Workspace:
 
 
 def allocate_workspace(device: torch.device) -> Workspace:
-    """For every plan that `linear_plans.choose` makes."""
-    partials = torch.empty(SPLIT_PROGRAMS * 64 * MOST_ROWS, dtype=torch.float32, device=device)
-    return Workspace(partials, torch.zeros(SPLIT_PROGRAMS, dtype=torch.int32, device=device))
+    """For every plan of `linear_plans.choose` and of a table."""
+    partials = torch.empty(WORKSPACE_SUMS, dtype=torch.float32, device=device)
+    return Workspace(partials, torch.zeros(WORKSPACE_TILES, dtype=torch.int32, device=device))
 
 
 # ── launching ────────────────────────────────────────────────────────────────────────────────────────
@@ -91,13 +91,12 @@ def launch_dot(
 ) -> None:
     """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
     already."""
-    tiles = triton.cdiv(weight.shape[0], plan.block_n)
-    needed = tiles * plan.split * plan.block_n * plan.rows
-    if plan.split > 1 and (needed > workspace.partials.numel() or tiles > workspace.arrived.numel()):
+    if plan.split > 1 and not fits_workspace(plan, weight.shape[0]):
         raise ValueError(
-            f"workspace holds {workspace.partials.numel()} sums of {workspace.arrived.numel()} tiles; "
-            f"the plan needs {needed} of {tiles}"
+            f"the sums of {plan} for {weight.shape[0]} outputs do not fit the workspace "
+            f"({WORKSPACE_SUMS} of {WORKSPACE_TILES} tiles)"
         )
+    tiles = triton.cdiv(weight.shape[0], plan.block_n)
     _dot[(tiles * plan.split,)](
         x,
         x_scale,

@@ -1,0 +1,96 @@
+"""`python -m kernels.tune`: measure which kernel each product of a decoder's layer gets, and write the table.
+
+    python -m kernels.tune --config models/llama-8b              # bf16 matrices
+    python -m kernels.tune --config models/llama-8b --fp8 --rows 1 8 16
+
+Times plans of ours and the library's product inside whole layers, in CUDA graphs with PDL, with weights that
+are not in cache; checks each winner against a product in float32; adds what won to the table of this GPU
+(kernels/tuned/<gpu>.json, or --out). Shapes and rows that are not measured stay as they are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from kernels import compiling
+from kernels.dimensions import DimensionsError, read_dimensions
+from kernels.triton.linear_table import Table, read_table, table_path
+from kernels.tune.candidates import BUCKETS
+from kernels.tune.search import Measured, launch_all, search
+
+
+def main() -> int:
+    """Tune every given model; the table is written after each."""
+    arguments = _arguments()
+    try:
+        models = [read_dimensions(folder, fp8=fp8) for folder in arguments.config for fp8 in arguments.dtypes]
+    except DimensionsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    began = time.perf_counter()
+    target = compiling.device_target()
+    jobs = compiling.record(target, lambda: launch_all(models, arguments.rows))
+    # Plans that the compiler refuses fail again when they are tried, and are passed over.
+    failures = compiling.compile_jobs(target, jobs, compiling.default_processes())
+    spent = time.perf_counter() - began
+    print(f"{len(jobs)} kernels compiled in {spent:.0f} s, {len(failures)} failed", flush=True)
+    for failure in failures[:3]:
+        print(f"  {failure.name}: {failure.error[:300]}", flush=True)
+
+    device = torch.device("cuda")
+    gpu = torch.cuda.get_device_name(device)
+    path = arguments.out or table_path(gpu)
+    table = read_table(path) if path.exists() else Table(gpu)
+    measured: list[Measured] = []
+    for dimensions in models:
+        measured += search(dimensions, arguments.rows, device, _report)
+        for one in measured:
+            table = table.with_entry(one.product, one.rows, one.entry)
+        table = Table(gpu, _about(), table.products)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(table.to_json())
+        if arguments.json:
+            arguments.json.write_text(json.dumps([one.raw for one in measured], indent=1, default=str) + "\n")
+    print(f"{path}: {len(measured)} entries measured in {time.perf_counter() - began:.0f} s", flush=True)
+    return 0
+
+
+def _about() -> dict[str, str]:
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"date": today, "torch": str(torch.__version__), "triton": triton.__version__}
+
+
+def _report(line: str) -> None:
+    print(line, flush=True)
+
+
+def _arguments() -> Any:
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, nargs="+", required=True, help="folders with a config.json")
+    parser.add_argument("--fp8", action="store_true", help="e4m3 matrices instead of the model's dtype")
+    parser.add_argument("--both", action="store_true", help="both dtypes")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(BUCKETS), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="the table to add to; default: the one that ships")
+    parser.add_argument("--json", type=Path, help="raw figures into this file")
+    arguments = parser.parse_args()
+    arguments.dtypes = [False, True] if arguments.both else [arguments.fp8]
+    if not all(1 <= rows <= BUCKETS[-1] for rows in arguments.rows):
+        parser.error(f"--rows must be between 1 and {BUCKETS[-1]}")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The plans that are tried for a product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_table import Product, problem
+
+BUCKETS = (1, 8, 16, 32, 64, 128)
+"""Numbers of rows that are measured; each entry serves the rows up to it."""
+
+_WIDE = 16384
+"""Outputs from which one wave of programs is a small part of all."""
+
+_MOST_SHARED = 227 << 10
+"""Bytes that a program can have on Hopper. Where there is less, a plan that asks for more is passed over when
+it fails to start."""
+
+
+def candidates(product: Product, rows: int) -> list[Plan]:
+    """Plans of ours for a bucket, none of which is refused by the kernels."""
+    if rows == 1:
+        plans = [*_gemvs(product), *_streams(product)]
+    else:
+        tiles = (8, 16) if rows <= 8 else (rows,)
+        plans = [
+            plan for tile in tiles for plan in _dots(product, tile) if _shared(plan, product) <= _MOST_SHARED
+        ]
+    return [plan for plan in dict.fromkeys(plans) if problem(plan, rows, product) is None]
+
+
+def _shared(plan: Plan, product: Product) -> int:
+    """Bytes of shared memory of a program, nearly."""
+    return plan.stages * (plan.block_n + plan.rows) * plan.block_k * product.dtype.itemsize
+
+
+def _gemvs(product: Product) -> Iterable[Plan]:
+    most = 1 << (product.k - 1).bit_length()
+    if product.dtype.itemsize == 2:
+        shapes = [(2, 1024, 4), (2, 2048, 4), (4, 1024, 4), (4, 2048, 4), (4, 4096, 4), (4, 2048, 8)]
+        shapes += [(1, 2048, 4), (8, 1024, 4), (2, 4096, 8)]
+    else:
+        shapes = [(4, 2048, 4), (8, 1024, 4), (8, 2048, 4), (8, 4096, 8), (16, 1024, 4), (4, 4096, 4)]
+    for block_n, block_k, warps in shapes:
+        yield Plan("gemv", 1, block_n, min(block_k, most), warps)
+
+
+def _streams(product: Product) -> Iterable[Plan]:
+    if product.k > 8192:
+        return  # the row, in float16, and what is on its way would not fit beside each other
+    for step, warps, ahead in ((256, 4, 2), (256, 4, 3), (128, 4, 3), (128, 4, 4), (256, 8, 2), (128, 8, 2)):
+        yield Plan("stream", 1, 16, step, warps, stages=ahead)
+
+
+def _dots(product: Product, tile: int) -> Iterable[Plan]:
+    """Tiles by columns of 128, 256 and 512 bytes; narrow products also in parts of K."""
+    bytes_256 = 256 // product.dtype.itemsize
+    if product.n >= _WIDE:
+        for stages in (3, 4, 5):
+            yield Plan("dot", tile, 64, bytes_256, 4, stages)
+            yield Plan("dot", tile, 128, bytes_256, 8, stages)
+        yield Plan("dot", tile, 128, bytes_256, 4, 3)
+        yield Plan("dot", tile, 128, bytes_256 // 2, 8, 5)
+        yield Plan("dot", tile, 128, bytes_256 // 2, 4, 5)
+        yield Plan("dot", tile, 64, bytes_256 // 2, 4, 6)
+        return
+    for split in (1, 2, 4):
+        for stages in (4, 6):
+            yield Plan("dot", tile, 64, bytes_256, 4, stages, split)
+        yield Plan("dot", tile, 64, 2 * bytes_256, 4, 3, split)
+    for split in (2, 4, 8):
+        yield Plan("dot", tile, 128, bytes_256, 8, 4, split)
+    yield Plan("dot", tile, 64, bytes_256 // 2, 4, 8, 2)
+    yield Plan("dot", tile, 64, bytes_256, 4, 4, 8)

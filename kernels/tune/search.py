@@ -1,0 +1,179 @@
+"""The search: each product's plans in turn while the others keep theirs, then the best of each together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any
+
+import torch
+
+from kernels.dimensions import Dimensions
+from kernels.triton import linear_plans
+from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_table import Entry, Product, Table
+from kernels.tune.candidates import candidates
+from kernels.tune.layers import Head, Layers
+
+MOST_ERROR = 1e-2
+"""‖out − ref‖ / ‖ref‖ of a plan that may win. FP8 products of several rows have 4e-3."""
+
+_FINALISTS = 3
+"""Plans of a product that are timed again beside the winners of the others."""
+
+Report = Callable[[str], None]
+Microseconds = Callable[[Plan | None], float]
+Timed = list[tuple[Plan | None, float]]
+"""Plans (None: the library) and microseconds, fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a search found for one product and number of rows."""
+
+    product: Product
+    rows: int
+    entry: Entry
+    raw: dict[str, Any]
+
+
+def launch_all(models: Sequence[Dimensions], buckets: Sequence[int]) -> None:
+    """Launch every kernel that `search` will, on meta tensors (`compiling.record`)."""
+    meta = torch.device("meta")
+    for dimensions in models:
+        layers = Layers(dimensions, meta)
+        head = None if dimensions.fp8 else Head(dimensions, meta)
+        for rows in buckets:
+            layers.set_rows(rows)
+            for product in layers.products().values():
+                for plan in _tried(product, rows):
+                    layers.launch(_table({product: plan}, rows))
+            if head is not None:
+                head.set_rows(rows)
+                for plan in _tried(head.product, rows):
+                    head.launch(_table({head.product: plan}, rows))
+
+
+def search(
+    dimensions: Dimensions, buckets: Sequence[int], device: torch.device, report: Report
+) -> list[Measured]:
+    """The best plans of a model's products, for each number of rows. `report` gets what a person reads."""
+    dtype = "fp8" if dimensions.fp8 else dimensions.dtype
+    report(f"{dtype} hidden {dimensions.hidden} intermediate {dimensions.rank_intermediate}")
+    report("rows: µs of a layer by the rules, the library, the winners; of each product: won, library, plan")
+    layers = Layers(dimensions, device)
+    found = []
+    for rows in buckets:
+        layers.set_rows(rows)
+        found += _search_layer(layers, rows, report)
+    del layers
+    if not dimensions.fp8:  # The output matrix is in the model's dtype either way.
+        head = Head(dimensions, device)
+        for rows in buckets:
+            head.set_rows(rows)
+            found.append(_search_head(head, rows, report))
+    return found
+
+
+def _search_layer(layers: Layers, rows: int, report: Report) -> list[Measured]:
+    products = layers.products()
+    rules = {name: linear_plans.choose(rows, one.n, one.k, one.dtype) for name, one in products.items()}
+
+    def us(plans: dict[str, Plan | None], without: str | None = None) -> float:
+        table = _table({products[name]: plan for name, plan in plans.items()}, rows)
+        return layers.microseconds(table, without)
+
+    def beside(others: dict[str, Plan | None], name: str) -> Microseconds:
+        return lambda plan: us({**others, name: plan})
+
+    def error(name: str, plan: Plan | None, count: int) -> float:
+        return layers.error(name, _table({products[name]: plan}, rows), count)
+
+    timings = {name: _time(_tried(one, rows), beside(rules, name)) for name, one in products.items()}
+    best = {name: timed[0][0] for name, timed in timings.items()}
+    for name, timed in timings.items():
+        right = (
+            plan for plan, _ in timed if _is_right(lambda *what, name=name: error(name, *what), plan, rows)
+        )
+        best[name] = _time(list(islice(right, _FINALISTS)), beside(best, name))[0][0]
+    found, layer_us = [], us(best)
+    for name, product in products.items():
+        without, library = us(best, without=name), us({**best, name: None})
+        entry = Entry(best[name], layer_us - without, library - without)
+        found.append(Measured(product, rows, entry, _raw(name, product, rows, entry, timings[name], without)))
+    totals = [us(rules), us(dict.fromkeys(rules)), layer_us]
+    report(f"{rows:4}: " + " ".join(f"{total:6.1f}" for total in totals))
+    for one in found:
+        report(f"      {_line(one)}")
+    return found
+
+
+def _search_head(head: Head, rows: int, report: Report) -> Measured:
+    def us(plan: Plan | None) -> float:
+        return head.microseconds(_table({head.product: plan}, rows))
+
+    def error(plan: Plan | None, count: int) -> float:
+        return head.error(_table({head.product: plan}, rows), count)
+
+    timed = _time(_tried(head.product, rows), us)
+    library = next(time for plan, time in timed if plan is None)
+    best, time = next((plan, time) for plan, time in timed if _is_right(error, plan, rows))
+    entry = Entry(best, time, library)
+    found = Measured(head.product, rows, entry, _raw("lm_head", head.product, rows, entry, timed, 0.0))
+    report(f"{rows:4}: {_line(found)}")
+    return found
+
+
+def _tried(product: Product, rows: int) -> list[Plan | None]:
+    """The library, what the rules say, and the candidates."""
+    plans = [None, linear_plans.choose(rows, product.n, product.k, product.dtype), *candidates(product, rows)]
+    return list(dict.fromkeys(plans))
+
+
+def _time(plans: Sequence[Plan | None], us: Microseconds) -> Timed:
+    """Plans that do not start on this GPU are left out; the library must."""
+    timed: Timed = []
+    for plan in plans:
+        try:
+            timed.append((plan, us(plan)))
+        except Exception:
+            if plan is None:
+                raise
+    return sorted(timed, key=lambda one: one[1])
+
+
+def _is_right(error: Callable[[Plan | None, int], float], plan: Plan | None, rows: int) -> bool:
+    """For the most rows that the plan is for, and for fewer. The library is what it is."""
+    return plan is None or all(error(plan, count) < MOST_ERROR for count in {rows, rows // 2 + 1})
+
+
+def _table(plans: dict[Product, Plan | None], rows: int) -> Table:
+    table = Table()
+    for product, plan in plans.items():
+        table = table.with_entry(product, rows, Entry(plan, 0.0, 0.0))
+    return table
+
+
+def _line(one: Measured) -> str:
+    return f"{one.product!s:28} {one.entry.us:6.1f} {one.entry.library_us:6.1f}  {_plan_text(one.entry.plan)}"
+
+
+def _raw(
+    name: str, product: Product, rows: int, entry: Entry, timed: Timed, without_us: float
+) -> dict[str, Any]:
+    return {
+        "product": name,
+        "shape": str(product),
+        "rows": rows,
+        "won": _plan_text(entry.plan),
+        "us": round(entry.us, 2),
+        "library_us": round(entry.library_us, 2),
+        "layer_without_us": round(without_us, 2),
+        "tried_layer_us": {_plan_text(plan): round(time, 2) for plan, time in timed},
+    }
+
+
+def _plan_text(plan: Plan | None) -> str:
+    """Form, rows, block_n, block_k, warps, stages, split."""
+    return "library" if plan is None else " ".join(str(getattr(plan, one.name)) for one in fields(plan))
