@@ -34,10 +34,9 @@ def run_largest_steps(decoder: Decoder, sampler: Sampler, tables: RowTables, spe
     for plan in _largest_steps(decoder.max_model_len, spec):
         tables.apply(plan)
         batch = tables.step_batch(plan)
-        assert batch.forward is not None
         hidden = decoder.forward(batch.forward, pool)
         logits = decoder.logits(hidden.index_select(0, batch.forward.logit_index))
-        sampler.sample(logits, batch, tables)
+        sampler.sample(logits, batch.sampling, tables)
 
 
 def _largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:

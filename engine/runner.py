@@ -14,29 +14,30 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine import memory
-from engine.batch import PromptSlice, RowTables, StepBatch
+from engine.batch import PromptSlice, RowTables, SamplingBatch
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.families import read_config
 from engine.forward import ForwardInput, KvPool
-from engine.graphs import DecodeGraphs
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens, TokenLogprob
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
 from engine.profiling import profile_cuda
-from engine.sampler import SampledStep, Sampler
+from engine.sampler import LOGPROB_ROWS, SampledStep, Sampler
 from engine.sizing import EXPANSION_BLOCKS, FP8, Sizing, kv_bytes_per_block, parameters, predict
 from kernels import select_backend
+from kernels.draws import select_sampling
+
+if TYPE_CHECKING:
+    from engine.graphs import DecodeGraphs
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
-
-PROMPT_LOGPROB_ROWS = 128
-"""Prompt tokens whose logits are held at once: a whole chunk's could take gigabytes."""
 
 
 class DeviceError(RuntimeError):
@@ -48,8 +49,10 @@ class _StepResults:
     """A step's results as tensors; on the host when they are read."""
 
     sampled: SampledStep
-    prompts: list[list[torch.Tensor]]
-    """For each `StepBatch.prompts`: pieces of `Sampler.token_logprobs`."""
+    logprob_rows: list[tuple[int, int]]
+    """(sampling row, k) of each row of `sampled.logprobs`."""
+    prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
+    """With pieces of `Sampler.token_logprobs`."""
 
 
 class Launched:
@@ -84,13 +87,12 @@ class _OnStream(Launched):
     def __init__(
         self,
         plan: StepPlan,
-        batch: StepBatch,
         results: _StepResults,
         began: torch.cuda.Event,
         ended: torch.cuda.Event,
         before: torch.cuda.Event | None,
     ) -> None:
-        self._plan, self._batch, self._results = plan, batch, results
+        self._plan, self._results = plan, results
         self._began, self._ended, self._before = began, ended, before
 
     def wait(self) -> StepTokens:
@@ -98,7 +100,7 @@ class _OnStream(Launched):
         if self._before is not None:
             self.host_gap_us = max(0.0, 1e3 * self._before.elapsed_time(self._began))
             self._before = None
-        return _read(self._plan, self._batch, self._results)
+        return _read(self._plan, self._results)
 
     def ready(self) -> bool:
         return self._ended.query()
@@ -149,6 +151,7 @@ class Runner:
             self.sampler = Sampler(
                 ranks,
                 self.device,
+                select_sampling(self.decoder.ops.name),
                 vocab_size=self.config.vocab_size,
                 first_vocab=self.decoder.shard.first_vocab,
                 vocab=self.decoder.shard.vocab,
@@ -178,18 +181,11 @@ class Runner:
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
             began.record()
-            batch, results = self._run(plan)
-            results = _to_host(results)
+            results = _to_host(self._run(plan))
             ended.record()
         before = self._ended_event if _continues(plan) else None
         self._ended_event = ended
-        return _OnStream(plan, batch, results, began, ended, before)
-
-    def _sample(self, hidden: torch.Tensor, batch: StepBatch, pass_input: ForwardInput) -> SampledStep:
-        """Tokens for the sampling rows; writes them into the tables as the rows' next input."""
-        index = pass_input.logit_index[: batch.sampled_logits]
-        wanted = hidden if len(index) == len(hidden) else hidden.index_select(0, index)
-        return self.sampler.sample(self.decoder.logits(wanted), batch, self.tables)
+        return _OnStream(plan, results, began, ended, before)
 
     def close(self) -> None:
         """Wait for what was launched and leave the group."""
@@ -204,13 +200,13 @@ class Runner:
     def _run_on_thread(self, plan: StepPlan) -> tuple[StepTokens, float]:
         began = time.perf_counter()
         with torch.inference_mode():
-            tokens = _read(plan, *self._run(plan))
+            tokens = _read(plan, self._run(plan))
         waited = _continues(plan) and self._ended_at is not None
         gap_us = 1e6 * (began - (self._ended_at or began)) if waited else 0.0
         self._ended_at = time.perf_counter()
         return tokens, gap_us
 
-    def _run(self, plan: StepPlan) -> tuple[StepBatch, _StepResults]:
+    def _run(self, plan: StepPlan) -> _StepResults:
         if self._failed is not None:
             raise RuntimeError(f"step {plan.step} cannot run: an earlier one failed") from self._failed
         try:
@@ -219,26 +215,31 @@ class Runner:
             self._copy_blocks(plan.copies)
             if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
                 return self._replay(self.graphs, plan)
-            batch = self.tables.step_batch(plan)
-            pass_input = batch.forward
-            assert pass_input is not None
-            hidden = self.decoder.forward(pass_input, self.kv)
-            sampled = self._sample(hidden, batch, pass_input)
-            prompts = [self._prompt_logprobs(hidden, pass_input, prompt) for prompt in batch.prompts]
+            return self._run_eagerly(plan)
         except BaseException as error:
             self._failed = error
             raise
-        return batch, _StepResults(sampled, prompts)
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> tuple[StepBatch, _StepResults]:
+    def _run_eagerly(self, plan: StepPlan) -> _StepResults:
+        batch = self.tables.step_batch(plan)
+        hidden = self.decoder.forward(batch.forward, self.kv)
+        index = batch.forward.logit_index[: batch.sampled_logits]
+        wanted = hidden if len(index) == len(hidden) else hidden.index_select(0, index)
+        sampled = self.sampler.sample(self.decoder.logits(wanted), batch.sampling, self.tables)
+        prompts = [(each, self._prompt_logprobs(hidden, batch.forward, each)) for each in batch.prompts]
+        return _StepResults(sampled, batch.sampling.needs.logprob_rows, prompts)
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> _StepResults:
         graphs.set_rows(plan.decodes)
         logits = graphs.forward()
         batch = self.tables.decode_batch(plan, graphs.rows(), graphs.positions())
-        if batch.partition.all_greedy:
-            sampled = SampledStep(graphs.greedy(), None)
-        else:
-            sampled = self.sampler.sample(logits.float(), batch, self.tables)
-        return batch, _StepResults(sampled, [])
+        return _StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [])
+
+    def _sample(self, graphs: DecodeGraphs, logits: torch.Tensor, batch: SamplingBatch) -> SampledStep:
+        if batch.needs.edits is not None:
+            return self.sampler.sample(logits, batch, self.tables)
+        token_ids = graphs.sample(batch.needs.variant)
+        return SampledStep(token_ids, self.sampler.logprobs(logits, batch, token_ids))
 
     def _clear_blocks(self, blocks: list[int]) -> None:
         if not blocks:
@@ -260,8 +261,8 @@ class Runner:
         self, hidden: torch.Tensor, pass_input: ForwardInput, prompt: PromptSlice
     ) -> list[torch.Tensor]:
         pieces = []
-        for first in range(0, len(prompt.targets), PROMPT_LOGPROB_ROWS):
-            targets = prompt.targets[first : first + PROMPT_LOGPROB_ROWS]
+        for first in range(0, len(prompt.targets), LOGPROB_ROWS):
+            targets = prompt.targets[first : first + LOGPROB_ROWS]
             at = prompt.first + first
             rows = pass_input.logit_index[at : at + len(targets)]
             logits = self.decoder.logits(hidden.index_select(0, rows))
@@ -356,7 +357,9 @@ class Runner:
         """Graphs of decode steps, on a GPU of one rank."""
         if self.decoder.ops.name != "cuda" or self.ranks.size > 1:
             return None
-        graphs = DecodeGraphs(self.decoder, self.kv, self.tables, self.sampler.pick, self.spec.max_rows)
+        from engine.graphs import DecodeGraphs  # loads Triton, which a CPU can do without
+
+        graphs = DecodeGraphs(self.decoder, self.kv, self.tables, self.sampler, self.spec.max_rows)
         graphs.capture(progress)
         return graphs
 
@@ -490,20 +493,21 @@ def _to_host(results: _StepResults) -> _StepResults:
 
     logprobs = results.sampled.logprobs
     sampled = SampledStep(copy(results.sampled.token_ids), None if logprobs is None else copy(logprobs))
-    return _StepResults(sampled, [[copy(piece) for piece in pieces] for pieces in results.prompts])
+    prompts = [(prompt, [copy(piece) for piece in pieces]) for prompt, pieces in results.prompts]
+    return _StepResults(sampled, results.logprob_rows, prompts)
 
 
-def _read(plan: StepPlan, batch: StepBatch, results: _StepResults) -> StepTokens:
+def _read(plan: StepPlan, results: _StepResults) -> StepTokens:
     token_ids: list[int] = results.sampled.token_ids.tolist()
     logprobs: list[TokenLogprob | None] | None = None
     if results.sampled.logprobs is not None:
         logprobs = [None] * len(token_ids)
-        wanting = zip(batch.partition.logprob_rows, results.sampled.logprobs.tolist(), strict=True)
+        wanting = zip(results.logprob_rows, results.sampled.logprobs.tolist(), strict=True)
         for (index, top), numbers in wanting:
             logprobs[index] = _token_logprob(token_ids[index], numbers, top)
     following = {chunk.row: [*chunk.token_ids[1:], chunk.next_token or 0] for chunk in plan.chunks}
     prompts = {}
-    for prompt, pieces in zip(batch.prompts, results.prompts, strict=True):
+    for prompt, pieces in results.prompts:
         rows = [numbers for piece in pieces for numbers in piece.tolist()]
         prompts[prompt.row] = [
             _token_logprob(token, numbers, prompt.top)

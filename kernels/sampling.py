@@ -1,7 +1,9 @@
-"""Sampling operations in plain torch: noise, masks and penalties over rows of logits.
+"""Sampling in plain torch: `kernels.draws.SamplingOps`, and the noise, masks and penalties it is made of.
 
 Every function works on rows independently: a row's result never depends on which other rows are beside it.
-The `_` at the end of a name means that the first argument is changed in place, as torch has it.
+The `_` at the end of a name means that the first argument is changed in place, as torch has it. `plain` and
+`full` ask on the host what their rows need, so they are meant for a CPU, where each row then pays for what it
+asks for only.
 
 Noise
 -----
@@ -23,7 +25,24 @@ place. h is small where g is large, so the upper tail keeps the full precision o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from kernels.draws import (
+    BAD_TOKEN,
+    FREQUENCY,
+    MIN_P,
+    NOISE,
+    PRESENCE,
+    REPETITION,
+    TEMPERATURE,
+    TOP_P,
+    Bans,
+    Biases,
+    Draws,
+    Logits,
+)
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -32,6 +51,127 @@ _MIX2 = 0x94D049BB133111EB
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them gains nothing and overflows in the end."""
+
+# ── the operations: see `kernels.draws.SamplingOps` ──────────────────────────────────────────────────
+
+
+def greedy(logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+    return _tokens(logits, *best(_source(logits)))
+
+
+def plain(logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    return _draw(logits, draws, narrowing=False)
+
+
+def full(logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    return _draw(logits, draws, narrowing=True)
+
+
+def edit(
+    logits: Logits,
+    draws: Draws,
+    index: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    bias: Biases | None = None,
+    banned: Bans | None = None,
+) -> torch.Tensor:
+    sampling_row = index.clamp(min=0)
+    logit_row = sampling_row if logits.index is None else logits.index[sampling_row]
+    edited = logits.values[logit_row, : logits.columns].float()
+    if counts is not None and slots is not None:
+        seen, floats = counts, draws.floats[draws.rows[sampling_row]]
+        _change(
+            edited,
+            slots >= 0,
+            lambda rows, at: penalize_(
+                rows, seen[slots[at]], floats[at, REPETITION], floats[at, FREQUENCY], floats[at, PRESENCE]
+            ),
+        )
+    if bias is not None:
+        rows, ids, values = (part[bias[0] >= 0] for part in bias)
+        edited[rows, ids] += values
+    if banned is not None:
+        rows, ids = (part[banned[0] >= 0] for part in banned)
+        edited[rows, ids] = -torch.inf
+    return edited
+
+
+def _source(logits: Logits) -> torch.Tensor:
+    """[sampling rows, columns] float32; may be the caller's own."""
+    values = logits.values[:, : logits.columns]
+    if logits.index is not None:
+        values = values[logits.index]
+    values = values.float()
+    if logits.edited is None or logits.edited_index is None:
+        return values
+    edited = logits.edited[logits.edited_index.clamp(min=0)]
+    return torch.where((logits.edited_index >= 0).unsqueeze(1), edited, values)
+
+
+def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row by what it needs: the largest, with noise, or narrowed."""
+    assert logits.hashes is not None
+    source, rows = _source(logits), draws.rows.clamp(min=0)
+    floats, top_k = draws.floats[rows], draws.top_k[rows]
+    keys = noise_keys(draws.noise_base[rows], draws.positions)
+    kinds = (floats[:, NOISE] > 0).long()
+    if narrowing:
+        kinds += kinds * ((top_k > 0) | (floats[:, TOP_P] < 1) | (floats[:, MIN_P] > 0))
+    values = torch.empty(len(rows), dtype=torch.float32, device=source.device)
+    columns = torch.empty(len(rows), dtype=torch.int64, device=source.device)
+    for kind in kinds.unique().tolist():
+        here = (kinds == kind).nonzero().squeeze(1)
+        some = slice(None) if len(here) == len(rows) else here
+        x, rates = source[some], floats[some, TEMPERATURE].unsqueeze(1)
+        if kind == 0:
+            values[some], columns[some] = best(x)
+            continue
+        noise = gumbel_noise(keys[some], logits.hashes)
+        if kind == 1:
+            values[some], columns[some] = best(noise.addcmul_(x, rates))
+        else:
+            values[some], columns[some] = _best_narrowed(x * rates, noise, floats[some], top_k[some])
+    values[draws.rows < 0] = -torch.inf
+    return _tokens(logits, values, columns)
+
+
+def _best_narrowed(
+    logits: torch.Tensor, noise: torch.Tensor, floats: torch.Tensor, top_k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best score among what each row keeps. Changes `logits` and `noise`."""
+    largest_k = int(top_k.max())
+    _change(logits, top_k > 0, lambda rows, at: keep_top_k_(rows, top_k[at], largest_k))
+    scores = noise.add_(logits)
+    min_p, top_p = floats[:, MIN_P], floats[:, TOP_P]
+    _change(scores, min_p > 0, lambda rows, at: keep_min_p_(rows, logits[at], min_p[at]))
+    values, columns = best(scores)
+    at = (top_p < 1).nonzero().squeeze(1)
+    if len(at) == len(top_p):
+        return best_in_top_p(scores, logits, top_p)
+    if len(at):
+        values[at], columns[at] = best_in_top_p(scores[at], logits[at], top_p[at])
+    return values, columns
+
+
+def _change(
+    rows: torch.Tensor, some: torch.Tensor, change_: Callable[[torch.Tensor, torch.Tensor | slice], object]
+) -> None:
+    """Apply an in-place operation to the rows that the mask names; it gets them and where they are."""
+    at = some.nonzero().squeeze(1)
+    if len(at) == len(rows):
+        change_(rows, slice(None))
+    elif len(at):
+        part = rows[at]
+        change_(part, at)
+        rows[at] = part
+
+
+def _tokens(logits: Logits, values: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return values, torch.where(values.isfinite(), columns + logits.first, BAD_TOKEN)
+
+
+# ── noise ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _signed64(value: int) -> int:
@@ -94,6 +234,9 @@ def gumbel_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     share = noise_bits(keys, hashes).to(torch.float32)
     share.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
+
+
+# ── rows ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,6 @@ vocabulary; hidden states are whole and equal on every rank (two sums over the r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -81,20 +80,14 @@ class Decoder:
         return residual
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Of rows of `forward`'s result: `[rows, vocabulary on this rank]` float32, or written into `out` in
-        the model's dtype.
+        """Of rows of `forward`'s result: `[rows, vocabulary on this rank]` in the model's dtype, written into
+        `out` where it is given.
 
-        Column i is token `shard.first_vocab + i`. Equal widths on every rank; columns beyond the vocabulary,
-        where it does not divide, are -inf. All ranks side by side (`all_gather_last_dim`), cut at
-        `config.vocab_size`, are the whole logits.
+        Column i is token `shard.first_vocab + i`. Equal widths on every rank; columns from `shard.vocab_real`
+        on, where the vocabulary does not divide, mean nothing. All ranks side by side
+        (`all_gather_last_dim`), cut at `config.vocab_size`, are the whole logits.
         """
-        eps = self.config.rms_norm_eps
-        logits = self.ops.norm_linear(hidden, self.final_norm, eps, self.head, None, out)
-        if out is None:
-            logits = logits.float()
-        if self.shard.vocab_real < self.shard.vocab:
-            logits[:, self.shard.vocab_real :] = -math.inf
-        return logits
+        return self.ops.norm_linear(hidden, self.final_norm, self.config.rms_norm_eps, self.head, None, out)
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 

@@ -1,10 +1,10 @@
 """Sampling from rows of logits without a sort: greedy, plain (a temperature) and full, and edits before them.
 
-The meaning is that of `kernels.sampling` and `engine.sampler`: the same noise (seed, sample, position, token
-id), the same order (penalties, bias, ban, temperature, top-k, top-p, min-p), ties with the last token kept by
-any of them kept, the lowest id on ties of the score, BAD_TOKEN for a row whose largest logit is not finite.
-`kernels.sampling` is the twin. Noise is within 4e-6 of it, a probability mass within 2e-6 of the whole: draws
-differ only where two scores, or a token and the border of the nucleus, are closer than that.
+The operations of `kernels.draws.SamplingOps`; `kernels.sampling` is the twin. Noise is within 4e-6 of it, a
+probability mass within 2e-6 of the whole: draws differ only where two scores, or a token and the border of
+the nucleus, are closer than that. A NaN gives infinity.
+
+Every launcher takes `pdl`, programmatic dependent launch; None: where the device has it.
 
 How
 ---
@@ -29,16 +29,12 @@ sums are added in the order of the chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
+from kernels.draws import Bans, Biases, Draws, Logits
 from kernels.triton.sampling_full import above_kernel, combine_kernel, decide_kernel, settle_kernel
 from kernels.triton.sampling_kernels import edit_kernel, pick_kernel, scan_kernel, scatter_kernel
-
-BAD_TOKEN = -1
-"""Of a row whose largest logit is not a finite number. As `engine.messages.BAD_TOKEN`."""
 
 _CHUNK = 4096
 _CHUNK_WARPS = 8
@@ -56,68 +52,22 @@ _THRESHOLDS = 2
 """Tried at each read of *settle*. More cost registers and instructions, fewer cost reads."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """The rows that sample now, and the tables where their parameters stand, all on the device."""
-
-    rows: torch.Tensor
-    """[sampling rows] integers: rows of the tables; -1: padding, which reads nothing and gives BAD_TOKEN."""
-    positions: torch.Tensor
-    """[sampling rows] int64: where the sampled tokens will stand in their sequences."""
-    noise_base: torch.Tensor
-    """[table rows] int64, see `kernels.sampling.noise_base`."""
-    floats: torch.Tensor
-    """[table rows, at least 7] float32: 1 / temperature (greedy: 1), noise factor (greedy: 0, else 1), top_p,
-    min_p, repetition, frequency and presence penalty."""
-    top_k: torch.Tensor
-    """[table rows] int64; 0: all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """What is sampled from. Columns beyond `columns` (padding) are not read."""
-
-    values: torch.Tensor
-    """[logit rows, at least `columns`] bfloat16, float16 or float32; columns side by side."""
-    columns: int
-    first: int = 0
-    """Token id of the first column."""
-    hashes: torch.Tensor | None = None
-    """[columns] int32: `kernels.sampling.token_hashes(first, columns)`, made once; `greedy` needs none."""
-    index: torch.Tensor | None = None
-    """[sampling rows] int64: the logit row of each; None: the same."""
-    edited: torch.Tensor | None = None
-    """[edited rows, columns] float32 of `edit`, read in place of a row's logits where `edited_index` says
-    so."""
-    edited_index: torch.Tensor | None = None
-    """[sampling rows] int64: row of `edited`; -1: none."""
-
-
-# ── launchers ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def greedy(logits: Logits, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value [rows] float32 of each row and its token id [rows] int64; the lowest id on ties.
-
-    A value that is not finite marks a bad row (BAD_TOKEN); NaN anywhere gives infinity.
-    """
+def greedy(logits: Logits, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    pdl = _pdl(logits, pdl)
     rows = len(logits.values) if logits.index is None else len(logits.index)
     partials = _scan_rows(logits, None, rows, 0, pdl)
     return _pick_rows(partials, None, rows, pdl)
 
 
-def plain(logits: Logits, draws: Draws, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `greedy`, of logits / temperature + noise: greedy and plain rows in any mixture."""
+def plain(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    pdl = _pdl(logits, pdl)
     rows = len(draws.rows)
     partials = _scan_rows(logits, draws, rows, 1, pdl)
     return _pick_rows(partials, draws, rows, pdl)
 
 
-def full(logits: Logits, draws: Draws, *, pdl: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `plain`, among what top-k, top-p and min-p keep: rows of every kind in any mixture.
-
-    The whole vocabulary must be in `logits`: with tensor parallelism, gather it first.
-    """
+def full(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    pdl = _pdl(logits, pdl)
     rows = len(draws.rows)
     device = logits.values.device
     values, ids = _results(rows, device)
@@ -210,19 +160,12 @@ def edit(
     index: torch.Tensor,
     counts: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
-    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    banned: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bias: Biases | None = None,
+    banned: Bans | None = None,
     *,
-    pdl: bool = False,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Copies of some rows' logits with penalties, then bias, then bans applied: `[edited rows, columns]`
-    float32, for `Logits.edited`. The logits stay as they are: log probabilities are of the model's own.
-
-    index: [edited rows] int64, which sampling row each is; -1: padding. counts: [slots, vocabulary] int32,
-    2 × (times in the output) + (1 if in the prompt). slots: [edited rows] int64; -1: no penalties. bias:
-    edited row, token id, value of each biased token; banned: edited row, token id. No pair twice within one
-    of them; an edited row of -1 is padding. Token ids are of the whole vocabulary (`first` must be 0).
-    """
+    pdl = _pdl(logits, pdl)
     device = logits.values.device
     edited = torch.empty((len(index), logits.columns), dtype=torch.float32, device=device)
     if len(index) == 0:
@@ -255,6 +198,16 @@ def edit(
     return edited
 
 
+def _pdl(logits: Logits, pdl: bool | None) -> bool:
+    if pdl is not None:
+        return pdl
+    return _nvidia(logits) and torch.cuda.get_device_capability(logits.values.device) >= (9, 0)
+
+
+def _nvidia(logits: Logits) -> bool:
+    return logits.values.device.type != "cpu" and torch.version.hip is None
+
+
 def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
     """The arguments and options by which kernels read logits."""
     if logits.values.stride(1) != 1:
@@ -271,9 +224,8 @@ def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
         logits.first,
         logits.hashes,
     )
-    nvidia = logits.values.is_cuda and torch.version.hip is None
     given = {"INDEXED": logits.index is not None, "EDITED": logits.edited is not None}
-    return arguments, {**given, "NVIDIA": nvidia}
+    return arguments, {**given, "NVIDIA": _nvidia(logits)}
 
 
 def _tables(draws: Draws) -> tuple[object, ...]:

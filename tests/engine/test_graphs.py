@@ -1,12 +1,21 @@
-"""The ladder of captured batch sizes; what graphs compute is for a GPU to prove (tests/gpu)."""
+"""The ladder of captured batch sizes, and decode steps through what is captured, run eagerly here: that
+replays compute the same is for a GPU to prove (tests/gpu)."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
-from engine.graphs import ladder
+from engine.generate import LocalEngine
+from engine.graphs import DecodeGraphs, ladder
+from engine.messages import ReplicaSpec, SamplingParams
+from kernels.draws import Variant
+from tests.engine.test_engine_equality import CONFIG
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 17, 64, 100, 256, 1000, 1024])
@@ -19,3 +28,76 @@ def test_the_ladder_reaches_the_most_rows_in_steps_that_waste_little(most: int) 
     for low, high in itertools.pairwise(sizes):
         # A batch that is one larger than a size pays for the next: at most a quarter too much, or a few rows.
         assert high - (low + 1) <= max(8, (low + 1) / 4)
+
+
+class EagerGraphs(DecodeGraphs):
+    """Runs at each replay what would have been captured."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.replayed: list[Variant] = []
+
+    def forward(self) -> torch.Tensor:
+        self._forward(len(self._held))
+        return self._logits[: len(self._held)]
+
+    def sample(self, variant: Variant) -> torch.Tensor:
+        self.replayed.append(variant)
+        return self._sample(len(self._held), variant)
+
+
+GREEDY = SamplingParams(max_tokens=12)
+PLAIN = SamplingParams(max_tokens=12, temperature=1.0, seed=1, logprobs=2)
+FULL = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.8, seed=2)
+PENALISED = SamplingParams(max_tokens=12, temperature=1.0, repetition_penalty=1.5, seed=3)
+WAITING = SamplingParams(
+    max_tokens=12, temperature=1.0, min_tokens=6, stop_token_ids=tuple(range(40)), seed=4
+)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[[], LocalEngine]:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec = ReplicaSpec(
+        replica="tiny-0",
+        model_path=str(tmp_path),
+        load_format="dummy",
+        device="cpu",
+        max_rows=4,
+        step_tokens=512,
+        max_model_len=256,
+        kv_blocks=16,
+        threads=1,
+    )
+    return lambda: LocalEngine(spec)
+
+
+@pytest.mark.parametrize(
+    ("params", "replayed"),
+    [
+        ([GREEDY, GREEDY, GREEDY], [Variant.GREEDY] * 11),
+        ([GREEDY, PLAIN, GREEDY], [Variant.PLAIN] * 11),
+        ([GREEDY, PLAIN, FULL], [Variant.FULL] * 11),
+        ([GREEDY, PENALISED, FULL], []),
+        ([PLAIN, WAITING], [Variant.PLAIN] * 6),
+    ],
+    ids=["greedy", "plain", "full", "penalised", "waiting"],
+)
+def test_a_step_replays_the_cheapest_variant_that_serves_its_rows_and_draws_the_same(
+    params: list[SamplingParams], replayed: list[Variant], made: Callable[[], LocalEngine]
+) -> None:
+    """Of 12 tokens each, the prompt's step gives the first. Prompts end before, at and after the border of a
+    block. Rows that are edited sample outside of the graphs, and only as long as they are edited."""
+    prompts = [[(7 * place + i) % 90 + 3 for place in range(62 + 2 * i)] for i in range(len(params))]
+    reference, engine = made(), made()
+    expected = reference.generate(prompts, params)
+    runner = engine.runner
+    graphs = EagerGraphs(runner.decoder, runner.kv, runner.tables, runner.sampler, 4)
+    runner.graphs = graphs
+    found = engine.generate(prompts, params)
+    reference.close()
+    engine.close()
+    for [mine], [other] in zip(found, expected, strict=True):
+        assert mine.token_ids == other.token_ids
+        assert [entry.top for entry in mine.logprobs] == [entry.top for entry in other.logprobs]
+    assert graphs.replayed == replayed

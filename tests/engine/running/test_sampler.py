@@ -1,10 +1,12 @@
-"""The sampler: exact distributions, order, independence of the batch, ranks, log probabilities."""
+"""The sampler: exact distributions, order, independence of the batch, ranks, log probabilities; and that the
+kernels that need no sort (in the interpreter, where there is no GPU) draw what plain torch draws."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -20,10 +22,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.batch import RowTables, StepBatch
+from engine.batch import RowTables, SamplingBatch
 from engine.messages import BAD_TOKEN, LOWEST_LOGPROB, Chunk, RowSetup, SamplingParams, StepPlan
 from engine.parallel import Ranks, single
 from engine.sampler import SampledStep, Sampler
+from kernels import draws as seam
+from kernels import sampling as twin
+from kernels.draws import SamplingOps, Variant, select_sampling
 from tests.engine.running.test_sampling_ops import chi_square
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
@@ -40,7 +45,7 @@ class Case:
     output: tuple[int, ...] = ()
 
 
-def staged(cases: Sequence[Case], vocab: int) -> tuple[RowTables, StepBatch]:
+def staged(cases: Sequence[Case], vocab: int) -> tuple[RowTables, SamplingBatch]:
     """One chunk of one token for each row, at the end of what stands before."""
     tables = RowTables(len(cases), 4, vocab, CPU)
     plan = StepPlan(1, [], [], [], [], [])
@@ -49,10 +54,12 @@ def staged(cases: Sequence[Case], vocab: int) -> tuple[RowTables, StepBatch]:
         plan.setups.append(RowSetup(row, case.params, case.sample, len(case.prompt), history))
         plan.chunks.append(Chunk(row, len(history) - 1, [0], [row]))
     tables.apply(plan)
-    return tables, tables.step_batch(plan)
+    return tables, tables.step_batch(plan).sampling
 
 
-def sample(cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None) -> SampledStep:
+def sample(
+    cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None, ops: SamplingOps = twin
+) -> SampledStep:
     """`logits` [cases, vocabulary]; with ranks, each takes its columns, the last padded."""
     vocab = logits.shape[1]
     tables, batch = staged(cases, vocab)
@@ -60,10 +67,24 @@ def sample(cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = No
     part = -(-vocab // ranks.size)
     first = min(part * ranks.rank, vocab)
     real = min(part, vocab - first)
-    mine = torch.full((len(logits), part), math.nan)
+    mine = torch.full((len(logits), part), math.nan, dtype=logits.dtype)
     mine[:, :real] = logits[:, first : first + real]
-    sampler = Sampler(ranks, CPU, vocab_size=vocab, first_vocab=first, vocab=part, vocab_real=real)
+    sampler = Sampler(ranks, CPU, ops, vocab_size=vocab, first_vocab=first, vocab=part, vocab_real=real)
     return sampler.sample(mine, batch, tables)
+
+
+class OneAtATime:
+    """Kernels for ranks that are threads: Triton's interpreter runs one program at a time."""
+
+    def __init__(self, ops: SamplingOps) -> None:
+        self._ops, self._lock = ops, threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            with self._lock:
+                return getattr(self._ops, name)(*arguments)
+
+        return call
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
@@ -146,9 +167,8 @@ def test_frequencies_over_many_seeds_are_those_of_transformers_distribution(name
     ]
     plan = StepPlan(1, setups, [], [], [], [Chunk(0, len(history) - 1, [0], list(range(draws)))])
     tables.apply(plan)
-    tokens = (
-        Sampler(single(), CPU, vocab_size=vocab).sample(logits, tables.step_batch(plan), tables).token_ids
-    )
+    sampler = Sampler(single(), CPU, twin, vocab_size=vocab)
+    tokens = sampler.sample(logits, tables.step_batch(plan).sampling, tables).token_ids
     observed = torch.bincount(tokens, minlength=vocab).numpy()
     assert (observed[expected == 0] == 0).all()
     assert abs(chi_square(observed, expected)) < 3.5
@@ -217,6 +237,62 @@ def test_ranks_with_a_shard_of_the_vocabulary_draw_exactly_what_one_rank_draws(
             torch.testing.assert_close(mine.logprobs, alone.logprobs, atol=1e-5, rtol=1e-5)
 
 
+@given(cases=some_cases(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16]))
+@settings(max_examples=25, deadline=None)
+def test_kernels_draw_what_plain_torch_draws_in_any_mixture(
+    cases: list[Case], seed: int, dtype: torch.dtype
+) -> None:
+    """Penalties, biases and bans beside rows that are narrowed, noised or greedy; the logits stay."""
+    logits = random_logits(len(cases), 51, seed).to(dtype)
+    before = logits.clone()
+    found = sample(cases, logits, ops=select_sampling("cuda"))
+    expected = sample(cases, logits)
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert torch.equal(logits, before)
+    assert (found.logprobs is None) == (expected.logprobs is None)
+    if found.logprobs is not None and expected.logprobs is not None:
+        assert torch.equal(found.logprobs, expected.logprobs)
+
+
+@given(cases=some_cases(4), seed=st.integers(0, 1000), size=st.sampled_from([2, 4]))
+@settings(max_examples=8, deadline=None)
+def test_kernels_on_ranks_draw_what_plain_torch_draws_on_one(cases: list[Case], seed: int, size: int) -> None:
+    logits = random_logits(len(cases), 51, seed)
+    expected = sample(cases, logits).token_ids
+    kernels = OneAtATime(select_sampling("cuda"))
+    for mine in on_ranks(size, lambda rank: sample(cases, logits, rank, kernels)):
+        assert torch.equal(mine.token_ids, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cuda"])
+@pytest.mark.parametrize("variant", Variant)
+def test_a_variant_serves_the_rows_of_those_before_it_and_skips_padding(
+    variant: Variant, backend: str
+) -> None:
+    """What a graph of a batch's variant draws for rows that would have done with less."""
+    params = [
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=9, temperature=0.8, seed=3),
+        SamplingParams(max_tokens=9, temperature=1.2, top_p=0.7, top_k=9, seed=4),
+    ]
+    cases = [Case(params[i % (variant + 1)], sample=i) for i in range(5)]
+    logits = random_logits(5, 300, seed=2)
+    tables, batch = staged(cases, 300)
+    assert batch.needs.variant == variant
+    sampler = Sampler(single(), CPU, select_sampling(backend), vocab_size=300)
+    rows = torch.tensor([0, -1, 2, 3, -1])
+    drawn = sampler.draw(logits, variant, tables.sampling.draws(rows, batch.positions))
+    real = rows >= 0
+    assert torch.equal(drawn[real], sample(cases, logits).token_ids[real])
+    if variant > Variant.GREEDY:
+        assert (drawn[~real] == BAD_TOKEN).all()
+
+
+def test_the_engine_and_the_kernels_mean_the_same_bad_token() -> None:
+    # The wire's structs may not load torch, so each side states it.
+    assert seam.BAD_TOKEN == BAD_TOKEN
+
+
 def test_draws_over_a_large_vocabulary_do_not_depend_on_its_split() -> None:
     params = [SamplingParams(max_tokens=1, temperature=0.1 + row / 8, seed=row) for row in range(16)]
     cases = [Case(p, prompt=(1,) * (row + 1)) for row, p in enumerate(params)]
@@ -277,7 +353,7 @@ def test_a_bad_row_leaves_a_token_to_feed() -> None:
     """The step after is launched before anybody sees the -1: what it feeds must be a token."""
     case = Case(SamplingParams(max_tokens=1))
     tables, batch = staged([case], 8)
-    Sampler(single(), CPU, vocab_size=8).sample(torch.full((1, 8), math.nan), batch, tables)
+    Sampler(single(), CPU, twin, vocab_size=8).sample(torch.full((1, 8), math.nan), batch, tables)
     assert tables.last_tokens[0] == 0
 
 
@@ -299,9 +375,9 @@ def test_log_probabilities_are_the_models_own_whatever_the_sampling() -> None:
 
 
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
-    logits = random_logits(2, 6)
+    logits = random_logits(2, 7)
     cases = [Case(SamplingParams(max_tokens=1, logprobs=20))] * 2
     for size in (1, 4):
         for mine in on_ranks(size, lambda rank: sample(cases, logits, rank)):
-            assert mine.logprobs is not None and mine.logprobs.shape == (2, 13)
-            assert mine.logprobs[:, 1:7].exp().sum(dim=1).tolist() == pytest.approx([1.0, 1.0])
+            assert mine.logprobs is not None and mine.logprobs.shape == (2, 15)
+            assert mine.logprobs[:, 1:8].exp().sum(dim=1).tolist() == pytest.approx([1.0, 1.0])

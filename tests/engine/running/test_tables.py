@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from engine.batch import RowTables, StepBatch
 from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan, sampling_rows
+from engine.sampling_tables import Needs
 from kernels import ChunkSpan
+from kernels.draws import Variant
 
 CPU = torch.device("cpu")
 ROWS, BLOCKS, VOCAB = 5, 4, 50
@@ -27,7 +30,7 @@ PARAMS = [
     SamplingParams(max_tokens=9, temperature=2.0, logit_bias={4: 1.0}),
 ]
 PENALISED = (3, 4)
-CHANGED = (2, 3, 4, 7)
+EDITED = (3, 4, 7)
 
 
 @dataclass
@@ -42,23 +45,38 @@ class ModelRow:
     table: list[int] = field(default_factory=list)
 
     @property
-    def kind(self) -> str:
-        suppressed = self.which == 5 and len(self.tokens) - len(self.prompt) < 2
-        if self.which in CHANGED or suppressed:
-            return "full"
-        return "plain" if PARAMS[self.which].temperature else "greedy"
+    def variant(self) -> Variant:
+        if self.which == 2:
+            return Variant.FULL
+        return Variant.PLAIN if PARAMS[self.which].temperature else Variant.GREEDY
+
+    @property
+    def edited(self) -> bool:
+        waiting = self.which == 5 and len(self.tokens) - len(self.prompt) < 2
+        return self.which in EDITED or waiting
 
 
 def slots_of(row: ModelRow, positions: range) -> list[int]:
     return [row.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in positions]
 
 
-def indices(group: object, total: int) -> list[int]:
-    """The sampling rows of a group of the partition."""
-    if group is None:
-        return []
-    index = group.index  # type: ignore[attr-defined]
-    return list(range(total)) if isinstance(index, slice) else index.tolist()
+def check_needs(needs: Needs, rows: list[ModelRow], numbers: list[int], slot_of_row: dict[int, int]) -> None:
+    assert needs.variant == max((row.variant for row in rows), default=Variant.GREEDY)
+    edited = [i for i, row in enumerate(rows) if row.edited]
+    penalised = [i for i, row in enumerate(rows) if row.which in PENALISED]
+    if needs.edits is None:
+        assert not edited
+    else:
+        assert needs.edits.index.tolist() == edited
+        assert [i for i in needs.edits.index_of.tolist() if i >= 0] == list(range(len(edited)))
+        assert [needs.edits.index_of[i].item() for i in edited] == list(range(len(edited)))
+        slots = [slot_of_row[numbers[i]] if i in penalised else -1 for i in edited]
+        assert (needs.edits.slots is None) == (not penalised)
+        assert needs.edits.slots is None or needs.edits.slots.tolist() == slots
+        assert (needs.edits.bias is not None) == any(rows[i].which == 7 for i in edited)
+        assert (needs.edits.banned is not None) == any(rows[i].which == 5 for i in edited)
+    wanting = [(i, PARAMS[row.which].logprobs) for i, row in enumerate(rows)]
+    assert needs.logprob_rows == [(i, k) for i, k in wanting if k is not None]
 
 
 def check_counts(tables: RowTables, rows: dict[int, ModelRow]) -> None:
@@ -68,8 +86,9 @@ def check_counts(tables: RowTables, rows: dict[int, ModelRow]) -> None:
         expected[row.prompt] = 1
         for token in row.tokens[len(row.prompt) :]:
             expected[token] += 2
-        assert tables.counts is not None
-        assert torch.equal(tables.counts[tables._slot_of_row[number]], expected)
+        sampling = tables.sampling
+        assert sampling.counts is not None
+        assert torch.equal(sampling.counts[sampling._slot_of_row[number]], expected)
 
 
 @given(data=st.data())
@@ -113,9 +132,12 @@ def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None
         check_counts(tables, rows)
         batch = tables.step_batch(plan)
         check_batch(batch, plan, rows)
+        numbers = sampling_rows(plan)
+        slots = tables.sampling._slot_of_row
+        check_needs(batch.sampling.needs, [rows[n] for n in numbers], numbers, slots)
         samples = sampling_rows(plan)
         tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(samples), max_size=len(samples)))
-        tables.advance(batch, torch.tensor(tokens, dtype=torch.int64))
+        tables.advance(batch.sampling, torch.tensor(tokens, dtype=torch.int64))
         for number, end in ends.items():
             rows[number].computed = end
         for number, token in zip(samples, tokens, strict=True):
@@ -158,16 +180,9 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
     assert forward.positions.tolist() == positions
     assert forward.slots.tolist() == slots
     assert forward.logit_index.tolist() == logit_index + prompt_index
-    assert batch.rows.tolist() == sampling_rows(plan)
-    assert batch.positions.tolist() == sampled_positions
-    assert batch.logit_rows is None and batch.sampled_logits == len(logit_index)
-    kinds = [rows[n].kind for n in sampling_rows(plan)]
-    part = batch.partition
-    for kind, group in (("greedy", part.greedy), ("plain", part.plain), ("full", part.full)):
-        assert indices(group, len(kinds)) == [i for i, k in enumerate(kinds) if k == kind]
-    wanting = [rows[n].which for n in sampling_rows(plan)]
-    expected = [(i, PARAMS[w].logprobs) for i, w in enumerate(wanting) if PARAMS[w].logprobs is not None]
-    assert part.logprob_rows == expected
+    assert batch.sampling.rows.tolist() == sampling_rows(plan)
+    assert batch.sampling.positions.tolist() == sampled_positions
+    assert batch.sampling.logit_rows is None and batch.sampled_logits == len(logit_index)
     targets = [target for prompt in batch.prompts for target in prompt.targets.tolist()]
     follow = {
         c.row: [*c.token_ids[1:], *([] if c.next_token is None else [c.next_token])] for c in plan.chunks
@@ -183,13 +198,13 @@ def test_penalty_counts_exist_only_while_a_row_needs_them() -> None:
     tables = RowTables(8, 2, VOCAB, CPU)
     plain, penalised = PARAMS[0], PARAMS[3]
     tables.apply(plan_of([RowSetup(0, plain, 0, 1, [])]))
-    assert tables.counts is None
+    assert tables.sampling.counts is None
     tables.apply(plan_of([RowSetup(n, penalised, 0, 1, [n]) for n in range(3)]))
-    assert tables.counts is not None and tables.counts.shape == (4, VOCAB)
+    assert tables.sampling.counts is not None and tables.sampling.counts.shape == (4, VOCAB)
     tables.apply(plan_of([RowSetup(n, plain, 0, 1, []) for n in range(2)]))
-    assert tables.counts is not None
+    assert tables.sampling.counts is not None
     tables.apply(plan_of([RowSetup(2, plain, 0, 1, [])]))
-    assert tables.counts is None
+    assert tables.sampling.counts is None
 
 
 def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
@@ -200,9 +215,34 @@ def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
     tables.apply(plan)
     batch = tables.step_batch(plan)
     assert batch.forward.logit_index.tolist() == [2, 3]
-    assert batch.logit_rows is not None and batch.logit_rows.tolist() == [0, 0, 0, 1]
-    assert batch.rows.tolist() == [0, 2, 3, 1]
-    assert batch.positions.tolist() == [3, 3, 3, 1]
+    assert batch.sampling.logit_rows is not None and batch.sampling.logit_rows.tolist() == [0, 0, 0, 1]
+    assert batch.sampling.rows.tolist() == [0, 2, 3, 1]
+    assert batch.sampling.positions.tolist() == [3, 3, 3, 1]
+
+
+def test_the_answer_is_kept_while_the_same_rows_ask_the_same() -> None:
+    """Rows, setups, and stop tokens that become allowed: each makes a new one."""
+    tables = RowTables(4, 2, VOCAB, CPU)
+    tables.apply(plan_of([RowSetup(n, PARAMS[p], n, 3, []) for n, p in enumerate((0, 1, 2, 5))]))
+    lengths = np.array([9, 9, 9, 3])
+    first = tables.sampling.needs([0, 1, 3], lengths)
+    assert tables.sampling.needs([0, 1, 3], lengths + 1) is first
+    assert first.edits is not None and first.edits.index.tolist() == [2]
+    free = tables.sampling.needs([0, 1, 3], lengths + 2)
+    assert free.edits is None and free.variant == Variant.PLAIN
+    assert tables.sampling.needs([0, 1, 3], lengths + 9) is free
+    assert tables.sampling.needs([0, 1, 2], lengths).variant == Variant.FULL
+    tables.apply(plan_of([RowSetup(1, PARAMS[0], 1, 3, [])]))
+    assert tables.sampling.needs([0, 1], lengths).variant == Variant.GREEDY
+
+
+def test_the_tables_say_zero_where_top_k_is_off() -> None:
+    """What the kernels mean by it: also for a k that every token is among."""
+    tables = RowTables(4, 2, VOCAB, CPU)
+    ks = [0, 7, VOCAB, -1]
+    setups = [RowSetup(n, SamplingParams(max_tokens=1, top_k=k), 0, 1, []) for n, k in enumerate(ks)]
+    tables.apply(plan_of(setups))
+    assert tables.sampling.top_k.tolist() == [0, 7, 0, 0]
 
 
 @pytest.mark.parametrize("stops", [(7,), (7, 7, 999, -1)])
@@ -214,8 +254,8 @@ def test_the_last_entry_of_a_block_counts_and_foreign_ids_are_left_out(stops: tu
         1, [RowSetup(0, params, 0, 1, [])], [(0, 0, 5), (0, 0, 9)], [], [], [Chunk(0, 0, [1], [0])]
     )
     tables.apply(plan)
-    full = tables.step_batch(plan).partition.full
+    edits = tables.step_batch(plan).sampling.needs.edits
     assert tables.block_table[0, 0] == 9
-    assert full is not None and full.bias is not None and full.suppressed is not None
-    assert full.bias[1].tolist() == [3]
-    assert full.suppressed[1].tolist() == [7]
+    assert edits is not None and edits.bias is not None and edits.banned is not None
+    assert edits.bias[1].tolist() == [3]
+    assert edits.banned[1].tolist() == [7]

@@ -1,0 +1,54 @@
+"""The two ends of a decode step: what the tables' own torch says, with and without padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.triton.rows import advance, empty_decodes, place
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TABLE_ROWS = 300
+
+
+def _tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 5 * 64, (TABLE_ROWS,), generator=generator)
+    tokens = torch.randint(0, 1000, (TABLE_ROWS,), generator=generator)
+    blocks = torch.randint(0, 9999, (TABLE_ROWS, 5), generator=generator)
+    return tokens.to(DEVICE), lengths.to(DEVICE), blocks.to(DEVICE)
+
+
+@pytest.mark.parametrize(("count", "padding"), [(1, 0), (7, 1), (128, 0), (129, 70), (300, 0)])
+def test_each_row_is_placed_where_its_sequence_ends_and_padding_nowhere(count: int, padding: int) -> None:
+    tokens, lengths, blocks = _tables()
+    rows = torch.randperm(TABLE_ROWS)[:count].to(DEVICE)
+    padded = torch.cat((rows, rows.new_full((padding,), -1)))
+    decodes = empty_decodes(400, DEVICE).first(count + padding)
+    place(padded, tokens, lengths, blocks, decodes)
+    positions = lengths[rows]
+    assert torch.equal(decodes.token_ids[:count], tokens[rows])
+    assert torch.equal(decodes.positions[:count], positions)
+    assert torch.equal(decodes.lens[:count], positions + 1)
+    assert torch.equal(decodes.slots[:count], blocks[rows, positions // 64] * 64 + positions % 64)
+    assert torch.equal(decodes.table_rows[:count], rows)
+    assert (decodes.slots[count:] == -1).all() and (decodes.lens[count:] == 0).all()
+    for part in (decodes.token_ids, decodes.positions, decodes.table_rows):
+        assert (part[count:] == 0).all()
+
+
+@pytest.mark.parametrize(("count", "padding"), [(1, 0), (129, 70), (300, 0)])
+def test_sampled_tokens_become_the_next_input_of_their_rows_alone(count: int, padding: int) -> None:
+    tokens, lengths, _ = _tables()
+    rows = torch.randperm(TABLE_ROWS)[:count].to(DEVICE)
+    padded = torch.cat((rows, rows.new_full((padding,), -1)))
+    sampled = torch.arange(count + padding, device=DEVICE) - 1
+    positions = torch.arange(count + padding, device=DEVICE) + 5000
+    expected_tokens, expected_lengths = tokens.clone(), lengths.clone()
+    expected_tokens[rows] = sampled[:count].clamp(min=0)
+    expected_lengths[rows] = positions[:count]
+    advance(padded, sampled, positions, tokens, lengths)
+    assert torch.equal(tokens, expected_tokens)
+    assert torch.equal(lengths, expected_lengths)
