@@ -5,6 +5,12 @@ from __future__ import annotations
 import msgspec
 
 
+def precision(dtype: str, weights: str, kv_dtype: str) -> str:
+    """A model's dtype and what is held in another, e.g. "bfloat16, weights fp8, KV fp8"."""
+    held = (("weights", weights), ("KV", kv_dtype))
+    return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
+
+
 class FrontStatus(msgspec.Struct, kw_only=True):
     """One front process."""
 
@@ -45,7 +51,11 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     """By rank."""
     backend: str = ""
     dtype: str = ""
+    """What it computes in."""
+    weights: str = ""
+    """What the layers' matrices are held in: as `dtype`, or "fp8"."""
     kv_dtype: str = ""
+    """As `weights`, of the KV cache."""
     tensor_parallel_size: int = 1
     parameters: int = 0
     weight_bytes: int = 0

@@ -17,7 +17,7 @@ from appliance.cli.output import (
 )
 from appliance.cli.service import admin_client
 from appliance.cli.times import local_short
-from appliance.protocol import FrontStatus, ModelStatus, ReplicaStatus, Status
+from appliance.protocol import FrontStatus, ModelStatus, ReplicaStatus, Status, precision
 from appliance.watch.quantities import of_bytes
 
 _COLOURS = {
@@ -196,7 +196,8 @@ def _on(replica: ReplicaStatus) -> str:
         return printable(replica.detail)
     devices = list(dict.fromkeys(replica.devices))
     ranks = f"{len(replica.devices)} ranks on " if len(replica.devices) > 1 else ""
-    return printable(f"{ranks}{', '.join(devices)}, {replica.dtype}")
+    held = precision(replica.dtype, replica.weights, replica.kv_dtype)
+    return printable(f"{ranks}{', '.join(devices)}, {held}")
 
 
 def _queue(status: Status, width: int | None) -> list[str]:

@@ -13,7 +13,7 @@ import msgspec
 
 from appliance.backoff import Backoff
 from appliance.messages import ServedModel
-from appliance.protocol import ReplicaStatus
+from appliance.protocol import ReplicaStatus, precision
 from appliance.rundir import new_meeting
 from appliance.traffic.credits import CreditAccount
 from engine.client import ReplicaGroup
@@ -195,7 +195,7 @@ class Replica:
             "%s is ready in %.1f s: %s on %s, %d rows, %d blocks of KV cache",
             self.name,
             self._ready_at - self._started_at,
-            info.dtype,
+            precision(info.dtype, info.weights, info.kv_dtype),
             ", ".join(info.devices),
             info.max_rows,
             info.kv_blocks,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from appliance.protocol import ModelStatus
+from appliance.protocol import ModelStatus, precision
 from appliance.settings import ModelSettings
 from appliance.watch.findings import Finding, Level
 from appliance.watch.gpus import Gpu
@@ -45,10 +45,11 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
                 continue
             difference = replica.used_bytes / max(1, replica.predicted_bytes) - 1
             where = ", ".join(dict.fromkeys(replica.devices))
+            held = precision(replica.dtype, replica.weights, replica.kv_dtype)
             yield _finding(
                 model.name,
                 "ok",
-                f"{replica.name} runs on {where}: {of_bytes(replica.used_bytes)} used, "
+                f"{replica.name} runs on {where} in {held}: {of_bytes(replica.used_bytes)} used, "
                 f"{of_bytes(replica.predicted_bytes)} predicted ({difference:+.0%})",
             )
         if not Path(model.folder).is_dir():
@@ -100,11 +101,12 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
         longest = config.resolve_length(model.max_model_len)
         dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
         weights = sizing.FP8 if config.fp8 or model.weights == sizing.FP8 else dtype
+        kv_dtype = model.kv_dtype if model.kv_dtype != "auto" else dtype
         predicted = sizing.predict(
             config,
             dtype=dtype,
             weights=weights,
-            kv_dtype=model.kv_dtype if model.kv_dtype != "auto" else dtype,
+            kv_dtype=kv_dtype,
             tensor_parallel_size=ranks,
             max_rows=model.max_rows,
             step_tokens=model.step_tokens,
@@ -123,8 +125,8 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
         blocks = (room if on_gpu else min(room, CPU_MOST_KV_BYTES // ranks)) // predicted.kv_bytes_per_block
     needed = predicted.fixed_bytes + blocks * predicted.kv_bytes_per_block
     text = (
-        f"{config.model_type}, {sizing.parameters(config) / 1e6:,.1f} M parameters in {weights}: weights "
-        f"{of_bytes(predicted.weight_bytes)}, working memory "
+        f"{config.model_type}, {sizing.parameters(config) / 1e6:,.1f} M parameters in "
+        f"{precision(dtype, weights, kv_dtype)}: weights {of_bytes(predicted.weight_bytes)}, working memory "
         f"{of_bytes(predicted.fixed_bytes - predicted.weight_bytes)}, {blocks:,} KV blocks "
         f"{of_bytes(needed - predicted.fixed_bytes)}; {of_bytes(usable)} usable"
         f"{f' on each of {ranks} ranks' if ranks > 1 else ''}"

@@ -147,6 +147,8 @@ def a_status(run_dir: Path) -> Status:
         pids=[101, 102],
         devices=["cpu", "cpu"],
         dtype="float32",
+        weights="float32",
+        kv_dtype="float32",
         tensor_parallel_size=2,
         predicted_bytes=1 << 30,
         used_bytes=1200 << 20,

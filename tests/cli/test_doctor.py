@@ -24,10 +24,10 @@ from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
 from appliance.watch.findings import Examination, Finding
 from appliance.watch.gpus import Gpu, GpuReport
-from appliance.watch.models import CPU_MOST_KV_BYTES
+from appliance.watch.models import CPU_MOST_KV_BYTES, running_models
 from engine import memory
 from store.requests import RequestReader
-from tests.cli.conftest import History, Run, a_row
+from tests.cli.conftest import History, Run, a_row, a_status
 from tests.cli.servers import AdminService, ApiService
 
 Doctor = Callable[..., tuple[int, list[dict[str, Any]]]]
@@ -150,6 +150,27 @@ def test_a_gpu_is_what_a_model_must_fit_into(
     monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: box(50 << 20))
     _, findings = doctor()
     assert "45.0 MiB usable" in found(findings, "models", "problem")
+
+
+def test_what_is_quantised_is_told_and_takes_less(doctor: Doctor, model: Path) -> None:
+    def told(settings: str) -> str:
+        _, findings = doctor(settings=f'[models.m]\nfolder = "{model}"\nkv_blocks = 64\n{settings}')
+        return found(findings, "models", "ok")
+
+    plain = told("")
+    assert "M parameters in float32: weights 41.3 MiB" in plain and "64 KV blocks 40.0 MiB" in plain
+    both = told('weights = "fp8"\nkv_dtype = "fp8"\n')
+    assert "M parameters in float32, weights fp8, KV fp8: weights 16.0 MiB" in both
+    assert "64 KV blocks 10.6 MiB" in both
+
+
+def test_a_running_model_tells_what_it_is_held_in(run_dir: Path) -> None:
+    status = a_status(run_dir)
+    replica = status.models[0].replicas[0]
+    replica.dtype = replica.weights = "bfloat16"
+    replica.kv_dtype = "fp8"
+    finding = next(iter(running_models(status.models)))
+    assert "demo-0 runs on cpu in bfloat16, KV fp8: 1.2 GiB used" in finding.text
 
 
 def test_where_memory_limits_the_length_that_nobody_asked_for_it_is_a_warning(
