@@ -68,7 +68,7 @@ def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_repli
         ("[models.a]\nfolder = '.'\nmax_rows = 0", "models.a.max_rows = 0 cannot be used"),
         ("[models.a]\nfolder = '.'\nmax_row = 3", "models.a.max_row is not a setting: did you mean"),
         ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' cannot be used: it can be 'auto', "),
-        ("[models.a]\nfolder = '.'\nweights = 'int8'", "weights = 'int8' cannot be used: it can be 'auto', 'fp8'"),
+        ("[models.a]\nfolder = '.'\nweights = 'int8'", "weights = 'int8' cannot be used: it can be 'auto', "),
         ("[models.a]\nfolder = '.'\nkv_dtype = 'e5m2'", "a.kv_dtype = 'e5m2' cannot be used: it can "),
         ("[models.a]\nmax_rows = 3", "models.a lacks 'folder': add it"),
         ("[models.a]\nfolder = '/nope'", "models.a.folder = '/nope' is not a folder"),
