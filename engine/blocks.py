@@ -77,6 +77,7 @@ class BlockPool:
         self._by_digest: dict[bytes, int] = {}
         self._free = list(range(total - 1, -1, -1))
         self._tainted: set[int] = set()
+        self._doubtful: set[int] = set()
         self._clears: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
 
@@ -114,8 +115,9 @@ class BlockPool:
         else:
             raise InvariantError(f"all {self.total} KV blocks are in use")
         self._references[block] = 1
-        if block in self._tainted:
-            self._tainted.remove(block)
+        if block in self._doubtful:
+            self._doubtful.remove(block)
+            self._tainted.discard(block)
             self._clears.append(block)
         return block
 
@@ -143,14 +145,20 @@ class BlockPool:
         for block in reversed(table):
             self.release(block)
 
+    def doubt(self, block: int) -> None:
+        """A used block may hold numbers that are not finite: whoever gets it next gets it cleared. Until then
+        it is found as before: by those who would compute the same."""
+        self._doubtful.add(block)
+
     def taint(self, block: int) -> None:
-        """A used block may hold numbers that are not finite: nobody finds it any more, and whoever gets it
-        next gets it cleared."""
+        """A used block holds numbers that are not finite, for all that is known: nobody finds it any more,
+        and whoever gets it next gets it cleared."""
         link = self._links[block]
         if link is not None:
             del self._by_digest[link.digest]
             self._links[block] = None
         self._tainted.add(block)
+        self._doubtful.add(block)
 
     def take_clears(self) -> list[int]:
         """Blocks that were allocated since the last call and must be filled with zeros before they are
@@ -225,6 +233,10 @@ class BlockPool:
             raise InvariantError(
                 f"free blocks with a prefix: {sorted(known & free)}; "
                 f"cached blocks without one: {sorted(cached - known)}"
+            )
+        if not self._tainted <= self._doubtful:
+            raise InvariantError(
+                f"blocks with broken numbers would not be cleared: {sorted(self._tainted - self._doubtful)}"
             )
         if known & self._tainted:
             raise InvariantError(f"blocks with broken numbers can be found: {sorted(known & self._tainted)}")

@@ -58,6 +58,9 @@ class Sequence:
     """Length at which a new token needs attention: a block is full, or `limit` is reached."""
     registered: int = 0
     """Blocks at the head of `table` that were offered to the prefix cache."""
+    finite: int = 0
+    """Positions at its head whose keys and values are finite as far as it is concerned: found in the prefix
+    cache, or a token was sampled after them, which a number that is not finite would have spoilt."""
     in_flight: int = 0
     """Launched chunks and samplings whose results were not collected."""
     forks: list[Sequence] = field(default_factory=list)

@@ -299,6 +299,7 @@ class Scheduler:
             for block in fork.table:
                 self.pool.share(block)
             fork.chain = leader.chain.fork()
+            fork.finite = leader.finite
             fork.sent_blocks = 0
             self._send_blocks(step.plan, fork)
         group = [leader, *leader.forks]
@@ -334,7 +335,7 @@ class Scheduler:
                 return
             for member in (sequence, *sequence.forks):
                 self._start(step.plan, member, hits * BLOCK_TOKENS)
-            sequence.position = hits * BLOCK_TOKENS
+            sequence.position = sequence.finite = hits * BLOCK_TOKENS
             sequence.registered = hits
             self._prefilling[sequence.row] = sequence
             budget -= self._schedule_chunk(step, sequence, budget)
@@ -432,8 +433,12 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a running sequence out of its row and free its blocks. What is in flight for it still runs,
-        before anything that a later plan does with them."""
+        before anything that a later plan does with them. Blocks whose numbers may not be finite, since no token
+        was sampled after them, are cleared for their next owners."""
         row = sequence.row
+        if sequence.finite < sequence.position:
+            for block in sequence.table[sequence.finite // BLOCK_TOKENS :]:
+                self.pool.doubt(block)
         self._decoding.pop(row, None)
         self._prefilling.pop(row, None)
         self._rows[row] = None
@@ -441,7 +446,7 @@ class Scheduler:
         self.pool.release_table(sequence.table)
         sequence.row = -1
         sequence.table = []
-        sequence.position = sequence.registered = 0
+        sequence.position = sequence.registered = sequence.finite = 0
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
@@ -459,6 +464,7 @@ class Scheduler:
                 self._break(sequence)
                 continue
             generated += 1
+            sequence.finite = len(sequence.tokens)
             sequence.tokens.append(token)
             finish = ""
             if token in sequence.stops or len(sequence.tokens) >= sequence.watch:
@@ -493,6 +499,8 @@ class Scheduler:
             if last is not None and last.logprob <= LOWEST_LOGPROB:
                 self._break(sequence)
             else:
+                # Nothing was scored after the last position.
+                sequence.finite = sequence.position - 1
                 self._end(sequence, "length")
 
     def _examine(self, sequence: Sequence, token: int) -> str:
@@ -580,7 +588,7 @@ class Scheduler:
         for fork in rest:
             fork.leader = heir
         heir.table, leader.table = leader.table, []
-        heir.position, heir.chain = leader.position, leader.chain
+        heir.position, heir.chain, heir.finite = leader.position, leader.chain, leader.finite
         self._prefilling[heir.row] = heir
         leader.forks = []
 

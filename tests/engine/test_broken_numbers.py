@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.generate import LocalEngine
-from engine.messages import ReplicaSpec, SamplingParams
+from engine.messages import ReplicaSpec, SamplingParams, Submit
 from tests.engine.test_engine_equality import CONFIG
 
 POISON = 99
@@ -80,4 +80,26 @@ def test_banning_every_token_is_an_error_and_not_a_choice(engine: LocalEngine) -
     banned = SamplingParams(max_tokens=5, logit_bias=dict.fromkeys(range(157), float("-inf")))
     (answer,) = engine.generate([PROMPTS[0]], banned)
     assert (answer[0].finish, answer[0].token_ids) == ("error", [])
+    engine.close()
+
+
+def test_what_a_cancelled_prompt_of_broken_numbers_leaves_is_not_noticed(engine: LocalEngine) -> None:
+    """Nobody saw that they were broken: it was cancelled before a token was read, or in mid-prompt."""
+    expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
+    poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
+    for steps in (1, 2):
+        for handle in range(2):
+            request = Submit(
+                handle=handle,
+                request_id=f"cancelled-{handle}",
+                prompt_token_ids=poisoned,
+                sampling=GREEDY,
+                cache_salt=f"cancelled-{handle}",
+            )
+            engine.core.submit("front", request)
+        for _ in range(steps):
+            engine.core.step()
+        engine.core.cancel_origin("front")
+        again = engine.generate(PROMPTS, GREEDY)
+        assert [answer[0].token_ids for answer in again] == expected
     engine.close()

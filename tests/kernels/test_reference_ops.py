@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import PAGE_TOKENS, Ops, reference, select_backend
+from kernels import PAGE_TOKENS, AttentionInput, Ops, reference, select_backend
 from kernels.rope import cos_sin_table, default_frequencies
 
 OPS = select_backend("cpu")
@@ -180,6 +180,20 @@ def test_decodes_attend_to_their_own_pages(lens: list[int], window: int | None) 
     found = OPS.paged_attention_decode(q, keys, values, torch.tensor(tables), torch.tensor(lens), 0.3, window)
     for row, length in enumerate(lens):
         _close(found[row], _attend(q[row], keys, values, tables[row], length - 1, 0.3, window))
+
+
+def test_broken_numbers_of_one_sequence_are_not_copied_into_another() -> None:
+    """A table names anybody's block past the end of its sequence."""
+    keys, values = _pool(2, 8, 10)
+    tables = torch.tensor([[1, 9, 9], [2, 3, 4]])
+    rows, lens = torch.tensor([0, 1]), torch.tensor([60, 190])
+    q = _random(2, 4, 8)
+    results = []
+    for broken in (0.0, math.nan):
+        values[9] = broken
+        plan = OPS.plan_attention(AttentionInput(tables, rows, lens, columns=3, chunks=[]))
+        results.append(OPS.attention(q, keys, values, plan, 0.3, None))
+    assert torch.equal(*results)
 
 
 def test_many_decodes_are_computed_in_bounded_parts(monkeypatch: pytest.MonkeyPatch) -> None:

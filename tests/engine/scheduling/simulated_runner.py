@@ -62,6 +62,8 @@ class SimulatedRunner:
             self.rows[setup.row] = Row(setup.sampling, setup.sample, setup.prompt_tokens, list(setup.history))
         for row, index, block in plan.blocks:
             self._row(row).table[index] = block
+        for block in plan.clears:
+            self.slots[block] = [None] * BLOCK_TOKENS
         copied = [(destination, list(self.slots[source])) for source, destination in plan.copies]
         for destination, content in copied:
             self.slots[destination] = content

@@ -163,6 +163,19 @@ def test_any_order_of_taking_and_ending_keeps_the_invariants(
     assert pool.available == total
 
 
+def test_a_block_in_doubt_is_found_until_it_is_given_away_and_then_cleared() -> None:
+    pool = BlockPool(2)
+    chain, tokens = PrefixChain(""), list(range(BLOCK_TOKENS + 1))
+    block = pool.allocate()
+    pool.register(block, chain.link(0, tokens))
+    pool.doubt(block)
+    pool.release(block)
+    assert pool.match(chain, tokens, len(tokens)) == [block]
+    pool.check([])
+    assert {pool.allocate(), pool.allocate()} == {0, 1}
+    assert pool.take_clears() == [block]
+
+
 def test_a_tainted_block_is_never_found_again_and_is_cleared_for_its_next_owner() -> None:
     pool = BlockPool(2)
     chain = PrefixChain("")

@@ -274,6 +274,32 @@ def test_without_a_budget_for_mixed_steps_they_get_one_that_fits(
     assert House(max_rows=max_rows, step_tokens=step_tokens).scheduler.mixed_tokens == mixed_tokens
 
 
+@both_overlaps
+def test_blocks_after_which_no_token_was_sampled_are_cleared_for_their_next_owners(overlap: bool) -> None:
+    house = House(overlap=overlap, max_rows=1, step_tokens=100, blocks=8, prefix_cache=False)
+    house.submit(64, max_tokens=100)
+    house.drain()
+    cancelled = house.submit(300)
+    house.step()
+    house.core.cancel(FRONT, cancelled.handle)
+    house.submit(400, max_tokens=1)
+    plans = [house.step() for _ in range(4)]
+    # The cancelled prompt had five blocks; that of the sequence that ran to its end are not cleared.
+    assert [len(plan.clears) for plan in plans if plan] == [5, 0, 0, 0]
+    house.drain()
+
+
+def test_the_step_that_overtook_a_stop_token_leaves_one_block_to_clear() -> None:
+    house = House(max_rows=1, blocks=8, prefix_cache=False)
+    stop = first_tokens(house.submit(130, max_tokens=1), 4)[3]
+    house = House(max_rows=1, blocks=8, prefix_cache=False)
+    house.submit(130, max_tokens=50, stop_token_ids=(stop,))
+    house.drain()
+    house.submit(400, max_tokens=1)
+    plan = house.step()
+    assert plan is not None and len(plan.clears) == 1
+
+
 # ── order ────────────────────────────────────────────────────────────────────────────────────────
 
 
