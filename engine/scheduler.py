@@ -433,8 +433,8 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a running sequence out of its row and free its blocks. What is in flight for it still runs,
-        before anything that a later plan does with them. Blocks whose numbers may not be finite, since no token
-        was sampled after them, are cleared for their next owners."""
+        before anything that a later plan does with them. Blocks whose numbers may not be finite, since no
+        token was sampled after them, are cleared for their next owners."""
         row = sequence.row
         if sequence.finite < sequence.position:
             for block in sequence.table[sequence.finite // BLOCK_TOKENS :]:
