@@ -145,10 +145,10 @@ def _best_narrowed(
     scores = noise.add_(logits)
     min_p, top_p = floats[:, MIN_P], floats[:, TOP_P]
     _change(scores, min_p > 0, lambda rows, at: keep_min_p_(rows, logits[at], min_p[at]))
-    values, columns = best(scores)
     at = (top_p < 1).nonzero().squeeze(1)
     if len(at) == len(top_p):
         return best_in_top_p(scores, logits, top_p)
+    values, columns = best(scores)
     if len(at):
         values[at], columns[at] = best_in_top_p(scores[at], logits[at], top_p[at])
     return values, columns
