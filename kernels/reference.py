@@ -180,8 +180,8 @@ def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
     tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.rows)
     # Past a sequence's end stands anybody's block, whose numbers may be broken: copied, and multiplied by 0,
     # those would break this sequence's too. Its own first block stands there instead.
-    used = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
-    tables = torch.where(used, tables, tables[:, :1])
+    own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
+    tables = torch.where(own, tables, tables[:, :1])
     return _AttentionPlan(tables, inputs.lens, chunks)
 
 
