@@ -93,7 +93,7 @@ def build(model: Path) -> Iterator[Build]:
 class Alone:
     """References: each request in an empty engine, in one piece, nothing shared; kept for later tests."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **changes: str) -> None:
         self._engine = LocalEngine(
             ReplicaSpec(
                 replica="alone-0",
@@ -107,6 +107,7 @@ class Alone:
                 prefix_cache=False,
                 overlap=False,
                 threads=1,
+                **changes,  # type: ignore[arg-type]
             )
         )
         self._known: dict[tuple[int, ...], Answer] = {}

@@ -1,0 +1,161 @@
+"""With FP8 weights and an FP8 cache, how requests are cut and mixed changes no bit of an answer.
+
+Quantisation looks at one token (of activations) or one token and head (of the cache) at a time, so nothing
+depends on who else is in a pass. The only differences are the last bits of sums of other shapes, and where
+such a sum lies on the border of two e4m3 values, they grow to a step of e4m3. So sums are taken in float64
+here, and rounded once to float32, which makes them equal in every shape: then every token and every log
+probability must be equal too, to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.generate import LocalEngine
+from engine.messages import ReplicaSpec
+from kernels import reference
+from tests.engine.test_engine_equality import CONFIG, LENGTHS, Alone, Answer, Ask, prompt, serve
+
+KV = {"kv_dtype": "fp8"}
+BOTH = {"weights": "fp8", "kv_dtype": "fp8"}
+
+Build = Callable[..., LocalEngine]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sums_in_float64() -> Iterator[None]:
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options).to(q.dtype)
+
+    exact = {"linear": linear, "scaled_dot_product_attention": attention}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "F", SimpleNamespace(**{**vars(F), **exact}))
+        patch.setattr(reference, "_has_packed_linear", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module", params=[KV, BOTH], ids=["KV", "weights and KV"])
+def held(request: pytest.FixtureRequest) -> dict[str, str]:
+    form: dict[str, str] = request.param
+    return form
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, held: dict[str, str]) -> Iterator[Alone]:
+    references = Alone(model, **held)
+    yield references
+    references.close()
+
+
+@pytest.fixture
+def build(model: Path, held: dict[str, str]) -> Iterator[Build]:
+    engines: list[LocalEngine] = []
+
+    def make(**changes: object) -> LocalEngine:
+        sizes = {"max_rows": 8, "step_tokens": 512, "max_model_len": 320, "kv_blocks": 64, **held, **changes}
+        spec = ReplicaSpec(
+            replica="fp8-0", model_path=str(model), load_format="dummy", device="cpu", threads=1, **sizes
+        )
+        engines.append(LocalEngine(spec))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def expect_the_same(answers: list[list[Answer]], asks: list[Ask], alone: Alone) -> None:
+    for samples, ask in zip(answers, asks, strict=True):
+        reference_answer = alone.answer(ask)
+        for answer in samples:
+            assert answer.token_ids == reference_answer.token_ids
+            assert answer.logprobs == reference_answer.logprobs
+        if ask.scored:
+            assert samples[0].prompt_logprobs is not None
+            assert samples[0].prompt_logprobs == reference_answer.prompt_logprobs
+
+
+def test_fp8_is_what_runs(model: Path, alone: Alone, held: dict[str, str]) -> None:
+    plain = Alone(model)
+    ask = Ask(prompt(65), 2)
+    found, exact = alone.answer(ask).logprobs[0], plain.answer(ask).logprobs[0]
+    plain.close()
+    assert 1e-4 < abs(found.logprob - exact.logprob) < 0.3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_in_a_batch(build: Build, alone: Alone, overlap: bool) -> None:
+    asks = [Ask(prompt(length, length), 12) for length in LENGTHS]
+    expect_the_same(serve(build(overlap=overlap), asks), asks, alone)
+
+
+@pytest.mark.parametrize("step_tokens", [3, 16, 63, 64, 65, 130])
+def test_at_any_chunk_size(build: Build, alone: Alone, step_tokens: int) -> None:
+    asks = [Ask(prompt(length, length), 6, scored=length > 64) for length in (65, 129, 200)]
+    expect_the_same(serve(build(step_tokens=step_tokens, max_rows=3), asks), asks, alone)
+
+
+@pytest.mark.parametrize("hit", [64, 128])
+def test_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
+    engine = build()
+    serve(engine, [Ask(prompt(hit + 1), 1)])
+    asks = [Ask(prompt(hit) + prompt(length, length), 8) for length in (1, 30, 64)]
+    answers = serve(engine, asks)
+    assert [samples[0].cached_tokens for samples in answers] == [hit] * 3
+    expect_the_same(answers, asks, alone)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_through_preemptions(build: Build, alone: Alone, prefix_cache: bool) -> None:
+    engine = build(kv_blocks=6, max_rows=4, prefix_cache=prefix_cache)
+    asks = [Ask(prompt(60, family), 100, priority=family % 2) for family in range(4)]
+    answers = serve(engine, asks)
+    assert engine.core.gauges().preemptions >= 2
+    expect_the_same(answers, asks, alone)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+def test_samples_that_share_the_prompts_blocks(build: Build, alone: Alone, length: int) -> None:
+    asks = [Ask(prompt(length, length), 20, n=3), Ask(prompt(40, 1), 10)]
+    expect_the_same(serve(build(), asks), asks, alone)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
+    draw = random.Random(seed)
+    engine = build(
+        max_rows=draw.choice([2, 4, 8]),
+        step_tokens=draw.choice([8, 40, 100]),
+        kv_blocks=draw.choice([6, 9]),
+        overlap=draw.random() < 0.5,
+    )
+    asks = [
+        Ask(
+            prompt(draw.choice([10, 64, 70, 128]), draw.randrange(3)),
+            draw.choice([1, 5, 40]),
+            n=draw.choice([1, 1, 2, 3]),
+            priority=draw.randrange(4),
+            scored=draw.random() < 0.2,
+        )
+        for _ in range(12)
+    ]
+    expect_the_same(serve(engine, asks, lambda: draw.choice([0, 0, 1, 5])), asks, alone)
