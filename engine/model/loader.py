@@ -26,7 +26,7 @@ _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
 _SCALE = "_scale"
 """What is added to the name of an FP8 weight to find its scales: one, or one for each output."""
-_STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+_STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 """Of activations and cache, found beforehand on samples; ours are found for each token."""
 _NAMES_SHOWN = 4
 
@@ -91,11 +91,24 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
 
 
 def _check(entries: dict[str, Entry], pieces: dict[str, Piece], folder: Path, tied: bool) -> None:
-    quantised = {name for name in pieces if name in entries and entries[name].dtype == _FP8}
-    wanted = {*pieces, *(name + _SCALE for name in quantised)}
-    missing = [name for name in sorted(wanted) if name not in entries]
+    # Only matrices have scales: a vector of FP8 is as unloadable as one of integers.
+    quantised = {
+        name
+        for name, piece in pieces.items()
+        if name in entries and entries[name].dtype == _FP8 and len(piece.shape) == 2
+    }
+    missing = [name for name in sorted(pieces) if name not in entries]
     if missing:
         raise CheckpointError(f"{folder}: {_names(missing)} missing; the model of config.json needs them")
+    for name, piece in pieces.items():
+        _check_dtype(entries[name], name, (*_LOADABLE, _FP8) if len(piece.shape) == 2 else _LOADABLE)
+    scales = {name + _SCALE for name in quantised}
+    missing = [name for name in sorted(scales) if name not in entries]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {_names(missing)} missing; an FP8 weight needs one scale, or one for each output"
+        )
+    wanted = {*pieces, *scales}
     unknown = [name for name in entries if name not in wanted and not _harmless(name, tied)]
     if unknown:
         raise CheckpointError(
@@ -109,18 +122,19 @@ def _check(entries: dict[str, Entry], pieces: dict[str, Piece], folder: Path, ti
             )
         if name in quantised:
             scale = entries[name + _SCALE]
+            _check_dtype(scale, name + _SCALE, _LOADABLE)
             if scale.shape not in ((), (1,), entry.shape[:1], (entry.shape[0], 1)):
                 raise CheckpointError(
                     f"{scale.file}: {name + _SCALE} has shape {list(scale.shape)}; one scale, or one for "
                     f"each of {entry.shape[0]} outputs, can be loaded"
                 )
-        for checked in (name, name + _SCALE) if name in quantised else (name,):
-            dtype = entries[checked].dtype
-            if dtype not in _LOADABLE and (checked != name or name not in quantised):
-                raise CheckpointError(
-                    f"{entries[checked].file}: {checked} has dtype {dtype}; {', '.join(_LOADABLE)} can be "
-                    "loaded"
-                )
+
+
+def _check_dtype(entry: Entry, name: str, loadable: tuple[str, ...]) -> None:
+    if entry.dtype not in loadable:
+        raise CheckpointError(
+            f"{entry.file}: {name} has dtype {entry.dtype}; {', '.join(loadable)} can be loaded"
+        )
 
 
 def _harmless(name: str, tied: bool) -> bool:
