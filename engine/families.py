@@ -281,27 +281,33 @@ def _quantised(fields: _Fields) -> bool:
     config = _Fields(fields.file, value, prefix="quantization_config.")
     method = config.get("quant_method")
     if method == "fp8":
-        if config.get("weight_block_size") is not None:
-            raise config.error("weight_block_size", _FP8_REMEDY)
+        _expect(config, "weight_block_size", (None,))
+        _expect(config, "fmt", (None, "e4m3"))
         return True
-    if method != "compressed-tensors":
-        raise config.error("quant_method", _FP8_REMEDY)
+    _expect(config, "quant_method", ("compressed-tensors",))
     groups = config.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, dict) else [("", None)]:
+    if not isinstance(groups, dict):
+        raise config.error("config_groups", "an object of groups is needed")
+    for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
-            raise config.error("config_groups", "each group needs weights")
+            raise config.error("config_groups", f"weights of {name} are needed")
         scheme = _Fields(fields.file, weights, prefix=f"quantization_config.config_groups.{name}.weights.")
-        for field, wanted in (("num_bits", (8,)), ("type", ("float",)), ("strategy", ("tensor", "channel"))):
-            if scheme.get(field) not in wanted:
-                raise scheme.error(field, _FP8_REMEDY)
-    return True
+        _expect(scheme, "num_bits", (8,))
+        _expect(scheme, "type", ("float",))
+        _expect(scheme, "strategy", ("tensor", "channel"))
+        _expect(scheme, "symmetric", (None, True))
+    # Without a group only the cache is meant, whose dtype is ours to choose.
+    return bool(groups)
 
 
-_FP8_REMEDY = (
-    "of quantised checkpoints, fp8 and compressed-tensors ones with 8-bit float weights and a scale per "
-    "tensor or channel are supported; or use the bfloat16 one"
-)
+def _expect(config: _Fields, name: str, loadable: tuple[Any, ...]) -> None:
+    if config.get(name) not in loadable:
+        raise config.error(
+            name,
+            "of quantised checkpoints, fp8 and compressed-tensors ones with 8-bit float weights and a scale "
+            "per tensor or channel are supported; or use the bfloat16 one",
+        )
 
 
 def _rope(fields: _Fields, positions: int) -> RopeConfig:

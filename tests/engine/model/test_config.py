@@ -30,6 +30,18 @@ QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 
 
+def _compressed(**changes: Any) -> dict[str, Any]:
+    """As llm-compressor writes it; `changes` are of the weights' scheme."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", **changes}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
 def _read(folder: Path, values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(values))
     if generation is not None:
@@ -133,6 +145,28 @@ def test_lengths_follow_from_the_scaling(
         config.resolve_length(0)
 
 
+@pytest.mark.parametrize(
+    ("quantised", "fp8"),
+    [
+        (None, False),
+        ({"quant_method": "fp8"}, True),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static", "fmt": "e4m3", "weight_block_size": None},
+            True,
+        ),
+        (_compressed(), True),
+        (_compressed(strategy="tensor"), True),
+        (_compressed(symmetric=True, dynamic=False, observer="minmax"), True),
+        # Only its cache is quantised, and ours is what the settings say.
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, False),
+    ],
+)
+def test_checkpoints_say_whether_their_matrices_are_fp8(
+    quantised: dict[str, Any] | None, fp8: bool, tmp_path: Path
+) -> None:
+    assert _read(tmp_path, LLAMA | {"quantization_config": quantised}).fp8 is fp8
+
+
 NAN = float("nan")
 REFUSED = [
     ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported are llama (LlamaForCausalLM), mistral ("),
@@ -151,7 +185,38 @@ REFUSED = [
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; true or false is needed"),
     ({"torch_dtype": "float64"}, "torch_dtype is 'float64'; supported are float32, bfloat16, float16"),
     ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method is 'gptq'"),
+    (
+        {"quantization_config": ["fp8"]},
+        "quantization_config is ['fp8']; an object with quant_method is needed",
+    ),
+    *(
+        (
+            {"quantization_config": quantised},
+            f"quantization_config.{field}; of quantised checkpoints, fp8 and compressed-tensors ones",
+        )
+        for quantised, field in (
+            ({}, "quant_method is None"),
+            ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
+            ({"quant_method": ["fp8"]}, "quant_method is ['fp8']"),
+            ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_block_size is [128, 128]"),
+            ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
+            (_compressed(type="int"), "config_groups.group_0.weights.type is 'int'"),
+            (_compressed(num_bits=4), "config_groups.group_0.weights.num_bits is 4"),
+            (_compressed(strategy="block"), "config_groups.group_0.weights.strategy is 'block'"),
+            (_compressed(strategy=None), "config_groups.group_0.weights.strategy is None"),
+            (_compressed(strategy=["channel"]), "config_groups.group_0.weights.strategy is ['channel']"),
+            (_compressed(symmetric=False), "config_groups.group_0.weights.symmetric is False"),
+        )
+    ),
+    *(
+        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}, message)
+        for groups, message in (
+            (None, "quantization_config.config_groups is None; an object of groups is needed"),
+            ([{}], "quantization_config.config_groups is [{}]; an object of groups is needed"),
+            ({"a": 1}, "quantization_config.config_groups is {'a': 1}; weights of a are needed"),
+            ({"a": {"weights": None}}, "weights of a are needed"),
+        )
+    ),
     ({"eos_token_id": 101}, "eos_token_id is 101; token ids from 0 to 100 are needed"),
     ({"eos_token_id": [1, "x"]}, "eos_token_id is [1, 'x']; token ids"),
     (
