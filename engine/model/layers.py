@@ -150,10 +150,16 @@ class Attention:
         self.k_norm = place.empty(config.head_dim) if config.qk_norm else None
 
     def __call__(
-        self, qkv: torch.Tensor, inputs: ForwardInput, plan: Any, kv: KvPool, cos_sin: torch.Tensor
+        self,
+        qkv: torch.Tensor,
+        inputs: ForwardInput,
+        plan: Any,
+        kv: KvPool,
+        cos_sin: torch.Tensor,
+        following: Weight,
     ) -> torch.Tensor:
         """From `[tokens, (heads + 2 kv_heads) × head_dim]` to `[tokens, heads × head_dim]` of this rank's
-        heads: the input of `o`."""
+        heads: the input of `o`. following: the weight that is read after `o`'s."""
         q = self.ops.rope_cache_write(
             qkv,
             inputs.positions,
@@ -169,7 +175,15 @@ class Attention:
             kv.v_scales,
         )
         attended = self.ops.attention(
-            q, kv.keys, kv.values, plan, self.scale, self.window, kv.k_scales, kv.v_scales
+            q,
+            kv.keys,
+            kv.values,
+            plan,
+            self.scale,
+            self.window,
+            kv.k_scales,
+            kv.v_scales,
+            ahead=(self.o.weight, following),
         )
         return attended.view(q.shape[0], -1)
 
