@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, written by transformers itself."""
+"""Tiny random checkpoints, written by transformers itself, and FP8 forms of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -73,4 +74,97 @@ def oracle(folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
+    return model.eval()
+
+
+# ── FP8 ──────────────────────────────────────────────────────────────────────────────────────────
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_LARGEST = 448.0
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How a checkpoint is quantised."""
+
+    name: str
+    per_channel: bool = False
+    method: str = "compressed-tensors"
+    quantised: tuple[str, ...] = PROJECTIONS
+    """Matrices whose names contain one of these."""
+    scale_dtype: torch.dtype = torch.float32
+    flat_scales: bool = False
+    """Shapes [] and [out] instead of [1] and [out, 1]."""
+    static: bool = False
+    """With scales of activations and cache beside."""
+    scales_apart: bool = False
+    """Every weight in one file, every scale in another."""
+
+
+def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
+    """Rewrites a checkpoint; returns all its tensors as they are meant: FP8 ones times their scales."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    scales: dict[str, torch.Tensor] = {}
+    meant = {name: tensor.float() for name, tensor in tensors.items()}
+    for name in [name for name in tensors if any(part in name for part in how.quantised)]:
+        if not name.endswith(".weight"):
+            continue
+        largest = meant[name].abs().amax(dim=1, keepdim=True) if how.per_channel else meant[name].abs().max()
+        scale = (largest / _LARGEST).to(how.scale_dtype)
+        # The scale may have been rounded down.
+        quotient = (meant[name] / scale.float()).clamp(-_LARGEST, _LARGEST)
+        tensors[name] = quotient.to(torch.float8_e4m3fn)
+        meant[name] = tensors[name].float() * scale.float()
+        flat = scale.flatten() if how.per_channel else scale
+        scales[f"{name}_scale"] = (
+            flat if how.flat_scales else scale.view(-1, 1) if how.per_channel else scale.view(1)
+        )
+        if how.static:
+            scales[name.replace(".weight", ".input_scale")] = torch.tensor(0.01)
+            if "k_proj" in name:
+                scales[name.replace("k_proj.weight", "k_scale")] = torch.tensor(0.02)
+                scales[name.replace("k_proj.weight", "v_scale")] = torch.tensor(0.03)
+    if how.scales_apart:
+        files = {"model-00001-of-00002.safetensors": scales, "model-00002-of-00002.safetensors": tensors}
+        weight_map = {name: file for file, held in files.items() for name in held}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    else:
+        files = {"model.safetensors": tensors | scales}
+    for file_name, held in files.items():
+        save_file(held, folder / file_name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": _described(how)}))
+    return meant
+
+
+def _described(how: Fp8) -> dict[str, Any]:
+    if how.method == "fp8":
+        return {"quant_method": "fp8", "activation_scheme": "static" if how.static else "dynamic"}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel" if how.per_channel else "tensor"}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+def quantised_oracle(folder: Path, meant: dict[str, torch.Tensor]) -> Any:
+    """A quantised checkpoint as transformers runs it: with the weights that are meant, and the input of each
+    of a layer's products rounded to e4m3 with a scale for each token, as we do."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    model.load_state_dict(meant)
+
+    def rounded(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        (x,) = inputs
+        largest = x.abs().amax(dim=-1, keepdim=True)
+        return ((x * (_LARGEST / largest)).to(torch.float8_e4m3fn).float() * (largest / _LARGEST),)
+
+    for name, module in model.named_modules():
+        if name.endswith(PROJECTIONS):
+            module.register_forward_pre_hook(rounded)
     return model.eval()

@@ -1,0 +1,258 @@
+"""FP8 checkpoints of every form are loaded as they are meant, and what is malformed is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import CheckpointError
+from engine.families import read_config
+from engine.model.decoder import Decoder
+from engine.model.loader import load
+from engine.parallel import single
+from kernels import Fp8Weight, Weight, select_backend
+from kernels.reference import quantise_fp8
+
+from .checkpoints import PROJECTIONS, Case, Fp8, make, oracle, quantise, quantised_oracle
+from .driver import Driver, teacher_forced
+
+LLAMA = Case("llama", "llama", {"attention_bias": True})
+FORMS = [
+    Fp8("a scale for each tensor"),
+    Fp8("a scale for each output", per_channel=True),
+    Fp8("bfloat16 scales for each output", per_channel=True, scale_dtype=torch.bfloat16),
+    Fp8("quant_method fp8, scalars, with static scales beside", method="fp8", flat_scales=True, static=True),
+    Fp8("a vector of scales, with static ones", per_channel=True, flat_scales=True, static=True),
+    Fp8("scales in a file of their own", per_channel=True, static=True, scales_apart=True),
+    Fp8("one scale each in a file of their own", scales_apart=True),
+    Fp8("k unquantised within q, k, v", quantised=tuple(p for p in PROJECTIONS if p != "k_proj")),
+    Fp8("up quantised beside gate", per_channel=True, quantised=("up_proj",)),
+    Fp8("the output matrix as well", per_channel=True, quantised=(*PROJECTIONS, "lm_head", "embed_tokens")),
+]
+TOLERANCE = 1e-4
+"""As without quantisation: the same products in another order of sums."""
+EQUAL = 0.5
+"""Least part of short sequences that must be within it. In the others (2 to 11 of 100) a sum lay on the
+border of two e4m3 values and its last bits decided, and what follows differs visibly. What is loaded wrong
+shows in every sequence."""
+SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+def _load(folder: Path, quantised: bool = False) -> Decoder:
+    config = read_config(folder)
+    decoder = Decoder(
+        config,
+        single(),
+        select_backend("cpu"),
+        torch.float32,
+        torch.device("cpu"),
+        fp8=config.fp8 or quantised,
+    )
+    load(decoder, folder, lambda stage, fraction: None)
+    return decoder
+
+
+def _equal(decoder: Decoder, model: Any) -> float:
+    """Part of SEQUENCES whose logits are a transformers model's: prompts of 7 in two chunks, and 5 more."""
+    with torch.no_grad():
+        expected = model(torch.tensor(SEQUENCES)).logits
+    assert expected.std() > 0.3, "logits too small to tell anything"
+    errors = []
+    for tokens, wanted in zip(SEQUENCES, expected, strict=True):
+        (found,) = teacher_forced(Driver(decoder, blocks=2), tokens, [7], [4], 5)
+        errors.append((found - wanted).abs().max().item())
+    return sum(error < TOLERANCE for error in errors) / len(errors)
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, Fp8Weight)
+    return weight.values.float() * weight.scales.unsqueeze(1)
+
+
+def _saved(meant: dict[str, torch.Tensor], folder: Path) -> Path:
+    """The weights of a quantised checkpoint as one that is not."""
+    save_file(meant, make(LLAMA, folder) / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("how", FORMS, ids=lambda how: how.name)
+def test_a_checkpoint_runs_as_transformers_runs_what_it_means(how: Fp8, tmp_path: Path) -> None:
+    meant = quantise(make(LLAMA, tmp_path), how)
+    decoder = _load(tmp_path)
+    assert decoder.config.fp8
+    for index, layer in enumerate(decoder.layers):
+        for part, weight in (
+            ("q_proj", layer.attention.qkv.weight),
+            ("k_proj", layer.attention.qkv.weight),
+            ("v_proj", layer.attention.qkv.weight),
+            ("o_proj", layer.attention.o.weight),
+            ("gate_proj", layer.mlp.gate_up.weight),
+            ("up_proj", layer.mlp.gate_up.weight),
+            ("down_proj", layer.mlp.down.weight),
+        ):
+            name = next(n for n in meant if n.startswith(f"model.layers.{index}.") and f"{part}.weight" in n)
+            if part not in how.quantised:
+                values, scales = quantise_fp8(meant[name])
+                meant[name] = values.float() * scales
+            first = {"k_proj": 64, "v_proj": 96, "up_proj": 96}.get(part, 0)
+            rows = _dense(weight)[first : first + len(meant[name])]
+            assert torch.equal(rows, meant[name]), f"{name} is not what the checkpoint says"
+    assert _equal(decoder, quantised_oracle(tmp_path, meant)) >= EQUAL
+
+
+def test_the_comparison_sees_that_activations_are_rounded(tmp_path: Path) -> None:
+    """Else it could not tell a wrong scale from a right one."""
+    meant = quantise(make(LLAMA, tmp_path), FORMS[1])
+    assert _equal(_load(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 0
+
+
+def test_where_the_config_does_not_say_fp8_a_quantised_matrix_is_expanded(tmp_path: Path) -> None:
+    meant = quantise(make(LLAMA, tmp_path), FORMS[1])
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    assert _equal(_load(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 1
+
+
+def test_a_plain_checkpoint_is_quantised_per_output_while_it_loads(tmp_path: Path) -> None:
+    make(LLAMA, tmp_path)
+    plain = load_file(tmp_path / "model.safetensors")
+    decoder = _load(tmp_path, quantised=True)
+    assert not decoder.config.fp8
+    layer = decoder.layers[1]
+    for name, weight in (
+        ("self_attn.o_proj", layer.attention.o.weight),
+        ("mlp.down_proj", layer.mlp.down.weight),
+    ):
+        exact = plain[f"model.layers.1.{name}.weight"]
+        assert isinstance(weight, Fp8Weight)
+        assert torch.equal(weight.scales, exact.abs().amax(dim=1) / 448)
+        # Half a step of e4m3: 2⁻⁴ of a normal number, 2⁻¹⁰ scales of one below 2⁻⁶.
+        bound = torch.maximum(exact.abs() * 2**-4, weight.scales.unsqueeze(1) * 2**-10)
+        assert ((_dense(weight) - exact).abs() <= bound * (1 + 1e-6)).all()
+    assert torch.equal(decoder.embedding, plain["model.embed_tokens.weight"])
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
+
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+SCALE = f"{WEIGHT}_scale"
+
+
+def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str) -> None:
+    quantise(make(LLAMA, folder), Fp8("per channel", per_channel=True, static=True))
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError) as caught:
+        _load(folder)
+    assert message.format(folder=folder, file=file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors: tensors.pop(SCALE),
+            f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale, or one for each output",
+        ),
+        (
+            # As block-wise checkpoints have it, whose config.json was replaced.
+            lambda tensors: tensors.update({f"{SCALE}_inv": tensors.pop(SCALE)}),
+            f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale",
+        ),
+        (
+            lambda tensors: tensors.update({SCALE: torch.ones(1, 1)}),
+            f"{{file}}: {SCALE} has shape [1, 1]; one scale, or one for each of 96 outputs, can be loaded",
+        ),
+        (
+            lambda tensors: tensors.update({SCALE: torch.ones(64)}),
+            f"{{file}}: {SCALE} has shape [64]; one scale, or one for each of 96 outputs, can be loaded",
+        ),
+        (
+            lambda tensors: tensors.update({SCALE: torch.ones(1, 96)}),
+            f"{{file}}: {SCALE} has shape [1, 96]; one scale",
+        ),
+        (
+            lambda tensors: tensors.update({SCALE: torch.ones(96, 2)}),
+            f"{{file}}: {SCALE} has shape [96, 2]; one scale",
+        ),
+        (
+            lambda tensors: tensors.update({SCALE: torch.ones(96, dtype=torch.uint8)}),
+            f"{{file}}: {SCALE} has dtype U8; F32, BF16, F16 can be loaded",
+        ),
+        (
+            lambda tensors: tensors.update({SCALE: torch.ones(96, 1).to(torch.float8_e4m3fn)}),
+            f"{{file}}: {SCALE} has dtype F8_E4M3; F32, BF16, F16 can be loaded",
+        ),
+        (
+            lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].view(torch.int8)}),
+            f"{{file}}: {WEIGHT} has dtype I8; F32, BF16, F16, F8_E4M3 can be loaded",
+        ),
+        (
+            lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float().to(torch.float8_e5m2)}),
+            f"{{file}}: {WEIGHT} has dtype F8_E5M2; F32, BF16, F16, F8_E4M3 can be loaded",
+        ),
+        (
+            lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float()}),
+            f"{{file}}: tensor {SCALE} is unknown; config.json describes a model without",
+        ),
+        (
+            lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:, :32].contiguous()}),
+            f"{{file}}: {WEIGHT} has shape [96, 32], config.json needs [96, 64]",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
+            "{file}: model.norm.weight has dtype F8_E4M3; F32, BF16, F16 can be loaded",
+        ),
+        (
+            lambda tensors: tensors.update({f"{WEIGHT}_zero_point": torch.zeros(96, 1)}),
+            f"{{file}}: tensor {WEIGHT}_zero_point is unknown",
+        ),
+    ],
+    ids=[
+        "no scale",
+        "inverse scale",
+        "a matrix of one",
+        "too few",
+        "a row",
+        "two each",
+        "integers",
+        "FP8",
+        "int8",
+        "e5m2",
+        "scale of a plain weight",
+        "weight of another shape",
+        "vector",
+        "zero point",
+    ],
+)
+def test_a_malformed_checkpoint_is_refused_by_name(
+    change: Callable[[dict[str, torch.Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    _refused(tmp_path, change, message)
+
+
+def test_a_missing_file_of_scales_is_named(tmp_path: Path) -> None:
+    quantise(make(LLAMA, tmp_path), Fp8("apart", scales_apart=True))
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors: no such file, but model"):
+        _load(tmp_path)
+
+
+def test_block_wise_scales_are_refused_before_any_file_is_opened(tmp_path: Path) -> None:
+    make(LLAMA, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"weight_block_size is \[128, 128\]; of quantised checkpoints"):
+        _load(tmp_path)
