@@ -167,7 +167,11 @@ def status(run_dir: RunDir = None, json: Json = False) -> None:
 
 @keys.command("create")
 def keys_create(
-    name: Annotated[str, typer.Option(metavar="NAME", help="What or whom it is for.", show_default=False)],
+    name: Annotated[
+        # Said in full, as --status is: typer 0.27 takes a metavar of the same name for the option's.
+        str,
+        typer.Option("--name", metavar="NAME", help="What or whom it is for.", show_default=False),
+    ],
     tenant: Annotated[str, typer.Option(metavar="NAME", help="Who its requests are billed to.")] = "default",
     expires: Annotated[
         str | None,
@@ -214,7 +218,7 @@ def requests_read(
     tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only this tenant's.")] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Only this model's.")] = None,
     status: Annotated[
-        str | None, typer.Option(metavar="STATUS", help="Only this HTTP status; or: open, ended.")
+        str | None, typer.Option("--status", metavar="STATUS", help="Only this HTTP status; or: open, ended.")
     ] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="Only those with a status ≥ 400 or an error.")
