@@ -9,7 +9,6 @@ and head of the KV pool `[blocks, kv_heads, 64, head_dim]`, whose 64 tokens are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -165,12 +164,10 @@ class Ops(Protocol):
         window: int | None,
         k_scales: torch.Tensor | None = None,
         v_scales: torch.Tensor | None = None,
-        ahead: Sequence[Weight] = (),
     ) -> torch.Tensor:
         """Causal attention of a pass over the paged cache, in which its own keys and values are already:
         `[tokens, heads, head_dim]`, as q. The pool is as in `rope_cache_write`. window: a token sees itself
-        and the window - 1 before it. Softmax in float32. What a pool holds must be finite.
-        ahead: the weights that are read next, in that order; a backend may fetch them meanwhile."""
+        and the window - 1 before it. Softmax in float32. What a pool holds must be finite."""
 
 
 def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansion_blocks: int = 0) -> Ops:

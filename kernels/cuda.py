@@ -6,7 +6,6 @@ are launched with programmatic dependent launch: each fetches its weights while 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +19,6 @@ from kernels.triton.attention_decode import DecodeWorkspace
 from kernels.triton.linear_table import Table
 
 __all__ = ["CudaOps"]
-
-AHEAD_SEQUENCES = 16
-"""Largest batch whose attention leaves the memory time to fetch weights meanwhile."""
-
-AHEAD_BYTES = 40 << 20
-"""What it fetches: about what the memory can send while attention waits, and what the L2 cache keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +163,6 @@ class CudaOps:
         window: int | None,
         k_scales: torch.Tensor | None = None,
         v_scales: torch.Tensor | None = None,
-        ahead: Sequence[Weight] = (),
     ) -> torch.Tensor:
         inputs, decodes = plan.inputs, len(plan.inputs.rows)
         out = torch.empty_like(q)
@@ -188,9 +180,6 @@ class CudaOps:
                 k_scales,
                 v_scales,
                 out=out[:decodes],
-                # Tables and lengths are written before the pass begins, by kernels that overlap with nothing.
-                early=True,
-                ahead=self._ahead(ahead, decodes),
             )
         if inputs.chunks:
             if window not in plan.chunks:
@@ -206,12 +195,6 @@ class CudaOps:
                 direct, scales = chunks.direct, (k_scales, v_scales)
                 attention_prefill.prefill(q, keys, values, table, direct, scale, window, *scales, out=out)
         return out
-
-    def _ahead(self, weights: Sequence[Weight], sequences: int) -> attention_decode.Ahead | None:
-        if sequences > AHEAD_SEQUENCES:
-            return None
-        tensors = [weight.values if isinstance(weight, Fp8Weight) else weight for weight in weights]
-        return attention_decode.plan_ahead(tensors, AHEAD_BYTES)
 
     def _plan_chunks(
         self, q: torch.Tensor, keys: torch.Tensor, inputs: AttentionInput, window: int | None, expand: bool

@@ -6,7 +6,6 @@ is the matrix products, then copies of KV pages, then the number of calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -195,7 +194,6 @@ def attention(
     window: int | None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
-    ahead: Sequence[Weight] = (),
 ) -> torch.Tensor:
     parts = []
     decodes = len(plan.lens)

@@ -73,7 +73,7 @@ class Decoder:
         for layer, pool in zip(self.layers, kv, strict=True):
             attention, mlp = layer.attention, layer.mlp
             qkv = attention.qkv.after_norm(residual, layer.input_norm, eps)
-            attended = attention(qkv, inputs, plan, pool, self.cos_sin, mlp.gate_up.weight)
+            attended = attention(qkv, inputs, plan, pool, self.cos_sin)
             residual = attention.o.add_to(residual, attended, ranks)
             activated = mlp.activate(residual, layer.post_norm, eps)
             residual = mlp.down.add_to(residual, activated, ranks)

@@ -150,16 +150,10 @@ class Attention:
         self.k_norm = place.empty(config.head_dim) if config.qk_norm else None
 
     def __call__(
-        self,
-        qkv: torch.Tensor,
-        inputs: ForwardInput,
-        plan: Any,
-        kv: KvPool,
-        cos_sin: torch.Tensor,
-        following: Weight,
+        self, qkv: torch.Tensor, inputs: ForwardInput, plan: Any, kv: KvPool, cos_sin: torch.Tensor
     ) -> torch.Tensor:
         """From `[tokens, (heads + 2 kv_heads) × head_dim]` to `[tokens, heads × head_dim]` of this rank's
-        heads: the input of `o`. following: the weight that is read after `o`'s."""
+        heads: the input of `o`."""
         q = self.ops.rope_cache_write(
             qkv,
             inputs.positions,
@@ -175,15 +169,7 @@ class Attention:
             kv.v_scales,
         )
         attended = self.ops.attention(
-            q,
-            kv.keys,
-            kv.values,
-            plan,
-            self.scale,
-            self.window,
-            kv.k_scales,
-            kv.v_scales,
-            ahead=(self.o.weight, following),
+            q, kv.keys, kv.values, plan, self.scale, self.window, kv.k_scales, kv.v_scales
         )
         return attended.view(q.shape[0], -1)
 

@@ -7,16 +7,12 @@ sequence is one piece, and a long one among them is spread over as many programs
 is one piece is finished there; of one that is cut, each piece leaves its sums in the workspace, and the last
 to arrive adds them up, in the order of the cache: one kernel, and the same bits every time.
 
-A small batch leaves most of the memory's time unused: meanwhile the kernel asks for the weights of the
-products that follow, which then find them in the L2 cache (`Ahead`).
-
 The query heads of a KV head are the rows of one tensor-core tile (16 or more). FP8 tiles are converted to
 float16: on Hopper one instruction for two values, where bfloat16 takes several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,55 +28,6 @@ _LOG2_E = 1.4426950408889634
 _LIFT = tl.constexpr(8.0)
 """With FP8, weights are computed times 2**8, so that the small ones of a long sequence stay clear of
 float16's subnormals; it cancels in the quotient."""
-
-
-_PREFETCH_BYTES = tl.constexpr(2048)
-"""Of one request of one thread."""
-
-
-@triton.jit
-def _prefetch(start, size, part, parts, THREADS: tl.constexpr):
-    """Ask for this part's share of `size` bytes (whole requests) to be in L2; nobody waits for them."""
-    share: tl.constexpr = THREADS * _PREFETCH_BYTES
-    thread = tl.arange(0, THREADS)
-    for base in range(part * share, size, parts * share):
-        offset = tl.minimum(base + thread * _PREFETCH_BYTES, size - _PREFETCH_BYTES)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;",
-            "=r,l",
-            [start.to(tl.int64) + offset.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def _prefetch_pages(
-    pool,
-    blocks,
-    begin,
-    end,
-    KV_HEADS: tl.constexpr,
-    kv_head,
-    PAGE: tl.constexpr,
-    THREADS: tl.constexpr,
-):
-    """As `_prefetch`, of pages `[begin, end)` of a sequence's `blocks`; a page has PAGE numbers."""
-    of_page: tl.constexpr = PAGE * pool.dtype.element_ty.primitive_bitwidth // 8 // _PREFETCH_BYTES
-    thread = tl.arange(0, THREADS)
-    for start in range(begin, end, THREADS // of_page):
-        page = tl.minimum(start + thread // of_page, end - 1)
-        tile = (tl.load(blocks + page).to(tl.int64) * KV_HEADS + kv_head) * PAGE
-        inside = (thread % of_page).to(tl.int64) * _PREFETCH_BYTES
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;",
-            "=r,l",
-            [(pool + tile).to(tl.int64) + inside],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -142,13 +89,9 @@ def _combine(
     return acc / total[:, None]
 
 
-@triton.jit(
-    do_not_specialize=["sequences", "items", "table_stride", "ahead_first_bytes", "ahead_second_bytes"]
-)
+@triton.jit(do_not_specialize=["sequences", "items"])
 def _decode_kernel(
     q,
-    keys,
-    values,
     k_tiles,
     v_tiles,
     k_scales,
@@ -165,10 +108,6 @@ def _decode_kernel(
     table_stride,
     q_stride,
     scale,
-    ahead_first,
-    ahead_first_bytes,
-    ahead_second,
-    ahead_second_bytes,
     KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -184,13 +123,7 @@ def _decode_kernel(
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
-    THREADS: tl.constexpr,
 ):
-    if AHEAD:
-        # Weights: they may be touched before the kernel in front has ended.
-        _prefetch(ahead_first, ahead_first_bytes, tl.program_id(0), tl.num_programs(0), THREADS)
-        _prefetch(ahead_second, ahead_second_bytes, tl.program_id(0), tl.num_programs(0), THREADS)
     if PDL and not EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -230,16 +163,6 @@ def _decode_kernel(
     token = tl.arange(0, 64)
     real = (tile_row < HEADS)[:, None]
     place = (kv_head * HEADS + tile_row)[:, None] * HEAD_DIM + dim[None, :]
-    first, pages = _pages_of(length, WINDOW)
-    pieces = tl.maximum((pages + most - 1) // most, 1)
-    each = (pages + pieces - 1) // pieces
-    begin = (item - first_item) * each
-    end = tl.minimum(begin + each, pages)
-    blocks = table + row * table_stride + first
-    if AHEAD and item < all_items:
-        # All but the newest token of the last page have been there since the step before.
-        _prefetch_pages(keys, blocks, begin, end, KV_HEADS, kv_head, 64 * HEAD_DIM, THREADS)
-        _prefetch_pages(values, blocks, begin, end, KV_HEADS, kv_head, 64 * HEAD_DIM, THREADS)
     if PDL and EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -248,6 +171,12 @@ def _decode_kernel(
         nothing = tl.zeros([TILE_ROWS, HEAD_DIM], out.dtype.element_ty)
         tl.store(out + item * (KV_HEADS * HEADS * HEAD_DIM) + place, nothing, mask=real)
     if item < all_items:
+        first, pages = _pages_of(length, WINDOW)
+        pieces = (pages + most - 1) // most
+        each = (pages + pieces - 1) // pieces
+        begin = (item - first_item) * each
+        end = tl.minimum(begin + each, pages)
+        blocks = table + row * table_stride + first
         query = tl.load(q + sequence.to(tl.int64) * q_stride + place, mask=real, other=0.0).to(COMPUTE)
         m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
@@ -376,28 +305,6 @@ def allocate_workspace(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """What `decode` asks the memory for while it does not need it: the first bytes of two tensors."""
-
-    first: torch.Tensor
-    first_bytes: int
-    second: torch.Tensor
-    second_bytes: int
-
-
-def plan_ahead(weights: Sequence[torch.Tensor], most_bytes: int) -> Ahead | None:
-    """The first `most_bytes` of the first two of `weights`, which are read in that order; None where that
-    is nothing."""
-    if not weights or most_bytes <= 0:
-        return None
-    first, second = weights[0], weights[min(1, len(weights) - 1)]
-    request = _PREFETCH_BYTES.value
-    of_first = min(first.nbytes, most_bytes) // request * request
-    of_second = min(second.nbytes, most_bytes - of_first) // request * request if second is not first else 0
-    return Ahead(first, of_first, second, of_second) if of_first else None
-
-
 def decode(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -413,7 +320,6 @@ def decode(
     out: torch.Tensor | None = None,
     pdl: bool = True,
     early: bool = False,
-    ahead: Ahead | None = None,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """Attention of one new token for each sequence over its pages: `[sequences, heads, head_dim]`, as q.
@@ -424,15 +330,10 @@ def decode(
     lens: `[sequences]`, tokens in the cache, the new one included; 0: padding, whose result is zeros and of
     which nothing else is read. window: the token sees itself and the window - 1 before it.
     early: the program may read rows, lens and block_table before the kernel in front of it has ended: they
-    were written before the last kernel that overlaps with nothing.
-    ahead: weights to fetch into L2 (`plan_ahead`), and the cache with them; only where `early` holds.
+    were written before that one began, and it calls gdc_wait before gdc_launch_dependents.
     config: None: `config_for`. The result's last bits depend on its `items`.
     The softmax is in float32. Takes no lengths on the host, so a CUDA graph may hold it.
     """
-    if ahead is not None and not early:
-        raise ValueError(
-            "ahead is given, but early is False: what is read ahead must have been written before"
-        )
     sequences, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape
     group = heads // kv_heads
@@ -449,8 +350,6 @@ def decode(
     tile = [PAGE_TOKENS, head_dim]
     _decode_kernel[(items * kv_heads,)](
         q,
-        keys,
-        values,
         TensorDescriptor(keys, [lines, head_dim], [head_dim, 1], tile),
         TensorDescriptor(values, [lines, head_dim], [head_dim, 1], tile),
         k_scales,
@@ -467,10 +366,6 @@ def decode(
         block_table.stride(0),
         q.stride(0),
         scale * _LOG2_E,
-        ahead and ahead.first.view(torch.uint8),
-        ahead.first_bytes if ahead else 0,
-        ahead and ahead.second.view(torch.uint8),
-        ahead.second_bytes if ahead else 0,
         KV_HEADS=kv_heads,
         HEADS=group,
         HEAD_DIM=head_dim,
@@ -486,8 +381,6 @@ def decode(
         AT_ONCE=max(1, config.at_once // (gp * head_dim)),
         PDL=pdl,
         EARLY=early,
-        AHEAD=ahead is not None,
-        THREADS=32 * config.num_warps,
         num_warps=config.num_warps,
         launch_pdl=pdl,
         maxnreg=config.maxnreg,
