@@ -23,6 +23,7 @@ from engine.batch import PromptSlice, RowTables, SamplingBatch
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.families import read_config
 from engine.forward import ForwardInput, KvPool
+from engine.kernel_build import KernelBuild, start_build
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens, TokenLogprob
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
@@ -136,6 +137,7 @@ class Runner:
         self._ended_at: float | None = None
         self._ended_event: torch.cuda.Event | None = None
         self._stream: ThreadPoolExecutor | None = None
+        building = self._start_build()
         with torch.inference_mode():
             self.decoder = Decoder(
                 self.config,
@@ -157,6 +159,7 @@ class Runner:
                 vocab=self.decoder.shard.vocab,
                 vocab_real=self.decoder.shard.vocab_real,
             )
+            self._await_build(building, progress)
             progress("sizing the KV pool", 0.0)
             self.kv_blocks = self._size_pool(progress)
             self.kv = self._allocate_kv(self.kv_blocks)
@@ -352,6 +355,20 @@ class Runner:
             return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
 
         return self.decoder.allocate_kv(blocks, zeros)
+
+    def _start_build(self) -> KernelBuild:
+        """The first rank compiles for all: they run the same kernels."""
+        if self.ranks.rank:
+            return KernelBuild()
+        dtypes = {"dtype": self.dtype, "weights": self.weights, "kv_dtype": self.kv_dtype}
+        return start_build(self.config, self.spec, device=self.device, **dtypes)
+
+    def _await_build(self, building: KernelBuild, progress: Progress) -> None:
+        if building.running:
+            progress("compiling kernels", 0.0)
+        building.wait()
+        if self.device.type == "cuda":
+            self.ranks.all_gather_stack(torch.zeros(1, device=self.device))  # nobody goes on before
 
     def _capture_graphs(self, progress: Progress) -> DecodeGraphs | None:
         """Graphs of decode steps, on a GPU of one rank."""

@@ -23,6 +23,7 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +46,42 @@ class Failure:
     error: str
 
 
-def device_target() -> GPUTarget:
-    """Of the first NVIDIA GPU. Asked in a child process: this one stays free of CUDA, so it may fork.
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What kernels are compiled for."""
+
+    name: str
+    """As its driver names it: "NVIDIA H200"."""
+    target: GPUTarget
+
+    @classmethod
+    def of(cls, name: str, capability: int) -> Gpu:
+        """capability: compute capability times ten."""
+        return cls(name, GPUTarget("cuda", capability, 32))
+
+
+def this_gpu() -> Gpu:
+    """The first NVIDIA GPU. Asked in a child process: this one stays free of CUDA, so it may fork.
 
     Raises RuntimeError where no GPU can be used.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_capability, args=(sender,))
+    child = context.Process(target=_send_gpu, args=(sender,))
     child.start()
     sender.close()
     try:
-        major, minor = receiver.recv()
+        name, (major, minor) = receiver.recv()
     except EOFError:
-        raise RuntimeError("no NVIDIA GPU can be used here: see nvidia-smi, or name a --target") from None
+        raise RuntimeError("no NVIDIA GPU can be used here; see nvidia-smi") from None
     finally:
         child.join()
-    return GPUTarget("cuda", 10 * major + minor, 32)
+    return Gpu.of(name, 10 * major + minor)
 
 
-def _send_capability(sender: Any) -> None:
-    sender.send(torch.cuda.get_device_capability())
+def _send_gpu(sender: Any) -> None:
+    if torch.cuda.is_available():
+        sender.send((torch.cuda.get_device_name(), torch.cuda.get_device_capability()))
 
 
 def record(target: GPUTarget, run: Callable[[], object]) -> list[Job]:
@@ -90,6 +106,7 @@ def compile_jobs(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Failure]:
     """Compiles into Triton's cache what is not there; returns what failed. Forks: no CUDA before."""
+    triton_key()  # Triton's hash of itself, which every worker would work out
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
     results = context.SimpleQueue()

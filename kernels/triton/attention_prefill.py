@@ -36,7 +36,7 @@ _UNSEEN = tl.constexpr(-1.0e30)
 there is multiplied by 0 when its first key comes."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
     q,
     k_tiles,
@@ -208,7 +208,7 @@ def plan_expansion(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _expand_kernel(
     keys,
     values,

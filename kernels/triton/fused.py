@@ -286,7 +286,7 @@ def _launch_rope(
     return queries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _rope(
     qkv,
     positions,

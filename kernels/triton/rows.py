@@ -90,7 +90,7 @@ def advance(
     )
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["stride", "count"])
 def _place(
     rows,
     last_tokens,

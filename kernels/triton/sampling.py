@@ -201,7 +201,7 @@ def edit(
 def _pdl(logits: Logits, pdl: bool | None) -> bool:
     if pdl is not None:
         return pdl
-    return _nvidia(logits) and torch.cuda.get_device_capability(logits.values.device) >= (9, 0)
+    return _nvidia(logits) and triton.runtime.driver.active.get_current_target().arch >= 90
 
 
 def _nvidia(logits: Logits) -> bool:

@@ -37,7 +37,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     began = time.perf_counter()
-    target = compiling.device_target()
+    target = compiling.this_gpu().target
     jobs = compiling.record(target, lambda: launch_all(models, arguments.rows))
     # Plans that the compiler refuses fail again when they are tried, and are passed over.
     failures = compiling.compile_jobs(target, jobs, compiling.default_processes())

@@ -1,0 +1,110 @@
+"""A build compiles what serving launches, no less; proved without a GPU, by what Triton would compile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.bench.shapes import SHAPES
+from engine.families import read_config
+from engine.kernel_build import dimensions
+from engine.messages import ReplicaSpec
+from kernels.dimensions import DimensionsError, read_dimensions
+
+SMALL: dict[str, Any] = SHAPES["llama-3.2-1b"] | {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 1000,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], "rope_scaling": None, "sliding_window": 70},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "rope_scaling": None,
+        "use_sliding_window": True,
+        "sliding_window": 100,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "rope_scaling": None, "head_dim": 128},
+}
+
+
+def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
+    config = SMALL | {"model_type": family} | FAMILIES[family] | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def compiled(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A process in which Triton compiles: here it interprets."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.run(
+        command, env=inherited | environment, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "fp8", "kv_fp8"),
+    [("llama", 0, 0), ("llama", 1, 1), ("qwen2", 0, 1), ("qwen3", 1, 0)],
+)
+def test_a_build_foresees_every_kernel_that_a_replica_launches(
+    tmp_path: Path, family: str, fp8: int, kv_fp8: int
+) -> None:
+    done = compiled("tests.kernels.launches_of_serving", folder_of(tmp_path, family), fp8, kv_fp8)
+    assert done.returncode == 0, done.stderr
+    foreseen, launched = (int(word) for word in done.stdout.split() if word.isdecimal())
+    assert "MISSING" not in done.stdout
+    assert foreseen >= launched > 40
+
+
+def test_a_build_fills_the_cache_once(tmp_path: Path) -> None:
+    script = "tests.kernels.one_kernel_built"
+    first = compiled(script, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.split() == ["_norm", "compiled", "no", "failures"]
+    kernels = sorted((tmp_path / "cache").rglob("*.cubin"))
+    again = compiled(script, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert again.returncode == 0, again.stderr
+    assert len(kernels) == 1
+    assert sorted((tmp_path / "cache").rglob("*.cubin")) == kernels
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_kernels_read_a_checkpoint_as_the_engine_does(tmp_path: Path, family: str) -> None:
+    folder = folder_of(tmp_path, family)
+    spec = ReplicaSpec(replica="r", model_path=str(folder), max_rows=64, step_tokens=512)
+    theirs = dimensions(read_config(folder), spec, dtype="bfloat16", weights="fp8", kv_dtype="bfloat16")
+    assert read_dimensions(folder, fp8=True, max_rows=64, step_tokens=512) == theirs
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_the_kernels_read_public_shapes_as_the_engine_does(tmp_path: Path, shape: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    spec = ReplicaSpec(replica="r", model_path=str(tmp_path), tensor_parallel_size=2)
+    theirs = dimensions(read_config(tmp_path), spec, dtype="bfloat16", weights="bfloat16", kv_dtype="fp8")
+    served = {"tensor_parallel": 2, "max_rows": spec.max_rows, "step_tokens": spec.step_tokens}
+    assert read_dimensions(tmp_path, kv_fp8=True, **served) == theirs
+
+
+def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path: Path) -> None:
+    with pytest.raises(DimensionsError, match="hidden_size is 'x'; a positive integer"):
+        read_dimensions(folder_of(tmp_path, "llama", hidden_size="x"))
+    with pytest.raises(DimensionsError, match="dtype is 'float32'; kernels serve bfloat16, float16"):
+        read_dimensions(folder_of(tmp_path, "llama", torch_dtype="float32"))
+    with pytest.raises(DimensionsError, match="4 heads do not divide among 3 ranks"):
+        read_dimensions(folder_of(tmp_path, "llama"), tensor_parallel=3)
+    with pytest.raises(DimensionsError, match="cannot be read"):
+        read_dimensions(tmp_path / "nothing")
