@@ -30,8 +30,9 @@ class Driver:
         # Garbage where nothing was written yet: what lies past a sequence's end must not be seen.
         for index, pool in enumerate(self.kv):
             generator = torch.Generator().manual_seed(index)
-            pool.keys.normal_(std=30.0, generator=generator)
-            pool.values.normal_(std=30.0, generator=generator)
+            for tensor in (pool.keys, pool.values, pool.k_scales, pool.v_scales):
+                if tensor is not None:
+                    tensor.copy_(30.0 * torch.randn(tensor.shape, generator=generator))
         self.free = list(range(blocks))
         random.Random(seed).shuffle(self.free)
 

@@ -11,7 +11,7 @@ import torch
 from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
-from engine.parallel import RankLost, Ranks, join, single
+from engine.parallel import RankLost, Ranks, join
 from kernels import select_backend
 
 from .driver import Driver, teacher_forced
@@ -21,10 +21,26 @@ CHUNK_SIZES = [7, 64, 33]
 DECODES = 4
 
 
-def logits_of(folder: Path, ranks: Ranks, tokens: list[int], *, dummy: bool = False) -> list[torch.Tensor]:
+def logits_of(
+    folder: Path,
+    ranks: Ranks,
+    tokens: list[int],
+    *,
+    dummy: bool = False,
+    fp8: bool = False,
+    kv_fp8: bool = False,
+) -> list[torch.Tensor]:
     """Every rank calls it: the logits of PROMPTS of `tokens`, and DECODES more."""
     config = read_config(folder)
-    decoder = Decoder(config, ranks, select_backend("cpu"), torch.float32, torch.device("cpu"))
+    decoder = Decoder(
+        config,
+        ranks,
+        select_backend("cpu"),
+        torch.float32,
+        torch.device("cpu"),
+        fp8=fp8 or config.fp8,
+        kv_fp8=kv_fp8,
+    )
     if dummy:
         load_dummy(decoder, seed=3)
     else:
@@ -32,10 +48,13 @@ def logits_of(folder: Path, ranks: Ranks, tokens: list[int], *, dummy: bool = Fa
     return teacher_forced(Driver(decoder, blocks=8), tokens, PROMPTS, CHUNK_SIZES, DECODES)
 
 
-def alone(folders: list[Path], tokens: list[int]) -> dict[str, list[torch.Tensor]]:
-    """What a group must give."""
-    found = {folder.name: logits_of(folder, single(), tokens) for folder in folders}
-    found["dummy"] = logits_of(folders[0], single(), tokens, dummy=True)
+def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[str, list[torch.Tensor]]:
+    """Every rank calls it: the logits of every checkpoint, and of forms of the first one."""
+    found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
+    found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
+    found["FP8 weights"] = logits_of(folders[0], ranks, tokens, fp8=True)
+    found["FP8 KV"] = logits_of(folders[0], ranks, tokens, kv_fp8=True)
+    found["FP8 weights and KV"] = logits_of(folders[0], ranks, tokens, fp8=True, kv_fp8=True)
     return found
 
 
@@ -44,8 +63,7 @@ def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: lis
     unnoticed."""
     torch.set_num_threads(1)
     ranks = join(size, rank, rendezvous, "gloo", timeout_seconds=60)
-    found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
-    found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
+    found = logits_of_all(folders, ranks, tokens)
     mine = torch.tensor([[rank, 10.0 + rank]])
     collectives = [
         ranks.all_reduce(mine.clone()),

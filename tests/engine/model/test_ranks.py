@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.parallel import RankLost, join, single
 
 from . import rank_worker
-from .checkpoints import Case, make
+from .checkpoints import Case, Fp8, make, quantise
 
 GROUPS = [
     # The vocabulary divides neither: its last shard is padded. KV heads are split over 2 ranks, and each is
@@ -43,6 +44,32 @@ def _run_group(size: int, folders: list[Path], tokens: list[int], folder: Path) 
     return torch.load(result)
 
 
+FP8 = {"quantised": "meant", "FP8 weights": "biased", "FP8 KV": "biased", "FP8 weights and KV": "biased"}
+"""Quantised forms, and whose logits they stand for."""
+DIFFERENT_SCALES = 1.5
+"""How far the FP8 logits of several ranks may lie from those of one, in units of the latter's own distance
+from the unquantised model (root mean squares). o and down have scales of each rank's part, and so have their
+inputs: other roundings of the same size. Were all roundings independent, this would be the root of 2."""
+SAME_SCALES = 0.25
+"""The same where every scale is the same on several ranks: only where a sum lies on the border of two e4m3
+values do its last bits decide."""
+NO_WORSE = 1.25
+"""How far they may lie from the unquantised model, in the same units."""
+
+
+def _quantised(folder: Path) -> list[Path]:
+    """A quantised checkpoint, and what it means."""
+    quantised, meant = folder / "quantised", folder / "meant"
+    tensors = quantise(make(GROUPS[0], quantised), Fp8("per output", per_channel=True, scales_apart=True))
+    save_file(tensors, make(GROUPS[0], meant) / "model.safetensors")
+    return [quantised, meant]
+
+
+def _distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """Root mean square of the differences."""
+    return float((torch.cat(one) - torch.cat(other)).square().mean().sqrt())
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_give_the_logits_of_one_and_notice_a_death(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,11 +77,19 @@ def test_ranks_give_the_logits_of_one_and_notice_a_death(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folders = [make(case, tmp_path / case.name) for case in GROUPS]
     tokens = torch.randint(3, 157, (120,), generator=torch.Generator().manual_seed(1)).tolist()
+    folders += _quantised(tmp_path)
     result = _run_group(size, folders, tokens, tmp_path)
-    for name, expected in rank_worker.alone(folders, tokens).items():
+    alone = rank_worker.logits_of_all(folders, single(), tokens)
+    for name, expected in alone.items():
         for found, wanted in zip(result["logits"][name], expected, strict=True):
             assert found.shape == wanted.shape
-            assert (found - wanted).abs().max() < 1e-4, name
+            assert name in FP8 or (found - wanted).abs().max() < 1e-4, name
+    for name, plain in FP8.items():
+        own = _distance(alone[name], alone[plain])
+        assert own > 0.01, f"{name} is not quantised"
+        among = SAME_SCALES if name == "FP8 KV" else DIFFERENT_SCALES
+        assert _distance(result["logits"][name], alone[name]) < among * own, name
+        assert _distance(result["logits"][name], alone[plain]) < NO_WORSE * own, name
 
     total = float(sum(range(size)))
     reduced, last_dim, stack, broadcast, ones = result["collectives"]
