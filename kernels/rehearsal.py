@@ -84,8 +84,7 @@ class _Layers:
             qkv, positions, slots, self._cos_sin, *norms, _EPS, *pool, d.rank_heads, *self._scales
         )
         plan = ops.plan_attention(attention)
-        ahead = (weights["o"], weights["gate_up"])
-        attended = ops.attention(queries, *pool, plan, d.head_dim**-0.5, window, *self._scales, ahead=ahead)
+        attended = ops.attention(queries, *pool, plan, d.head_dim**-0.5, window, *self._scales)
         self._add(attended.view(tokens, -1), "o", residual, d.o_bias)
         up_bias = self._bias("gate_up", d.mlp_bias)
         activated = ops.norm_gate_up(residual, self._gain, _EPS, weights["gate_up"], up_bias)

@@ -89,7 +89,7 @@ def _combine(
     return acc / total[:, None]
 
 
-@triton.jit(do_not_specialize=["sequences", "items"])
+@triton.jit(do_not_specialize=["sequences", "items", "table_stride"])
 def _decode_kernel(
     q,
     k_tiles,
