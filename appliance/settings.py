@@ -73,7 +73,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompts are computed, and these slower; without it 4096, at most `step_tokens`."""
     kv_blocks: Positive | None = None
     """Blocks of 64 tokens in the KV cache; without it, sized from memory."""
-    memory_fraction: Fraction = 0.9
+    memory_fraction: Fraction = 0.95
     """Part of the device's memory that may be used."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """"dummy" makes random weights: for measuring speed without a checkpoint's files."""

@@ -16,23 +16,12 @@ from engine.batch import RowTables
 from engine.forward import ForwardInput, KvPool
 from engine.model.decoder import Decoder
 from engine.sampler import Sampler
+from engine.sizing import ladder
 from kernels import AttentionInput
 from kernels.draws import Variant
 from kernels.triton.rows import advance, empty_decodes, place
 
 Progress = Callable[[str, float], None]
-
-
-def ladder(most: int) -> list[int]:
-    """Batch sizes that get a graph: 1, 2, 4, 8, 12, 16, then steps of about an eighth, up to `most`."""
-    sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < most]
-    step = 8
-    while (sizes[-1] if sizes else 0) < most:
-        last = sizes[-1] if sizes else 0
-        while step < last // 8:
-            step *= 2
-        sizes.append(min(most, last + step))
-    return sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     4096, at most `step_tokens`."""
     kv_blocks: int | None = None
     """Blocks in the pool; None: sized from memory after a profiling step."""
-    memory_fraction: float = 0.9
+    memory_fraction: float = 0.95
     """Part of the device's memory (on CPU: of the free memory, at most 2 GiB for KV) that may be used."""
     prefix_cache: bool = True
     overlap: bool = True

@@ -8,6 +8,7 @@ from engine.batch import RowTables
 from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
 from engine.model.decoder import Decoder
 from engine.sampler import Sampler
+from engine.sizing import graph_bytes
 
 
 def profile_cuda(decoder: Decoder, sampler: Sampler, tables: RowTables, spec: ReplicaSpec) -> int:
@@ -23,7 +24,13 @@ def profile_cuda(decoder: Decoder, sampler: Sampler, tables: RowTables, spec: Re
     outside_torch = total - free - torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
-    return int(total * spec.memory_fraction) - outside_torch - peak
+    graphs = graph_bytes(decoder.config, spec.max_rows) + logits_bytes(decoder, spec.max_rows)
+    return int(total * spec.memory_fraction) - outside_torch - peak - graphs
+
+
+def logits_bytes(decoder: Decoder, rows: int) -> int:
+    """Of the buffer that the graphs write."""
+    return rows * decoder.shard.vocab * decoder.dtype.itemsize
 
 
 def run_largest_steps(decoder: Decoder, sampler: Sampler, tables: RowTables, spec: ReplicaSpec) -> None:

@@ -391,6 +391,7 @@ class Runner:
             step_tokens=self.spec.step_tokens,
             max_model_len=self.max_model_len,
             blocks=blocks,
+            on_gpu=self.device.type == "cuda",
         )
 
     def _measure(self, resident_before: int) -> int:

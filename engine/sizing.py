@@ -12,7 +12,7 @@ from engine.config import DTYPE_BYTES, ModelConfig, Shard
 from engine.families import read_config
 from engine.messages import BLOCK_TOKENS
 
-__all__ = ["Sizing", "blocks_for", "kv_bytes_per_block", "parameters", "predict", "read_config"]
+__all__ = ["Sizing", "kv_bytes_per_block", "ladder", "parameters", "predict", "read_config"]
 
 FP8 = "fp8"
 """Weights or KV in e4m3 with float32 scales."""
@@ -24,7 +24,11 @@ _GATHERED_BYTES = 4 << 20
 """The CPU backend copies at most so many bytes of keys at once, or one sequence's (`kernels.reference`)."""
 
 _SAMPLED_COPIES = 4
-"""Float32 copies of a logit row while it is sampled: logits, noise, sorted, cumulated."""
+"""Float32 copies of a logit row while it is sampled on a CPU: logits, noise, sorted, cumulated."""
+
+_GRAPH_LAYER_BYTES = 300 << 10
+_CUDA_BYTES = 700 << 20
+"""Context, modules and library workspaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,50 +82,28 @@ def predict(
     step_tokens: int,
     max_model_len: int,
     blocks: int | None,
+    on_gpu: bool,
 ) -> Sizing:
     """Memory of the rank with the most, which is rank 0 (it alone has the biases of reduced products).
 
     dtype: the model's, of engine.config.DTYPE_BYTES. weights, kv_dtype: the same, or "fp8". max_rows:
     sequences at once; step_tokens: token budget of a step; max_model_len: the longest sequence; blocks: of
-    the pool, None where they are yet to be found (`blocks_for`). Raises UnfitError when the model cannot be
-    split.
+    the pool, None where they are yet to be found; on_gpu: whether it runs there. Raises UnfitError
+    when the model cannot be split.
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(
         weight_bytes=_weight_bytes(config, shard, dtype, weights),
         kv_bytes_per_block=kv_bytes_per_block(config, kv_dtype, tensor_parallel_size),
         kv_blocks=blocks or 0,
-        activation_bytes=_activations(config, shard, dtype, max_rows, step_tokens, max_model_len)
-        + (_expansion_bytes(config, shard, dtype) if kv_dtype == FP8 else 0),
+        activation_bytes=_step(config, shard, dtype, max(step_tokens, max_rows))
+        + (
+            _beside_on_gpu(config, shard, dtype, kv_dtype, max_rows)
+            if on_gpu
+            else _beside_on_cpu(config, shard, dtype, max_rows, max_model_len)
+        ),
         table_bytes=_tables(config, max_rows, max_model_len),
     )
-
-
-def blocks_for(
-    memory_bytes: int,
-    config: ModelConfig,
-    *,
-    dtype: str,
-    weights: str,
-    kv_dtype: str,
-    tensor_parallel_size: int,
-    max_rows: int,
-    step_tokens: int,
-    max_model_len: int,
-) -> int:
-    """Blocks of KV that fit into `memory_bytes` a rank beside everything else; 0 where nothing fits."""
-    sizing = predict(
-        config,
-        dtype=dtype,
-        weights=weights,
-        kv_dtype=kv_dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        max_rows=max_rows,
-        step_tokens=step_tokens,
-        max_model_len=max_model_len,
-        blocks=None,
-    )
-    return max(0, (memory_bytes - sizing.fixed_bytes) // sizing.kv_bytes_per_block)
 
 
 def _weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) -> int:
@@ -138,12 +120,6 @@ def _matrices(config: ModelConfig, shard: Shard) -> int:
     """Elements of a layer's qkv, o, gate, up and down."""
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     return hidden * (q + 2 * kv) + q * hidden + 3 * hidden * shard.intermediate
-
-
-def _expansion_bytes(config: ModelConfig, shard: Shard, dtype: str) -> int:
-    """Keys and values of one layer's EXPANSION_BLOCKS blocks."""
-    block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * DTYPE_BYTES[dtype]
-    return 2 * EXPANSION_BLOCKS * block
 
 
 def _parameters(config: ModelConfig, shard: Shard) -> int:
@@ -167,26 +143,55 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
     return vocabulary + config.layers * layer + hidden
 
 
-def _activations(
-    config: ModelConfig, shard: Shard, dtype: str, max_rows: int, step_tokens: int, max_model_len: int
-) -> int:
-    """The larger of the two moments of a layer, plus logits, plus what the CPU backend keeps beside.
+def _step(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
+    """The larger of the two moments of a layer.
 
-    In both moments residual and normed input (2 × hidden a token) live. Attention: qkv, rotated q and k in
-    float32, q and the result. MLP: gate_up, its activation and the result. Logits: float32, of max_rows rows,
-    in the copies that sampling makes. CPU: the pages of one layer that attention copies; a float32 model with
-    tied embeddings keeps a packed copy of the output matrix.
+    In both, residual and normed input (2 × hidden a token) live. Attention: qkv, rotated q and k in float32,
+    q and the result. MLP: gate_up, its activation and the result.
     """
     width = DTYPE_BYTES[dtype]
-    tokens = max(step_tokens, max_rows)
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     attention = (q + 2 * kv) * width + (q + kv) * 4 + 2 * q * width
     mlp = 3 * shard.intermediate * width + config.hidden_size * width
-    streams = 2 * config.hidden_size * width
+    return tokens * (2 * config.hidden_size * width + max(attention, mlp))
+
+
+def _beside_on_cpu(config: ModelConfig, shard: Shard, dtype: str, max_rows: int, max_model_len: int) -> int:
+    """Logits in float32, in the copies that sampling makes; the pages of one layer that attention copies; a
+    float32 model with tied embeddings keeps a packed copy of the output matrix."""
+    kv = shard.kv_heads * config.head_dim
     logits = max_rows * shard.vocab * 4 * _SAMPLED_COPIES
-    pages = 2 * max(kv * width * max_model_len, _GATHERED_BYTES)
+    pages = 2 * max(kv * DTYPE_BYTES[dtype] * max_model_len, _GATHERED_BYTES)
     packed = shard.vocab * config.hidden_size * 4 if dtype == "float32" and config.tie_word_embeddings else 0
-    return tokens * (streams + max(attention, mlp)) + logits + pages + packed
+    return logits + pages + packed
+
+
+def _beside_on_gpu(config: ModelConfig, shard: Shard, dtype: str, kv_dtype: str, max_rows: int) -> int:
+    """Logits twice (those of the graphs are their own), edited ones in float32 and penalty counts where every
+    row has penalties, the expansion of an FP8 cache, the graphs, and what CUDA takes for itself."""
+    width = DTYPE_BYTES[dtype]
+    logits = max_rows * shard.vocab * (2 * width + 8)
+    block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * width
+    expansion = 2 * EXPANSION_BLOCKS * block if kv_dtype == FP8 else 0
+    return logits + expansion + graph_bytes(config, max_rows) + _CUDA_BYTES
+
+
+def graph_bytes(config: ModelConfig, max_rows: int) -> int:
+    """What the driver and the graphs' pool keep for the decode steps, their logits aside: measured with 32
+    layers, 8 to 9 MiB a batch size in four graphs."""
+    return len(ladder(max_rows)) * config.layers * _GRAPH_LAYER_BYTES
+
+
+def ladder(most: int) -> list[int]:
+    """Batch sizes that get graphs: 1, 2, 4, 8, 12, 16, then steps of about an eighth, up to `most`."""
+    sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < most]
+    step = 8
+    while (sizes[-1] if sizes else 0) < most:
+        last = sizes[-1] if sizes else 0
+        while step < last // 8:
+            step *= 2
+        sizes.append(min(most, last + step))
+    return sizes
 
 
 def _tables(config: ModelConfig, max_rows: int, max_model_len: int) -> int:

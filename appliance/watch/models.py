@@ -112,6 +112,7 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
             step_tokens=model.step_tokens,
             max_model_len=longest,
             blocks=None,
+            on_gpu=on_gpu,
         )
     except Exception as error:  # the engine's errors say what is wrong with the checkpoint or the request
         text, _, remedy = str(error).rpartition("; ")

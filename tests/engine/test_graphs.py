@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from engine.generate import LocalEngine
-from engine.graphs import DecodeGraphs, ladder
+from engine.graphs import DecodeGraphs
 from engine.messages import ReplicaSpec, SamplingParams
+from engine.sizing import ladder
 from kernels.draws import Variant
 from tests.engine.test_engine_equality import CONFIG
 
