@@ -18,7 +18,7 @@ MOST_ROWS = 64
 SPLIT_PROGRAMS = 180
 """Most programs of a split product: splits double while there are fewer than half as many."""
 
-WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 21, 512
+WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 22, 512
 """Most float32 sums and tiles that the programs of a split product keep between them."""
 
 ALIGNMENT = 64

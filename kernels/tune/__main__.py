@@ -5,7 +5,7 @@
 
 Times plans of ours and the library's product inside whole layers, in CUDA graphs with PDL, with weights that
 are not in cache; checks each winner against a product in float32; adds what won to the table of this GPU
-(kernels/tuned/<gpu>.json, or --out). Shapes and rows that are not measured stay as they are there.
+(kernels/tuned/<gpu>.json, or --out). Shapes and rows that are there already are kept unless --again is given.
 """
 
 from __future__ import annotations
@@ -25,42 +25,44 @@ from kernels import compiling
 from kernels.dimensions import DimensionsError, read_dimensions
 from kernels.triton.linear_table import Table, read_table, table_path
 from kernels.tune.candidates import BUCKETS
-from kernels.tune.search import Measured, launch_all, search
+from kernels.tune.search import launch_all, search
 
 
 def main() -> int:
     """Tune every given model; the table is written after each."""
     arguments = _arguments()
     try:
-        models = [read_dimensions(folder, fp8=fp8) for folder in arguments.config for fp8 in arguments.dtypes]
+        models = [
+            read_dimensions(folder, fp8=fp8, tensor_parallel=arguments.tensor_parallel)
+            for folder in arguments.config
+            for fp8 in arguments.dtypes
+        ]
     except DimensionsError as error:
         print(error, file=sys.stderr)
         return 1
     began = time.perf_counter()
-    target = compiling.this_gpu().target
-    jobs = compiling.record(target, lambda: launch_all(models, arguments.rows))
+    gpu = compiling.this_gpu()
+    path = arguments.out or table_path(gpu.name)
+    table = read_table(path) if path.exists() else Table(gpu.name)
+    known = Table() if arguments.again else table
+    jobs = compiling.record(gpu.target, lambda: launch_all(models, arguments.rows, known))
     # Plans that the compiler refuses fail again when they are tried, and are passed over.
-    failures = compiling.compile_jobs(target, jobs, compiling.default_processes())
+    failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())
     spent = time.perf_counter() - began
     print(f"{len(jobs)} kernels compiled in {spent:.0f} s, {len(failures)} failed", flush=True)
-    for failure in failures[:3]:
-        print(f"  {failure.name}: {failure.error[:300]}", flush=True)
 
-    device = torch.device("cuda")
-    gpu = torch.cuda.get_device_name(device)
-    path = arguments.out or table_path(gpu)
-    table = read_table(path) if path.exists() else Table(gpu)
-    measured: list[Measured] = []
+    raw: list[dict[str, Any]] = []
     for dimensions in models:
-        measured += search(dimensions, arguments.rows, device, _report)
-        for one in measured:
+        found = search(dimensions, arguments.rows, known, torch.device("cuda"), _report)
+        for one in found:
             table = table.with_entry(one.product, one.rows, one.entry)
-        table = Table(gpu, _about(), table.products)
+            known = known.with_entry(one.product, one.rows, one.entry)
+            raw.append(one.raw)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(table.to_json())
+        path.write_text(Table(gpu.name, _about(), table.products).to_json())
         if arguments.json:
-            arguments.json.write_text(json.dumps([one.raw for one in measured], indent=1, default=str) + "\n")
-    print(f"{path}: {len(measured)} entries measured in {time.perf_counter() - began:.0f} s", flush=True)
+            arguments.json.write_text(json.dumps(raw, indent=1) + "\n")
+    print(f"{path}: {len(raw)} entries measured in {time.perf_counter() - began:.0f} s", flush=True)
     return 0
 
 
@@ -83,6 +85,8 @@ def _arguments() -> Any:
     parser.add_argument("--fp8", action="store_true", help="e4m3 matrices instead of the model's dtype")
     parser.add_argument("--both", action="store_true", help="both dtypes")
     parser.add_argument("--rows", type=int, nargs="+", default=list(BUCKETS), help="default: %(default)s")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="the shapes of one of so many ranks")
+    parser.add_argument("--again", action="store_true", help="measure what the table has as well")
     parser.add_argument("--out", type=Path, help="the table to add to; default: the one that ships")
     parser.add_argument("--json", type=Path, help="raw figures into this file")
     arguments = parser.parse_args()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Product, problem
 
-BUCKETS = (1, 8, 16, 32, 64, 128)
+BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 """Numbers of rows that are measured; each entry serves the rows up to it."""
 
 _WIDE = 16384
@@ -61,7 +61,8 @@ def _dots(product: Product, tile: int) -> Iterable[Plan]:
             yield Plan("dot", tile, 64, bytes_256, 4, stages)
             yield Plan("dot", tile, 128, bytes_256, 8, stages)
         yield Plan("dot", tile, 128, bytes_256, 4, 3)
-        yield Plan("dot", tile, 128, bytes_256 // 2, 8, 5)
+        for stages in (4, 5):
+            yield Plan("dot", tile, 128, bytes_256 // 2, 8, stages)
         yield Plan("dot", tile, 128, bytes_256 // 2, 4, 5)
         yield Plan("dot", tile, 64, bytes_256 // 2, 4, 6)
         return
@@ -69,7 +70,10 @@ def _dots(product: Product, tile: int) -> Iterable[Plan]:
         for stages in (4, 6):
             yield Plan("dot", tile, 64, bytes_256, 4, stages, split)
         yield Plan("dot", tile, 64, 2 * bytes_256, 4, 3, split)
-    for split in (2, 4, 8):
+    for split in (1, 2, 4, 8):
         yield Plan("dot", tile, 128, bytes_256, 8, 4, split)
+        if tile >= 128:
+            yield Plan("dot", tile, 128, bytes_256 // 2, 8, 4, split)
+            yield Plan("dot", tile, 64, bytes_256 // 2, 4, 5, split)
     yield Plan("dot", tile, 64, bytes_256 // 2, 4, 8, 2)
     yield Plan("dot", tile, 64, bytes_256, 4, 4, 8)

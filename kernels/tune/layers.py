@@ -25,8 +25,8 @@ LAYER_PRODUCTS = ("qkv", "o", "gate_up", "down")
 _EPS = 1e-5
 _CACHES = 8
 """A chain's weights are that many times the L2, so that none is found there."""
-_CHAIN = 12
-"""Layers in a graph, at least: its start, some 10 µs, is then a small part."""
+_CHAIN_BYTES = 5 << 30
+"""Weights that a graph reads, at least: its start, some 10 µs, is then a small part."""
 _REPLAYS = 11
 
 
@@ -49,7 +49,7 @@ class Layers:
         item = 1 if dimensions.fp8 else dimensions.torch_dtype.itemsize
         self.layer_bytes = sum(n * k for n, k in self._shapes.values()) * item
         self._layers = [self._make() for _ in range(_copies(self.layer_bytes, device))]
-        self._turns = -(-_CHAIN // len(self._layers))
+        self._turns = _turns(self.layer_bytes * len(self._layers))
         self._norm = self._gain()
         self._rows = 0
 
@@ -164,10 +164,12 @@ class Head:
         n, k = dimensions.products["lm_head"]
         self.product = Product(dimensions.torch_dtype, n, k)
         self._norm = torch.ones(k, dtype=dimensions.torch_dtype, device=device)
+        size = n * k * dimensions.torch_dtype.itemsize
         self._weights = [
             torch.randn((n, k), dtype=dimensions.torch_dtype, device=device).mul_(k**-0.5)
-            for _ in range(_copies(n * k * dimensions.torch_dtype.itemsize, device))
+            for _ in range(_copies(size, device))
         ]
+        self._turns = _turns(size * len(self._weights))
         self.set_rows(1)
 
     def set_rows(self, rows: int) -> None:
@@ -181,13 +183,13 @@ class Head:
 
     def microseconds(self, table: Table) -> float:
         """Of norm and product."""
-        ops, turns = CudaOps(table=table), -(-4 // len(self._weights))
+        ops = CudaOps(table=table)
 
         def chain() -> None:
-            for weight in self._weights * turns:
+            for weight in self._weights * self._turns:
                 ops.norm_linear(self._x, self._norm, _EPS, weight, None, self._logits)
 
-        return graph_microseconds(chain) / (turns * len(self._weights))
+        return graph_microseconds(chain) / (len(self._weights) * self._turns)
 
     def error(self, table: Table, rows: int) -> float:
         """As `Layers.error`."""
@@ -226,6 +228,11 @@ def _copies(size: int, device: torch.device) -> int:
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, -(-_CACHES * cache // size))
+
+
+def _turns(size: int) -> int:
+    """Times that a graph goes through weights of `size` bytes."""
+    return -(-_CHAIN_BYTES // size)
 
 
 def _quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

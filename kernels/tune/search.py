@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -22,6 +23,12 @@ MOST_ERROR = 1e-2
 _FINALISTS = 3
 """Plans of a product that are timed again beside the winners of the others."""
 
+_ROUNDS = 2
+"""Times that what counts is measured."""
+
+_NOISE = 0.002
+"""By which two measurements of the same differ."""
+
 Report = Callable[[str], None]
 Microseconds = Callable[[Plan | None], float]
 Timed = list[tuple[Plan | None, float]]
@@ -38,51 +45,62 @@ class Measured:
     raw: dict[str, Any]
 
 
-def launch_all(models: Sequence[Dimensions], buckets: Sequence[int]) -> None:
+def launch_all(models: Sequence[Dimensions], buckets: Sequence[int], known: Table) -> None:
     """Launch every kernel that `search` will, on meta tensors (`compiling.record`)."""
     meta = torch.device("meta")
     for dimensions in models:
         layers = Layers(dimensions, meta)
         head = None if dimensions.fp8 else Head(dimensions, meta)
         for rows in buckets:
+            products = layers.products().values()
             layers.set_rows(rows)
-            for product in layers.products().values():
+            for product in products if _unknown(known, products, rows) else ():
                 for plan in _tried(product, rows):
                     layers.launch(_table({product: plan}, rows))
-            if head is not None:
+            if head is not None and _unknown(known, [head.product], rows):
                 head.set_rows(rows)
                 for plan in _tried(head.product, rows):
                     head.launch(_table({head.product: plan}, rows))
 
 
 def search(
-    dimensions: Dimensions, buckets: Sequence[int], device: torch.device, report: Report
+    dimensions: Dimensions, buckets: Sequence[int], known: Table, device: torch.device, report: Report
 ) -> list[Measured]:
-    """The best plans of a model's products, for each number of rows. `report` gets what a person reads."""
+    """The best plans of a model's products, for each number of rows that `known` lacks. `report` gets what a
+    person reads."""
     dtype = "fp8" if dimensions.fp8 else dimensions.dtype
     report(f"{dtype} hidden {dimensions.hidden} intermediate {dimensions.rank_intermediate}")
     report("rows: µs of a layer by the rules, the library, the winners; of each product: won, library, plan")
     layers = Layers(dimensions, device)
     found = []
     for rows in buckets:
-        layers.set_rows(rows)
-        found += _search_layer(layers, rows, report)
+        if _unknown(known, layers.products().values(), rows):
+            layers.set_rows(rows)
+            found += _search_layer(layers, rows, known, report)
     del layers
     if not dimensions.fp8:  # The output matrix is in the model's dtype either way.
         head = Head(dimensions, device)
         for rows in buckets:
-            head.set_rows(rows)
-            found.append(_search_head(head, rows, report))
+            if _unknown(known, [head.product], rows):
+                head.set_rows(rows)
+                found.append(_search_head(head, rows, report))
     return found
 
 
-def _search_layer(layers: Layers, rows: int, report: Report) -> list[Measured]:
+def _search_layer(layers: Layers, rows: int, known: Table, report: Report) -> list[Measured]:
     products = layers.products()
     rules = {name: linear_plans.choose(rows, one.n, one.k, one.dtype) for name, one in products.items()}
+    # What is known stays; a shape that two models share is measured once.
+    entries = {name: known.products.get(one, {}).get(rows) for name, one in products.items()}
+    base = {name: rules[name] if entry is None else entry.plan for name, entry in entries.items()}
+    searched = [name for name, entry in entries.items() if entry is None]
 
     def us(plans: dict[str, Plan | None], without: str | None = None) -> float:
         table = _table({products[name]: plan for name, plan in plans.items()}, rows)
         return layers.microseconds(table, without)
+
+    def least(plans: dict[str, Plan | None], without: str | None = None) -> float:
+        return min(us(plans, without) for _ in range(_ROUNDS))
 
     def beside(others: dict[str, Plan | None], name: str) -> Microseconds:
         return lambda plan: us({**others, name: plan})
@@ -90,19 +108,23 @@ def _search_layer(layers: Layers, rows: int, report: Report) -> list[Measured]:
     def error(name: str, plan: Plan | None, count: int) -> float:
         return layers.error(name, _table({products[name]: plan}, rows), count)
 
-    timings = {name: _time(_tried(one, rows), beside(rules, name)) for name, one in products.items()}
-    best = {name: timed[0][0] for name, timed in timings.items()}
+    timings = {name: _time(_tried(products[name], rows), beside(base, name)) for name in searched}
+    best = base | {name: timed[0][0] for name, timed in timings.items()}
     for name, timed in timings.items():
         right = (
             plan for plan, _ in timed if _is_right(lambda *what, name=name: error(name, *what), plan, rows)
         )
-        best[name] = _time(list(islice(right, _FINALISTS)), beside(best, name))[0][0]
-    found, layer_us = [], us(best)
-    for name, product in products.items():
-        without, library = us(best, without=name), us({**best, name: None})
+        finalists = list(dict.fromkeys([*islice(right, _FINALISTS), rules[name]]))
+        best[name] = _prefer(rules[name], _time(finalists, beside(best, name), _ROUNDS))
+    found = []
+    layer_us = least(best)
+    for name in searched:
+        product = products[name]
+        without = least(best, without=name)
+        library = layer_us if best[name] is None else least({**best, name: None})
         entry = Entry(best[name], layer_us - without, library - without)
         found.append(Measured(product, rows, entry, _raw(name, product, rows, entry, timings[name], without)))
-    totals = [us(rules), us(dict.fromkeys(rules)), layer_us]
+    totals = [least(rules), least(dict.fromkeys(rules)), layer_us]
     report(f"{rows:4}: " + " ".join(f"{total:6.1f}" for total in totals))
     for one in found:
         report(f"      {_line(one)}")
@@ -125,22 +147,31 @@ def _search_head(head: Head, rows: int, report: Report) -> Measured:
     return found
 
 
+def _unknown(known: Table, products: Iterable[Product], rows: int) -> bool:
+    return any(rows not in known.products.get(product, {}) for product in products)
+
+
 def _tried(product: Product, rows: int) -> list[Plan | None]:
     """The library, what the rules say, and the candidates."""
     plans = [None, linear_plans.choose(rows, product.n, product.k, product.dtype), *candidates(product, rows)]
     return list(dict.fromkeys(plans))
 
 
-def _time(plans: Sequence[Plan | None], us: Microseconds) -> Timed:
-    """Plans that do not start on this GPU are left out; the library must."""
-    timed: Timed = []
-    for plan in plans:
+def _time(plans: Sequence[Plan | None], us: Microseconds, rounds: int = 1) -> Timed:
+    """The least of some rounds. Plans that do not start on this GPU are left out; the library must."""
+    timed: dict[Plan | None, float] = {}
+    for plan in [plan for _ in range(rounds) for plan in plans]:
         try:
-            timed.append((plan, us(plan)))
+            timed[plan] = min(us(plan), timed.get(plan, math.inf))
         except Exception:
             if plan is None:
                 raise
-    return sorted(timed, key=lambda one: one[1])
+    return sorted(timed.items(), key=lambda one: one[1])
+
+
+def _prefer(plan: Plan | None, timed: Timed) -> Plan | None:
+    """The fastest, or `plan` where that is as fast as can be told: tables then change for a reason."""
+    return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 
 
 def _is_right(error: Callable[[Plan | None, int], float], plan: Plan | None, rows: int) -> bool:

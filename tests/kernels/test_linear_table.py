@@ -1,0 +1,119 @@
+"""Which kernel a product gets: a table's entries, rules for what it lacks, and tables that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.bench.shapes import SHAPES
+from kernels.dimensions import read_dimensions
+from kernels.triton import linear_plans, linear_table
+from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_table import Entry, Product, Table, TableError, read_table
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+ONE = Plan("gemv", 1, 4, 2048, warps=8)
+FEW = Plan("dot", 16, 64, 128, warps=4, stages=6, split=2)
+PRODUCT = Product(BF16, 4096, 4096)
+
+
+@pytest.fixture
+def table() -> Table:
+    made = Table("NVIDIA H200", {"date": "2026-11-21"})
+    for rows, plan in ((64, None), (1, ONE), (16, FEW)):
+        made = made.with_entry(PRODUCT, rows, Entry(plan, 8.6, 14.5))
+    return made
+
+
+def test_the_entry_of_the_fewest_rows_that_suffice_counts(table: Table) -> None:
+    chosen = {rows: table.choose(rows, 4096, 4096, BF16) for rows in (1, 2, 16, 17, 64, 65, 8000)}
+    assert chosen == {1: ONE, 2: FEW, 16: FEW, 17: None, 64: None, 65: None, 8000: None}
+
+
+def test_shapes_and_dtypes_that_are_not_there_follow_the_rules(table: Table) -> None:
+    for rows, n, k, dtype in ((1, 4096, 2048, BF16), (8, 4096, 4096, FP8), (20, 6144, 4096, BF16)):
+        assert table.choose(rows, n, k, dtype) == linear_plans.choose(rows, n, k, dtype) is not None
+    assert Table().choose(1, 4096, 4096, BF16) == linear_plans.choose(1, 4096, 4096, BF16)
+
+
+def test_a_table_is_read_as_it_was_written(table: Table, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(table.to_json())
+    assert read_table(path) == table
+    assert sum('"us"' in line for line in path.read_text().splitlines()) == 3
+
+
+def good() -> dict[str, Any]:
+    numbers = {"rows": 16, "block_n": 64, "block_k": 128, "warps": 4, "stages": 6, "split": 2}
+    return {"form": "dot", **numbers, "us": 10.5, "library_us": 13.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"form": "spiral"}, "form is 'spiral', not one of gemv, stream, dot"),
+        ({"block_k": 0}, "block_k is 0, not a positive integer"),
+        ({"block_k": None}, "block_k is None, not a positive integer"),
+        ({"warps": "4"}, "warps is '4', not a positive integer"),
+        ({"block_n": 48}, "block_n is 48, not a power of two"),
+        ({"rows": 8}, "rows is 8, fewer than the 16 that it is for"),
+        ({"block_k": 4096}, "block_k is 4096: steps of 8192 do not divide k = 4096"),
+        ({"form": "gemv"}, "rows is 16; gemv has one"),
+        ({"split": 32, "rows": 64}, "split is 32: its sums do not fit the workspace"),
+        ({"us": "fast"}, "us is 'fast', not a number"),
+        ({"speed": 1}, "speed is no field"),
+    ],
+)
+def test_an_entry_that_no_kernel_can_run_is_named(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "table.json"
+    entry = good() | change
+    path.write_text(json.dumps({"gpu": "x", "products": {"bfloat16 8192x4096": {"16": entry}}}))
+    with pytest.raises(TableError, match=r"table\.json: bfloat16 8192x4096: 16: ") as error:
+        read_table(path)
+    assert message in str(error.value)
+    assert "python -m kernels.tune" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "has no object `products`"),
+        ('{"products": {"int8 4x4": {}}}', "'int8 4x4' is no product"),
+        ('{"products": {"bfloat16 4096x4096": {"some": {}}}}', "a key for each number of rows"),
+        ('{"products": {"bfloat16 4096x4096": {"1": 3}}}', "is 3, not an object"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(TableError, match=r"table\.json") as error:
+        read_table(path)
+    assert message in str(error.value)
+
+
+def test_a_gpu_without_a_table_has_an_empty_one() -> None:
+    assert linear_table.load_table("Voodoo 2") == Table("Voodoo 2")
+
+
+@pytest.mark.parametrize("path", sorted(linear_table.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_tables_that_ship_can_be_used(path: Path) -> None:
+    table = read_table(path)
+    assert linear_table.table_path(table.gpu) == path
+    assert table.to_json() == path.read_text()
+
+
+@pytest.mark.parametrize("shape", ["llama-3.1-8b"])
+def test_the_h200_table_has_every_product_of_the_common_shapes(tmp_path: Path, shape: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
+    table = linear_table.load_table("NVIDIA H200")
+    for name, (n, k) in read_dimensions(tmp_path).products.items():
+        for dtype in (BF16,) if name == "lm_head" else (BF16, FP8):
+            entries = table.products[Product(dtype, n, k)]
+            assert {1, 8, 16, 32, 64, 128} <= set(entries), (name, dtype)

@@ -1,0 +1,101 @@
+"""The search takes the fastest plan that is right; what it measures is a GPU's to say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernels.triton import linear_plans
+from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_table import Entry, Product, Table, problem
+from kernels.tune import search
+from kernels.tune.candidates import BUCKETS, candidates
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+LIBRARY_US = 20.0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize("rows", BUCKETS)
+def test_every_candidate_can_be_run(dtype: torch.dtype, rows: int) -> None:
+    for n, k in [*SHAPES.values(), (128256, 4096), (3072, 2048)]:
+        product = Product(dtype, n, k)
+        plans = candidates(product, rows)
+        assert len(plans) == len(set(plans))
+        assert not [wrong for plan in plans if (wrong := problem(plan, rows, product))]
+        assert plans or rows >= 128
+
+
+class FakeLayers:
+    """Products that take what `us` says, LIBRARY_US where it says nothing; `wrong` plans compute nonsense."""
+
+    def __init__(self, us: dict[tuple[str, Plan], float], wrong: set[Plan], broken: set[Plan]) -> None:
+        self.us, self.wrong, self.broken = us, wrong, broken
+
+    def products(self) -> dict[str, Product]:
+        return {name: Product(BF16, n, k) for name, (n, k) in SHAPES.items()}
+
+    def microseconds(self, table: Table, without: str | None = None) -> float:
+        total = 5.0
+        for name, product in self.products().items():
+            plan = table.choose(16, product.n, product.k, product.dtype)
+            if plan in self.broken:
+                raise RuntimeError("out of shared memory")
+            if name != without:
+                total += LIBRARY_US if plan is None else self.us.get((name, plan), 30.0)
+        return total
+
+    def error(self, name: str, table: Table, rows: int) -> float:
+        product = self.products()[name]
+        return math.nan if table.choose(16, product.n, product.k, product.dtype) in self.wrong else 3e-3
+
+
+def searched(
+    us: dict[tuple[str, Plan], float],
+    known: Table | None = None,
+    wrong: set[Plan] = frozenset(),
+    **plans: set[Plan],
+) -> dict[str, Entry]:
+    layers = FakeLayers(us, wrong, plans.get("broken", set()))
+    names = {product: name for name, product in layers.products().items()}
+    found = search._search_layer(layers, 16, known or Table(), lambda line: None)  # type: ignore[arg-type]
+    return {names[one.product]: one.entry for one in found}
+
+
+def plans_of(name: str) -> list[Plan]:
+    """Those that no product's rule names."""
+    rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
+    return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16) if plan not in rules]
+
+
+def test_the_fastest_plan_wins_with_its_own_and_the_librarys_time() -> None:
+    slow, fast, *_ = plans_of("qkv")
+    found = searched({("qkv", slow): 15.0, ("qkv", fast): 12.0})
+    assert found["qkv"].plan == fast
+    assert found["qkv"].us == pytest.approx(12.0)
+    assert found["qkv"].library_us == pytest.approx(LIBRARY_US)
+    assert found["down"].plan is None
+
+
+def test_a_fast_plan_that_is_wrong_or_does_not_start_loses() -> None:
+    wrong, broken, right, *_ = plans_of("o")
+    us = {("o", wrong): 1.0, ("o", broken): 2.0, ("o", right): 9.0}
+    assert searched(us, wrong={wrong}, broken={broken})["o"].plan == right
+
+
+def test_the_rules_plan_stays_where_no_difference_can_be_told() -> None:
+    n, k = SHAPES["down"]
+    rule, other = linear_plans.choose(16, n, k, BF16), plans_of("down")[0]
+    assert rule is not None
+    assert searched({("down", rule): 10.05, ("down", other): 10.0})["down"].plan == rule
+    assert searched({("down", rule): 11.0, ("down", other): 10.0})["down"].plan == other
+
+
+def test_what_the_table_has_is_kept_and_not_measured_again() -> None:
+    kept, faster, *_ = plans_of("qkv")
+    known = Table().with_entry(Product(BF16, *SHAPES["qkv"]), 16, Entry(kept, 14.0, 20.0))
+    found = searched({("qkv", kept): 14.0, ("qkv", faster): 3.0}, known)
+    assert set(found) == {"o", "gate_up", "down"}
