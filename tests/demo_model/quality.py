@@ -1,0 +1,181 @@
+"""What quantisation costs on the shipped model: the same questions and the same unseen text, asked of the
+model as it is and of each quantised form, through the whole engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.generate import LocalEngine
+from engine.messages import ReplicaSpec, SamplingParams
+from tests.demo_model.asking import DEMO, END, questions
+
+BEGIN = 0
+"""The demo model's begin token."""
+WINDOW = 1024
+"""Tokens of held-out text that are scored together, after a begin token, as in the model card."""
+MOST_ANSWER_TOKENS = 100
+UNQUANTISED = "unquantised"
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A way to hold the model, and what it may cost."""
+
+    name: str
+    weights: str
+    kv_dtype: str
+    most_perplexity_change: float
+    """Relative, of held-out text: 0.005 is half a percent."""
+
+
+FORMS = (
+    Form(UNQUANTISED, "auto", "auto", 0.0),
+    Form("FP8 weights", "fp8", "auto", 0.005),
+    Form("FP8 KV", "auto", "fp8", 0.003),
+    Form("FP8 weights and KV", "fp8", "fp8", 0.008),
+)
+LEAST_KEPT = 0.97
+"""Part of the answers that were right unquantised and must stay right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One form in one dtype, beside the unquantised model in that dtype."""
+
+    device: str
+    dtype: str
+    form: str
+    perplexity: float
+    perplexity_change: float
+    """Relative to the unquantised model's."""
+    change_error: float
+    """Standard error of that change, over windows of text."""
+    most_perplexity_change: float
+    token_change: float
+    """Mean magnitude of the change of a held-out token's log probability, in nats."""
+    held_out_tokens: int
+    right: int
+    """Of `asked` answers: those that begin with the expected sentence."""
+    asked: int
+    kept: float
+    """Part of the answers right unquantised that are right."""
+    same: int
+    """Answers whose every token is the unquantised model's."""
+
+    @property
+    def passes(self) -> bool:
+        return abs(self.perplexity_change) <= self.most_perplexity_change and self.kept >= LEAST_KEPT
+
+
+@dataclass(slots=True)
+class _Run:
+    losses: list[list[float]]
+    """Nats of each token, by window."""
+    answers: list[list[int]]
+    right: list[bool]
+
+
+def measure(
+    device: str,
+    dtype: str,
+    *,
+    asked: int | None = None,
+    windows: int | None = None,
+    forms: Iterable[Form] = FORMS,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Score]:
+    """Scores of `forms`, the unquantised one first. asked, windows: how many of the questions and windows of
+    held-out text, spread evenly; None: all."""
+    first: _Run | None = None
+    scores = []
+    for form in forms:
+        progress(f"{device} {dtype}: {form.name}")
+        run = _run(device, dtype, form, asked, windows)
+        first = first or run
+        scores.append(_score(device, dtype, form, run, first))
+    return scores
+
+
+def held_out_windows() -> list[list[int]]:
+    """`heldout.txt` in windows of WINDOW tokens, each after a begin token; what is left over is dropped."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    ids = tokenizer.encode((DEMO / "heldout.txt").read_text("utf-8"), add_special_tokens=False).ids
+    count = len(ids) // WINDOW
+    return [[BEGIN, *ids[index * WINDOW : (index + 1) * WINDOW]] for index in range(count)]
+
+
+def _run(device: str, dtype: str, form: Form, asked: int | None, windows: int | None) -> _Run:
+    from tokenizers import Tokenizer
+
+    prompts, expected = questions()
+    prompts, expected = _spread(prompts, asked), _spread(expected, asked)
+    engine = LocalEngine(
+        ReplicaSpec(
+            replica="quality-0",
+            model_path=str(DEMO),
+            device=device,
+            dtype=dtype,
+            weights=form.weights,
+            kv_dtype=form.kv_dtype,
+            max_rows=256,
+            step_tokens=4096,
+            kv_blocks=2048,
+        )
+    )
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=MOST_ANSWER_TOKENS, stop_token_ids=(END,))
+    texts = [
+        samples[0].prompt_logprobs
+        for samples in engine.generate(_spread(held_out_windows(), windows), scored)
+    ]
+    answers = [samples[0].token_ids for samples in engine.generate(prompts, greedy)]
+    engine.close()
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    said = [tokenizer.decode(ids) for ids in answers]
+    return _Run(
+        losses=[[-token.logprob for token in text or [] if token is not None] for text in texts],
+        answers=answers,
+        right=[text.startswith(sentence) for text, sentence in zip(said, expected, strict=True)],
+    )
+
+
+def _score(device: str, dtype: str, form: Form, run: _Run, first: _Run) -> Score:
+    pairs = [
+        list(zip(mine, theirs, strict=True)) for mine, theirs in zip(run.losses, first.losses, strict=True)
+    ]
+    tokens = sum(map(len, run.losses))
+    mean = sum(map(sum, run.losses)) / tokens
+    before = sum(map(sum, first.losses)) / tokens
+    # Windows are far apart in the text, so their means are nearly independent, which tokens' are not.
+    changes = [sum(mine - theirs for mine, theirs in window) / len(window) for window in pairs]
+    spread = sum((change - sum(changes) / len(changes)) ** 2 for change in changes)
+    kept = sum(now for now, was in zip(run.right, first.right, strict=True) if was)
+    return Score(
+        device=device,
+        dtype=dtype,
+        form=form.name,
+        perplexity=math.exp(mean),
+        perplexity_change=math.expm1(mean - before),
+        change_error=math.sqrt(spread / (len(changes) * max(1, len(changes) - 1))),
+        most_perplexity_change=form.most_perplexity_change,
+        token_change=sum(abs(mine - theirs) for window in pairs for mine, theirs in window) / tokens,
+        held_out_tokens=tokens,
+        right=sum(run.right),
+        asked=len(run.right),
+        kept=kept / max(1, sum(first.right)),
+        same=sum(mine == theirs for mine, theirs in zip(run.answers, first.answers, strict=True)),
+    )
+
+
+def _spread(items: list[_Item], count: int | None) -> list[_Item]:
+    """`count` of the items, evenly spaced; None: all."""
+    if count is None:
+        return items
+    return [items[index * len(items) // count] for index in range(count)]

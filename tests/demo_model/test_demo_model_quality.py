@@ -1,0 +1,108 @@
+"""FP8 keeps the shipped model's answers, and what it knows of unseen text: `scripts/quality`, in short."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine.client import ReplicaClient, ReplicaGroup
+from engine.messages import RankOutbound, Ready, ReplicaInfo, ReplicaSpec, SamplingParams, Submit
+from tests.demo_model.asking import DEMO, END, questions
+from tests.demo_model.quality import FORMS, LEAST_KEPT, Score, held_out_windows, measure
+
+
+def test_fp8_weights_and_cache_cost_no_more_than_they_may() -> None:
+    """60 questions and 12 of 57 windows of text; the whole of it is in `docs/measurements`."""
+    plain, *quantised = measure("cpu", "float32", asked=60, windows=12)
+    assert (plain.right, plain.asked, plain.held_out_tokens) == (60, 60, 12 * 1024)
+    for score, form in zip(quantised, FORMS[1:], strict=True):
+        assert score.form == form.name
+        assert score.token_change > 0.01, f"{form.name}: nothing is quantised"
+        assert abs(score.perplexity_change) <= form.most_perplexity_change, form.name
+        assert score.kept >= LEAST_KEPT, form.name
+        assert score.passes
+
+
+def test_the_text_is_that_of_the_model_card() -> None:
+    windows = held_out_windows()
+    assert {len(window) for window in windows} == {1025}
+    assert len(windows) == 57
+
+
+def test_a_form_that_costs_too_much_does_not_pass() -> None:
+    fine = Score(
+        device="cpu",
+        dtype="float32",
+        form="FP8 weights",
+        perplexity=12.6,
+        perplexity_change=0.004,
+        change_error=0.0005,
+        most_perplexity_change=0.005,
+        token_change=0.08,
+        held_out_tokens=57 * 1024,
+        right=199,
+        asked=200,
+        kept=0.995,
+        same=180,
+    )
+    assert fine.passes
+    assert not replace(fine, perplexity_change=0.0051).passes
+    assert not replace(fine, perplexity_change=-0.0051).passes
+    assert not replace(fine, kept=0.965).passes
+
+
+@pytest.mark.system
+def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
+    """Real processes, whose o and down have scales of each rank's part."""
+    prompts, expected = questions()
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,))
+
+    async def answers() -> tuple[ReplicaInfo, list[str]]:
+        ready: asyncio.Future[ReplicaInfo] = asyncio.get_running_loop().create_future()
+
+        def hear(rank: int, message: RankOutbound) -> None:
+            if isinstance(message, Ready):
+                ready.set_result(message.info)
+
+        def ended(reason: str) -> None:
+            if not ready.done():
+                ready.set_exception(RuntimeError(reason))
+
+        spec = ReplicaSpec(
+            replica="demo-0",
+            model_path=str(DEMO),
+            device="cpu",
+            weights="fp8",
+            kv_dtype="fp8",
+            tensor_parallel_size=2,
+            kv_blocks=256,
+            threads=1,
+        )
+        group = ReplicaGroup.launch(spec, hear, ended)
+        try:
+            async with asyncio.timeout(90):
+                info = await ready
+                client = ReplicaClient(socket.socket(fileno=group.attach_front("front-0")), lambda lost: None)
+
+                async def answer(name: int) -> str:
+                    submit = Submit(
+                        handle=client.next_handle(),
+                        request_id=f"question-{name}",
+                        prompt_token_ids=prompts[name],
+                        sampling=sampling,
+                    )
+                    ids = [token async for output in client.generate(submit) for token in output.token_ids]
+                    return tokenizer.decode(ids)
+
+                return info, await asyncio.gather(*map(answer, range(0, 200, 20)))
+        finally:
+            await group.stop()
+
+    info, said = asyncio.run(answers())
+    assert (info.weights, info.kv_dtype, info.tensor_parallel_size) == ("fp8", "fp8", 2)
+    assert all(text.startswith(line) for text, line in zip(said, expected[::20], strict=True)), said
