@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from engine.config import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
+_DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+"""Of the dtypes that are ever read."""
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading a field raises where JSON is none, or is not what the format says."""
 
@@ -24,7 +28,11 @@ class Entry:
     dtype: str
     """In safetensors' words, e.g. "BF16"."""
     shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
     nbytes: int
+    modified_ns: int
+    """When the file was last written, as its header was read."""
 
 
 def read_entries(folder: Path) -> dict[str, Entry]:
@@ -78,8 +86,9 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _read_header(file: Path) -> dict[str, Entry]:
     try:
-        size = file.stat().st_size
         with file.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            size = status.st_size
             prefix = stream.read(8)
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or header_bytes > _LARGEST_HEADER_BYTES:
@@ -90,17 +99,16 @@ def _read_header(file: Path) -> dict[str, Entry]:
                     "download it again"
                 )
             header = json.loads(stream.read(header_bytes))
-        entries = {name: _entry(file, value) for name, value in header.items() if name != "__metadata__"}
-        end = max(
-            (value["data_offsets"][1] for name, value in header.items() if name != "__metadata__"), default=0
-        )
+        header.pop("__metadata__", None)
+        data = 8 + header_bytes
+        entries = {name: _entry(file, value, data, status.st_mtime_ns) for name, value in header.items()}
+        expected = max((entry.offset + entry.nbytes for entry in entries.values()), default=data)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
     except _MALFORMED as error:
         raise CheckpointError(
             f"{file}: its header is not safetensors ({error!r}); download it again"
         ) from None
-    expected = 8 + header_bytes + end
     if size < expected:
         raise CheckpointError(
             f"{file}: is truncated: {expected} bytes expected, {size} found; download it again"
@@ -108,6 +116,12 @@ def _read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(file: Path, value: dict[str, Any]) -> Entry:
-    first, last = value["data_offsets"]
-    return Entry(file, str(value["dtype"]), tuple(int(n) for n in value["shape"]), int(last) - int(first))
+def _entry(file: Path, value: dict[str, Any], data: int, modified_ns: int) -> Entry:
+    """Of a tensor whose bytes count from `data` on."""
+    dtype, shape = str(value["dtype"]), tuple(int(n) for n in value["shape"])
+    first, last = (int(n) for n in value["data_offsets"])
+    if first < 0 or last < first or min(shape, default=0) < 0:
+        raise ValueError(f"shape {list(shape)} from byte {first} to {last}")
+    if dtype in _DTYPE_BYTES and last - first != math.prod(shape) * _DTYPE_BYTES[dtype]:
+        raise ValueError(f"{last - first} bytes of {dtype} in shape {list(shape)}")
+    return Entry(file, dtype, shape, data + first, last - first, modified_ns)

@@ -1,23 +1,25 @@
 """Fills a decoder's weights: streamed from safetensors, or random.
 
-Each rank reads only its own slices, tensor by tensor, from memory-mapped files: the host never holds more
-than one tensor's slice beside the model.
+Each rank reads only its own slices (`engine.model.streaming`): the host never holds more than a ring of
+buffers beside the model. Conversions, and quantising to FP8, happen on the device.
 """
 
 from __future__ import annotations
 
+import math
+import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from engine.config import CheckpointError
 from engine.model.checkpoint import Entry, read_entries
 from engine.model.decoder import Decoder
 from engine.model.layers import Piece
+from engine.model.streaming import Slice, stream
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
@@ -29,6 +31,8 @@ _SCALE = "_scale"
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 """Of activations and cache, found beforehand on samples; ours are found for each token."""
 _NAMES_SHOWN = 4
+_PROGRESS_S = 0.1
+"""Between two reports of progress, unless another file is begun."""
 
 
 def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
@@ -43,26 +47,27 @@ def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
     entries = read_entries(folder)
     pieces = {piece.name: piece for piece in decoder.pieces()}
     _check(entries, pieces, folder, tied=decoder.config.tie_word_embeddings)
-    by_file: dict[Path, list[Piece]] = {}
-    for name, piece in pieces.items():
-        if piece.target is not None:
-            by_file.setdefault(entries[name].file, []).append(piece)
-    total = max(1, sum(_bytes_wanted(piece, entries[piece.name]) for piece in pieces.values()))
+    scales = _read_scales(pieces, entries, decoder.device)
+    wanted = [_slice(piece, entries[piece.name]) for piece in pieces.values() if piece.target is not None]
+    wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
+    total = sum(part.nbytes for part in wanted)
     done = 0
-    for file in sorted(by_file):
-        try:
-            with safe_open(file, framework="pt") as shard:
-                for piece in by_file[file]:
-                    part = piece.part(shard.get_slice(piece.name))
-                    if entries[piece.name].dtype == _FP8:
-                        piece.fill_quantised(part, _scales(piece, entries, shard))
-                    else:
-                        piece.fill(part)
-                    done += _bytes_wanted(piece, entries[piece.name])
-                    progress(f"loading {file.name}", done / total)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: cannot be read ({error}); download it again") from error
-    decoder.finish()
+    file, told_at = None, 0.0
+    for part, numbers in stream(wanted, decoder.device):
+        block = _block(pieces[part.name], part)
+        numbers = numbers if block.dim == 0 else block.part(numbers)
+        if part.entry.dtype == _FP8:
+            each = scales[part.name + _SCALE]
+            rows = slice(part.first_row, part.first_row + part.rows)
+            block.fill_quantised(numbers, each if len(each) == 1 else each[rows])
+        else:
+            block.fill(numbers)
+        done += part.nbytes
+        now = time.monotonic()
+        if part.entry.file != file or now - told_at >= _PROGRESS_S or done == total:
+            file, told_at = part.entry.file, now
+            progress(f"loading {file.name}", done / total)
+    _finish(decoder)
     return done
 
 
@@ -86,7 +91,7 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
             whole.fill_(1.0)
         piece.fill(piece.part(whole))
         done += piece.target.nbytes
-    decoder.finish()
+    _finish(decoder)
     return done
 
 
@@ -152,23 +157,39 @@ def _names(names: list[str]) -> str:
     return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown} are"
 
 
-def _bytes_wanted(piece: Piece, entry: Entry) -> int:
-    if piece.target is None or not piece.target.numel():
-        return 0
-    whole = 1
-    for length in piece.shape:
-        whole *= length
-    return entry.nbytes * piece.target.numel() // whole
+def _slice(piece: Piece, entry: Entry) -> Slice:
+    """What a rank reads of a piece's tensor: its rows, or whole rows of which it takes some columns."""
+    assert piece.target is not None
+    return Slice(piece.name, entry, piece.start if piece.dim == 0 else 0, piece.target.shape[0])
 
 
-def _scales(piece: Piece, entries: dict[str, Entry], shard: Any) -> torch.Tensor:
-    """The float32 scales of a piece's rows, or the one of all, from the same file or another."""
-    name = piece.name + _SCALE
-    if name in shard.keys():  # noqa: SIM118 - it is no mapping
-        scales = shard.get_tensor(name)
-    else:
-        with safe_open(entries[name].file, framework="pt") as other:
-            scales = other.get_tensor(name)
-    scales = scales.float().flatten()
-    whole = len(scales) == 1 or piece.dim != 0
-    return scales if whole else piece.part(scales)
+def _block(piece: Piece, part: Slice) -> Piece:
+    """The rows of a piece that a part of its slice fills."""
+    assert piece.target is not None
+    first = part.first_row - (piece.start if piece.dim == 0 else 0)
+    rows = slice(first, first + part.rows)
+    return replace(
+        piece, target=piece.target[rows], scales=None if piece.scales is None else piece.scales[rows]
+    )
+
+
+def _read_scales(
+    pieces: dict[str, Piece], entries: dict[str, Entry], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """By their names: the float32 scales of all rows of a weight `[rows]`, or the one of all `[1]`."""
+    wanted = []
+    for piece in pieces.values():
+        if piece.target is not None and entries[piece.name].dtype == _FP8:
+            name = piece.name + _SCALE
+            wanted.append(Slice(name, entries[name], 0, math.prod(entries[name].shape[:1])))
+    found = {part.name: torch.empty(part.rows, device=device) for part in wanted}
+    for part, numbers in stream(wanted, device):
+        found[part.name][part.first_row : part.first_row + part.rows] = numbers.flatten()
+    return found
+
+
+def _finish(decoder: Decoder) -> None:
+    decoder.finish()
+    if decoder.device.type == "cuda":
+        # What is left in the allocator's cache would be taken for working memory as the KV pool is sized.
+        torch.cuda.empty_cache()

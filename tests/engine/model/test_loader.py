@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import CheckpointError, ModelConfig
+from engine.config import CheckpointError
 from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
+from engine.model.streaming import stream
 from engine.parallel import single
 from kernels import select_backend
+from kernels.reference import quantise_fp8
 
 from .checkpoints import Case, make
 
@@ -33,9 +38,18 @@ def sharded(tmp_path: Path) -> Path:
     return make(Case("plain", "llama", shard_size="100KB"), tmp_path)
 
 
-def _decoder(folder: Path, config: ModelConfig | None = None) -> Decoder:
-    config = config or read_config(folder)
-    return Decoder(config, single(), select_backend("cpu"), torch.float32, torch.device("cpu"))
+@dataclass(frozen=True)
+class PlaceOfRank:
+    """A rank of a group that never talks."""
+
+    size: int
+    rank: int
+
+
+def _decoder(folder: Path, ranks: Any = None, fp8: bool = False) -> Decoder:
+    ranks = ranks or single()
+    config, ops = read_config(folder), select_backend("cpu")
+    return Decoder(config, ranks, ops, torch.float32, torch.device("cpu"), fp8=fp8)
 
 
 def _load(folder: Path) -> int:
@@ -74,6 +88,44 @@ def test_everything_is_read_once_and_progress_ends_at_one(sharded: Path) -> None
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
     assert {stage for stage, _ in seen} == {f"loading {shard.name}" for shard in shards}
+
+
+def test_progress_is_told_for_each_file_and_then_by_the_clock(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [f"loading {shard.name}" for shard in sorted(sharded.glob("*.safetensors"))]
+    seen: list[str] = []
+    monkeypatch.setattr("engine.model.loader.time.monotonic", lambda: 0.0)
+    load(_decoder(sharded), sharded, lambda stage, fraction: seen.append(stage))
+    assert seen == [*shards, shards[-1]]
+    hours = iter(range(10_000))
+    monkeypatch.setattr("engine.model.loader.time.monotonic", lambda: float(next(hours)))
+    load(_decoder(sharded), sharded, lambda stage, fraction: seen.append(stage))
+    assert len(seen) > 2 * len(shards) + 10
+
+
+@pytest.mark.parametrize("slot_bytes", [1000, 1 << 20])
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "FP8"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_gets_its_slices_to_the_bit(
+    sharded: Path, rank: int, fp8: bool, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.loader.stream", partial(stream, slot_bytes=slot_bytes))
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sharded.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    decoder = _decoder(sharded, ranks=PlaceOfRank(2, rank), fp8=fp8)
+    pieces = decoder.pieces()
+    load(decoder, sharded, lambda stage, fraction: None)
+    for piece in pieces:
+        assert piece.target is not None
+        expected = piece.part(tensors[piece.name])
+        if piece.scales is None:
+            assert torch.equal(piece.target, expected), piece.name
+        else:
+            values, scales = quantise_fp8(expected)
+            assert torch.equal(piece.target.view(torch.uint8), values.view(torch.uint8)), piece.name
+            assert torch.equal(piece.scales, scales.squeeze(1)), piece.name
 
 
 def test_pieces_cover_every_parameter_exactly_once(folder: Path) -> None:

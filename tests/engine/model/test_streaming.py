@@ -1,0 +1,143 @@
+"""What is streamed is what the files hold, whatever the sizes; what cannot be read is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import CheckpointError
+from engine.model.checkpoint import INDEX, Entry, read_entries
+from engine.model.streaming import SLOTS, Slice, stream
+
+CPU = torch.device("cpu")
+SLOT_SIZES = [1, 257, 4096, 5000, 1 << 20]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards of odd shapes in several dtypes, among them many small tensors and rows larger than some
+    slots."""
+    torch.manual_seed(5)
+    first = {
+        "scalar": torch.randn(()),
+        "odd bytes": torch.randn(7).to(torch.float8_e4m3fn),
+        "matrix": torch.randn(333, 17).bfloat16(),
+        "long rows": torch.randn(3, 3001),
+        "nothing": torch.empty(0, 4),
+        "experts": torch.randn(5, 3, 7).half(),
+    }
+    second = {f"small {number}": torch.randn(number % 13 + 1) for number in range(300)}
+    save_file(first, tmp_path / "a.safetensors")
+    save_file(second, tmp_path / "b.safetensors")
+    weight_map = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def _whole(name: str, entry: Entry) -> Slice:
+    return Slice(name, entry, 0, entry.shape[0] if entry.shape else 1)
+
+
+def _in_order(folder: Path) -> list[Slice]:
+    slices = [_whole(name, entry) for name, entry in read_entries(folder).items()]
+    return sorted(slices, key=lambda each: (each.entry.file, each.entry.offset))
+
+
+def _collect(slices: list[Slice], slot_bytes: int) -> dict[str, torch.Tensor]:
+    """Blocks side by side. Each must follow the one before it."""
+    found: dict[str, list[torch.Tensor]] = {}
+    rows = {each.name: each.first_row for each in slices}
+    slot_bytes = max(slot_bytes, *(each.row_bytes for each in slices))
+    for part, numbers in stream(slices, CPU, slot_bytes):
+        assert part.first_row == rows[part.name]
+        assert part.nbytes <= slot_bytes
+        rows[part.name] += part.rows
+        found.setdefault(part.name, []).append(numbers.clone())
+    return {name: torch.cat(blocks) for name, blocks in found.items()}
+
+
+def _bytes(tensor: torch.Tensor) -> list[int]:
+    return tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("slot_bytes", SLOT_SIZES)
+def test_every_tensor_is_streamed_to_the_bit(folder: Path, slot_bytes: int) -> None:
+    found = _collect(_in_order(folder), slot_bytes)
+    expected = load_file(folder / "a.safetensors") | load_file(folder / "b.safetensors")
+    del expected["nothing"]
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == (tensor.shape or (1,)), name
+        assert _bytes(found[name]) == _bytes(tensor), name
+
+
+@pytest.mark.parametrize("slot_bytes", SLOT_SIZES)
+def test_only_the_rows_that_are_asked_for_are_streamed(folder: Path, slot_bytes: int) -> None:
+    entries = read_entries(folder)
+    asked = {"matrix": (100, 131), "long rows": (1, 1), "experts": (3, 2)}
+    slices = [Slice(name, entries[name], *rows) for name, rows in asked.items()]
+    tensors = load_file(folder / "a.safetensors")
+    for name, found in _collect(slices, slot_bytes).items():
+        first, count = asked[name]
+        assert torch.equal(found, tensors[name][first : first + count]), name
+
+
+def test_nothing_to_read_is_no_error(folder: Path) -> None:
+    assert list(stream([], CPU)) == []
+    assert list(stream([_whole("nothing", read_entries(folder)["nothing"])], CPU)) == []
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(folder: Path) -> None:
+    *_, last = _in_order(folder)
+    blocks = stream([_whole("matrix", read_entries(folder)["matrix"]), last], CPU, 64)
+    next(blocks)
+    needed = last.entry.offset + last.entry.nbytes
+    os.truncate(last.entry.file, needed - 4)
+    with pytest.raises(CheckpointError) as caught:
+        list(blocks)
+    assert f"{last.entry.file}: is truncated: {last.name} needs {needed} bytes" in str(caught.value)
+    assert f"the file has {needed - 4}; download it again" in str(caught.value)
+
+
+def test_a_file_that_is_written_after_its_header_was_read_is_refused(folder: Path) -> None:
+    slices = _in_order(folder)
+    file = folder / "a.safetensors"
+    written = file.stat().st_mtime_ns
+    os.utime(file, ns=(written, written + 1_000_000))
+    with pytest.raises(CheckpointError) as caught:
+        list(stream(slices, CPU))
+    assert f"{file}: was changed while {slices[0].name} was read" in str(caught.value)
+
+
+def test_a_failing_disk_is_named_with_the_tensor(folder: Path) -> None:
+    # The kernel's own input/output error: the first page of a process is never mapped.
+    entry = replace(read_entries(folder)["matrix"], file=Path("/proc/self/mem"), offset=0)
+    with pytest.raises(
+        CheckpointError, match=r"/proc/self/mem: matrix cannot be read \(Input/output error\)"
+    ):
+        list(stream([_whole("matrix", entry)], CPU))
+
+
+def test_a_file_that_is_gone_is_named(folder: Path) -> None:
+    slices = _in_order(folder)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"b\.safetensors: cannot be read \(No such file"):
+        list(stream(slices, CPU))
+
+
+def test_who_stops_early_leaves_no_thread_and_no_open_file(folder: Path) -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    blocks = stream(_in_order(folder), CPU, 64)
+    for _ in range(2 * SLOTS):
+        next(blocks)
+    blocks.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+    assert len(os.listdir("/proc/self/fd")) == opened

@@ -1,0 +1,76 @@
+"""Weights arrive on a GPU as they do on the CPU, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.families import read_config
+from engine.model.decoder import Decoder
+from engine.model.loader import load
+from engine.model.streaming import stream
+from kernels import select_backend
+from tests.engine.model.checkpoints import Case, Fp8, make, quantise
+
+pytestmark = pytest.mark.gpu
+
+
+@dataclass(frozen=True)
+class PlaceOfRank:
+    """A rank of a group that never talks."""
+
+    size: int
+    rank: int
+
+
+@pytest.fixture(scope="module", params=[None, Fp8("quantised", per_channel=True)], ids=["bf16", "FP8"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    case = Case("biased", "llama", {"attention_bias": True}, shard_size="100KB")
+    made = make(case, tmp_path_factory.mktemp("made"), torch.bfloat16)
+    if request.param is not None:
+        quantise(made, request.param)
+    return made
+
+
+def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool) -> dict[str, torch.Tensor]:
+    """The bytes of every parameter."""
+    ops = select_backend(device, dtype)
+    decoder = Decoder(read_config(folder), ranks, ops, dtype, torch.device(device), fp8=fp8)
+    found: dict[str, torch.Tensor] = {}
+    pieces = decoder.pieces()
+    with torch.inference_mode():
+        load(decoder, folder, lambda stage, fraction: None)
+    for piece in pieces:
+        if piece.target is not None:
+            found[piece.name] = piece.target.cpu().contiguous().view(torch.uint8)
+        if piece.scales is not None:
+            found[f"{piece.name} scales"] = piece.scales.cpu()
+    return found
+
+
+@pytest.mark.parametrize("slot_bytes", [5000, 1 << 20], ids=["small slots", "large slots"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "FP8"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slices_of_ranks_equal_those_on_the_cpu(
+    folder: Path, rank: int, fp8: bool, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.loader.stream", partial(stream, slot_bytes=slot_bytes))
+    expected = _loaded(folder, "cpu", torch.bfloat16, PlaceOfRank(2, rank), fp8)
+    found = _loaded(folder, "cuda", torch.bfloat16, PlaceOfRank(2, rank), fp8)
+    assert found.keys() == expected.keys()
+    for name, numbers in expected.items():
+        assert torch.equal(found[name], numbers), name
+
+
+def test_memory_that_was_used_for_loading_is_given_back(folder: Path) -> None:
+    ops = select_backend("cuda", torch.bfloat16)
+    device = torch.device("cuda")
+    decoder = Decoder(read_config(folder), PlaceOfRank(1, 0), ops, torch.bfloat16, device)  # type: ignore[arg-type]
+    before = torch.cuda.memory_reserved()
+    load(decoder, folder, lambda stage, fraction: None)
+    assert torch.cuda.memory_reserved() <= before
