@@ -76,7 +76,11 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     credit_tokens: int = 0
     steps: int = 0
     step_ms: float = 0.0
+    """Mean of steps that only decode, and how long the device had waited for the host before them."""
     idle_us: float = 0.0
+    mixed_step_ms: float = 0.0
+    """The same of steps that compute prompts."""
+    mixed_idle_us: float = 0.0
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

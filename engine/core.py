@@ -57,6 +57,18 @@ class Gauges:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTiming:
+    """How a step went."""
+
+    mixed: bool
+    """Whether it computed prompts."""
+    ms: float
+    """From its launch, or the end of the step before it, to its end."""
+    idle_us: float
+    """How long the device had idled before it."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one turn of the loop brought."""
 
@@ -68,10 +80,8 @@ class StepResult:
     """Ledgers of submissions that ended."""
     credits_changed: bool
     """Whether credit was granted since the turn before."""
-    step_ms: float | None
-    """How long the collected step took; None if this turn collected none."""
-    idle_us: float | None
-    """How long the device had idled before it."""
+    timing: StepTiming | None
+    """Of the collected step; None if this turn collected none."""
 
 
 @dataclass(slots=True)
@@ -132,16 +142,14 @@ class EngineCore:
         if scheduled is not None:
             launched = self._runner.launch(scheduled.plan)
             self._in_flight.append(_InFlight(scheduled, launched, time.perf_counter()))
-        step_ms = idle_us = None
+        timing = None
         if self._in_flight and (scheduled is None or len(self._in_flight) > self._steps_ahead):
-            step_ms, idle_us = self._collect(self._in_flight.popleft())
+            timing = self._collect(self._in_flight.popleft())
         outputs, finished = self.scheduler.ledger.take()
         before, self._credits = self._credits, self._granted()
-        return StepResult(
-            self._collected, outputs, finished, self._credits != before, step_ms=step_ms, idle_us=idle_us
-        )
+        return StepResult(self._collected, outputs, finished, self._credits != before, timing)
 
-    def _collect(self, oldest: _InFlight) -> tuple[float, float]:
+    def _collect(self, oldest: _InFlight) -> StepTiming:
         tokens = oldest.launched.wait()
         now = time.perf_counter()
         # A step begins when it is launched, or when the one before it is done.
@@ -149,7 +157,7 @@ class EngineCore:
         self._collected_at = now
         self._collected = oldest.scheduled.plan.step
         self.scheduler.collect(oldest.scheduled, tokens)
-        return step_ms, oldest.launched.host_gap_us
+        return StepTiming(bool(oldest.scheduled.plan.chunks), step_ms, oldest.launched.host_gap_us)
 
     def _granted(self) -> tuple[int, int]:
         return self.scheduler.ledger.credit_rows, self.scheduler.ledger.credit_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core import EngineCore, StepResult
+from engine.core import EngineCore, StepResult, StepTiming
 from engine.messages import (
     Finished,
     Output,
@@ -54,8 +54,8 @@ class LocalEngine:
         self.core = EngineCore(self.scheduler, self.runner, overlap=spec.overlap)
         self.finished: list[Finished] = []
         """The ledger of all calls."""
-        self.idle_us: list[float] = []
-        """For each step of all calls: how long the device had waited for the host."""
+        self.timings: list[StepTiming] = []
+        """Of each step of all calls."""
         self._handles = 0
 
     def generate(
@@ -93,8 +93,8 @@ class LocalEngine:
 
     def _take(self, result: StepResult, answers: dict[int, list[Generated]]) -> None:
         self.finished.extend(result.finished)
-        if result.idle_us is not None:
-            self.idle_us.append(result.idle_us)
+        if result.timing is not None:
+            self.timings.append(result.timing)
         for output in result.outputs.get(_ORIGIN, []):
             _append(answers[output.handle][output.sample], output)
 

@@ -287,9 +287,12 @@ class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     step_ms: float = 0.0
-    """Mean over the steps since the last report."""
+    """Mean of the steps that only decoded, since the last report; 0 where there were none."""
     idle_us: float = 0.0
-    """Mean gap in which the device waited for the host, over the same steps."""
+    """Mean gap before them, in which the device waited for the host."""
+    mixed_step_ms: float = 0.0
+    """The same of the steps that computed prompts."""
+    mixed_idle_us: float = 0.0
 
 
 RankInbound = Start | Attach | CancelRequest | Stop
@@ -370,6 +373,8 @@ class StepTokens(msgspec.Struct, array_like=True):
     """None when no row asked for them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
     """By row: log probabilities of the tokens that follow a chunk's tokens."""
+    broken: list[int] = []
+    """Rows of chunks without sample rows whose numbers are not finite: no token says so."""
 
 
 def sampling_rows(plan: StepPlan) -> list[int]:

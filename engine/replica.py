@@ -39,7 +39,7 @@ from engine.messages import (
 from engine.wire import Channel
 
 if TYPE_CHECKING:
-    from engine.core import EngineCore, StepResult
+    from engine.core import EngineCore, StepResult, StepTiming
     from engine.runner import Launched, Runner
 
 log = logging.getLogger(__name__)
@@ -182,8 +182,7 @@ class Replica:
         self._selector.register(control, selectors.EVENT_READ, None)
         self._stopping = False
         self._reported_at = 0.0
-        self._step_ms = _Mean()
-        self._idle_us = _Mean()
+        self._decode_steps, self._mixed_steps = _StepMeans(), _StepMeans()
 
     def run(self) -> None:
         """Serve until the core says stop or is gone."""
@@ -246,15 +245,17 @@ class Replica:
             channel = self._fronts.get(str(front))
             if channel is not None:
                 channel.send(StepFrame(result.step, outputs))
-        if result.step_ms is not None and result.idle_us is not None:
-            self._step_ms.add(result.step_ms)
-            self._idle_us.add(result.idle_us)
+        if result.timing is not None:
+            steps = self._mixed_steps if result.timing.mixed else self._decode_steps
+            steps.add(result.timing)
         news = result.finished or result.credits_changed or self._fronts_gone
         if news or time.monotonic() - self._reported_at >= HEARTBEAT_S:
             self._report(result)
 
     def _report(self, result: StepResult | None) -> None:
         gauges = self._engine.gauges()
+        step_ms, idle_us = self._decode_steps.take()
+        mixed_step_ms, mixed_idle_us = self._mixed_steps.take()
         self._control.send(
             Report(
                 step=gauges.step,
@@ -271,26 +272,33 @@ class Replica:
                 prompt_tokens=gauges.prompt_tokens,
                 cached_tokens=gauges.cached_tokens,
                 generated_tokens=gauges.generated_tokens,
-                step_ms=self._step_ms.take(),
-                idle_us=self._idle_us.take(),
+                step_ms=step_ms,
+                idle_us=idle_us,
+                mixed_step_ms=mixed_step_ms,
+                mixed_idle_us=mixed_idle_us,
             )
         )
         self._fronts_gone = []
         self._reported_at = time.monotonic()
 
 
-class _Mean:
+class _StepMeans:
+    """Of the steps of one kind since the last report."""
+
     def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
+        self._count, self._ms, self._idle_us = 0, 0.0, 0.0
 
-    def add(self, value: float) -> None:
-        self._sum += value
+    def add(self, timing: StepTiming) -> None:
         self._count += 1
+        self._ms += timing.ms
+        self._idle_us += timing.idle_us
 
-    def take(self) -> float:
-        mean = self._sum / self._count if self._count else 0.0
-        self._sum, self._count = 0.0, 0
-        return mean
+    def take(self) -> tuple[float, float]:
+        """Milliseconds of a step and microseconds of idleness before it; 0 where there was none."""
+        count = max(1, self._count)
+        means = self._ms / count, self._idle_us / count
+        self._count, self._ms, self._idle_us = 0, 0.0, 0.0
+        return means
 
 
 def _build_runner(start: Start, control: Channel[RankInbound]) -> Runner:

@@ -14,9 +14,11 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from engine.bench.limits import ceilings, limit
 from engine.bench.shapes import SHAPES, write_config
@@ -58,8 +60,11 @@ def main() -> int:
         start_s = time.perf_counter() - began
         print(f"{arguments.model or arguments.shape}: {_describe(info, start_s)}", flush=True)
         device = ceilings(info.devices[0])
-        print(f"{'workload':16}{'ours':>12}{'unit':>9}{'limit':>10}{'of it':>8}{'idle µs':>10}{'steps':>8}")
-        results: dict[str, Any] = {"info": _plain(info), "start_s": start_s, "workloads": {}}
+        print(
+            f"{'workload':16}{'ours':>12}{'unit':>9}{'limit':>10}{'of it':>8}"
+            f"{'steps: decode':>15}{'ms':>8}{'idle':>7}{'mixed':>7}{'ms':>8}{'idle':>7}"
+        )
+        results: dict[str, Any] = {"info": msgspec.structs.asdict(info), "start_s": start_s, "workloads": {}}
         for name, workload in chosen.items():
             warm = replace(workload, output_tokens=min(workload.output_tokens, 4))
             run(engine, warm, seed=-1)  # nothing compiles while the clock runs
@@ -73,7 +78,7 @@ def main() -> int:
                 "figure": figure,
                 "unit": workload.unit,
                 "limit": best,
-                "runs": [_plain(one) for one in runs],
+                "runs": [asdict(one) for one in runs],
             }
         engine.close()
     if arguments.json:
@@ -116,10 +121,12 @@ def _print_row(
     of_it = ""
     if best is not None:
         of_it = f"{100 * (best / figure if less_is_better else figure / best):.0f} %"
-    idle = statistics.median(one.idle_us for one in runs)
+    run = runs[0]
     limit_text = "" if best is None else f"{best:,.0f}"
     print(
-        f"{name:16}{figure:>12,.1f}{unit:>9}{limit_text:>10}{of_it:>8}{idle:>10.0f}{runs[0].steps:>8}",
+        f"{name:16}{figure:>12,.1f}{unit:>9}{limit_text:>10}{of_it:>8}"
+        f"{run.decode.count:>15}{run.decode.ms:>8.2f}{100 * run.decode.idle_fraction:>6.1f}%"
+        f"{run.mixed.count:>7}{run.mixed.ms:>8.2f}{100 * run.mixed.idle_fraction:>6.1f}%",
         flush=True,
     )
 
@@ -132,11 +139,6 @@ def _describe(info: ReplicaInfo, start_s: float) -> str:
         f"KV {info.kv_bytes / gib:.1f} in {info.kv_blocks} blocks, "
         f"all {info.used_bytes / gib:.1f}, predicted {info.predicted_bytes / gib:.1f}"
     )
-
-
-def _plain(struct: Any) -> dict[str, Any]:
-    fields = getattr(struct, "__struct_fields__", None) or struct.__slots__
-    return {name: getattr(struct, name) for name in fields}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from engine.core import StepTiming
 from engine.generate import LocalEngine
 from engine.messages import SamplingParams
 
@@ -48,15 +49,27 @@ WORKLOADS: dict[str, Workload] = {
 
 
 @dataclass(slots=True)
+class Steps:
+    """The steps of one kind in a run: how many, their mean time, and how long the device then waited for the
+    host, on average and as a part of the step."""
+
+    count: int
+    ms: float
+    idle_us: float
+    idle_fraction: float
+
+
+@dataclass(slots=True)
 class Measured:
     """One run of a workload."""
 
     figure: float
     seconds: float
     p50_ms: float | None
-    idle_us: float
-    """Median gap per step in which the device waited for the host."""
-    steps: int
+    decode: Steps
+    """Steps that only decoded."""
+    mixed: Steps
+    """Steps that computed prompts."""
 
 
 def run(engine: LocalEngine, workload: Workload, seed: int) -> Measured:
@@ -67,8 +80,7 @@ def run(engine: LocalEngine, workload: Workload, seed: int) -> Measured:
     prompts = [
         [draw.randrange(vocabulary) for _ in range(workload.prompt_tokens)] for _ in range(workload.requests)
     ]
-    first_idle = len(engine.idle_us)
-    first_step = engine.core.gauges().step
+    before = len(engine.timings)
     times: list[float] = []
     batches = [[prompt] for prompt in prompts] if workload.one_at_a_time else [prompts]
     started = time.perf_counter()
@@ -77,14 +89,23 @@ def run(engine: LocalEngine, workload: Workload, seed: int) -> Measured:
         _generate(engine, batch, workload, seed)
         times.append(1e3 * (time.perf_counter() - began))
     seconds = time.perf_counter() - started
-    idle = engine.idle_us[first_idle:]
+    timings = engine.timings[before:]
     return Measured(
         figure=_figure(workload, times, seconds),
         seconds=seconds,
         p50_ms=statistics.median(times) if workload.one_at_a_time else None,
-        idle_us=statistics.median(idle) if idle else 0.0,
-        steps=engine.core.gauges().step - first_step,
+        decode=_steps([timing for timing in timings if not timing.mixed]),
+        mixed=_steps([timing for timing in timings if timing.mixed]),
     )
+
+
+def _steps(timings: list[StepTiming]) -> Steps:
+    count = len(timings)
+    if not count:
+        return Steps(0, 0.0, 0.0, 0.0)
+    ms = sum(timing.ms for timing in timings) / count
+    idle_us = sum(timing.idle_us for timing in timings) / count
+    return Steps(count, ms, idle_us, idle_us / (1e3 * ms) if ms else 0.0)
 
 
 def _generate(engine: LocalEngine, prompts: list[list[int]], workload: Workload, seed: int) -> None:
