@@ -59,8 +59,8 @@ class Sequence:
     registered: int = 0
     """Blocks at the head of `table` that were offered to the prefix cache."""
     finite: int = 0
-    """Positions at its head whose keys and values are finite as far as it is concerned: found in the prefix
-    cache, or a token was sampled after them, which a number that is not finite would have spoilt."""
+    """Positions at its head whose keys and values are known to be finite: a later number is, and one that is
+    not finite spoils all after it."""
     in_flight: int = 0
     """Launched chunks and samplings whose results were not collected."""
     forks: list[Sequence] = field(default_factory=list)

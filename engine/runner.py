@@ -54,6 +54,9 @@ class _StepResults:
     """(sampling row, k) of each row of `sampled.logprobs`."""
     prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
     """With pieces of `Sampler.token_logprobs`."""
+    finite: list[tuple[int, torch.Tensor]]
+    """For each chunk without sample rows, its row and whether the numbers of its last token are finite: those
+    depend on all before it."""
 
 
 class Launched:
@@ -230,13 +233,18 @@ class Runner:
         wanted = hidden if len(index) == len(hidden) else hidden.index_select(0, index)
         sampled = self.sampler.sample(self.decoder.logits(wanted), batch.sampling, self.tables)
         prompts = [(each, self._prompt_logprobs(hidden, batch.forward, each)) for each in batch.prompts]
-        return _StepResults(sampled, batch.sampling.needs.logprob_rows, prompts)
+        finite = [
+            (chunk.row, hidden[span.first + span.count - 1].isfinite().all())
+            for chunk, span in zip(plan.chunks, batch.forward.attention.chunks, strict=True)
+            if not chunk.sample_rows
+        ]
+        return _StepResults(sampled, batch.sampling.needs.logprob_rows, prompts, finite)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> _StepResults:
         graphs.set_rows(plan.decodes)
         logits = graphs.forward()
         batch = self.tables.decode_batch(plan, graphs.rows(), graphs.positions())
-        return _StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [])
+        return _StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [], [])
 
     def _sample(self, graphs: DecodeGraphs, logits: torch.Tensor, batch: SamplingBatch) -> SampledStep:
         if batch.needs.edits is not None:
@@ -512,7 +520,8 @@ def _to_host(results: _StepResults) -> _StepResults:
     logprobs = results.sampled.logprobs
     sampled = SampledStep(copy(results.sampled.token_ids), None if logprobs is None else copy(logprobs))
     prompts = [(prompt, [copy(piece) for piece in pieces]) for prompt, pieces in results.prompts]
-    return _StepResults(sampled, results.logprob_rows, prompts)
+    finite = [(row, copy(each)) for row, each in results.finite]
+    return _StepResults(sampled, results.logprob_rows, prompts, finite)
 
 
 def _read(plan: StepPlan, results: _StepResults) -> StepTokens:
@@ -531,7 +540,8 @@ def _read(plan: StepPlan, results: _StepResults) -> StepTokens:
             _token_logprob(token, numbers, prompt.top)
             for token, numbers in zip(following[prompt.row], rows, strict=False)
         ]
-    return StepTokens(token_ids, logprobs, prompts)
+    broken = [row for row, finite in results.finite if not finite]
+    return StepTokens(token_ids, logprobs, prompts, broken)
 
 
 def _token_logprob(token_id: int, numbers: list[float], top: int) -> TokenLogprob:

@@ -34,7 +34,6 @@ from engine.ledger import Ledger
 from engine.messages import (
     BAD_TOKEN,
     BLOCK_TOKENS,
-    LOWEST_LOGPROB,
     Chunk,
     Output,
     RowSetup,
@@ -65,6 +64,8 @@ class Prefill:
     row: int
     start: int
     end: int
+    samples: bool
+    """Whether tokens are sampled after it, which then say whether its numbers are finite."""
 
 
 @dataclass(slots=True)
@@ -285,7 +286,7 @@ class Scheduler:
         plan.chunks.append(
             Chunk(sequence.row, start, sequence.tokens[start:end], sample_rows, logprobs, next_token)
         )
-        step.prefills.append(Prefill(sequence, sequence.row, start, end))
+        step.prefills.append(Prefill(sequence, sequence.row, start, end, samples=bool(sample_rows)))
         sequence.position = end
         sequence.in_flight += 1
         self.ledger.credit(sequence.submission, end)
@@ -433,11 +434,10 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take a running sequence out of its row and free its blocks. What is in flight for it still runs,
-        before anything that a later plan does with them. Blocks whose numbers may not be finite, since no
-        token was sampled after them, are cleared for their next owners."""
+        before anything that a later plan does with them; what it writes may not be finite."""
         row = sequence.row
         if sequence.finite < sequence.position:
-            for block in sequence.table[sequence.finite // BLOCK_TOKENS :]:
+            for block in sequence.table[sequence.finite // BLOCK_TOKENS : blocks_for(sequence.position)]:
                 self.pool.doubt(block)
         self._decoding.pop(row, None)
         self._prefilling.pop(row, None)
@@ -461,7 +461,7 @@ class Scheduler:
             if sequence.finish:
                 continue
             if token == BAD_TOKEN:
-                self._break(sequence)
+                self._break(sequence, len(sequence.tokens))
                 continue
             generated += 1
             sequence.finite = len(sequence.tokens)
@@ -486,7 +486,14 @@ class Scheduler:
         sequence.in_flight -= 1
         if sequence.finish:
             return
+        if prefill.row in tokens.broken:
+            # Forks before their leader, so that its prefill is not handed from one to the next.
+            for member in (*reversed(sequence.forks), sequence):
+                self._break(member, prefill.end)
+            return
         if sequence.row >= 0:
+            if not prefill.samples:
+                sequence.finite = prefill.end
             self._register(sequence, prefill.end)
         # The row is the plan's: the sequence may have lost it since, what was computed stands.
         scores = tokens.prompt_logprobs.get(prefill.row)
@@ -494,14 +501,7 @@ class Scheduler:
             # The first score is that of the token at start + 1; recomputed ones are known already.
             sequence.prompt_logprobs.extend(scores[len(sequence.prompt_logprobs) - prefill.start - 1 :])
         if not sequence.samples and not sequence.wants_prompt_logprobs:
-            # Nothing is sampled that could say so, but a number that is not finite spoils all after it.
-            last = sequence.prompt_logprobs[-1] if sequence.prompt_logprobs else None
-            if last is not None and last.logprob <= LOWEST_LOGPROB:
-                self._break(sequence)
-            else:
-                # Nothing was scored after the last position.
-                sequence.finite = sequence.position - 1
-                self._end(sequence, "length")
+            self._end(sequence, "length")
 
     def _examine(self, sequence: Sequence, token: int) -> str:
         """After a token that might end the sequence or fill a block: its finish, or ""."""
@@ -539,14 +539,15 @@ class Scheduler:
             if not sequence.finish:
                 self._end(sequence, "cancelled")
 
-    def _break(self, sequence: Sequence) -> None:
-        """End a sequence whose logits were not finite, and keep what it computed from anybody else."""
+    def _break(self, sequence: Sequence, position: int) -> None:
+        """End a sequence whose numbers are not finite after `position` tokens, and keep what it computed from
+        anybody else."""
         for block in sequence.table:
             self.pool.taint(block)
         self._end(
             sequence,
             "error",
-            f"the model's numbers overflowed at position {len(sequence.tokens)}: no token has a finite score "
+            f"the model's numbers overflowed at position {position}: no token has a finite score "
             "(a damaged checkpoint, a dtype with too little range, or logit_bias that bans every token)",
         )
 

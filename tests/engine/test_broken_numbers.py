@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -56,6 +57,32 @@ def test_it_ends_with_an_error_and_nobody_else_notices(engine: LocalEngine) -> N
     assert engine.core.gauges().blocks_used == 0
     assert sum(entry.finish == ["error"] for entry in engine.finished) == 5
     engine.close()
+
+
+def test_a_long_prompt_ends_with_the_chunk_that_broke_and_is_not_found_by_prompts_that_begin_alike(
+    engine: LocalEngine,
+) -> None:
+    """Numbers of masked tokens reach those before them in a chunk: 0 times what is not finite is not 0."""
+    short = LocalEngine(msgspec.structs.replace(engine.runner.spec, step_tokens=80))
+    with torch.inference_mode():
+        short.runner.decoder.embedding[POISON] = float("nan")
+    prompt = PROMPTS[0][:70]
+    (expected,) = engine.generate([prompt], GREEDY)
+    # Its first chunk has 80 tokens: the first block, and then the poison.
+    broken = [*prompt, POISON, *PROMPTS[1][:40]]
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    for salt, n, asked in (("a", 1, GREEDY), ("b", 3, GREEDY), ("c", 1, scored)):
+        first = Submit(
+            handle=1, request_id="b", prompt_token_ids=broken, sampling=asked, n=n, cache_salt=salt
+        )
+        short.core.submit("front", first)
+        told = [output for _ in range(3) for output in short.core.step().outputs.get("front", [])]
+        assert [output.finish for output in told] == ["error"] * n
+        assert "overflowed at position 80" in (told[0].error or "")
+        (found,) = short.generate([prompt], GREEDY, cache_salt=salt)
+        assert found[0].token_ids == expected[0].token_ids
+        short.core.check()
+    short.close()
 
 
 def test_scoring_such_a_prompt_is_an_error_that_the_next_owners_of_its_blocks_do_not_notice(
