@@ -100,7 +100,7 @@ def predict(
         + (
             _beside_on_gpu(config, shard, dtype, kv_dtype, max_rows)
             if on_gpu
-            else _beside_on_cpu(config, shard, dtype, max_rows, max_model_len)
+            else _beside_on_cpu(config, shard, dtype, weights, max_rows, max_model_len)
         ),
         table_bytes=_tables(config, max_rows, max_model_len),
     )
@@ -156,14 +156,19 @@ def _step(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
     return tokens * (2 * config.hidden_size * width + max(attention, mlp))
 
 
-def _beside_on_cpu(config: ModelConfig, shard: Shard, dtype: str, max_rows: int, max_model_len: int) -> int:
+def _beside_on_cpu(
+    config: ModelConfig, shard: Shard, dtype: str, weights: str, max_rows: int, max_model_len: int
+) -> int:
     """Logits in float32, in the copies that sampling makes; the pages of one layer that attention copies; a
-    float32 model with tied embeddings keeps a packed copy of the output matrix."""
+    float32 model with tied embeddings keeps a packed copy of the output matrix; products with FP8 weights
+    make a float32 copy of the matrix."""
     kv = shard.kv_heads * config.head_dim
+    outputs = max(shard.heads * config.head_dim + 2 * kv, 2 * shard.intermediate)
+    copied = 4 * config.hidden_size * outputs if weights == FP8 else 0
     logits = max_rows * shard.vocab * 4 * _SAMPLED_COPIES
     pages = 2 * max(kv * DTYPE_BYTES[dtype] * max_model_len, _GATHERED_BYTES)
     packed = shard.vocab * config.hidden_size * 4 if dtype == "float32" and config.tie_word_embeddings else 0
-    return logits + pages + packed
+    return logits + pages + packed + copied
 
 
 def _beside_on_gpu(config: ModelConfig, shard: Shard, dtype: str, kv_dtype: str, max_rows: int) -> int:

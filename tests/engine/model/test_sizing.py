@@ -47,17 +47,31 @@ def test_parameters_are_those_of_transformers(case: Case, tmp_path: Path) -> Non
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_and_blocks_are_exact(case: Case, size: int, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fp8", "kv_fp8"), [(False, False), (True, False), (False, True), (True, True)])
+def test_weights_and_blocks_are_exact(
+    case: Case, size: int, dtype: str, fp8: bool, kv_fp8: bool, tmp_path: Path
+) -> None:
     config = read_config(make(case, tmp_path))
     ranks: Any = FirstRank(size)
-    decoder = Decoder(config, ranks, select_backend("cpu"), TORCH_DTYPES[dtype], torch.device("cpu"))
+    cpu, ops = torch.device("cpu"), select_backend("cpu")
+    decoder = Decoder(config, ranks, ops, TORCH_DTYPES[dtype], cpu, fp8=fp8, kv_fp8=kv_fp8)
     predicted = sizing.predict(
-        config, dtype=dtype, weights=dtype, kv_dtype=dtype, tensor_parallel_size=size, blocks=5, **STEP
+        config,
+        dtype=dtype,
+        weights=sizing.FP8 if fp8 else dtype,
+        kv_dtype=sizing.FP8 if kv_fp8 else dtype,
+        tensor_parallel_size=size,
+        blocks=5,
+        **STEP,
     )
-    held = sum(piece.target.nbytes for piece in decoder.pieces() if piece.target is not None)
-    assert predicted.weight_bytes == held
+    pieces = decoder.pieces()
+    held = [each for piece in pieces for each in (piece.target, piece.scales) if each is not None]
+    assert any(each.dtype == torch.float8_e4m3fn for each in held) == fp8
+    assert predicted.weight_bytes == sum(each.nbytes for each in held)
     pools = decoder.allocate_kv(5)
-    assert predicted.kv_bytes == sum(pool.keys.nbytes + pool.values.nbytes for pool in pools)
+    # What copies and clears of blocks move is all that there is.
+    assert predicted.kv_bytes == sum(each.nbytes for pool in pools for each in pool.tensors())
+    assert (pools[0].keys.dtype == torch.float8_e4m3fn) == kv_fp8
     assert pools[0].keys.shape == decoder.kv_shape(5)
     assert predicted.total_bytes == predicted.fixed_bytes + predicted.kv_bytes
 
@@ -78,3 +92,5 @@ def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
     assert sizing.kv_bytes_per_block(config, "bfloat16", 1) == 64 * 128 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 8) == 64 * 16 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 16) == 64 * 16 * 1024
+    # A byte a number, and 4 for each token, head and layer's key and value: 33/64 of bfloat16.
+    assert sizing.kv_bytes_per_block(config, "fp8", 1) == 64 * 66 * 1024
