@@ -146,10 +146,10 @@ def test_a_gpu_is_what_a_model_must_fit_into(
     monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: box(140 << 30))
     _, findings = doctor()
     text = " ".join(finding["text"] for finding in findings)
-    assert "NVIDIA H200, 140 GiB" in text and "126 GiB usable" in text and "in bfloat16" in text
+    assert "NVIDIA H200, 140 GiB" in text and "133 GiB usable" in text and "in bfloat16" in text
     monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: box(50 << 20))
     _, findings = doctor()
-    assert "45.0 MiB usable" in found(findings, "models", "problem")
+    assert "47.5 MiB usable" in found(findings, "models", "problem")
 
 
 def test_what_is_quantised_is_told_and_takes_less(doctor: Doctor, model: Path) -> None:
