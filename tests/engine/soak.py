@@ -1,0 +1,393 @@
+"""Random traffic through one engine for as long as wanted: `python -m tests.engine.soak --minutes 30`.
+
+Arrivals in bursts and lulls, prompts of one token and of several steps' budgets, shared prefixes, samples,
+every kind of sampling, cancels at any moment, preemptions, requests and numbers that are broken. After each
+storm the house must be in order: every request ended once and as it must, every row, block and credit back,
+and memory where it was. Requests whose answers are known run in between (`soak_known`).
+
+On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`. With --fill: one wave
+of long sequences that takes every block of a pool sized from memory (`soak_fill`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.bench.shapes import SHAPES, write_config
+from engine.generate import LocalEngine
+from engine.memory import resident_bytes
+from engine.messages import ReplicaSpec, SamplingParams, Submit
+from tests.engine.soak_books import Books
+from tests.engine.soak_known import Known
+from tests.engine.soak_traffic import Cancelled, Limits, Rhythm, draw_submit
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 157,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+TINY_SIZES = {"max_rows": 8, "step_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
+SIZES = {"max_rows": 64, "step_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
+"""Pools that hold less than the rows would like."""
+
+GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
+"""How much more may be held in the last quarter of a run than in the second, by their medians: Python's
+objects; bytes of the process (libraries keep code for each shape that they meet: 150 MiB in the first
+minutes, then less and less); of tensors on the device; and of all that is taken there (torch keeps what it
+once had).
+"""
+HOST_FROM_S = 600
+"""Seconds from which on the bytes of the process are judged."""
+
+STALLED_S = 300
+"""A round that takes longer is taken for a hang, and says where it stands."""
+
+
+@dataclass(slots=True)
+class Calm:
+    """What is held while nothing runs."""
+
+    seconds: float
+    objects: int
+    """Of Python, as far as its collector knows them."""
+    host_bytes: int
+    device_bytes: int
+    """Of tensors."""
+    device_used_bytes: int
+    """Of the whole device."""
+
+
+@dataclass(slots=True)
+class Soak:
+    """One engine, its clients and their books."""
+
+    engine: LocalEngine
+    draw: random.Random
+    near_tie: float
+    limits: Limits = field(init=False)
+    books: Books = field(init=False)
+    known: Known = field(init=False)
+    rhythm: Rhythm = field(init=False)
+    cancelled: Cancelled = field(default_factory=Cancelled)
+    calms: list[Calm] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    began: float = field(default_factory=time.monotonic)
+    poisonous: bool = False
+    handles: int = 0
+    fronts: list[int] = field(default_factory=lambda: [0, 1])
+    credits_spent: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.limits = Limits.of(self.engine.info)
+        self.books = Books(self.limits.max_model_len, self.limits.vocab, self.limits.poison)
+        self.rhythm = Rhythm(self.draw, self.limits.rows)
+        self.known = Known(self.engine, self.limits, self.draw, self.near_tie)
+        gauges = self.engine.core.gauges()
+        self.credits_spent = (
+            gauges.credit_rows - self.limits.rows,
+            gauges.credit_tokens - 2 * self.limits.step_tokens,
+        )
+
+    # ── a round ──────────────────────────────────────────────────────────────────────────────────
+
+    def round(self, steps: int) -> None:
+        """A storm of so many steps, the end of all that is open, and a look at the house."""
+        faulthandler.dump_traceback_later(STALLED_S, exit=True)
+        with Poison(self.engine, self.limits.poison, self.draw.random() < 0.2) as self.poisonous:
+            for _ in range(steps):
+                for _ in range(self.rhythm.arrivals()):
+                    self._arrive()
+                self._cancel()
+                self._step()
+            while self.engine.core.has_work:
+                if self.draw.random() < 0.02:
+                    self._cancel()
+                self._step()
+        self._fill_rows()
+        self._expect_order()
+        self.counts["rounds"] += 1
+        faulthandler.cancel_dump_traceback_later()
+
+    def _arrive(self) -> None:
+        if len(self.books.open) > 12 * self.limits.rows:
+            return
+        if self.draw.random() < 0.15:
+            self._submit("known", self.known.submit(self._handle()), "")
+            return
+        poison = self.limits.poison if self.poisonous else None
+        submit, wrong = draw_submit(self.draw, self._handle(), self.limits, poison)
+        self._submit(f"front-{self.draw.choice(self.fronts)}", submit, wrong)
+
+    def _handle(self) -> int:
+        self.handles += 1
+        return self.handles
+
+    def _submit(self, origin: str, submit: Submit, wrong: str) -> None:
+        rows, tokens = self.credits_spent
+        self.credits_spent = (rows + max(submit.n, 0), tokens + submit.credit_tokens)
+        self.books.submitted(origin, submit, wrong)
+        self.engine.core.submit(origin, submit)
+
+    def _cancel(self) -> None:
+        """Now and then somebody loses patience: with a sample, a request, or as a whole front."""
+        if self.draw.random() > 0.06:
+            return
+        core, open_ = self.engine.core, self.books.open
+        asked = [handle for handle, entry in open_.items() if entry.origin != "known" and not entry.deaf]
+        if not asked:
+            return
+        handle = self.draw.choice(asked)
+        entry = open_[handle]
+        how = self.draw.random()
+        if how < 0.04:
+            for each in asked:
+                if open_[each].origin == entry.origin:
+                    self.cancelled.note(core, entry.origin, each, None)
+            self.books.front_gone(entry.origin)
+            core.cancel_origin(entry.origin)
+            self.fronts[self.fronts.index(int(entry.origin.rpartition("-")[2]))] = max(self.fronts) + 1
+            self.counts["fronts gone"] += 1
+            return
+        sample = self.draw.choice(list(entry.samples)) if how < 0.4 else None
+        self.cancelled.note(core, entry.origin, handle, sample)
+        self.books.cancelled(handle, sample)
+        if sample is None and how > 0.9:
+            core.cancel_request(entry.submit.request_id)
+        else:
+            core.cancel(entry.origin, handle, sample)
+
+    def _step(self) -> None:
+        self.books.take(self.engine.core.step())
+        self.counts["steps"] += 1
+        for entry in self.books.done:
+            if entry.origin == "known":
+                self.known.check(entry)
+        self.books.done.clear()
+        if self.counts["steps"] % 64 == 0:
+            self.engine.core.check()
+        pool = self.engine.scheduler.pool
+        self.counts["most blocks used"] = max(self.counts["most blocks used"], pool.used)
+
+    def _fill_rows(self) -> None:
+        """Give every row a plain request: what the tables kept for those before goes."""
+        for number in range(self.limits.rows):
+            submit = Submit(
+                handle=self._handle(),
+                request_id=f"request-{self.handles}",
+                prompt_token_ids=[3 + number],
+                sampling=SamplingParams(max_tokens=2),
+            )
+            self._submit("filler", submit, "")
+        while self.engine.core.has_work:
+            self._step()
+
+    # ── the house ────────────────────────────────────────────────────────────────────────────────
+
+    def _expect_order(self) -> None:
+        """Raise unless everything is back where it was; note the memory."""
+        scheduler, gauges = self.engine.scheduler, self.engine.core.gauges()
+        self.engine.core.check()
+        scheduler.pool.check([])
+        assert not self.books.open, f"never ended: {list(self.books.open.values())[:3]}"
+        assert gauges.running == gauges.waiting == gauges.blocks_used == 0, gauges
+        assert scheduler.pool.available == scheduler.pool.total
+        credits = (gauges.credit_rows - self.limits.rows, gauges.credit_tokens - 2 * self.limits.step_tokens)
+        assert credits == self.credits_spent, f"credits {credits} came back for {self.credits_spent}"
+        assert self.engine.runner.tables.sampling.counts is None, (
+            "penalty counts outlived the requests that need them"
+        )
+        gc.collect()
+        seconds = time.monotonic() - self.began
+        allocated = used = 0
+        if self.engine.runner.device.type == "cuda":
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            allocated, used = torch.cuda.memory_allocated(), total - free
+        objects = len(gc.get_objects()) - len(self.calms)
+        self.calms.append(Calm(seconds, objects, resident_bytes(), allocated, used))
+
+    def growth(self) -> dict[str, int]:
+        """How much more of everything is held in the last quarter of the run than in the second."""
+        quarter = max(1, len(self.calms) // 4)
+        early, late = self.calms[quarter : 2 * quarter] or self.calms[:1], self.calms[-quarter:]
+        return {
+            name: int(statistics.median(getattr(calm, name) for calm in late))
+            - int(statistics.median(getattr(calm, name) for calm in early))
+            for name in GROWTH
+        }
+
+    def expect_no_growth(self) -> None:
+        judged = [name for name in GROWTH if name != "host_bytes" or self.calms[-1].seconds > HOST_FROM_S]
+        growth = self.growth()
+        over = {name: growth[name] for name in judged if growth[name] > GROWTH[name]}
+        assert not over, f"held more in the last quarter of the run than in the second: {over}"
+
+    def summary(self) -> dict[str, Any]:
+        gauges = self.engine.core.gauges()
+        return {
+            "seconds": round(time.monotonic() - self.began, 1),
+            **{name: self.counts[name] for name in ("rounds", "steps", "fronts gone", "most blocks used")},
+            "preemptions": gauges.preemptions,
+            "cached_tokens": gauges.cached_tokens,
+            "cancelled": dict(self.cancelled.where),
+            "ended": dict(self.books.counts),
+            "known": {**self.known.counts, "largest_error_nats": round(self.known.largest_error, 7)},
+        }
+
+
+class Poison:
+    """While it is entered, and if it is armed, a token's embedding is not a number; says whether it is."""
+
+    def __init__(self, engine: LocalEngine, token: int, armed: bool) -> None:
+        self._row = engine.runner.decoder.embedding[token]
+        self._armed = armed
+        self._sound = self._row.clone()
+
+    def __enter__(self) -> bool:
+        if self._armed:
+            with torch.inference_mode():
+                self._row.fill_(float("nan"))
+        return self._armed
+
+    def __exit__(self, *_: object) -> None:
+        with torch.inference_mode():
+            self._row.copy_(self._sound)
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
+    """The engine that the arguments describe, of random weights."""
+    tiny = arguments.shape == "tiny"
+    if tiny:
+        (folder / "config.json").write_text(json.dumps(TINY))
+    else:
+        write_config(arguments.shape, folder)
+    given = {
+        name: getattr(arguments, name)
+        for name in ("max_rows", "step_tokens", "kv_blocks", "max_model_len")
+        if getattr(arguments, name) is not None
+    }
+    sizes: dict[str, Any] = {**(TINY_SIZES if tiny else SIZES), **given}
+    if arguments.fill and arguments.kv_blocks is None:
+        sizes["kv_blocks"] = None
+    fields: dict[str, Any] = {
+        "replica": "soak-0",
+        "model_path": str(folder),
+        "load_format": "dummy",
+        "device": arguments.device,
+        "threads": 1 if arguments.device == "cpu" else None,
+        **sizes,
+        **dict(option.split("=", 1) for option in arguments.spec),
+    }
+    return LocalEngine(msgspec.convert(fields, ReplicaSpec, strict=False))
+
+
+def main(given: list[str] | None = None) -> int:
+    """Storm after storm; a line each minute, figures at the end. Ends with 1 where something was wrong."""
+    arguments = _arguments(given)
+    with tempfile.TemporaryDirectory(prefix="engine-soak-") as folder:
+        engine = build(arguments, Path(folder))
+        info = msgspec.to_builtins(engine.info)
+        print(f"{arguments.shape} on {info['devices'][0]}, {info['dtype']}: {info['kv_blocks']} blocks, "
+              f"{info['max_rows']} rows, {info['step_tokens']} tokens a step", flush=True)  # fmt: skip
+        if arguments.fill:
+            from tests.engine.soak_fill import fill
+
+            figures = fill(engine)
+        else:
+            figures = soak(engine, arguments)
+        engine.close()
+    report = {"command": " ".join(sys.argv[1:]), "torch": str(torch.__version__), "info": info, **figures}
+    print(json.dumps({name: value for name, value in report.items() if name != "memory"}))
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if figures["wrong"] is None else 1
+
+
+def soak(engine: LocalEngine, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Rounds until the time, or their number, is over."""
+    draw = random.Random(arguments.seed)
+    running = Soak(engine, draw, arguments.near_tie)
+    wrong = None
+    told = 0.0
+    try:
+        while not _over(running, arguments):
+            running.round(draw.randint(50, 400))
+            if running.calms[-1].seconds - told > 60:
+                told = running.calms[-1].seconds
+                print(json.dumps({**running.summary(), "growth": running.growth()}), flush=True)
+        running.expect_no_growth()
+    except AssertionError as error:
+        wrong = str(error) or repr(error)
+        print(f"WRONG: {wrong}", file=sys.stderr, flush=True)
+    every = max(1, len(running.calms) // 60)
+    return {
+        "wrong": wrong,
+        **running.summary(),
+        "growth": running.growth() if running.calms else {},
+        "memory": [asdict(calm) for calm in running.calms[::every]],
+    }
+
+
+def _over(running: Soak, arguments: argparse.Namespace) -> bool:
+    if arguments.rounds is not None:
+        return running.counts["rounds"] >= arguments.rounds
+    return time.monotonic() - running.began > 60 * arguments.minutes
+
+
+def _arguments(given: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.engine.soak",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--rounds", type=int, help="so many storms, instead of a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shape", default="tiny", choices=["tiny", *sorted(SHAPES)])
+    parser.add_argument("--near-tie", type=float, help="nats; 1e-4, or 0.15 where products have 16 bits")
+    for name in ("max-rows", "step-tokens", "kv-blocks", "max-model-len"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--spec", action="append", default=[], metavar="FIELD=VALUE", help="of ReplicaSpec")
+    parser.add_argument("--fill", action="store_true", help="fill every block once, and report the memory")
+    parser.add_argument("--json", type=Path, help="figures into this file")
+    arguments = parser.parse_args(given)
+    if arguments.near_tie is None:
+        arguments.near_tie = 1e-4 if arguments.shape == "tiny" else 0.15
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

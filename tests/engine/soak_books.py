@@ -1,0 +1,166 @@
+"""The books of a soak: what was asked, what was told, and that every request ends once and as it must."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from engine.core import StepResult
+from engine.messages import Finished, Output, Submit, TokenLogprob
+from tests.engine.soak_traffic import FORBIDDEN
+
+
+@dataclass(slots=True)
+class Told:
+    """One sample, as its front knows it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    outputs: int = 0
+    finish: str = ""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One submission that has not ended."""
+
+    origin: str
+    submit: Submit
+    wrong: str
+    """As `soak_traffic.draw_submit` says."""
+    samples: dict[int, Told]
+    cancelled: set[int] = field(default_factory=set)
+    """Samples whose end was asked for."""
+    deaf: bool = False
+    """Its front is gone: nothing is told any more."""
+
+
+class Books:
+    """Raises AssertionError, with the request, where the engine does what it must not.
+
+    Entries are dropped when their ledger closes, so whatever comes afterwards is noticed, and a long run
+    takes no more memory than a short one.
+    """
+
+    def __init__(self, max_model_len: int, vocab: int, poison: int | None) -> None:
+        """poison: a token whose embedding is sometimes not a number; it may end sequences that contain it."""
+        self._max_model_len, self._vocab, self._poison = max_model_len, vocab, poison
+        self.open: dict[int, Entry] = {}
+        self.counts: Counter[str] = Counter()
+        self.done: list[Entry] = []
+        """Closed since it was last emptied."""
+
+    def submitted(self, origin: str, submit: Submit, wrong: str) -> None:
+        first = submit.first_sample
+        samples = {sample: Told() for sample in range(first, first + max(1, submit.n))}
+        self.open[submit.handle] = Entry(origin, submit, wrong, samples)
+        self.counts["requests"] += 1
+        self.counts["samples"] += len(samples)
+
+    def cancelled(self, handle: int, sample: int | None) -> None:
+        entry = self.open[handle]
+        entry.cancelled |= set(entry.samples) if sample is None else {sample}
+
+    def front_gone(self, origin: str) -> None:
+        for handle, entry in self.open.items():
+            if entry.origin == origin:
+                self.cancelled(handle, None)
+                entry.deaf = True
+
+    def take(self, result: StepResult) -> None:
+        for origin, outputs in result.outputs.items():
+            for output in outputs:
+                self._told(str(origin), output)
+        for finished in result.finished:
+            self._closed(finished)
+
+    # ── outputs ──────────────────────────────────────────────────────────────────────────────────
+
+    def _told(self, origin: str, output: Output) -> None:
+        entry = self.open.get(output.handle)
+        assert entry is not None, f"told of a request that had ended: {output}"
+        assert not entry.deaf and entry.origin == origin, f"told to {origin}, not to {entry.origin}: {output}"
+        told = entry.samples[output.sample]
+        assert not told.finish, f"told after its {told.finish!r}: {output}"
+        submit = entry.submit
+        if not told.outputs:
+            assert output.cached_tokens is not None and output.batch_size is not None
+            assert output.cached_tokens <= len(submit.prompt_token_ids)
+            self._scored(entry, output)
+        told.outputs += 1
+        self._tokens(entry, told, output)
+        told.finish = output.finish
+        if output.finish:
+            self.counts[output.finish] += 1
+            self._ended(entry, output.sample, told, output.error)
+
+    def _scored(self, entry: Entry, output: Output) -> None:
+        submit, scores = entry.submit, output.prompt_logprobs
+        asked = submit.sampling.prompt_logprobs
+        if asked is None or output.sample != submit.first_sample:
+            assert scores is None
+        elif output.finish not in ("cancelled", "error"):
+            assert scores is not None and len(scores) == len(submit.prompt_token_ids) and scores[0] is None
+            for token, score in zip(submit.prompt_token_ids[1:], scores[1:], strict=True):
+                assert score is not None
+                self._logprob(score, token, asked)
+
+    def _tokens(self, entry: Entry, told: Told, output: Output) -> None:
+        sampling = entry.submit.sampling
+        told.token_ids += output.token_ids
+        self.counts["tokens"] += len(output.token_ids)
+        for token in output.token_ids:
+            assert 0 <= token < self._vocab
+            assert (sampling.logit_bias or {}).get(token) != FORBIDDEN, f"banned token {token}: {output}"
+        if sampling.logprobs is None:
+            assert output.logprobs is None
+            return
+        told.logprobs += output.logprobs or []
+        for token, logprob in zip(output.token_ids, output.logprobs or [], strict=True):
+            self._logprob(logprob, token, sampling.logprobs)
+
+    def _logprob(self, logprob: TokenLogprob, token: int, top: int) -> None:
+        values = [value for _, value in logprob.top]
+        assert logprob.token_id == token and math.isfinite(logprob.logprob) and logprob.logprob <= 0
+        assert len(values) == min(top, self._vocab) and values == sorted(values, reverse=True)
+        assert not values or values[0] >= logprob.logprob
+
+    def _ended(self, entry: Entry, sample: int, told: Told, error: str | None) -> None:
+        submit, sampling = entry.submit, entry.submit.sampling
+        known = submit.output_token_ids + told.token_ids
+        name = f"{submit.request_id}, sample {sample}"
+        stops = () if sampling.ignore_eos else sampling.stop_token_ids
+        places = [place for place, token in enumerate(known) if token in stops]
+        assert all(place >= sampling.min_tokens for place in places), f"{name} stopped early: {known}"
+        if told.finish == "stop":
+            assert places == [len(known) - 1], f"{name} ended with 'stop' after {known}"
+        else:
+            assert not places, f"{name} went on after a stop token: {known}"
+        if told.finish == "length":
+            most = min(sampling.max_tokens, self._max_model_len - len(submit.prompt_token_ids))
+            assert len(known) == max(most, len(submit.output_token_ids)), f"{name}: {len(known)} of {most}"
+        if told.finish == "cancelled":
+            assert sample in entry.cancelled, f"{name} was cancelled by nobody"
+        poisoned = self._poison in submit.prompt_token_ids or self._poison in known
+        if told.finish == "error":
+            assert error and (entry.wrong or poisoned), f"{name} failed: {error}: {submit}, {told.token_ids}"
+        else:
+            assert entry.wrong != "refused", f"{name} should have been refused: {told.finish}"
+            assert entry.wrong != "banned" or told.finish == "cancelled", f"{name} has tokens: {told}"
+
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _closed(self, finished: Finished) -> None:
+        handle = int(finished.request_id.rpartition("-")[2])
+        entry = self.open.pop(handle, None)
+        assert entry is not None, f"closed twice: {finished}"
+        assert finished.prompt_tokens == len(entry.submit.prompt_token_ids)
+        if entry.deaf:
+            self.counts["unheard"] += len(entry.samples)
+        else:
+            finishes = [told.finish for told in entry.samples.values()]
+            assert finished.finish == finishes and all(finishes), f"{finished}, told {finishes}"
+            told_tokens = sum(len(told.token_ids) for told in entry.samples.values())
+            assert finished.generated_tokens == told_tokens, f"{finished}, told {told_tokens} tokens"
+        self.done.append(entry)

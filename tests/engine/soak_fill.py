@@ -1,0 +1,130 @@
+"""One wave of long sequences that takes every block of the pool, in all rows, with every kind of sampling.
+
+Every row has a prompt, together nearly the pool; then all decode, until no block is left and sequences are
+preempted, and for a while longer; what has not ended then is cancelled. Shows that the pool can be used to
+its last block without running out of memory, and how well `engine.sizing` had foretold what is used.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import torch
+
+from engine.generate import LocalEngine
+from engine.memory import resident_bytes
+from engine.messages import BLOCK_TOKENS, SamplingParams, Submit
+from tests.engine.soak_books import Books
+
+_STEPS_WHEN_FULL = 200
+_SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 0.8, "top_k": 50, "repetition_penalty": 1.1, "logprobs": 20},
+]
+
+
+def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
+    """Fill the pool once; figures in bytes. `wrong` says what was, or is None."""
+    info, draw = engine.info, random.Random(seed)
+    books = Books(info.max_model_len, info.vocab_size, None)
+    before = _used_bytes(engine)
+    for submit in _submits(engine, draw):
+        books.submitted("fill", submit, "")
+        engine.core.submit("fill", submit)
+    began = time.monotonic()
+    most_blocks = most_bytes = most_running = full_steps = 0
+    while engine.core.has_work:
+        books.take(engine.core.step())
+        books.done.clear()
+        gauges = engine.core.gauges()
+        most_running = max(most_running, gauges.running)
+        full_steps += most_blocks == info.kv_blocks
+        if gauges.blocks_used > most_blocks or gauges.step % 16 == 0:
+            most_blocks = max(most_blocks, gauges.blocks_used)
+            most_bytes = max(most_bytes, _used_bytes(engine))
+        if full_steps == _STEPS_WHEN_FULL:
+            for handle in list(books.open):
+                books.cancelled(handle, None)
+                engine.core.cancel("fill", handle)
+    engine.core.check()
+    wrong = None
+    if most_blocks != info.kv_blocks:
+        wrong = f"{most_blocks} of {info.kv_blocks} blocks were in use at most"
+    elif most_running < 0.9 * info.max_rows:
+        wrong = f"{most_running} of {info.max_rows} rows ran at once at most"
+    elif not gauges.preemptions:
+        wrong = "nobody was preempted: the pool did not run out"
+    elif books.open:
+        wrong = f"{len(books.open)} sequences never ended"
+    return {
+        "wrong": wrong,
+        "seconds": round(time.monotonic() - began, 1),
+        "steps": gauges.step,
+        "rows": info.max_rows,
+        "most_running": most_running,
+        "blocks": info.kv_blocks,
+        "most_blocks": most_blocks,
+        "preemptions": gauges.preemptions,
+        "ended": dict(books.counts),
+        **_memory(engine, before, most_bytes),
+    }
+
+
+def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
+    """One for each row. While the last prompts are computed the first rows decode, so prompts leave room for
+    what those write meanwhile; then all together want more than there is."""
+    info, scheduler = engine.info, engine.scheduler
+    rows = info.max_rows
+    # The last block of a sequence is half full on average; a watermark stays free for decodes.
+    tokens = ((info.kv_blocks - scheduler.watermark) / rows - 0.5) * BLOCK_TOKENS
+    of_prompts = max(1, scheduler.mixed_tokens - rows // 2)
+    length = int(tokens / (1 + rows / (2 * of_prompts)))
+    steps = rows * length // of_prompts
+    most = steps + 4 * BLOCK_TOKENS
+    if length < 1 or length + most > info.max_model_len:
+        raise ValueError(
+            f"to fill {info.kv_blocks} blocks, each of {rows} rows needs {length} prompt tokens and {most} "
+            f"more; max_model_len is {info.max_model_len}: change max_rows, kv_blocks or max_model_len"
+        )
+    submits = []
+    for row in range(rows):
+        prompt = [draw.randrange(3, info.vocab_size) for _ in range(length)]
+        sampling = SamplingParams(max_tokens=most, ignore_eos=True, seed=row, **_SAMPLING[row % 4])
+        name = f"fill-{row}"
+        submits.append(
+            Submit(handle=row, request_id=name, prompt_token_ids=prompt, sampling=sampling, cache_salt=name)
+        )
+    return submits
+
+
+def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
+    """Predicted, after the start, and at most; of a GPU also what part of it is weights and KV."""
+    info = engine.info
+    figures: dict[str, Any] = {
+        "weight_bytes": info.weight_bytes,
+        "kv_bytes": info.kv_bytes,
+        "predicted_bytes": info.predicted_bytes,
+        "measured_bytes": info.used_bytes,
+        "before_bytes": before,
+        "most_bytes": most,
+        "measured_over_predicted": round(info.used_bytes / info.predicted_bytes, 4),
+    }
+    if engine.runner.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info()
+        figures["device_bytes"] = total
+        figures["weights_and_kv_share"] = round((info.weight_bytes + info.kv_bytes) / total, 4)
+        figures["most_tensor_bytes"] = torch.cuda.max_memory_allocated()
+        figures["most_over_predicted"] = round(most / info.predicted_bytes, 4)
+    return figures
+
+
+def _used_bytes(engine: LocalEngine) -> int:
+    """Of the whole device, or of this process."""
+    if engine.runner.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free)
+    return resident_bytes()

@@ -1,0 +1,170 @@
+"""Answers that are known: each request alone in an empty engine first, and then again and again in traffic.
+
+Sums of other shapes differ in their last bits, so an answer may part from its reference where the choice was
+close: the token that came must be what `kernels.sampling` chooses for log probabilities that are within
+`Known.near_tie` of the reference's. From there on the two are not compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from engine.generate import LocalEngine
+from engine.messages import SamplingParams, Submit, TokenLogprob
+from kernels import sampling as twin
+from tests.engine.soak_books import Entry
+from tests.engine.soak_traffic import Limits
+
+_KINDS = 24
+_TRIES = 60
+"""Disturbances that are tried before a choice counts as wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+
+
+class Known:
+    """A few requests of every kind and their answers.
+
+    near_tie: nats by which log probabilities may differ from run to run. listed: alternatives of the
+    references; all tokens, or enough that a choice is among them.
+    """
+
+    def __init__(self, engine: LocalEngine, limits: Limits, draw: random.Random, near_tie: float) -> None:
+        self._vocab, self._near_tie, self._draw = limits.vocab, near_tie, draw
+        self.counts: Counter[str] = Counter()
+        self.largest_error = 0.0
+        """Nats between log probabilities of the same token after the same tokens."""
+        self._poison = limits.poison
+        self._asks: list[tuple[list[int], SamplingParams]] = []
+        self._answers: list[Answer] = []
+        listed = limits.vocab if limits.vocab <= 1000 else 60
+        while len(self._asks) < _KINDS:
+            prompt, params = _ask(draw, limits, len(self._asks))
+            asked = msgspec.structs.replace(params, logprobs=listed)
+            ((sample,),) = engine.generate([prompt], asked, cache_salt=f"reference-{len(self._asks)}")
+            assert sample.finish == "length", f"a reference ended with {sample.finish!r}: {sample.error}"
+            # The poisonous token would end it, in traffic in which it is poisonous.
+            if limits.poison not in sample.token_ids:
+                self._asks.append((prompt, params))
+                self._answers.append(Answer(sample.token_ids, sample.logprobs))
+
+    def submit(self, handle: int) -> Submit:
+        """One of the requests again; its number stands in `Submit.index`."""
+        number = self._draw.randrange(len(self._asks))
+        prompt, params = self._asks[number]
+        if self._draw.random() < 0.3:
+            params = msgspec.structs.replace(params, logprobs=1)
+        return Submit(
+            handle=handle,
+            request_id=f"known-{handle}",
+            index=number,
+            prompt_token_ids=prompt,
+            sampling=params,
+            cache_salt="known",
+            priority=self._draw.choice([1, 1, 2]),
+        )
+
+    def check(self, entry: Entry) -> None:
+        """Raise AssertionError unless the answer is the reference's, but for close choices."""
+        submit, reference = entry.submit, self._answers[entry.submit.index]
+        told = entry.samples[0]
+        poisoned = self._poison in told.token_ids
+        assert told.finish == "length" or poisoned, f"{submit.request_id} ended with {told.finish!r}"
+        for place, (token, expected) in enumerate(
+            zip(told.token_ids, reference.token_ids, strict=not poisoned)
+        ):
+            listing = dict(reference.logprobs[place].top)
+            if told.logprobs and token in listing:
+                error = abs(told.logprobs[place].logprob - listing[token])
+                self.largest_error = max(self.largest_error, error)
+                assert error < self._near_tie, f"{submit.request_id}, token {place}: off by {error} nats"
+            if token != expected:
+                self.counts["parted"] += 1
+                assert self._close(submit, reference, place, token), (
+                    f"{submit.request_id} (reference {submit.index}), token {place} is {token}, not "
+                    f"{expected}, and the choice was not close: {submit.sampling}"
+                )
+                return
+            self.counts["tokens"] += 1
+        self.counts["equal"] += 1
+
+    def _close(self, submit: Submit, reference: Answer, place: int, token: int) -> bool:
+        """Whether small changes of the reference's log probabilities make `token` the choice."""
+        top = reference.logprobs[place].top
+        ids = torch.tensor([each for each, _ in top])
+        logprobs = torch.tensor([value for _, value in top])
+        if not (ids == token).any():
+            return False
+        mine = (ids == token).float()
+        others = 1 - mine
+        expected = (ids == reference.token_ids[place]).float()
+        generator = torch.Generator().manual_seed(place)
+        tries: list[Callable[[], torch.Tensor]] = [
+            lambda: mine - expected,
+            lambda: mine - others,
+            lambda: -expected,
+            lambda: 1 - 2 * expected,
+            lambda: mine,
+            lambda: others - mine,
+            *[lambda: torch.rand(len(ids), generator=generator) * 2 - 1 for _ in range(_TRIES)],
+        ]
+        history = submit.prompt_token_ids + reference.token_ids[:place]
+        for disturb in tries:
+            disturbed = logprobs + self._near_tie * disturb()
+            if _choose(ids, disturbed, submit, history, self._vocab) == token:
+                return True
+        return False
+
+
+def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: list[int], vocab: int) -> int:
+    """The token that `kernels.sampling` chooses after `history` among the listed ones."""
+    params = submit.sampling
+    output = history[len(submit.prompt_token_ids) :]
+    x = logprobs.clone()
+    times = torch.tensor([output.count(int(token)) for token in ids])
+    x -= params.frequency_penalty * times + params.presence_penalty * (times > 0)
+    x += torch.tensor([(params.logit_bias or {}).get(int(token), 0.0) for token in ids])
+    x = x.unsqueeze(0)
+    if params.temperature < twin.GREEDY_BELOW:
+        return int(ids[x.argmax()])
+    x = x / params.temperature
+    if params.top_k:
+        twin.keep_top_k_(x, torch.tensor([params.top_k]), params.top_k)
+    key = twin.noise_keys(torch.tensor([twin.noise_base(params.seed, 0)]), torch.tensor([len(history)]))
+    scores = twin.gumbel_noise(key, twin.token_hashes(0, vocab, x.device)[ids]) + x
+    twin.keep_min_p_(scores, x, torch.tensor([params.min_p]))
+    if params.top_p < 1:
+        twin.keep_top_p_(scores, x, torch.tensor([params.top_p]))
+    return int(ids[twin.best(scores)[1]])
+
+
+def _ask(draw: random.Random, limits: Limits, kind: int) -> tuple[list[int], SamplingParams]:
+    """A prompt and how to go on: greedy, plain and narrowed, in turn.
+
+    Where references list some tokens only, the choice must be among those: a small top-k, and nothing that
+    pushes listed tokens out.
+    """
+    length = draw.choice([1, 40, 64, 65, 130, limits.longest_prompt])
+    prompt = [draw.randrange(3, limits.poison) for _ in range(min(length, limits.longest_prompt))]
+    most = draw.choice([10, 30, 64, 80])
+    everything = limits.vocab <= 1000
+    sampling = SamplingParams(max_tokens=most, ignore_eos=True, seed=draw.randrange(1 << 40))
+    changes: dict[str, object] = {}
+    if kind % 3 == 1:
+        changes = {"temperature": 0.9} if everything else {"temperature": 0.9, "top_k": 20}
+    if kind % 3 == 2:
+        changes = {"temperature": 1.0, "top_k": 20, "top_p": draw.choice([1.0, 0.9, 0.6])}
+        changes["min_p"] = draw.choice([0.0, 0.05])
+    if everything and kind % 4 == 3:
+        changes |= {"presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {5: 1.5, 9: -3.0}}
+    return prompt, msgspec.structs.replace(sampling, **changes)

@@ -1,0 +1,105 @@
+"""The soak's short form, and that it would notice: `scripts/soak` runs it for half an hour."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.core import StepResult
+from engine.messages import Finished, Output, SamplingParams, Submit, TokenLogprob
+from tests.engine import soak
+from tests.engine.soak_books import Books, Entry, Told
+from tests.engine.soak_known import Answer, Known
+
+
+def report(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """What a soak wrote, which must have found nothing wrong."""
+    path = tmp_path / "report.json"
+    assert soak.main([*arguments, "--json", str(path)]) == 0
+    figures: dict[str, Any] = json.loads(path.read_text())
+    return figures
+
+
+def test_storms_of_random_traffic_leave_the_house_in_order(tmp_path: Path) -> None:
+    figures = report(tmp_path, "--rounds", "3", "--seed", "3")
+    assert figures["wrong"] is None
+    assert figures["preemptions"] > 0 and figures["cached_tokens"] > 0 and figures["fronts gone"] > 0
+    assert figures["most blocks used"] == figures["info"]["kv_blocks"]
+    assert set(figures["cancelled"]) == {"queued", "prefilling", "decoding"}
+    assert {"length", "stop", "cancelled", "error", "unheard"} <= set(figures["ended"])
+    assert figures["known"]["tokens"] > 500
+
+
+def test_a_pool_can_be_filled_to_its_last_block(tmp_path: Path) -> None:
+    figures = report(tmp_path, "--fill", "--kv-blocks", "20")
+    assert figures["most_blocks"] == figures["blocks"] == 20
+    assert figures["preemptions"] > 0 and figures["most_running"] == figures["rows"]
+
+
+# ── that it would notice ─────────────────────────────────────────────────────────────────────────────
+
+SUBMIT = Submit(
+    handle=1, request_id="request-1", prompt_token_ids=[3, 4], sampling=SamplingParams(max_tokens=2)
+)
+
+
+def said(*outputs: Output, finish: list[str] | None = None) -> StepResult:
+    ledger = Finished("request-1", 0, 0, 2, 0, 2, 0, 1, finish or [], 2)
+    return StepResult(1, {"front": list(outputs)}, [ledger] if finish else [], False, None)
+
+
+def first(tokens: list[int], finish: str = "", **more: Any) -> Output:
+    return Output(1, 0, tokens, finish, cached_tokens=0, batch_size=1, **more)
+
+
+@pytest.mark.parametrize(
+    ("results", "complaint"),
+    [
+        ([said(first([5, 6], "length")), said(Output(1, 0, [], "length"))], "told after its 'length'"),
+        ([said(first([5, 6], "length"), finish=["length"]), said(finish=["length"])], "closed twice"),
+        ([said(first([5, 6], "length"), finish=["length"]), said(Output(1, 0, [7]))], "that had ended"),
+        ([said(first([5], "length"))], "1 of 2"),
+        ([said(first([5, 6], "cancelled"))], "cancelled by nobody"),
+        ([said(first([5, 6], "error", error="why"))], "failed: why"),
+        ([said(first([5], finish="")), said(finish=["length"])], "told"),
+    ],
+)
+def test_the_books_notice(results: list[StepResult], complaint: str) -> None:
+    books = Books(max_model_len=100, vocab=50, poison=None)
+    books.submitted("front", SUBMIT, "")
+    with pytest.raises(AssertionError, match=complaint):
+        for result in results:
+            books.take(result)
+
+
+def test_an_answer_may_part_from_its_reference_only_where_the_choice_was_close() -> None:
+    known = object.__new__(Known)
+    known._vocab, known._near_tie = 10, 1e-4
+
+    def listing(*logprobs: float) -> TokenLogprob:
+        return TokenLogprob(0, logprobs[0], list(enumerate(logprobs)))
+
+    reference = Answer([0, 0], [listing(-1.0, -1.00005, -3.0), listing(-0.5, -1.0, -2.0)])
+    assert known._close(SUBMIT, reference, 0, 1)
+    assert not known._close(SUBMIT, reference, 0, 2)
+    assert not known._close(SUBMIT, reference, 1, 1)
+    # Whatever the noise: what lies well outside of the nucleus is not drawn.
+    outside = Answer([0], [listing(-0.3, -1.5)])
+    for seed in range(20):
+        half = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=seed)
+        assert not known._close(msgspec.structs.replace(SUBMIT, sampling=half), outside, 0, 1)
+
+
+def test_a_known_answer_that_changes_is_noticed() -> None:
+    known = object.__new__(Known)
+    known._vocab, known._near_tie, known._poison, known._draw = 10, 1e-4, 9, random.Random(0)
+    known._answers = [Answer([1], [TokenLogprob(1, -0.5, [(1, -0.5), (2, -1.0)])])]
+    known.counts, known.largest_error = soak.Counter(), 0.0
+    entry = Entry("known", SUBMIT, "", {0: Told(token_ids=[2], finish="length")})
+    with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the choice was not close"):
+        known.check(entry)
