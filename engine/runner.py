@@ -24,6 +24,7 @@ from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.families import read_config
 from engine.forward import ForwardInput, KvPool
 from engine.kernel_build import KernelBuild, start_build
+from engine.kernel_loading import load_products
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens, TokenLogprob
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
@@ -168,6 +169,8 @@ class Runner:
             self.kv = self._allocate_kv(self.kv_blocks)
             self.tables = self._new_tables()
             self.graphs = self._capture_graphs(progress)
+            if self.decoder.ops.name == "cuda":
+                load_products(self.decoder, spec.step_tokens, spec.max_rows)
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
         if self.device.type == "cpu":
             self._stream = ThreadPoolExecutor(1, "engine-step", self._enter_thread)
