@@ -121,6 +121,7 @@ def _decode_kernel(
     SPREAD: tl.constexpr,
     STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    LEAST: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -135,7 +136,7 @@ def _decode_kernel(
         length = tl.load(lens).to(tl.int32)
         row = tl.load(rows).to(tl.int64)
         _, pages = _pages_of(length, WINDOW)
-        most = tl.maximum((pages + items - 1) // items, 1)
+        most = tl.maximum((pages + items - 1) // items, LEAST)
         sequence = item * 0
         first_item = item * 0
         all_items = (pages + most - 1) // most
@@ -145,7 +146,7 @@ def _decode_kernel(
         all_lens = tl.load(lens + index, mask=index < sequences, other=0).to(tl.int32)
         all_rows = tl.load(rows + index, mask=index < sequences, other=0).to(tl.int32)
         _, all_pages = _pages_of(all_lens, WINDOW)
-        most = tl.maximum((tl.sum(all_pages, 0) + items - sequences) // (items - sequences + 1), 1)
+        most = tl.maximum((tl.sum(all_pages, 0) + items - sequences) // (items - sequences + 1), LEAST)
         ends = tl.cumsum((all_pages + most - 1) // most, 0)
         before = ends <= item
         sequence = tl.sum(before.to(tl.int32), 0)
@@ -261,6 +262,8 @@ class DecodeConfig:
     at_once: int = 4096
     """Sums that are read together where pieces are added up."""
     num_warps: int = 4
+    least_pages: int = 1
+    """A sequence of no more is not cut: reading them one after another is cheaper than adding up sums."""
 
 
 def config_for(
@@ -379,6 +382,7 @@ def decode(
         SPREAD=max(1, head_dim // (8 * config.num_warps)),
         STAGES=config.stages,
         AT_ONCE=max(1, config.at_once // (gp * head_dim)),
+        LEAST=config.least_pages,
         PDL=pdl,
         EARLY=early,
         num_warps=config.num_warps,
