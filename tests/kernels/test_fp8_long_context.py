@@ -1,0 +1,213 @@
+"""Decode attention over an FP8 cache of 65,536 tokens stays within a derived bound of exact arithmetic.
+
+The exact result is that of what the cache holds, in float64. Of each element of the output, with N tokens,
+heads of d dimensions, weights w (the softmax's terms, the largest 1), values v = e × scale:
+
+    |error| ≤ ROUND |o| + (WEIGHT + 2 δ + SUM N / 64) a + TINY b
+
+    o   the exact output
+    a   Σ w |v| / Σ w: the attention of magnitudes. Where values cancel, it is much more than |o|
+    δ   (d + 8) 2⁻²³ max Σ |q k| scale: a score is a sum of d products in float32, and some more roundings;
+        an error of δ in a score is one of δ in a weight, and in their sum, by which is divided
+    b   Σ |e| / Σ w
+
+    ROUND   the result's rounding: 2⁻⁹ in bfloat16
+    WEIGHT  the rounding of w × scale before the product with e: 2⁻¹¹ in float16
+    SUM     what a page of 64 tokens adds to the error of a sum in float32, eight roundings: 2⁻²¹. Were it in
+            float16, or in the 14 bits that FP8 tensor cores keep of a sum, this would be what fails
+    TINY    half of float16's smallest step, over the 2⁸ by which weights are lifted: 2⁻³³
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kernels import PAGE_TOKENS, reference
+
+ON_CPU = not torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(ON_CPU, reason="no NVIDIA GPU: torch.cuda.is_available() is false")
+TOKENS = 65_536
+HEAD_DIM = 128
+SCALE = HEAD_DIM**-0.5
+
+
+@dataclass
+class Sequence:
+    """One sequence's query and cache, its blocks in a random order."""
+
+    q: torch.Tensor
+    """[1, heads, HEAD_DIM]"""
+    keys: torch.Tensor
+    """[blocks, kv_heads, 64, HEAD_DIM] e4m3"""
+    values: torch.Tensor
+    k_scales: torch.Tensor
+    """[blocks, kv_heads, 64]"""
+    v_scales: torch.Tensor
+    table: torch.Tensor
+    """[1, blocks] int64"""
+
+    def in_order(self, pool: torch.Tensor) -> torch.Tensor:
+        """`[kv_heads, TOKENS, ...]` float64."""
+        # As bytes: indexing knows no FP8.
+        raw = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
+        return raw[self.table[0]].view(pool.dtype).double().transpose(0, 1).flatten(1, 2)
+
+
+@dataclass
+class Exact:
+    """By head, float64; see the head of this file."""
+
+    output: torch.Tensor
+    """[1, heads, HEAD_DIM], like `magnitudes` and `units`"""
+    magnitudes: torch.Tensor
+    units: torch.Tensor
+    score_error: torch.Tensor
+    """[1, heads, 1]"""
+
+    def worst(self, found: torch.Tensor, *, rounding: float, weight: float, tiny: float) -> float:
+        """The largest error of `found`, in units of its bound."""
+        assert found.shape == self.output.shape
+        relative = weight + 2 * self.score_error + 2**-21 * TOKENS / PAGE_TOKENS
+        bound = rounding * self.output.abs() + relative * self.magnitudes + tiny * self.units
+        return float(((found.double() - self.output).abs() / bound.clamp(min=1e-30)).max())
+
+
+def exact(sequence: Sequence) -> Exact:
+    keys, values = sequence.in_order(sequence.keys), sequence.in_order(sequence.values)
+    k_scales, v_scales = sequence.in_order(sequence.k_scales), sequence.in_order(sequence.v_scales)
+    heads, kv_heads = sequence.q.shape[1], len(keys)
+    parts = []
+    for head in range(heads):
+        at = head * kv_heads // heads
+        q = sequence.q[0, head].double()
+        scores = (keys[at] @ q) * k_scales[at] * SCALE
+        products = (keys[at].abs() @ q.abs()) * k_scales[at] * SCALE
+        weights = (scores - scores.max()).exp()
+        total = weights.sum()
+        scaled = weights * v_scales[at]
+        parts.append(
+            (
+                scaled @ values[at] / total,
+                scaled @ values[at].abs() / total,
+                values[at].abs().sum(0) / total,
+                ((HEAD_DIM + 8) * 2**-23 * products.max()).view(1),
+            )
+        )
+    return Exact(*(torch.stack(each).unsqueeze(0) for each in zip(*parts, strict=True)))
+
+
+Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator], None]
+
+
+def _needle(value: float) -> Change:
+    """One key that the first head of each group looks for, e⁶ times as heavy as all others together."""
+
+    def change(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, draw: torch.Generator) -> None:
+        heads, kv_heads = q.shape[1], keys.shape[1]
+        for kv_head in range(kv_heads):
+            seeker = q[0, kv_head * heads // kv_heads]
+            place = int(torch.randint(TOKENS, (1,), generator=draw, device=q.device))
+            others = math.log(TOKENS) + 0.5 * float(seeker.square().sum()) * SCALE**2
+            keys[place, kv_head] = seeker * (others + 6) / (SCALE * seeker.square().sum())
+            values[place, kv_head] *= value
+
+    return change
+
+
+def _scaled(q: float = 1.0, offset: float = 0.0, outliers: float = 0.0) -> Change:
+    def change(q_: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, draw: torch.Generator) -> None:
+        q_ *= q
+        values += offset
+        values *= (outliers * torch.randn(*values.shape[:2], 1, generator=draw, device=values.device)).exp()
+
+    return change
+
+
+KINDS: dict[str, Change] = {
+    "equal weights": _scaled(q=0.0),
+    "random": _scaled(),
+    "peaked": _scaled(q=30.0),
+    "a needle": _needle(1.0),
+    "a needle without a value, so that the others' tiny weights are the result": _needle(0.0),
+    "values that add up": _scaled(offset=3.0),
+    "values of very different tokens": _scaled(outliers=2.0),
+}
+
+
+def make(kind: str, seed: int, heads: int, kv_heads: int, dtype: torch.dtype, device: str) -> Sequence:
+    draw = torch.Generator(device).manual_seed(seed)
+    q = torch.randn(1, heads, HEAD_DIM, generator=draw, device=device)
+    keys = torch.randn(TOKENS, kv_heads, HEAD_DIM, generator=draw, device=device)
+    values = torch.randn(TOKENS, kv_heads, HEAD_DIM, generator=draw, device=device)
+    KINDS[kind](q, keys, values, draw)
+    order = torch.randperm(TOKENS // PAGE_TOKENS, generator=draw, device=device)
+
+    def paged(tensor: torch.Tensor) -> torch.Tensor:
+        raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+        pages = raw.view(-1, PAGE_TOKENS, *raw.shape[1:]).transpose(1, 2)
+        pool = torch.empty_like(pages, memory_format=torch.contiguous_format)
+        pool[order] = pages
+        return pool.view(tensor.dtype)
+
+    (k, k_scales), (v, v_scales) = reference.quantise_fp8(keys), reference.quantise_fp8(values)
+    pools = (paged(k), paged(v), paged(k_scales.squeeze(-1)), paged(v_scales.squeeze(-1)))
+    return Sequence(q.to(dtype), *pools, order.unsqueeze(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_twins_stay_within_the_bound_in_float32(kind: str) -> None:
+    sequence = make(kind, 0, 2, 1, torch.float32, "cpu")
+    pools = (sequence.q, sequence.keys, sequence.values)
+    scales = (sequence.k_scales, sequence.v_scales)
+    table = sequence.table
+    expected = exact(sequence)
+    decoded = reference.paged_attention_decode(*pools, table, torch.tensor([TOKENS]), SCALE, None, *scales)
+    prefilled = reference.paged_attention_prefill(*pools, table[0], TOKENS - 1, SCALE, None, *scales)
+    for found in (decoded, prefilled):
+        assert expected.worst(found, rounding=2**-24, weight=2**-23, tiny=0.0) <= 1
+
+
+def test_sums_of_fewer_bits_would_show() -> None:
+    """Pages summed in float32, and their sums added up in float16."""
+    sequence = make("values that add up", 0, 2, 1, torch.float32, "cpu")
+    values = sequence.in_order(sequence.values) * sequence.in_order(sequence.v_scales).unsqueeze(-1)
+    scores = sequence.in_order(sequence.keys) @ sequence.q[0].double().T
+    weights = (scores * sequence.in_order(sequence.k_scales).unsqueeze(-1) * SCALE).softmax(dim=1)
+    total = torch.zeros(1, 2, HEAD_DIM, dtype=torch.float16)
+    for page in range(TOKENS // PAGE_TOKENS):
+        span = slice(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS)
+        total += (weights[:, span].transpose(1, 2) @ values[:, span]).half()
+    assert exact(sequence).worst(total.float(), rounding=2**-9, weight=2**-11, tiny=2**-33) > 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_stays_within_its_bound(kind: str, dtype: torch.dtype, seed: int) -> None:
+    from kernels.triton import attention_decode as kernel
+
+    sequence = make(kind, seed, 32, 8, dtype, "cuda")
+    found = kernel.decode(
+        sequence.q,
+        sequence.keys,
+        sequence.values,
+        sequence.table,
+        torch.zeros(1, dtype=torch.int64, device="cuda"),
+        torch.tensor([TOKENS], device="cuda"),
+        SCALE,
+        kernel.allocate_workspace(1, 32, 8, HEAD_DIM, sequence.q.device),
+        None,
+        sequence.k_scales,
+        sequence.v_scales,
+    )
+    rounding = 2**-9 if dtype == torch.bfloat16 else 2**-12
+    worst = exact(sequence).worst(found, rounding=rounding, weight=2**-11, tiny=2**-33)
+    print(f"{kind}, {dtype}, seed {seed}: {worst:.3f} of the bound")
+    assert worst <= 1
