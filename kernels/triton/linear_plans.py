@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 
 MOST_ROWS = 64
-"""Of the rules. Above, the tensor cores' rate begins to count, and cuBLAS has better tiles."""
+"""Above, the tensor cores' rate begins to count, and cuBLAS has better tiles. Twice as many where the weights
+are e4m3 and outputs few: there the library reads them at a third of the memory's rate."""
 
 SPLIT_PROGRAMS = 180
 """Most programs of a split product: splits double while there are fewer than half as many."""
@@ -29,9 +30,10 @@ ALIGNMENT = 64
 class Plan:
     """The programs of one product."""
 
-    form: Literal["gemv", "stream", "dot"]
+    form: Literal["gemv", "stream", "dot", "tiles"]
     """gemv: one row on the ordinary cores; dot: tiles in shared memory (both in `linear_rows`). stream: one
-    row, weights straight into tensor-core registers (`linear_stream`)."""
+    row, weights straight into tensor-core registers (`linear_stream`). tiles: as dot, with weights on their
+    way before the kernel in front has ended; needs a Hopper GPU (`linear_tiles`)."""
     rows: int
     """Tokens of the tile, padding included."""
     block_n: int
@@ -65,13 +67,14 @@ def fits_workspace(plan: Plan, n: int) -> bool:
 def choose(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
     """The plan of `[rows, k] × [n, k]ᵀ` with weights of `dtype`; None where cuBLAS does better or we do not
     serve the shape."""
-    if not 1 <= rows <= MOST_ROWS or k % ALIGNMENT or n < 16:
-        return None
     if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        return None
+    most = 2 * MOST_ROWS if dtype.itemsize == 1 and n < _MANY else MOST_ROWS
+    if not 1 <= rows <= most or k % ALIGNMENT or n < 16:
         return None
     if rows > 1:
         return _dot(rows, n, k, dtype)
-    return _stream(n, k) if dtype.itemsize == 1 and k <= 8192 else _gemv(n, k, dtype)
+    return _stream(n, k) if dtype.itemsize == 1 and k < 8192 else _gemv(n, k, dtype)
 
 
 _MANY = 16384
@@ -79,13 +82,12 @@ _MANY = 16384
 
 
 def _gemv(n: int, k: int, dtype: torch.dtype) -> Plan:
+    whole = _power_of_2(k)
     if dtype.itemsize == 1:
-        return Plan("gemv", 1, 8, 2048, warps=4)
-    if n >= _MANY:
-        return Plan("gemv", 1, 4, min(4096, _power_of_2(k)), warps=4)
-    if k > 8192:
-        return Plan("gemv", 1, 4, 2048, warps=8)
-    return Plan("gemv", 1, 2, min(1024 if n <= 4096 else 2048, _power_of_2(k)), warps=4)
+        return Plan("gemv", 1, 8, min(2048, whole), warps=4)
+    # 4096 columns at once of many rows, or long ones; else two steps, of which the first is before the wait.
+    block_k = 4096 if k >= 8192 or (n >= _MANY and k >= 4096) else max(256, min(2048, whole // 2))
+    return Plan("gemv", 1, 4, min(block_k, whole), warps=4)
 
 
 def _stream(n: int, k: int) -> Plan:
@@ -98,7 +100,7 @@ def _stream(n: int, k: int) -> Plan:
 
 
 def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan:
-    padded = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    padded = max(16, _power_of_2(rows))
     columns = 128 * 2 // dtype.itemsize  # 256 bytes of a row
     if n >= _MANY:
         if padded == 64 or (padded == 32 and dtype.itemsize == 2):
@@ -109,7 +111,8 @@ def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan:
         split = 1
         while -(-n // 64) * split < SPLIT_PROGRAMS // 2 and split < 8 and k % (2 * split * ALIGNMENT) == 0:
             split *= 2
-        plan = Plan("dot", padded, 64, columns, warps=4, stages=6 if padded == 16 else 5, split=split)
+        stages = {16: 6, 32: 5, 64: 5, 128: 4}[padded]
+        plan = Plan("dot", padded, 64, columns, warps=4, stages=stages, split=split)
     while k // plan.split % plan.block_k:
         plan = replace(plan, block_k=plan.block_k // 2)
     return plan

@@ -1,8 +1,8 @@
 """The products that were measured: for each shape and number of rows the plan that won, or the library.
 
 A table belongs to one GPU. `python -m kernels.tune` writes it, to `kernels/tuned/<gpu>.json`; whoever owns
-the kernels of a device loads it once and hands it to every product. Shapes that it lacks follow the rules of
-`linear_plans`. No Triton here, and no device.
+the kernels of a device loads it once and hands it to every product. Shapes and rows that it lacks follow the
+rules of `linear_plans`. No Triton here, and no device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn":
 """Of weights, by their names in a table."""
 
 _LIBRARY = "library"
-_FORMS = ("gemv", "stream", "dot")
+_FORMS = ("gemv", "stream", "dot", "tiles")
 _NUMBERS = ("rows", "block_n", "block_k", "warps", "stages", "split")
 _REMEDY = "make the table again with python -m kernels.tune"
 
@@ -71,11 +71,11 @@ class Table:
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
         """As `linear_plans.choose`: the plan, or None for the library. The entry of the fewest rows that
-        suffice counts; above the last one it is the library."""
-        entries = self.products.get(Product(dtype, n, k))
-        if entries is None:
-            return linear_plans.choose(rows, n, k, dtype)
-        return next((entry.plan for most, entry in entries.items() if rows <= most), None)
+        suffice counts; where there is none, the rules."""
+        for most, entry in self.products.get(Product(dtype, n, k), {}).items():
+            if rows <= most:
+                return entry.plan
+        return linear_plans.choose(rows, n, k, dtype)
 
     def with_entry(self, product: Product, most_rows: int, entry: Entry) -> Table:
         """This table and one entry more, in place of what was there."""
@@ -144,14 +144,21 @@ def problem(plan: Plan, most_rows: int, product: Product) -> str | None:
             return f"{name} is {value}, not a power of two"
     if plan.rows < most_rows:
         return f"rows is {plan.rows}, fewer than the {most_rows} that it is for"
-    if plan.form != "dot":
+    if plan.form in ("gemv", "stream"):
         if plan.rows != 1:
             return f"rows is {plan.rows}; {plan.form} has one"
         if plan.split != 1:
             return f"split is {plan.split}; {plan.form} has one"
     if plan.form == "stream" and product.dtype != torch.float8_e4m3fn:
         return f"form is 'stream', which is for float8_e4m3fn weights, not {product.dtype}"
-    step = {"gemv": 1, "stream": plan.warps * plan.block_k, "dot": plan.split * plan.block_k}[plan.form]
+    if plan.form == "tiles":
+        if plan.rows < 8:
+            return f"rows is {plan.rows}; the tensor cores have at least 8"
+        if plan.warps % 4 or plan.block_n < 16 * plan.warps:
+            return f"warps is {plan.warps}: of a tile of {plan.block_n}, 4 share 64 weight rows"
+        if plan.block_k * product.dtype.itemsize < 128:
+            return f"block_k is {plan.block_k}: a row of a tile is at least 128 bytes"
+    step = {"gemv": 1, "stream": plan.warps * plan.block_k}.get(plan.form, plan.split * plan.block_k)
     if product.k % step:
         return f"block_k is {plan.block_k}: steps of {step} do not divide k = {product.k}"
     if plan.split > 1 and not linear_plans.fits_workspace(plan, product.n):

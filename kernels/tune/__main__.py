@@ -29,7 +29,7 @@ from kernels.tune.search import launch_all, search
 
 
 def main() -> int:
-    """Tune every given model; the table is written after each."""
+    """Tune every given model; the table is written as it grows, so that a run may be cut short."""
     arguments = _arguments()
     try:
         models = [
@@ -53,15 +53,15 @@ def main() -> int:
 
     raw: list[dict[str, Any]] = []
     for dimensions in models:
-        found = search(dimensions, arguments.rows, known, torch.device("cuda"), _report)
-        for one in found:
-            table = table.with_entry(one.product, one.rows, one.entry)
-            known = known.with_entry(one.product, one.rows, one.entry)
-            raw.append(one.raw)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(Table(gpu.name, _about(), table.products).to_json())
-        if arguments.json:
-            arguments.json.write_text(json.dumps(raw, indent=1) + "\n")
+        for found in search(dimensions, arguments.rows, known, torch.device("cuda"), _report):
+            for one in found:
+                table = table.with_entry(one.product, one.rows, one.entry)
+                raw.append(one.raw)
+            known = known if arguments.again else table
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(Table(gpu.name, _about(), table.products).to_json())
+            if arguments.json:
+                arguments.json.write_text(json.dumps(raw, indent=1) + "\n")
     print(f"{path}: {len(raw)} entries measured in {time.perf_counter() - began:.0f} s", flush=True)
     return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -65,26 +65,24 @@ def launch_all(models: Sequence[Dimensions], buckets: Sequence[int], known: Tabl
 
 def search(
     dimensions: Dimensions, buckets: Sequence[int], known: Table, device: torch.device, report: Report
-) -> list[Measured]:
-    """The best plans of a model's products, for each number of rows that `known` lacks. `report` gets what a
-    person reads."""
+) -> Iterator[list[Measured]]:
+    """The best plans of a model's products, some at a time: for each number of rows that `known` lacks.
+    `report` gets what a person reads."""
     dtype = "fp8" if dimensions.fp8 else dimensions.dtype
     report(f"{dtype} hidden {dimensions.hidden} intermediate {dimensions.rank_intermediate}")
     report("rows: µs of a layer by the rules, the library, the winners; of each product: won, library, plan")
     layers = Layers(dimensions, device)
-    found = []
     for rows in buckets:
         if _unknown(known, layers.products().values(), rows):
             layers.set_rows(rows)
-            found += _search_layer(layers, rows, known, report)
+            yield _search_layer(layers, rows, known, report)
     del layers
     if not dimensions.fp8:  # The output matrix is in the model's dtype either way.
         head = Head(dimensions, device)
         for rows in buckets:
             if _unknown(known, [head.product], rows):
                 head.set_rows(rows)
-                found.append(_search_head(head, rows, report))
-    return found
+                yield [_search_head(head, rows, report)]
 
 
 def _search_layer(layers: Layers, rows: int, known: Table, report: Report) -> list[Measured]:

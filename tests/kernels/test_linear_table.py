@@ -32,6 +32,12 @@ def table() -> Table:
 def test_the_entry_of_the_fewest_rows_that_suffice_counts(table: Table) -> None:
     chosen = {rows: table.choose(rows, 4096, 4096, BF16) for rows in (1, 2, 16, 17, 64, 65, 8000)}
     assert chosen == {1: ONE, 2: FEW, 16: FEW, 17: None, 64: None, 65: None, 8000: None}
+    assert linear_plans.choose(17, 4096, 4096, BF16) is not None
+
+
+def test_rows_beyond_the_last_entry_follow_the_rules() -> None:
+    table = Table().with_entry(PRODUCT, 1, Entry(ONE, 8.6, 14.5))
+    assert table.choose(2, 4096, 4096, BF16) == linear_plans.choose(2, 4096, 4096, BF16) is not None
 
 
 def test_shapes_and_dtypes_that_are_not_there_follow_the_rules(table: Table) -> None:

@@ -216,6 +216,14 @@ def test_other_shapes_are_left_to_cublas() -> None:
     assert choose(1, 4096, 4096, torch.float32) is None
 
 
+def test_e4m3_products_of_few_outputs_stay_ours_for_twice_the_rows() -> None:
+    fp8 = torch.float8_e4m3fn
+    plan = choose(2 * MOST_ROWS, 4096, 14336, fp8)
+    assert plan is not None and plan.rows == 128 and plan.split == 2
+    assert choose(2 * MOST_ROWS, 28672, 4096, fp8) is None
+    assert choose(2 * MOST_ROWS + 1, 4096, 14336, fp8) is None
+
+
 def test_what_does_not_fit_is_named() -> None:
     x = torch.zeros(2, 64)
     weight = torch.zeros(32, 64)
