@@ -151,6 +151,17 @@ def test_each_sequence_attends_to_its_pages(lens: list[int], window: int | None)
 
 
 @needs_cpu
+def test_sequences_may_share_blocks_and_rows() -> None:
+    case = make([130, 200, 64, 130])
+    case.table[case.rows[1], :2] = case.table[case.rows[0], :2]
+    case.table[case.rows[2], 0] = case.table[case.rows[0], 0]
+    case.rows[3], case.q[3] = case.rows[0], case.q[0]
+    found = case.run()
+    close(found, case.expected(), 1e-5)
+    assert torch.equal(found[3], found[0])
+
+
+@needs_cpu
 @pytest.mark.parametrize("extra", [0, 1, 2, 5, 10])
 @pytest.mark.parametrize(
     "lens", [[700], [300, 1, 0, 200, 64, 65], [64, 64, 64]], ids=["one", "mixed", "even"]
@@ -239,7 +250,11 @@ OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("dtype", "fp8"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
+    ids=["bf16", "f16", "fp8"],
+)
 @pytest.mark.parametrize(
     ("shape", "lens", "window"),
     [(LLAMA, lens, None) for lens in GPU_LENS]
@@ -247,25 +262,27 @@ OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
     + [(shape, "mixed", None) for shape in OTHERS],
 )
 def test_the_error_is_that_of_torch(
-    shape: tuple[int, int, int], lens: str, window: int | None, fp8: bool
+    shape: tuple[int, int, int], lens: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
-    """At most twice that of torch's attention in bfloat16 (float16 for FP8 caches), plus half a rounding of
-    the result."""
-    case = make(GPU_LENS[lens], *shape, window, dtype=torch.bfloat16, device="cuda", blocks=700)
+    """At most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus half a
+    rounding of the result."""
+    case = make(GPU_LENS[lens], *shape, window, dtype=dtype, device="cuda", blocks=700)
     case = _fp8(case) if fp8 else case
     exact = case.expected()
     found = case.run(out=torch.full_like(case.q, float("nan")))
     assert (found[case.lens == 0] == 0).all()
     if int(case.lens.max()) > 0:
-        torchs = case.expected(torch.float16 if fp8 else torch.bfloat16).bfloat16()
+        torchs = case.expected(torch.float16 if fp8 else dtype).to(dtype)
         assert _error(found, exact) <= 2 * _error(torchs, exact) + 1e-3
 
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("lens", ["one", "mixed", "longer"])
-def test_the_bits_are_the_same_every_time_and_without_pdl(lens: str) -> None:
+def test_the_bits_are_the_same_every_time_and_without_pdl(lens: str, fp8: bool) -> None:
     case = make(GPU_LENS[lens], *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=700)
+    case = _fp8(case) if fp8 else case
     workspace = kernel.allocate_workspace(len(case.lens), *LLAMA, case.q.device)
     first = case.run(workspace=workspace)
     for pdl in (True, False) * 10:

@@ -55,7 +55,9 @@ class Case:
             **options,  # type: ignore[arg-type]
         )
 
-    def run_expanded(self, scratch_blocks: int) -> tuple[torch.Tensor, kernel.Expansion]:
+    def run_expanded(
+        self, scratch_blocks: int, pdl: bool = not ON_CPU
+    ) -> tuple[torch.Tensor, kernel.Expansion]:
         assert self.k_scales is not None
         assert self.v_scales is not None
         heads, (_, kv_heads, _, head_dim) = self.q.shape[1], self.keys.shape
@@ -73,11 +75,11 @@ class Case:
         pool = (self.keys, self.values, self.k_scales, self.v_scales)
         out = torch.zeros_like(self.q)
         if len(pages):
-            kernel.expand(*pool, self.table, pages, scratch[0], scratch[1], pdl=not ON_CPU)
-            options = {"out": out, "window": self.window, "pdl": not ON_CPU}
+            kernel.expand(*pool, self.table, pages, scratch[0], scratch[1], pdl=pdl)
+            options = {"out": out, "window": self.window, "pdl": pdl}
             kernel.prefill(self.q, scratch[0], scratch[1], None, expanded, self.scale, **options)  # type: ignore[arg-type]
         if len(direct):
-            self.run(out=out, tiles=direct)
+            self.run(out=out, tiles=direct, pdl=pdl)
         return out, plan
 
     def expected(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -190,6 +192,15 @@ def test_scales_belong_to_tokens_and_heads(head_dim: int) -> None:
 
 
 @needs_cpu
+def test_chunks_may_share_blocks() -> None:
+    case = make([(130, 70), (64, 90), (0, 64)])
+    first, second, third = (chunk.row for chunk in case.chunks)
+    case.table[second, :2] = case.table[first, :2]
+    case.table[third, 0] = case.table[first, 0]
+    close(case.run(out=torch.zeros_like(case.q)), case.expected(), 1e-5)
+
+
+@needs_cpu
 def test_indices_may_be_narrow_and_queries_strided() -> None:
     case = make([(70, 90)])
     expected = case.expected()
@@ -260,7 +271,11 @@ OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("dtype", "fp8"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
+    ids=["bf16", "f16", "fp8"],
+)
 @pytest.mark.parametrize(
     ("shape", "chunks", "window"),
     [(LLAMA, chunks, None) for chunks in GPU_CHUNKS]
@@ -268,29 +283,34 @@ OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
     + [(shape, "mixed", None) for shape in OTHERS],
 )
 def test_the_error_is_that_of_torch(
-    shape: tuple[int, int, int], chunks: str, window: int | None, fp8: bool
+    shape: tuple[int, int, int], chunks: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
-    """At most twice that of torch's attention in bfloat16 (float16 for FP8 caches), plus half a rounding of
-    the result."""
-    case = make(GPU_CHUNKS[chunks], *shape, window, dtype=torch.bfloat16, device="cuda", blocks=90)
+    """At most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus half a
+    rounding of the result."""
+    case = make(GPU_CHUNKS[chunks], *shape, window, dtype=dtype, device="cuda", blocks=90)
     case = _fp8(case) if fp8 else case
     exact = case.expected()
     found = case.run(out=torch.zeros_like(case.q))
-    torchs = case.expected(torch.float16 if fp8 else torch.bfloat16).bfloat16()
+    torchs = case.expected(torch.float16 if fp8 else dtype).to(dtype)
     assert _error(found, exact) <= 2 * _error(torchs, exact) + 1e-3
     if fp8:
         found, _ = case.run_expanded(scratch_blocks=150)
-        torchs = case.expected(torch.bfloat16)
+        torchs = case.expected(dtype)
         assert _error(found, exact) <= 2 * _error(torchs, exact) + 1e-3
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_the_bits_are_the_same_every_time_and_without_pdl() -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_the_bits_are_the_same_every_time_and_without_pdl(fp8: bool) -> None:
     case = make(GPU_CHUNKS["mixed"], *LLAMA, dtype=torch.bfloat16, device="cuda")
+    case = _fp8(case) if fp8 else case
     first = case.run(out=torch.zeros_like(case.q))
+    expanded = case.run_expanded(scratch_blocks=150)[0] if fp8 else None
     for pdl in (True, False) * 5:
         assert torch.equal(case.run(out=torch.zeros_like(case.q), pdl=pdl), first)
+        if expanded is not None:
+            assert torch.equal(case.run_expanded(scratch_blocks=150, pdl=pdl)[0], expanded)
 
 
 @pytest.mark.gpu

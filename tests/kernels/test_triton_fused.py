@@ -56,7 +56,7 @@ def _norm_exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 4096), (2, 2880)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 4096), (2, 2880), (300, 72)], ids=str)
 def test_a_norm_is_as_good_as_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight = _random(*shape, dtype=dtype), _random(shape[1], seed=1, dtype=dtype)
     _as_good(fused.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), _norm_exact(x, weight))

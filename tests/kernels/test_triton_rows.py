@@ -1,4 +1,8 @@
-"""The two ends of a decode step: what the tables' own torch says, with and without padding."""
+"""The two ends of a decode step: what the tables' own torch says, with and without padding.
+
+The interpreter (on a CPU, in CI) proves all that there is to prove of integers: which row is read, which is
+written, what is left alone. A GPU runs the same tests.
+"""
 
 from __future__ import annotations
 

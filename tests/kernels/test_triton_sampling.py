@@ -329,13 +329,24 @@ def test_pdl_and_a_graph_change_no_bit() -> None:
     params = (MIXED * 8)[:100]
     draws = _draws(params)
     source = torch.randn(100, 128256, device=DEVICE).mul_(2).to(torch.bfloat16)
-    plain = triton_sampling.full(_wrap(source), draws)
+    plain = triton_sampling.full(_wrap(source), draws, pdl=False)
     for _ in range(3):
         found = triton_sampling.full(_wrap(source), draws, pdl=True)
         assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
-        assert torch.equal(
-            triton_sampling.greedy(_wrap(source), pdl=True)[1], triton_sampling.greedy(_wrap(source))[1]
-        )
+        for draw, more in ((triton_sampling.greedy, ()), (triton_sampling.plain, (draws,))):
+            for with_pdl, without in zip(
+                draw(_wrap(source), *more, pdl=True), draw(_wrap(source), *more, pdl=False), strict=True
+            ):
+                assert torch.equal(with_pdl, without)
+        edits = (_wrap(source), draws, torch.arange(0, 100, 3, device=DEVICE))
+        bias = (torch.tensor([0, 4], device=DEVICE), torch.tensor([3, 9], device=DEVICE))
+        edited = [
+            triton_sampling.edit(
+                *edits, bias=(*bias, torch.tensor([1.0, -2.0], device=DEVICE)), banned=bias, pdl=pdl
+            )
+            for pdl in (True, False)
+        ]
+        assert torch.equal(*edited)
     logits = torch.zeros_like(source)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
