@@ -47,26 +47,7 @@ def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
     entries = read_entries(folder)
     pieces = {piece.name: piece for piece in decoder.pieces()}
     _check(entries, pieces, folder, tied=decoder.config.tie_word_embeddings)
-    scales = _read_scales(pieces, entries, decoder.device)
-    wanted = [_slice(piece, entries[piece.name]) for piece in pieces.values() if piece.target is not None]
-    wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
-    total = sum(part.nbytes for part in wanted)
-    done = 0
-    file, told_at = None, 0.0
-    for part, numbers in stream(wanted, decoder.device):
-        block = _block(pieces[part.name], part)
-        numbers = numbers if block.dim == 0 else block.part(numbers)
-        if part.entry.dtype == _FP8:
-            each = scales[part.name + _SCALE]
-            rows = slice(part.first_row, part.first_row + part.rows)
-            block.fill_quantised(numbers, each if len(each) == 1 else each[rows])
-        else:
-            block.fill(numbers)
-        done += part.nbytes
-        now = time.monotonic()
-        if part.entry.file != file or now - told_at >= _PROGRESS_S or done == total:
-            file, told_at = part.entry.file, now
-            progress(f"loading {file.name}", done / total)
+    done = _fill(pieces, entries, decoder.device, progress)
     _finish(decoder)
     return done
 
@@ -81,15 +62,7 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
     for piece in decoder.pieces():
         if piece.target is None:
             continue
-        generator = torch.Generator(decoder.device).manual_seed(seed ^ zlib.crc32(piece.name.encode()))
-        whole = torch.empty(piece.shape, dtype=decoder.dtype, device=decoder.device)
-        if len(piece.shape) == 2:
-            whole.normal_(std=piece.shape[1] ** -0.5, generator=generator)
-        elif piece.name.endswith(".bias"):
-            whole.normal_(std=0.02, generator=generator)
-        else:
-            whole.fill_(1.0)
-        piece.fill(piece.part(whole))
+        _randomise(piece, decoder, seed)
         done += piece.target.nbytes
     _finish(decoder)
     return done
@@ -155,6 +128,46 @@ def _names(names: list[str]) -> str:
     if more > 0:
         shown += f" and {more} more"
     return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown} are"
+
+
+def _fill(
+    pieces: dict[str, Piece], entries: dict[str, Entry], device: torch.device, progress: Progress
+) -> int:
+    """Streams every piece's numbers into it; returns their bytes. Nothing of the stream outlives the call:
+    what still held a buffer would keep `_finish` from giving its memory back."""
+    scales = _read_scales(pieces, entries, device)
+    wanted = [_slice(piece, entries[piece.name]) for piece in pieces.values() if piece.target is not None]
+    wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
+    total = sum(part.nbytes for part in wanted)
+    done = 0
+    file, told_at = None, 0.0
+    for part, numbers in stream(wanted, device):
+        block = _block(pieces[part.name], part)
+        numbers = numbers if block.dim == 0 else block.part(numbers)
+        if part.entry.dtype == _FP8:
+            each = scales[part.name + _SCALE]
+            rows = slice(part.first_row, part.first_row + part.rows)
+            block.fill_quantised(numbers, each if len(each) == 1 else each[rows])
+        else:
+            block.fill(numbers)
+        done += part.nbytes
+        now = time.monotonic()
+        if part.entry.file != file or now - told_at >= _PROGRESS_S or done == total:
+            file, told_at = part.entry.file, now
+            progress(f"loading {file.name}", done / total)
+    return done
+
+
+def _randomise(piece: Piece, decoder: Decoder, seed: int) -> None:
+    generator = torch.Generator(decoder.device).manual_seed(seed ^ zlib.crc32(piece.name.encode()))
+    whole = torch.empty(piece.shape, dtype=decoder.dtype, device=decoder.device)
+    if len(piece.shape) == 2:
+        whole.normal_(std=piece.shape[1] ** -0.5, generator=generator)
+    elif piece.name.endswith(".bias"):
+        whole.normal_(std=0.02, generator=generator)
+    else:
+        whole.fill_(1.0)
+    piece.fill(piece.part(whole))
 
 
 def _slice(piece: Piece, entry: Entry) -> Slice:
