@@ -21,6 +21,8 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _CHART_ROWS = 4
 _CHART_CELLS = 64
 _RANKS = ("p50", "p90", "p99", "max")
+_FEWEST_FOR_P99 = 100
+"""Requests; with fewer, their p99 (nearest rank) is the maximum."""
 
 
 class Report:
@@ -121,6 +123,12 @@ class Report:
                 f"highest sustained rate: {found.best.rate:.4g} requests/s, goodput {goodput:.4g} requests/s",
                 "bold",
             )
+            if (requests := found.best.summary.requests) < _FEWEST_FOR_P99:
+                self.wrapped(
+                    f"note: a p99 of {requests:,} requests is the slowest of them: a longer --duration would "
+                    f"say more",
+                    "yellow",
+                )
         if found.note:
             self.wrapped(f"note: {found.note}", "yellow")
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import statistics
 
 import pytest
 
 from appliance.bench.messages import Record
-from appliance.bench.rates import Trial, find_rate, is_lost, judge, poisson_arrivals
+from appliance.bench.rates import Found, Trial, find_rate, is_lost, judge, poisson_arrivals
 from appliance.bench.results import Slo, Summary, summarize
 from appliance.bench.workers import Raw
+from appliance.cli.bench_report import Report
 
 
 def summary(*, ttft_ms: float = 10.0, failed: int = 0, requests: int = 100, busy: float = 0.1) -> Summary:
@@ -87,3 +89,11 @@ def test_each_limit_is_named_when_it_is_missed() -> None:
 
 def test_a_trial_is_given_up_when_more_than_one_percent_missed() -> None:
     assert not is_lost(200, 2) and is_lost(200, 3) and is_lost(50, 1)
+
+
+@pytest.mark.parametrize(("requests", "noted"), [(99, True), (100, False)])
+def test_a_p99_of_few_requests_is_told_to_be_their_maximum(requests: int, noted: bool) -> None:
+    best = Trial(1.0, summary(requests=requests), False, "")
+    written = io.StringIO()
+    Report(written).search(Found(best, [best], ""))
+    assert ("a p99 of 99 requests is the slowest of them" in written.getvalue()) == noted

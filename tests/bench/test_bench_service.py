@@ -1,16 +1,21 @@
-"""The benchmark against the real service with the shipped model."""
+"""The benchmark against the real service: with the shipped model, and beside the engine alone."""
 
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from appliance.text.tokenizer import Tokenizer
 from tests.system.service import APPLIANCE, service
 
 pytestmark = pytest.mark.system
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_service"
 
 
 def test_a_small_run_against_the_service(tmp_path: Path) -> None:
@@ -41,3 +46,36 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
         rows = [row for row in running.rows() if row["generated_tokens"] == 24]
         assert len(rows) == 12 + 4  # with the warm-up
         assert all(row["prompt_tokens"] == 48 and not row["cached_tokens"] for row in rows)
+
+
+def test_the_service_is_measured_beside_its_engine(tmp_path: Path) -> None:
+    words = "--shape tiny --max-rows 16 --step-tokens 256 --fronts 1 --set threads=1 --set mixed_tokens=64"
+    loads = "--requests 3 --one-output-tokens 4 --streams 5 --prompt-tokens 40 --output-tokens 12"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *words.split(), *loads.split(), "--json", str(tmp_path / "out.json")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = json.loads((tmp_path / "out.json").read_text())
+    for measured in (made["engine"]["loads"], made["service"]["loads"]):
+        assert all(load["output_tok_s"] > 0 and load["ttft_ms"]["p50"] > 0 for load in measured)
+    one, five = made["service"]["loads"]
+    assert (one["output_tokens"], five["output_tokens"]) == (3 * 4, 5 * 12)
+    assert five["failures"] == {} and five["cpu_s"]["fronts"] > 0
+    lines = done.stdout.splitlines()
+    assert [line.split()[:3] for line in lines if " streams " in line] == [
+        ["5", "streams", "engine"],
+        ["5", "streams", "service"],
+        ["5", "streams", f"{100 * five['cpu_s']['core'] / five['seconds']:.0f}%"],
+    ]
+
+
+def test_every_token_of_the_measured_model_is_text_of_its_own(tmp_path: Path) -> None:
+    vocabulary = runpy.run_path(str(SCRIPT))["write_checkpoint"]("tiny", tmp_path / "model")
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    stream = tokenizer.stream()
+    texts = [stream.push([token]).text for token in range(vocabulary)]
+    assert vocabulary == 4096 == tokenizer.vocabulary_size
+    assert texts == [f" t{token}" for token in range(vocabulary)]
