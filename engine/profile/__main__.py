@@ -1,0 +1,109 @@
+"""`python -m engine.profile`: where the time of some steps goes, kernel by kernel.
+
+    python -m engine.profile --shape llama-3.1-8b --workload b8_decode --trace trace.json
+    python -m engine.profile --shape llama-3.1-8b --fp8 --kv-fp8 --workload n1024 --kind mixed
+
+Random weights in a public shape (or --model, a checkpoint's folder), a workload of `engine.bench`. A table on
+standard output; with --trace, the Chrome trace (chrome://tracing, ui.perfetto.dev). On a CPU the same of
+torch's operations. Needs what `engine.bench` needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from engine.bench.limits import ceilings
+from engine.bench.shapes import SHAPES, write_config
+from engine.bench.workloads import WORKLOADS, run
+from engine.generate import LocalEngine
+from engine.messages import ReplicaSpec
+from engine.profile.report import gaps_of, lines, rows_of
+from engine.profile.steps import Kind, record
+from engine.profile.trace import read_timeline
+from engine.profile.work import label_products, work_by_kernel
+
+
+def main() -> int:
+    """Profile one kind of step of one workload; 1 if the workload has no such steps."""
+    arguments = _arguments()
+    workload = WORKLOADS[arguments.workload]
+    kind: Kind = arguments.kind or ("decode" if workload.output_tokens > 1 else "mixed")
+    with tempfile.TemporaryDirectory(prefix="engine-profile-") as scratch:
+        trace = arguments.trace or Path(scratch) / "trace.json"
+        engine = _start(arguments, Path(scratch))
+        info, config = engine.info, engine.runner.config
+        what = f"{arguments.model or arguments.shape}: {arguments.workload}, {kind} steps"
+        print(f"{what}; weights {info.weights}, KV {info.kv_dtype} on {info.devices[0]}")
+        run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)  # warm
+        try:
+            shapes = record(engine, workload, kind, arguments.steps, arguments.skip, trace)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
+        engine.close()
+        timeline = read_timeline(trace)
+    device = ceilings(info.devices[0])
+    names = [call.name for call in timeline.calls]
+    works = {}
+    if timeline.on_gpu:
+        names = label_products(names, config.layers, shapes)
+        works = work_by_kernel(config, info, shapes, device)
+    rows = rows_of(names, timeline, works, len(shapes))
+    tokens = sum(shape.tokens for shape in shapes) / len(shapes)
+    decodes = sum(len(shape.contexts) for shape in shapes) / len(shapes)
+    print(f"{tokens:,.0f} tokens a step, of which {decodes:,.0f} decode")
+    print("\n".join(lines(rows, gaps_of(names, timeline, len(shapes)), timeline, len(shapes), device)))
+    return 0
+
+
+def _start(arguments: argparse.Namespace, scratch: Path) -> LocalEngine:
+    workload = WORKLOADS[arguments.workload]
+    folder = arguments.model or write_config(arguments.shape, scratch)
+    return LocalEngine(
+        ReplicaSpec(
+            replica="profile-0",
+            model_path=str(folder),
+            load_format=arguments.load_format or ("safetensors" if arguments.model else "dummy"),
+            device=arguments.device,
+            max_model_len=workload.prompt_tokens + workload.output_tokens,
+            max_rows=arguments.max_rows,
+            step_tokens=arguments.step_tokens,
+            kv_blocks=arguments.kv_blocks,
+            weights="fp8" if arguments.fp8 else "auto",
+            kv_dtype="fp8" if arguments.kv_fp8 else "auto",
+        )
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--model", type=Path, help="a checkpoint's folder, instead of random weights")
+    parser.add_argument("--load-format", choices=["safetensors", "dummy"])
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="b8_decode")
+    parser.add_argument("--kind", choices=["decode", "mixed"], help="default: decode where there is any")
+    parser.add_argument("--steps", type=int, default=8, help="that are recorded")
+    parser.add_argument("--skip", type=int, default=0, help="steps of the kind that pass before")
+    parser.add_argument("--trace", type=Path, help="keep the Chrome trace in this file")
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
+    parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
+    parser.add_argument("--kv-fp8", action="store_true", help="quantise the cache")
+    parser.add_argument("--max-rows", type=int, default=1024)
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--kv-blocks", type=int)
+    arguments = parser.parse_args()
+    if arguments.steps < 1 or arguments.skip < 0:
+        parser.error(f"--steps is {arguments.steps} and --skip {arguments.skip}; at least 1 and 0 are needed")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
