@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from store.policies import INTERACTIVE
+
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -22,23 +24,48 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a request is billed to."""
+class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who a request is billed to, and what it may ask for: a tenant's word, narrowed by its key's.
+
+    What holds is what the core finds under `tenant` and `key_id`; a front's copy is for refusing early.
+    """
 
     tenant: str
     key_id: str = ""
     """Empty for a Unix peer."""
+    scopes: tuple[str, ...] = ("inference",)
+    """Of `store.policies.SCOPES`."""
+    models: tuple[str, ...] | None = None
+    """The only models that it may name; None: all."""
+    highest_class: int = INTERACTIVE
+    """The best class that it gets; 0 is P0."""
+    default_class: int = INTERACTIVE
+    """Of a request that asks for none."""
+    context_tokens: int | None = None
+    """Longest request, prompt and output together; None: the model's length."""
+    default_max_tokens: int | None = None
+    """Output of a request that names no `max_tokens`; None: what the length leaves."""
+    log_policy: str = "metadata"
+    """Of `store.policies.LOG_POLICIES`."""
+    expires_at: float | None = None
+    """Unix seconds from which on its key opens nothing."""
+    suspended: bool = False
+    """Its tenant is: whatever it asks is refused."""
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
-    """The whole table of who may ask; replaces the former one at once."""
+    """Who may ask: the whole table (`whole`), which replaces the former one at once, or what has changed in
+    it since."""
 
-    keys: dict[str, Identity]
-    """By the SHA-256 (hex) of the bearer key."""
-    uids: dict[int, Identity]
-    """By the uid of a Unix socket's peer."""
+    keys: dict[str, Identity | None] = {}
+    """By the SHA-256 (hex) of the bearer key; None: no more."""
+    uids: dict[int, Identity] = {}
+    """By the uid of a Unix socket's peer. Uids and gids are always all of them."""
+    gids: dict[int, Identity] = {}
+    """By a group of the peer, where its uid says nothing."""
     any_uid: Identity | None = None
     """For every other uid that the socket's file mode lets in; None: they are refused."""
+    whole: bool = True
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
