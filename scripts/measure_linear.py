@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.triton import fused, linear
+from kernels.triton.linear_table import load_table
 
 HIDDEN, INTERMEDIATE, QKV, VOCAB = 4096, 14336, 6144, 128256
 LAYERS = 6
@@ -40,6 +41,7 @@ class Products:
     def __init__(self, fp8: bool, way: str, device: torch.device) -> None:
         self.fp8, self.way = fp8, way
         self.workspace = linear.allocate_workspace(device)
+        self.table = load_table(torch.cuda.get_device_name(device))
         self.norm = torch.rand(HIDDEN, device=device).add(0.5).bfloat16()
 
     def __call__(
@@ -58,6 +60,7 @@ class Products:
             "residual": residual,
             "silu_mul": silu,
             "workspace": self.workspace,
+            "table": self.table,
             "pdl": self.way == "pdl",
         }
         if self.fp8:

@@ -1,0 +1,46 @@
+"""Building and profiling on a real GPU: what no dry run can show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.bench.shapes import write_config
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = "llama-3.2-1b"
+
+
+def run(*arguments: str, **environment: str) -> str:
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("fp8", [[], ["--fp8", "--kv-fp8"]], ids=["bf16", "fp8"])
+def test_after_a_build_nothing_is_compiled_any_more(tmp_path: Path, fp8: list[str]) -> None:
+    cache = tmp_path / "cache"
+    write_config(SHAPE, tmp_path)
+    served = ["--max-rows", "64", "--step-tokens", "2048", *fp8]
+    run("kernels.build", "--config", str(tmp_path), "--cache", str(cache), *served)
+    built = sorted(cache.rglob("*"))
+    assert len(built) > 100
+    workloads = ["b1_decode", "b64_decode", "--runs", "1"]
+    run("engine.bench", "--shape", SHAPE, *served, *workloads, TRITON_CACHE_DIR=str(cache))
+    assert sorted(cache.rglob("*")) == built
+
+
+def test_a_profile_shows_every_product_beside_its_limit() -> None:
+    table = run("engine.profile", "--shape", SHAPE, "--workload", "b8_decode", "--max-rows", "16")
+    shares = {line.split(" (")[0]: line.split()[-1] for line in table.splitlines() if "%" in line}
+    for product in ("qkv", "o", "gate_up", "down", "lm_head"):
+        assert 0.2 < float(shares[product].rstrip("%")) / 100 < 1.5, table
+    assert "gaps:" in table
