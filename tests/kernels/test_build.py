@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 
 from engine.bench.shapes import SHAPES
 from engine.families import read_config
-from engine.kernel_build import dimensions
+from engine.kernel_build import KernelBuild, dimensions
 from engine.messages import ReplicaSpec
-from kernels.dimensions import DimensionsError, read_dimensions
+from kernels import build, compiling
+from kernels.dimensions import Dimensions, DimensionsError, read_dimensions
 
 SMALL: dict[str, Any] = SHAPES["llama-3.2-1b"] | {
     "hidden_size": 256,
@@ -108,3 +110,35 @@ def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path
         read_dimensions(folder_of(tmp_path, "llama"), tensor_parallel=3)
     with pytest.raises(DimensionsError, match="cannot be read"):
         read_dimensions(tmp_path / "nothing")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Dimensions:
+    return read_dimensions(folder_of(tmp_path, "qwen2"), kv_fp8=True)
+
+
+@pytest.mark.parametrize("failures", [[], [compiling.Failure("_norm", "no")]])
+def test_what_was_built_is_known_for_the_same_model_and_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Dimensions, failures: list[compiling.Failure]
+) -> None:
+    h200, other = compiling.Gpu.of("NVIDIA H200", 90), compiling.Gpu.of("NVIDIA L4", 89)
+    monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiling, "record", lambda target, run: [])
+    monkeypatch.setattr(compiling, "compile_jobs", lambda target, jobs, processes: failures)
+    assert not build.is_built(small, h200)
+    assert build.build(small, h200, 1).failures == failures
+    assert build.is_built(small, h200) == (not failures)
+    assert not build.is_built(small, other)
+    assert not build.is_built(replace(small, max_rows=7), h200)
+
+
+def test_dimensions_reach_the_process_that_builds(small: Dimensions) -> None:
+    assert small.windows == (None, 100)
+    assert build._dimensions(json.dumps(asdict(small))) == small
+
+
+def test_a_build_that_fails_is_said_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+    failing = KernelBuild(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
+    failing.wait()
+    assert "could not be compiled ahead (exit code 3)" in caplog.text
+    assert not failing.running
