@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.forward import ForwardInput
-from engine.messages import BLOCK_TOKENS, StepPlan
+from engine.messages import BLOCK_TOKENS, Chunk, StepPlan
 from engine.sampling_tables import Needs, SamplingTables
 from engine.transfer import upload
 from kernels import AttentionInput, ChunkSpan
@@ -137,6 +137,26 @@ class RowTables:
         self._lengths_host[plan.decodes] += 1
         return SamplingBatch(rows, positions, None, self._needs(plan.decodes))
 
+    def prompt_batch(self, plan: StepPlan) -> SamplingBatch:
+        """The sampling of a plan whose chunks all end their prompts and have one logit row each, and in which
+        nobody decodes."""
+        rows, positions, logit_rows = [], [], []
+        for index, chunk in enumerate(plan.chunks):
+            rows.extend(chunk.sample_rows)
+            positions.extend([chunk.start + len(chunk.token_ids)] * len(chunk.sample_rows))
+            logit_rows.extend([index] * len(chunk.sample_rows))
+        self._lengths_host[rows] = positions
+        shared = self._upload(np.array(logit_rows, dtype=np.int64)) if len(rows) > len(plan.chunks) else None
+        where = self._upload(np.array(positions, dtype=np.int64))
+        return SamplingBatch(self._rows(rows), where, shared, self._needs(rows))
+
+    def chunk_inputs(self, chunk: Chunk) -> np.ndarray:
+        """Token ids, positions and slots of a chunk: `[3, tokens]` int64, on the host."""
+        positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.int64)
+        blocks = self._blocks_host[chunk.row, positions // BLOCK_TOKENS]
+        slots = blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        return np.stack((np.array(chunk.token_ids, dtype=np.int64), positions, slots))
+
     def _needs(self, rows: list[int]) -> Needs:
         # A row's length after the step is the position of the token that the step samples.
         return self.sampling.needs(rows, self._lengths_host)
@@ -156,13 +176,9 @@ class RowTables:
         first, columns = decodes, []
         for chunk in plan.chunks:
             count = len(chunk.token_ids)
-            positions = np.arange(chunk.start, chunk.start + count, dtype=np.int64)
-            blocks = self._blocks_host[chunk.row, positions // BLOCK_TOKENS]
-            targets = np.append(np.array(chunk.token_ids[1:], dtype=np.int64), chunk.next_token or 0)
-            tokens = np.array(chunk.token_ids, dtype=np.int64)
-            columns.append(
-                np.stack((tokens, positions, blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS, targets))
-            )
+            inputs = self.chunk_inputs(chunk)
+            targets = np.append(inputs[0, 1:], chunk.next_token or 0)
+            columns.append(np.concatenate((inputs, targets[np.newaxis])))
             if chunk.sample_rows:
                 sampling_rows.extend(chunk.sample_rows)
                 logit_rows.extend([len(logit_index)] * len(chunk.sample_rows))

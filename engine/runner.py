@@ -37,6 +37,7 @@ from kernels.draws import select_sampling
 
 if TYPE_CHECKING:
     from engine.graphs import DecodeGraphs
+    from engine.prompt_graphs import PromptGraphs
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
@@ -168,7 +169,7 @@ class Runner:
             self.kv_blocks = self._size_pool(progress)
             self.kv = self._allocate_kv(self.kv_blocks)
             self.tables = self._new_tables()
-            self.graphs = self._capture_graphs(progress)
+            self.graphs, self.prompt_graphs = self._capture_graphs(progress)
             if self.decoder.ops.name == "cuda":
                 load_products(self.decoder, spec.step_tokens, spec.max_rows)
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
@@ -224,6 +225,8 @@ class Runner:
             self._copy_blocks(plan.copies)
             if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
                 return self._replay(self.graphs, plan)
+            if self.prompt_graphs is not None and self.prompt_graphs.fits(plan):
+                return self._replay_prompts(self.prompt_graphs, plan)
             return self._run_eagerly(plan)
         except BaseException as error:
             self._failed = error
@@ -248,6 +251,12 @@ class Runner:
         logits = graphs.forward()
         batch = self.tables.decode_batch(plan, graphs.rows(), graphs.positions())
         return _StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [], [])
+
+    def _replay_prompts(self, graphs: PromptGraphs, plan: StepPlan) -> _StepResults:
+        logits = graphs.forward(plan)
+        batch = self.tables.prompt_batch(plan)
+        sampled = self.sampler.sample(logits, batch, self.tables)
+        return _StepResults(sampled, batch.needs.logprob_rows, [], [])
 
     def _sample(self, graphs: DecodeGraphs, logits: torch.Tensor, batch: SamplingBatch) -> SampledStep:
         if batch.needs.edits is not None:
@@ -381,15 +390,19 @@ class Runner:
         if self.device.type == "cuda":
             self.ranks.all_gather_stack(torch.zeros(1, device=self.device))  # nobody goes on before
 
-    def _capture_graphs(self, progress: Progress) -> DecodeGraphs | None:
-        """Graphs of decode steps, on a GPU of one rank."""
+    def _capture_graphs(self, progress: Progress) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
+        """Graphs of steps that only decode, and of short passes of prompts, on a GPU of one rank."""
         if self.decoder.ops.name != "cuda" or self.ranks.size > 1:
-            return None
-        from engine.graphs import DecodeGraphs  # loads Triton, which a CPU can do without
+            return None, None
+        # They load Triton, which a CPU can do without.
+        from engine.graphs import DecodeGraphs
+        from engine.prompt_graphs import PromptGraphs
 
         graphs = DecodeGraphs(self.decoder, self.kv, self.tables, self.sampler, self.spec.max_rows)
         graphs.capture(progress)
-        return graphs
+        prompts = PromptGraphs(self.decoder, self.kv, self.tables, self.spec.step_tokens)
+        prompts.capture()
+        return graphs, prompts
 
     def _predict(self, blocks: int | None) -> Sizing:
         return predict(

@@ -9,6 +9,7 @@ and head of the KV pool `[blocks, kv_heads, 64, head_dim]`, whose 64 tokens are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,6 +73,9 @@ class AttentionInput:
     columns: int
     """Most columns of the block table that a decode uses; the host knows it from the plans."""
     chunks: list[ChunkSpan]
+    tiles: Mapping[int | None, torch.Tensor] | None = None
+    """By window, instead of `chunks`: the list of tiles that `plan_tiles` of
+    `kernels.triton.attention_prefill` makes of them, in place, for passes that are captured."""
 
 
 class Ops(Protocol):

@@ -151,7 +151,8 @@ class CudaOps:
         )
 
     def plan_attention(self, inputs: AttentionInput) -> _AttentionPlan:
-        return _AttentionPlan(inputs, {})
+        tiles = inputs.tiles or {}
+        return _AttentionPlan(inputs, {window: _ChunkPlan(None, None, tiles[window]) for window in tiles})
 
     def attention(
         self,
@@ -181,7 +182,7 @@ class CudaOps:
                 v_scales,
                 out=out[:decodes],
             )
-        if inputs.chunks:
+        if inputs.chunks or inputs.tiles:
             if window not in plan.chunks:
                 plan.chunks[window] = self._plan_chunks(q, keys, inputs, window, expand=k_scales is not None)
             chunks = plan.chunks[window]

@@ -13,8 +13,10 @@ import torch
 
 from engine.generate import LocalEngine
 from engine.graphs import DecodeGraphs
-from engine.messages import ReplicaSpec, SamplingParams
+from engine.messages import ReplicaSpec, SamplingParams, StepPlan
+from engine.prompt_graphs import PromptGraphs
 from engine.sizing import ladder
+from kernels import AttentionInput, ChunkSpan
 from kernels.draws import Variant
 from tests.engine.test_engine_equality import CONFIG
 
@@ -102,3 +104,71 @@ def test_a_step_replays_the_cheapest_variant_that_serves_its_rows_and_draws_the_
         assert mine.token_ids == other.token_ids
         assert [entry.top for entry in mine.logprobs] == [entry.top for entry in other.logprobs]
     assert graphs.replayed == replayed
+
+
+class EagerPromptGraphs(PromptGraphs):
+    """Runs at each replay what would have been captured, with the chunks that the tiles stand for."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.sizes = [24, 100, 150, 192]
+        self.replayed: list[int] = []
+        self._spans: list[ChunkSpan] = []
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        first = 0
+        self._spans = []
+        for chunk in plan.chunks:
+            self._spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.row))
+            first += len(chunk.token_ids)
+        return super().forward(plan)
+
+    def _replay(self, size: int) -> None:
+        self.replayed.append(size)
+        self._run(size)
+
+    def _attention(self, size: int) -> AttentionInput:
+        captured = super()._attention(size)
+        for window, tiles in (captured.tiles or {}).items():
+            tokens = sum(count for first, count, position, row in tiles.tolist())
+            assert tokens == sum(span.count for span in self._spans), window
+        rest = size - sum(span.count for span in self._spans)
+        chunks = [*self._spans, ChunkSpan(size - rest, rest, 0, 0)] if rest else self._spans
+        return AttentionInput(captured.block_table, captured.rows, captured.lens, 0, chunks)
+
+
+@pytest.mark.parametrize("prompts", [[24], [100], [10, 60, 3], [1], [150, 42], [193], [9, 9, 9, 9]])
+def test_a_short_pass_of_prompts_is_padded_to_a_captured_size_and_gives_the_same(
+    prompts: list[int], made: Callable[[], LocalEngine]
+) -> None:
+    tokens = [[(5 * place + 11 * i) % 90 + 3 for place in range(count)] for i, count in enumerate(prompts)]
+    params = [(GREEDY, PLAIN, FULL, PENALISED)[i % 4] for i in range(len(prompts))]
+    reference, engine = made(), made()
+    expected = reference.generate(tokens, params)
+    runner = engine.runner
+    graphs = EagerPromptGraphs(runner.decoder, runner.kv, runner.tables, 200)
+    runner.prompt_graphs = graphs
+    found = engine.generate(tokens, params)
+    reference.close()
+    engine.close()
+    for [mine], [other] in zip(found, expected, strict=True):
+        assert mine.token_ids == other.token_ids
+        assert [entry.top for entry in mine.logprobs] == [entry.top for entry in other.logprobs]
+    fits = sum(prompts) <= 192
+    assert graphs.replayed == ([next(size for size in graphs.sizes if size >= sum(prompts))] if fits else [])
+
+
+def test_samples_of_one_prompt_share_its_logits(made: Callable[[], LocalEngine]) -> None:
+    tokens = [[5, 6, 7, 8], [9, 10, 11]]
+    reference, engine = made(), made()
+    expected = reference.generate(tokens, PLAIN, n=2)
+    runner = engine.runner
+    graphs = EagerPromptGraphs(runner.decoder, runner.kv, runner.tables, 200)
+    runner.prompt_graphs = graphs
+    found = engine.generate(tokens, PLAIN, n=2)
+    reference.close()
+    engine.close()
+    assert [[s.token_ids for s in samples] for samples in found] == [
+        [s.token_ids for s in samples] for samples in expected
+    ]
+    assert graphs.replayed
