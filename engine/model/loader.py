@@ -198,6 +198,16 @@ def _read_scales(
     found = {part.name: torch.empty(part.rows, device=device) for part in wanted}
     for part, numbers in stream(wanted, device):
         found[part.name][part.first_row : part.first_row + part.rows] = numbers.flatten()
+    if not found:
+        return {}
+    # Asked of the device once, for all.
+    sound = torch.stack([(scales.isfinite() & (scales >= 0)).all() for scales in found.values()]).tolist()
+    bad = [name for name, good in zip(found, sound, strict=True) if not good]
+    if bad:
+        raise CheckpointError(
+            f"{entries[bad[0]].file}: {_names(bad)} not all finite and at least 0, as scales are; "
+            "download it again"
+        )
     return found
 
 

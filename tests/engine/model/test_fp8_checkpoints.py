@@ -241,6 +241,15 @@ def test_a_malformed_checkpoint_is_refused_by_name(
     _refused(tmp_path, change, message)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
+def test_a_scale_that_is_no_magnitude_is_refused(number: float, tmp_path: Path) -> None:
+    _refused(
+        tmp_path,
+        lambda tensors: tensors[SCALE].flatten().__setitem__(95, number),
+        f"{{file}}: tensor {SCALE} is not all finite and at least 0, as scales are; download it again",
+    )
+
+
 def test_a_missing_file_of_scales_is_named(tmp_path: Path) -> None:
     quantise(make(LLAMA, tmp_path), Fp8("apart", scales_apart=True))
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
