@@ -1,14 +1,13 @@
-"""Control state in `control.db`: the keys that apps prove their tenant with. Every change goes through
-`ControlStore.change`, which puts its audit row into the same transaction, flushed to the disk
+"""Control state in `control.db`: tenants, keys and peers. Every change goes through `ControlStore.change`,
+which puts its audit row, with the old and the new value, into the same transaction, flushed to the disk
 (`synchronous=FULL`).
 
-Reading keys costs no I/O: they are all in memory, so a sick disk never turns a caller away.
+Reading costs no I/O: everything is in memory (`ControlStore.policies`), so a sick disk never turns a caller
+away.
 """
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,33 +17,19 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from store import audit
+from store import audit, keys, records, tenants
 from store.database import reading
-from store.errors import MissingDatabaseError, SchemaVersionError, StorageFaultError, UnknownKeyError
+from store.errors import MissingDatabaseError, SchemaVersionError, StorageFaultError
+from store.policies import Change, KeyRecord, PeerRecord, Policies, Quota, Record, TenantRecord
+from store.rules import check_key
 from store.schemas import CONTROL
 from store.writer import Writer, WriterState
 
 T = TypeVar("T")
 
-_SHOWN_PREFIX_CHARS = 8
-
-
-class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without its secret. Times in unix seconds. Fields are the table's columns, in its order."""
-
-    id: str
-    name: str
-    tenant: str
-    prefix: str
-    """The key's first characters, for people to recognise it by."""
-    sha256: str
-    created_at: float
-    expires_at: float | None = None
-    revoked_at: float | None = None
-
-    def valid_at(self, now: float) -> bool:
-        """Whether the key opens anything at unix time `now`."""
-        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+_LONGEST_OVERLAP_S = 366 * 86400.0
+_UNAUDITED = frozenset({"sha256"})
+"""No secret, and nothing that an auditor could use."""
 
 
 class CreatedKey(NamedTuple):
@@ -54,26 +39,30 @@ class CreatedKey(NamedTuple):
     key: str
 
 
-_KEY_COLUMNS = ", ".join(KeyRecord.__struct_fields__)
+class RotatedKey(NamedTuple):
+    """A key's successor, with its secret, and what became of the key."""
+
+    created: CreatedKey
+    former: KeyRecord
 
 
 class ControlStore:
     """The control database at `path`; the only one in the system that has it open for writing.
 
     Changes return a future that resolves when they are on the disk (`asyncio.wrap_future` awaits it) or has
-    the `StoreError` that prevented them. Safe to call from any thread.
+    the `StoreError` or `ValueError` that prevented them. Safe to call from any thread.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._writer = Writer(path, CONTROL, synchronous="FULL")
-        self._keys_by_hash: dict[str, KeyRecord] = {}
+        self._policies = Policies()
 
     def start(self) -> None:
-        """Open (create, migrate) the database and read the keys. Raises a `StoreError`."""
+        """Open (create, migrate) the database and read what it holds. Raises a `StoreError`."""
         self._writer.start()
         try:
-            self._keys_by_hash = {record.sha256: record for record in read_keys(self.path)}
+            self._policies = read_policies(self.path)
         except BaseException as error:
             why = self._writer.state().last_error
             self._writer.close()
@@ -90,6 +79,27 @@ class ControlStore:
         """How the writer is doing."""
         return self._writer.state()
 
+    # ── reading, from memory ──
+
+    @property
+    def policies(self) -> Policies:
+        """All tenants, keys and peers as they are now."""
+        return self._policies
+
+    def list_keys(self) -> list[KeyRecord]:
+        """All keys, revoked and expired ones too, oldest first."""
+        return list(self._policies.keys.values())
+
+    def lookup(self, key: str) -> KeyRecord | None:
+        """The record of a key that is valid now; None for every other text. Microseconds, no I/O.
+
+        The table is keyed by SHA-256 of the secret, so the time it takes tells a guesser nothing.
+        """
+        record = self._policies.keys_by_hash.get(keys.sha256(key))
+        return record if record is not None and record.valid_at(time.time()) else None
+
+    # ── changing ──
+
     def change(
         self,
         *,
@@ -98,17 +108,19 @@ class ControlStore:
         params: Mapping[str, object],
         apply: Callable[[sqlite3.Connection], T],
         after_commit: Callable[[T], None] | None = None,
+        values: Callable[[T], Mapping[str, object]] | None = None,
     ) -> Future[T]:
         """Run `apply` on the writer thread and audit it, in one transaction; what it raises undoes both.
 
         `actor` is who asked (`uid:0`), `action` its name in the registry of actions, `params` what it was
-        given, without secrets. `after_commit` updates what memory keeps of the change, before the future
-        resolves.
+        given, without secrets; `values` adds what it found and left (`before`, `after`). `after_commit`
+        updates what memory keeps of the change, before the future resolves.
         """
 
         def change_and_record(connection: sqlite3.Connection) -> T:
             outcome = apply(connection)
-            audit.append(connection, actor=actor, action=action, params=params, result="ok")
+            whole = params if values is None else {**params, **values(outcome)}
+            audit.append(connection, actor=actor, action=action, params=whole, result="ok")
             return outcome
 
         return self._writer.call(change_and_record, after_commit)
@@ -124,45 +136,166 @@ class ControlStore:
             )
         )
 
-    def create_key(
-        self, *, actor: str, name: str, tenant: str, expires_at: float | None = None
-    ) -> Future[CreatedKey]:
-        """Make a key for `tenant`. The future has the secret, which nothing can show again.
+    # ── tenants ──
 
-        Raises `ValueError` for an empty or unprintable name or tenant, or an expiry in the past.
+    def create_tenant(self, *, actor: str, name: str, changes: Mapping[str, object]) -> Future[Change]:
+        """Make a tenant that differs from the default in `changes` (fields of `TenantRecord`; of a quota, a
+        mapping of those that differ).
+
+        The future raises `ValueError` for a value that cannot be, `ConflictError` for a name that is taken.
         """
-        now = time.time()
-        for field, value in (("name", name), ("tenant", tenant)):
-            if not value or len(value) > 200 or not value.isprintable():
-                raise ValueError(f"{field} is {value!r}: give 1 to 200 printable characters")
-        if expires_at is not None and expires_at <= now:
-            raise ValueError(
-                f"expires_at is {expires_at}, which is past (now: {now:.0f}): give a later unix time"
-            )
-        key = "ak-" + secrets.token_urlsafe(32)
-        record = KeyRecord(
-            id="key_" + secrets.token_hex(8),
-            name=name,
-            tenant=tenant,
-            prefix=key[:_SHOWN_PREFIX_CHARS],
-            sha256=_sha256(key),
-            created_at=now,
-            expires_at=expires_at,
+
+        def apply(connection: sqlite3.Connection) -> Change:
+            plain = TenantRecord(name=name, created_at=time.time())
+            return tenants.create(connection, tenants.replaced(plain, changes, tenants.SETTABLE))
+
+        return self._decide(actor, "tenants.create", {"name": name}, apply)
+
+    def set_tenant(self, *, actor: str, name: str, changes: Mapping[str, object]) -> Future[Change]:
+        """Change fields of a tenant, as in `create_tenant`.
+
+        The future raises `ValueError`, or `UnknownTenantError`.
+        """
+        return self._decide(
+            actor, "tenants.set", {"name": name}, lambda connection: tenants.alter(connection, name, changes)
         )
 
-        def insert(connection: sqlite3.Connection) -> CreatedKey:
-            values = msgspec.structs.astuple(record)
-            connection.execute(
-                f"INSERT INTO keys ({_KEY_COLUMNS}) VALUES ({', '.join('?' * len(values))})", values
-            )
-            return CreatedKey(record, key)
+    def suspend_tenant(self, *, actor: str, name: str) -> Future[Change]:
+        """Serve nothing of a tenant any more. The future raises `UnknownTenantError`."""
+        return self._decide(
+            actor,
+            "tenants.suspend",
+            {"name": name},
+            lambda connection: tenants.suspend(connection, name, time.time()),
+        )
 
-        return self.change(
-            actor=actor,
-            action="keys.create",
-            params={"id": record.id, "name": name, "tenant": tenant, "expires_at": expires_at},
-            apply=insert,
-            after_commit=lambda created: self._remember(created.record),
+    def resume_tenant(self, *, actor: str, name: str) -> Future[Change]:
+        """Serve a suspended tenant again. The future raises `UnknownTenantError`."""
+        return self._decide(
+            actor,
+            "tenants.resume",
+            {"name": name},
+            lambda connection: tenants.suspend(connection, name, None),
+        )
+
+    def delete_tenant(self, *, actor: str, name: str) -> Future[Change]:
+        """Remove a tenant. Its former keys and its requests keep its name.
+
+        The future raises `UnknownTenantError`, or `ConflictError` while a valid key or a peer stands for it.
+        """
+        return self._decide(
+            actor,
+            "tenants.delete",
+            {"name": name},
+            lambda connection: tenants.delete(connection, name, time.time()),
+        )
+
+    # ── users and groups of the box ──
+
+    def map_peer(self, *, actor: str, kind: str, number: int, tenant: str) -> Future[Change]:
+        """Let a user ("uid") or group ("gid") of the box stand for a tenant.
+
+        The future raises `ValueError`, or `UnknownTenantError`.
+        """
+        peer = PeerRecord(kind=kind, number=number, tenant=tenant, created_at=time.time())
+        return self._decide(
+            actor,
+            "peers.map",
+            {"peer": f"{kind}:{number}"},
+            lambda connection: tenants.map_peer(connection, peer),
+        )
+
+    def unmap_peer(self, *, actor: str, kind: str, number: int) -> Future[Change]:
+        """Forget for whom a user or group stands. The future raises `UnknownPeerError`."""
+        return self._decide(
+            actor,
+            "peers.unmap",
+            {"peer": f"{kind}:{number}"},
+            lambda connection: tenants.unmap_peer(connection, kind, number),
+        )
+
+    # ── keys ──
+
+    def create_key(
+        self,
+        *,
+        actor: str,
+        name: str,
+        tenant: str,
+        expires_at: float | None = None,
+        scopes: tuple[str, ...] = ("inference",),
+        models: tuple[str, ...] | None = None,
+        highest_class: int | None = None,
+        quota: Quota | None = None,
+    ) -> Future[CreatedKey]:
+        """Make a key for `tenant`. The future has the secret, which nothing can show again, or raises
+        `UnknownTenantError`.
+
+        Raises `ValueError` for a value that cannot be: an unprintable name, an expiry in the past.
+        """
+        now, secret = time.time(), keys.new_secret()
+        plain = KeyRecord(
+            id=keys.new_id(),
+            name=name,
+            tenant=tenant,
+            prefix="",
+            sha256="",
+            created_at=now,
+            expires_at=expires_at,
+            scopes=scopes,
+            models=models,
+            highest_class=highest_class,
+            quota=quota or Quota(),
+        )
+        check_key(plain, now)
+        key = keys.of_secret(plain, secret)
+        return self._decide_all(
+            actor,
+            "keys.create",
+            {"id": key.id},
+            lambda connection: [keys.create(connection, key)],
+            lambda changes: CreatedKey(key, secret),
+        )
+
+    def set_key(self, *, actor: str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
+        """Change fields of a key (`store.keys.SETTABLE`; of a quota, a mapping of those that differ).
+
+        The future raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid.
+        """
+        return self._decide(
+            actor,
+            "keys.set",
+            {"id": key_id},
+            lambda connection: keys.alter(connection, key_id, changes, time.time()),
+        )
+
+    def rotate_key(
+        self, *, actor: str, key_id: str, overlap_s: float, expires_at: float | None = None
+    ) -> Future[RotatedKey]:
+        """Make a successor with the same rights; the former key goes on for `overlap_s` seconds.
+
+        Without `expires_at`, the successor is good for as long as the former was made for. The future raises
+        `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated before.
+        """
+        if not 0 <= overlap_s <= _LONGEST_OVERLAP_S:
+            raise ValueError(f"overlap_s is {overlap_s}: give 0 to {_LONGEST_OVERLAP_S} seconds (a year)")
+        secret = keys.new_secret()
+
+        def rotated(changes: list[Change]) -> RotatedKey:
+            former, successor = changes[0].after, changes[1].after
+            assert isinstance(former, KeyRecord) and isinstance(successor, KeyRecord)
+            return RotatedKey(CreatedKey(successor, secret), former)
+
+        return self._decide_all(
+            actor,
+            "keys.rotate",
+            {"id": key_id, "overlap_s": overlap_s},
+            lambda connection: list(
+                keys.rotate(
+                    connection, key_id, secret, now=time.time(), overlap_s=overlap_s, expires_at=expires_at
+                )
+            ),
+            rotated,
         )
 
     def revoke_key(self, *, actor: str, key_id: str) -> Future[KeyRecord]:
@@ -171,47 +304,94 @@ class ControlStore:
         The future raises `UnknownKeyError` if there is no such key.
         """
 
-        def revoke(connection: sqlite3.Connection) -> KeyRecord:
-            connection.execute(
-                "UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", (time.time(), key_id)
-            )
-            row = connection.execute(f"SELECT {_KEY_COLUMNS} FROM keys WHERE id = ?", (key_id,)).fetchone()
-            if row is None:
-                raise UnknownKeyError(f"no key has id {key_id!r}: list the keys to see theirs")
-            return _key_record(row)
+        def revoked(changes: list[Change]) -> KeyRecord:
+            key = changes[0].after
+            assert isinstance(key, KeyRecord)
+            return key
+
+        return self._decide_all(
+            actor,
+            "keys.revoke",
+            {"id": key_id},
+            lambda connection: [keys.revoke(connection, key_id, time.time())],
+            revoked,
+        )
+
+    # ── all of these ──
+
+    def _decide(
+        self,
+        actor: str,
+        action: str,
+        params: Mapping[str, object],
+        apply: Callable[[sqlite3.Connection], Change],
+    ) -> Future[Change]:
+        return self._decide_all(
+            actor, action, params, lambda connection: [apply(connection)], lambda changes: changes[0]
+        )
+
+    def _decide_all(
+        self,
+        actor: str,
+        action: str,
+        params: Mapping[str, object],
+        apply: Callable[[sqlite3.Connection], list[Change]],
+        outcome: Callable[[list[Change]], T],
+    ) -> Future[T]:
+        """A change of records: audited with their old and new values, then remembered."""
+        changes: list[Change] = []
+
+        def apply_and_keep(connection: sqlite3.Connection) -> T:
+            changes[:] = apply(connection)
+            return outcome(changes)
+
+        def remember(_: T) -> None:
+            self._policies = self._policies.with_changes(*changes)
 
         return self.change(
             actor=actor,
-            action="keys.revoke",
-            params={"id": key_id},
-            apply=revoke,
-            after_commit=self._remember,
+            action=action,
+            params=params,
+            apply=apply_and_keep,
+            after_commit=remember,
+            values=lambda _: _before_and_after(changes),
         )
 
-    def list_keys(self) -> list[KeyRecord]:
-        """All keys, revoked and expired ones too, oldest first."""
-        return sorted(self._keys_by_hash.values(), key=lambda record: record.created_at)
 
-    def lookup(self, key: str) -> KeyRecord | None:
-        """The record of a key that is valid now; None for every other text. Microseconds, no I/O.
+def _before_and_after(changes: list[Change]) -> dict[str, object]:
+    """For the audit: of a record that was changed, the fields that differ; of one that was made or is gone,
+    all. A second change is of the record that takes the first one's place."""
+    before, after = (_shown(record) for record in changes[0])
+    if before is not None and after is not None:
+        same = {name for name in before if before[name] == after[name]}
+        before, after = ({n: v for n, v in side.items() if n not in same} for side in (before, after))
+    values: dict[str, object] = {"before": before, "after": after}
+    if len(changes) > 1:
+        values["successor"] = _shown(changes[1].after)
+    return values
 
-        The table is keyed by SHA-256 of the secret, so the time it takes tells a guesser nothing.
-        """
-        record = self._keys_by_hash.get(_sha256(key))
-        return record if record is not None and record.valid_at(time.time()) else None
 
-    def _remember(self, record: KeyRecord) -> None:
-        # A new dict instead of a change in place: other threads iterate over the old one.
-        self._keys_by_hash = {**self._keys_by_hash, record.sha256: record}
+def _shown(record: Record | None) -> dict[str, object] | None:
+    if record is None:
+        return None
+    fields: dict[str, object] = msgspec.to_builtins(record)
+    return {name: value for name, value in fields.items() if name not in _UNAUDITED}
+
+
+def read_policies(path: Path) -> Policies:
+    """All tenants, keys and peers in the file at `path`, through a read-only connection. Raises a
+    `StoreError`."""
+    with reading(path, CONTROL) as connection:
+        return Policies(
+            records.select(connection, TenantRecord),
+            records.select(connection, KeyRecord),
+            records.select(connection, PeerRecord),
+        )
 
 
 def read_keys(path: Path) -> list[KeyRecord]:
     """All keys in the file at `path`, oldest first, through a read-only connection. Raises a `StoreError`."""
-    with reading(path, CONTROL) as connection:
-        return [
-            _key_record(row)
-            for row in connection.execute(f"SELECT {_KEY_COLUMNS} FROM keys ORDER BY created_at")
-        ]
+    return list(read_policies(path).keys.values())
 
 
 def read_audit(path: Path, after: int = 0, limit: int = 1000) -> list[audit.AuditRow]:
@@ -231,11 +411,3 @@ def verify_audit(path: Path, recorded: Iterable[audit.Head] = ()) -> audit.Verdi
     """`store.audit.verify` of the file at `path`, through a read-only connection. Raises a `StoreError`."""
     with reading(path, CONTROL) as connection:
         return audit.verify(connection, recorded)
-
-
-def _key_record(row: tuple[object, ...]) -> KeyRecord:
-    return msgspec.convert(dict(zip(KeyRecord.__struct_fields__, row, strict=True)), KeyRecord)
-
-
-def _sha256(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "backslashreplace")).hexdigest()

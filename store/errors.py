@@ -38,8 +38,24 @@ class WriterClosedError(StoreError):
     """The operation came after `Writer.close()`, or was still waiting when it gave up."""
 
 
-class UnknownKeyError(StoreError):
+class UnknownRecordError(StoreError):
+    """There is nothing of that name."""
+
+
+class UnknownKeyError(UnknownRecordError):
     """No key has this id."""
+
+
+class UnknownTenantError(UnknownRecordError):
+    """There is no such tenant."""
+
+
+class UnknownPeerError(UnknownRecordError):
+    """This user or group is not mapped."""
+
+
+class ConflictError(StoreError):
+    """What is there already, or still in use, stands against the change."""
 
 
 def primary_code(error: sqlite3.Error) -> int:

@@ -5,7 +5,13 @@ A quota is what a tenant, or a key within its tenant, may use; both hold at once
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
 import msgspec
+
+K = TypeVar("K")
+R = TypeVar("R")
 
 CLASSES = 4
 """P0 real-time, P1 interactive, P2 batch, P3 background."""
@@ -46,6 +52,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     highest_class: int = INTERACTIVE
     """The best class that its requests may ask for; 0 is P0."""
     default_class: int = INTERACTIVE
+    """Of a request that asks for none; never better than `highest_class`."""
     default_max_tokens: int | None = None
     """Output of a request that names no `max_tokens`; None: what the model's length leaves."""
     cache_group: str | None = None
@@ -67,3 +74,79 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     tenant: str
     created_at: float
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A key without its secret. Times in unix seconds."""
+
+    id: str
+    name: str
+    tenant: str
+    prefix: str
+    """The key's first characters, for people to recognise it by."""
+    sha256: str
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    scopes: tuple[str, ...] = ("inference",)
+    """Of SCOPES."""
+    models: tuple[str, ...] | None = None
+    """The only models that it opens; None: all."""
+    highest_class: int | None = None
+    """Narrows its tenant's; None: the tenant's."""
+    quota: Quota = Quota()
+    """Within its tenant's."""
+    replaced_by: str | None = None
+    """The key that a rotation put in its place."""
+
+    def valid_at(self, now: float) -> bool:
+        """Whether the key opens anything at unix time `now`."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+class Policies:
+    """Everything that operators decided, at one moment. Never changed: a change makes another one, so that
+    any thread may read, and comparing two by `is` tells whether anything has changed.
+    """
+
+    def __init__(
+        self,
+        tenants: Iterable[TenantRecord] = (),
+        keys: Iterable[KeyRecord] = (),
+        peers: Iterable[PeerRecord] = (),
+    ) -> None:
+        self.tenants: Mapping[str, TenantRecord] = {tenant.name: tenant for tenant in tenants}
+        self.keys: Mapping[str, KeyRecord] = {key.id: key for key in keys}
+        """By id, oldest first."""
+        self.peers: Mapping[tuple[str, int], PeerRecord] = {(peer.kind, peer.number): peer for peer in peers}
+        self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
+
+    def with_changes(self, *changes: Change) -> Policies:
+        """These policies after the changes."""
+        tenants, keys, peers = dict(self.tenants), dict(self.keys), dict(self.peers)
+        for before, after in changes:
+            match before if after is None else after:
+                case TenantRecord(name=name) as tenant:
+                    _put(tenants, name, None if after is None else tenant)
+                case KeyRecord(id=key_id) as key:
+                    _put(keys, key_id, None if after is None else key)
+                case PeerRecord(kind=kind, number=number) as peer:
+                    _put(peers, (kind, number), None if after is None else peer)
+        return Policies(tenants.values(), keys.values(), peers.values())
+
+
+Record = TenantRecord | KeyRecord | PeerRecord
+
+
+class Change(NamedTuple):
+    """What an operator changed: a record that was made has no `before`, one that is gone no `after`."""
+
+    before: Record | None
+    after: Record | None
+
+
+def _put(records: dict[K, R], name: K, record: R | None) -> None:
+    if record is None:
+        del records[name]
+    else:
+        records[name] = record

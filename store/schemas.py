@@ -123,6 +123,72 @@ FROM keys
 """,
 )
 
+# "local" stands for users of the box without a mapping of their own, "default" for keys that name no tenant.
+# Keys from before there were tenants keep the name that they had.
+_TENANTS = (
+    """
+CREATE TABLE tenants (
+    name TEXT PRIMARY KEY NOT NULL,
+    created_at REAL NOT NULL,
+    weight REAL NOT NULL DEFAULT 1.0,
+    highest_class INTEGER NOT NULL DEFAULT 1,
+    default_class INTEGER NOT NULL DEFAULT 1,
+    default_max_tokens INTEGER,
+    cache_group TEXT,
+    log_policy TEXT NOT NULL DEFAULT 'metadata',
+    log_days REAL,
+    quota TEXT NOT NULL DEFAULT '{}',
+    suspended_at REAL
+)
+""",
+    """
+CREATE TABLE peers (
+    kind TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    tenant TEXT NOT NULL REFERENCES tenants (name),
+    created_at REAL NOT NULL,
+    PRIMARY KEY (kind, number)
+)
+""",
+    """ALTER TABLE keys ADD COLUMN scopes TEXT NOT NULL DEFAULT '["inference"]'""",
+    "ALTER TABLE keys ADD COLUMN models TEXT",
+    "ALTER TABLE keys ADD COLUMN highest_class INTEGER",
+    "ALTER TABLE keys ADD COLUMN quota TEXT NOT NULL DEFAULT '{}'",
+    "ALTER TABLE keys ADD COLUMN replaced_by TEXT",
+    """
+INSERT INTO tenants (name, created_at)
+SELECT name, CAST(strftime('%s', 'now') AS REAL)
+FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM keys)
+""",
+    """
+CREATE VIEW tenant_list AS
+SELECT
+    name,
+    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
+    strftime('%Y-%m-%d %H:%M:%S', suspended_at, 'unixepoch') AS suspended_utc,
+    weight,
+    'P' || highest_class AS highest_class,
+    'P' || default_class AS default_class,
+    (SELECT count(*) FROM keys WHERE keys.tenant = tenants.name AND revoked_at IS NULL) AS keys,
+    (SELECT count(*) FROM peers WHERE peers.tenant = tenants.name) AS peers,
+    cache_group, log_policy, log_days, default_max_tokens, quota
+FROM tenants
+""",
+    "DROP VIEW key_list",
+    """
+CREATE VIEW key_list AS
+SELECT
+    id, name, tenant, prefix,
+    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
+    strftime('%Y-%m-%d %H:%M:%S', expires_at, 'unixepoch') AS expires_utc,
+    strftime('%Y-%m-%d %H:%M:%S', revoked_at, 'unixepoch') AS revoked_utc,
+    scopes, models,
+    'P' || highest_class AS highest_class,
+    quota, replaced_by
+FROM keys
+""",
+)
+
 # AUTOINCREMENT keeps the highest seq ever given in sqlite_sequence: rows cut off the end leave a trace there.
 _AUDIT = (
     """
@@ -148,4 +214,6 @@ BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
 )
 
 HISTORY = Schema("history", (Migration("requests", _REQUESTS),))
-CONTROL = Schema("control", (Migration("keys", _KEYS), Migration("audit", _AUDIT)))
+CONTROL = Schema(
+    "control", (Migration("keys", _KEYS), Migration("audit", _AUDIT), Migration("tenants", _TENANTS))
+)

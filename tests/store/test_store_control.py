@@ -29,7 +29,7 @@ def control(tmp_path):
 
 
 def create(control: ControlStore, name: str = "laptop", **options: float):
-    return control.create_key(actor="uid:0", name=name, tenant="acme", **options).result(10)
+    return control.create_key(actor="uid:0", name=name, tenant="default", **options).result(10)
 
 
 def test_a_new_key_opens_the_door_and_names_its_tenant(control):
@@ -37,7 +37,7 @@ def test_a_new_key_opens_the_door_and_names_its_tenant(control):
     assert re.fullmatch(r"ak-[A-Za-z0-9_-]{43}", created.key)
     found = control.lookup(created.key)
     assert found == created.record
-    assert (found.name, found.tenant, found.prefix) == ("laptop", "acme", created.key[:8])
+    assert (found.name, found.tenant, found.prefix) == ("laptop", "default", created.key[:8])
     assert create(control).key != created.key
 
 
@@ -81,10 +81,10 @@ def test_an_expired_key_opens_nothing(control, monkeypatch):
 
 def test_senseless_keys_are_refused_with_the_value(control):
     with pytest.raises(ValueError, match=r"expires_at is 5\.0, which is past"):
-        control.create_key(actor="uid:0", name="a", tenant="acme", expires_at=5.0)
+        control.create_key(actor="uid:0", name="a", tenant="default", expires_at=5.0)
     for name in ("", "a\nb", "x" * 201, "\ud800"):
         with pytest.raises(ValueError, match="name is"):
-            control.create_key(actor="uid:0", name=name, tenant="acme")
+            control.create_key(actor="uid:0", name=name, tenant="default")
 
 
 def test_keys_are_there_after_a_restart(tmp_path, control):
@@ -154,7 +154,9 @@ def test_tampering_on_the_disk_is_found_in_the_file(control):
 
 
 def test_a_hundred_keys_made_at_once_make_one_chain(control):
-    futures = [control.create_key(actor="uid:0", name=f"k{number}", tenant="t") for number in range(100)]
+    futures = [
+        control.create_key(actor="uid:0", name=f"k{number}", tenant="default") for number in range(100)
+    ]
     assert not wait(futures, 30).not_done
     assert len(control.list_keys()) == 100
     verdict = verify_audit(control.path)
@@ -163,7 +165,7 @@ def test_a_hundred_keys_made_at_once_make_one_chain(control):
 
 def test_changes_are_awaited_without_stopping_the_loop(control):
     async def make() -> str:
-        created = await asyncio.wrap_future(control.create_key(actor="uid:0", name="a", tenant="t"))
+        created = await asyncio.wrap_future(control.create_key(actor="uid:0", name="a", tenant="default"))
         return created.key
 
     assert control.lookup(asyncio.run(make())) is not None
@@ -182,7 +184,7 @@ def test_what_a_future_has_confirmed_survives_kill_9(tmp_path):
 import os, signal, sys; from pathlib import Path
 from store.control import ControlStore
 control = ControlStore(Path(sys.argv[1])); control.start()
-print(control.create_key(actor="uid:0", name="a", tenant="t").result().record.id, flush=True)
+print(control.create_key(actor="uid:0", name="a", tenant="default").result().record.id, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = tmp_path / "control.db"

@@ -26,7 +26,7 @@ def state(history, request_row):
     control = ControlStore(history.path.with_name("control.db"))
     control.start()
     for number in range(3):
-        control.create_key(actor="uid:0", name=f"schlüssel {number}", tenant="acme").result(10)
+        control.create_key(actor="uid:0", name=f"schlüssel {number}", tenant="default").result(10)
     yield history.path.parent
     control.close()
 

@@ -1,0 +1,113 @@
+"""Changes of keys: each inside the caller's transaction. A key's secret is made here and kept nowhere."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sqlite3
+from collections.abc import Mapping
+
+import msgspec
+
+from store import records, tenants
+from store.errors import ConflictError, UnknownKeyError
+from store.policies import Change, KeyRecord
+from store.rules import check_key
+
+_SHOWN_PREFIX_CHARS = 8
+
+SETTABLE = frozenset({"name", "scopes", "models", "highest_class", "quota", "expires_at"})
+
+
+def new_secret() -> str:
+    """A key that nobody can guess: 256 random bits."""
+    return "ak-" + secrets.token_urlsafe(32)
+
+
+def new_id() -> str:
+    """What a key is called in lists, logs and commands."""
+    return "key_" + secrets.token_hex(8)
+
+
+def sha256(secret: str) -> str:
+    """What is kept of a secret. Of 256 random bits, a plain hash gives away nothing."""
+    return hashlib.sha256(secret.encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def of_secret(record: KeyRecord, secret: str) -> KeyRecord:
+    """The record of a key with this secret."""
+    return msgspec.structs.replace(record, prefix=secret[:_SHOWN_PREFIX_CHARS], sha256=sha256(secret))
+
+
+def create(connection: sqlite3.Connection, key: KeyRecord) -> Change:
+    """Add a key. Raises UnknownTenantError."""
+    tenants.find(connection, key.tenant)
+    records.insert(connection, key)
+    return Change(None, key)
+
+
+def alter(connection: sqlite3.Connection, key_id: str, changes: Mapping[str, object], now: float) -> Change:
+    """Set fields of a key that is valid at unix time `now`. Raises ValueError, UnknownKeyError,
+    ConflictError."""
+    before = _valid(connection, key_id, now)
+    after = tenants.replaced(before, changes, SETTABLE)
+    check_key(after, now)
+    records.update(connection, after)
+    return Change(before, after)
+
+
+def rotate(
+    connection: sqlite3.Connection,
+    key_id: str,
+    secret: str,
+    *,
+    now: float,
+    overlap_s: float,
+    expires_at: float | None,
+) -> tuple[Change, Change]:
+    """Put a key with the same rights in the place of one, which goes on for `overlap_s` at most: the changes
+    of the former and of its successor.
+
+    Without `expires_at` the successor is good for as long as the former was made for. Raises ValueError,
+    UnknownKeyError, and ConflictError for a key that is not valid or was rotated before.
+    """
+    before = _valid(connection, key_id, now)
+    if before.replaced_by is not None:
+        raise ConflictError(f"key {key_id} was replaced by {before.replaced_by}: rotate that one")
+    if expires_at is None and before.expires_at is not None:
+        expires_at = now + (before.expires_at - before.created_at)
+    successor = of_secret(
+        msgspec.structs.replace(before, id=new_id(), created_at=now, expires_at=expires_at), secret
+    )
+    check_key(successor, now)
+    ends = now + overlap_s if before.expires_at is None else min(before.expires_at, now + overlap_s)
+    after = msgspec.structs.replace(before, expires_at=ends, replaced_by=successor.id)
+    records.update(connection, after)
+    records.insert(connection, successor)
+    return Change(before, after), Change(None, successor)
+
+
+def revoke(connection: sqlite3.Connection, key_id: str, now: float) -> Change:
+    """Make a key useless from unix time `now` on; one that is keeps its time. Raises UnknownKeyError."""
+    before = find(connection, key_id)
+    if before.revoked_at is not None:
+        return Change(before, before)
+    after = msgspec.structs.replace(before, revoked_at=now)
+    records.update(connection, after)
+    return Change(before, after)
+
+
+def find(connection: sqlite3.Connection, key_id: str) -> KeyRecord:
+    """The key with this id. Raises UnknownKeyError."""
+    key = records.find(connection, KeyRecord, key_id)
+    if key is None:
+        raise UnknownKeyError(f"no key has id {key_id!r}: list the keys to see theirs")
+    return key
+
+
+def _valid(connection: sqlite3.Connection, key_id: str, now: float) -> KeyRecord:
+    key = find(connection, key_id)
+    if not key.valid_at(now):
+        how = "revoked" if key.revoked_at is not None else "expired"
+        raise ConflictError(f"key {key_id} is {how}: create another one")
+    return key
