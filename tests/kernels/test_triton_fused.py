@@ -235,7 +235,7 @@ def test_a_decode_finds_its_slots_in_the_tables(integers: torch.dtype) -> None:
     rope = Rope(6, 2, 16, 4, torch.float32, False)
     lengths = torch.tensor([5, 0, 63, 64, 130, 9], device=DEVICE)
     table = torch.tensor([[3, 0, 1], [1, 0, 0], [2, 0, 0], [0, 0, 2], [1, 2, 3], [0, 0, 0]], device=DEVICE)
-    rows = torch.tensor([4, 0, -1, 3], device=DEVICE)
+    rows = torch.tensor([4, 2, -1, 3], device=DEVICE)
     rope.positions = lengths[rows.clamp(min=0)]
     rope.slots = table[rows.clamp(min=0), rope.positions // PAGE_TOKENS] * PAGE_TOKENS + rope.positions % 64
     rope.slots[2] = -1

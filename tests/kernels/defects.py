@@ -1,0 +1,390 @@
+"""Defects to seed into the kernels, one at a time: each must make the kernel's tests fail, in the interpreter
+and on a GPU. `scripts/seed_defects` tries them; `test_defects.py` holds that each still fits the source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """One wrong place in a kernel, or in what prepares its launch."""
+
+    name: str
+    file: str
+    """In `kernels/triton`."""
+    right: str
+    """Stands in the file exactly once."""
+    wrong: str
+    keyword: str
+    """Which tests of the file's are expected to notice: pytest's -k."""
+    interpreted: bool = True
+    """Whether the interpreter can notice: it has no Gluon."""
+
+    @property
+    def source(self) -> Path:
+        return Path("kernels/triton") / self.file
+
+    @property
+    def tests(self) -> Path:
+        stem = _TESTED_BY.get(self.file, Path(self.file).stem)
+        return Path("tests/kernels") / f"test_triton_{stem}.py"
+
+    def apply(self, tree: Path) -> None:
+        """Seed it into a copy of the tree. Raises ValueError where it does not fit."""
+        path = tree / self.source
+        text = path.read_text()
+        if text.count(self.right) != 1:
+            raise ValueError(f"{self.name}: {self.right!r} stands {text.count(self.right)} times in {path}")
+        path.write_text(text.replace(self.right, self.wrong))
+
+
+_TESTED_BY = {
+    "linear_rows.py": "linear",
+    "linear_stream.py": "linear",
+    "sampling_kernels.py": "sampling",
+    "sampling_full.py": "sampling",
+}
+
+_DECODE = [
+    Defect(
+        "a token too many is seen",
+        "attention_decode.py",
+        "seen = position < length",
+        "seen = position <= length",
+        "attends or error",
+    ),
+    Defect(
+        "the last page is dropped",
+        "attention_decode.py",
+        "end = tl.minimum(begin + each, pages)",
+        "end = tl.minimum(begin + each, pages - 1)",
+        "attends or error",
+    ),
+    Defect(
+        "the window is a token short",
+        "attention_decode.py",
+        "seen = seen & (position >= length - WINDOW)",
+        "seen = seen & (position > length - WINDOW)",
+        "attends or (error and mixed)",
+    ),
+    Defect(
+        "every KV head reads the first",
+        "attention_decode.py",
+        "tile = (tl.load(blocks + page).to(tl.int32) * KV_HEADS + kv_head) * 64",
+        "tile = (tl.load(blocks + page).to(tl.int32) * KV_HEADS) * 64",
+        "attends or error",
+    ),
+    Defect(
+        "values have the scales of keys",
+        "attention_decode.py",
+        "weights = weights * tl.load(v_scales + tile + token)[None, :]",
+        "weights = weights * tl.load(k_scales + tile + token)[None, :]",
+        "scales or (error and fp8)",
+    ),
+    Defect(
+        "pieces are summed without their maxima",
+        "attention_decode.py",
+        "acc = acc * old[:, None] + part * weight[:, None]",
+        "acc = acc + part * weight[:, None]",
+        "cut or (error and long)",
+    ),
+    Defect(
+        "the counter of pieces is left",
+        "attention_decode.py",
+        "tl.store(counter, 0)",
+        "tl.store(counter, 1)",
+        "cut or bits",
+    ),
+]
+_PREFILL = [
+    Defect(
+        "a token does not see itself",
+        "attention_prefill.py",
+        "seen = place[None, :] <= position[:, None]",
+        "seen = place[None, :] < position[:, None]",
+        "attend or error",
+    ),
+    Defect(
+        "the diagonal's page counts as whole",
+        "attention_prefill.py",
+        "whole = (first_position + 1) // 64",
+        "whole = (first_position + 64) // 64",
+        "attend or error",
+    ),
+    Defect(
+        "KV heads overlap in the queries",
+        "attention_prefill.py",
+        "head = kv_head * HEADS + row % HEADS",
+        "head = kv_head + row % HEADS",
+        "attend or error",
+    ),
+    Defect(
+        "sums are not rescaled to a new maximum",
+        "attention_prefill.py",
+        "acc = acc * old[:, None]\n",
+        "acc = acc * 1.0\n",
+        "attend or error",
+    ),
+    Defect(
+        "every tile of a chunk stands at its first position",
+        "attention_prefill.py",
+        "part[:, 2] = chunk.context + offset",
+        "part[:, 2] = chunk.context",
+        "attend or error",
+    ),
+    Defect(
+        "expanded values have the scales of keys",
+        "attention_prefill.py",
+        "tl.load(v_scales + tile + token)[:, None]",
+        "tl.load(k_scales + tile + token)[:, None]",
+        "expanded or (error and fp8)",
+    ),
+    Defect(
+        "an expanded window begins at the first page",
+        "attention_prefill.py",
+        "chunk.context, used - first))",
+        "chunk.context, used))",
+        "expanded or (error and fp8)",
+    ),
+]
+_FUSED = [
+    Defect(
+        "the residual is not in the norm",
+        "fused.py",
+        "row = total.to(tl.float32)",
+        "row = row.to(tl.float32)",
+        "residual",
+    ),
+    Defect(
+        "a norm's mean is over its padding",
+        "fused.py",
+        "mean = tl.sum(row * row, axis=0) / hidden",
+        "mean = tl.sum(row * row, axis=0) / BLOCK",
+        "norm",
+    ),
+    Defect(
+        "keys and queries are turned the other way",
+        "fused.py",
+        "a * cos - b * sin",
+        "a * cos + b * sin",
+        "turned",
+    ),
+    Defect(
+        "queries are normed with the keys' weight",
+        "fused.py",
+        "a * norm * tl.where(is_q[:, None], q_low[None, :], k_low[None, :])",
+        "a * norm * k_low[None, :]",
+        "turned",
+    ),
+    Defect(
+        "the last slots of a page are the first's",
+        "fused.py",
+        "offset = slot % PAGE",
+        "offset = slot % (PAGE - 1)",
+        "turned",
+    ),
+    Defect(
+        "padding writes to the first slot",
+        "fused.py",
+        "is_k = is_k & live",
+        "is_k = is_k & (block >= 0)",
+        "minus_one",
+    ),
+    Defect(
+        "a decode writes to the page after its own",
+        "fused.py",
+        "block_table + row * table_stride + position // PAGE",
+        "block_table + row * table_stride + (position + 1) // PAGE",
+        "tables",
+    ),
+    Defect(
+        "e4m3 scales are another format's",
+        "fused.py",
+        "return tl.div_rn(largest, 448.0)",
+        "return tl.div_rn(largest, 240.0)",
+        "quantised",
+    ),
+    Defect(
+        "the gate is what it gates",
+        "fused.py",
+        "gate = tl.load(gate_up + at, mask",
+        "gate = tl.load(gate_up + at + width, mask",
+        "silu",
+    ),
+]
+_LINEAR = [
+    Defect(
+        "gemv: the last column is masked",
+        "linear_rows.py",
+        "inside = at + k < K\n",
+        "inside = at + k < K - 1\n",
+        "product",
+    ),
+    Defect(
+        "gemv: a norm's mean is over its padding",
+        "linear_rows.py",
+        "inverse = tl.rsqrt(tl.sum(row * row, axis=0) / K + eps)",
+        "inverse = tl.rsqrt(tl.sum(row * row, axis=0) / WHOLE + eps)",
+        "product",
+    ),
+    Defect(
+        "dot: every split takes the first part of K",
+        "linear_rows.py",
+        "k = split * depth + tl.arange(0, BLOCK_K)",
+        "k = tl.arange(0, BLOCK_K)",
+        "product",
+    ),
+    Defect(
+        "dot: the counters of splits are left",
+        "linear_rows.py",
+        "tl.store(arrived + tile, 0)",
+        "tl.store(arrived + tile, 1)",
+        "counters or bit",
+    ),
+    Defect(
+        "dot: weights have no scale",
+        "linear_rows.py",
+        "acc = acc * of_token[None, :] * tl.load(weight_scale + weight_row)[:, None]",
+        "acc = acc * of_token[None, :]",
+        "product",
+    ),
+    Defect(
+        "gate and up change places",
+        "linear_rows.py",
+        "return (column + (row % 2) * columns).to(tl.int64)",
+        "return (column + (1 - row % 2) * columns).to(tl.int64)",
+        "product",
+    ),
+    Defect(
+        "the residual is missing",
+        "linear_rows.py",
+        "acc += tl.load(before, mask=inside, other=0.0).to(tl.float32)",
+        "acc += tl.load(before, mask=inside, other=0.0).to(tl.float32) * 0.0",
+        "product",
+    ),
+    Defect(
+        "quantised rows have another format's scale",
+        "linear.py",
+        "tl.store(scales + row, tl.div_rn(largest, 448.0))",
+        "tl.store(scales + row, tl.div_rn(largest, 240.0))",
+        "product or quantised",
+    ),
+    Defect(
+        "stream: every step takes the first part of the row",
+        "linear_stream.py",
+        "one = prepared.slice(step * WARPS, WARPS, 0)",
+        "one = prepared.slice(0, WARPS, 0)",
+        "fp8_product",
+        interpreted=False,
+    ),
+    Defect(
+        "stream: the residual is missing",
+        "linear_stream.py",
+        "total += gl.load(residual + column + copy * 0, mask=inside, other=0.0).to(gl.float32)",
+        "total += gl.load(residual + column + copy * 0, mask=inside, other=0.0).to(gl.float32) * 0.0",
+        "fp8_product",
+        interpreted=False,
+    ),
+]
+_SAMPLING = [
+    Defect(
+        "scan: the highest id wins a tie",
+        "sampling_kernels.py",
+        "token = tl.min(tl.where(score == best, first + column, 0x7FFFFFFF), axis=0)",
+        "token = tl.max(tl.where(score == best, first + column, -1), axis=0)",
+        "ties",
+    ),
+    Defect(
+        "scan: the noise is the next position's",
+        "sampling_kernels.py",
+        "key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))",
+        "key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i) + 1)",
+        "mix or real_vocabulary",
+    ),
+    Defect(
+        "pick: the last chunk is not looked at",
+        "sampling_kernels.py",
+        "there = chunk < chunks\n",
+        "there = chunk < chunks - 1\n",
+        "greedy",
+    ),
+    Defect(
+        "combine: chunks' sums are added as they are",
+        "sampling_full.py",
+        "total = tl.sum(sums * tl.exp(highest - finite(largest)), axis=0)",
+        "total = tl.sum(sums, axis=0)",
+        "every_kind or real_vocabulary",
+    ),
+    Defect(
+        "decide: the nucleus is what it leaves out",
+        "sampling_full.py",
+        'target = tl.where(by_mass, top_p * total, float("inf"))',
+        'target = tl.where(by_mass, (1.0 - top_p) * total, float("inf"))',
+        "every_kind or real_vocabulary",
+    ),
+    Defect(
+        "above: the best token counts as more likely than itself",
+        "sampling_full.py",
+        "masses = tl.join(tl.where(x > logit, weight, 0.0)",
+        "masses = tl.join(tl.where(x >= logit, weight, 0.0)",
+        "every_kind or real_vocabulary or ties",
+    ),
+    Defect(
+        "few: a token too many is kept",
+        "sampling_full.py",
+        "kept = (entry < count) & (higher < k)",
+        "kept = (entry < count) & (higher <= k)",
+        "every_kind or real_vocabulary",
+    ),
+    Defect(
+        "settle: top-p is of all that there is, whatever top-k left",
+        "sampling_full.py",
+        "target = tl.where(both, top_p * mass_over, target)",
+        "target = tl.where(both, top_p * total, target)",
+        "ties or real_vocabulary",
+    ),
+    Defect(
+        "settle: the draw forgets min-p",
+        "sampling_full.py",
+        "better = (x > low) & (x >= lowest) & (score > scores)",
+        "better = (x > low) & (score > scores)",
+        "every_kind or real_vocabulary or ties",
+    ),
+    Defect(
+        "edit: tokens of the prompt are not penalised",
+        "sampling_kernels.py",
+        "factor = tl.where(seen > 0,",
+        "factor = tl.where(seen > 1,",
+        "penalties",
+    ),
+    Defect(
+        "edit: a bias takes the logit's place",
+        "sampling_kernels.py",
+        "tl.store(at, x + tl.load(values + entry, mask=there, other=0.0), mask=there)",
+        "tl.store(at, x * 0.0 + tl.load(values + entry, mask=there, other=0.0), mask=there)",
+        "penalties",
+    ),
+]
+_ROWS = [
+    Defect(
+        "a full page's next token goes to its page",
+        "rows.py",
+        "block = tl.load(block_table + row * stride + position // PAGE,",
+        "block = tl.load(block_table + row * stride + (position - 1) // PAGE,",
+        "placed",
+    ),
+    Defect(
+        "a bad token is fed",
+        "rows.py",
+        "tl.where(token < 0, 0, token)",
+        "token",
+        "sampled",
+    ),
+]
+
+DEFECTS = [*_DECODE, *_PREFILL, *_FUSED, *_LINEAR, *_SAMPLING, *_ROWS]
