@@ -52,7 +52,6 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
     """Every rank calls it: the logits of every checkpoint, and of forms of the first one."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
-    found["FP8 weights"] = logits_of(folders[0], ranks, tokens, fp8=True)
     found["FP8 KV"] = logits_of(folders[0], ranks, tokens, kv_fp8=True)
     found["FP8 weights and KV"] = logits_of(folders[0], ranks, tokens, fp8=True, kv_fp8=True)
     return found

@@ -44,7 +44,7 @@ def _run_group(size: int, folders: list[Path], tokens: list[int], folder: Path) 
     return torch.load(result)
 
 
-FP8 = {"quantised": "meant", "FP8 weights": "biased", "FP8 KV": "biased", "FP8 weights and KV": "biased"}
+FP8 = {"quantised": "meant", "FP8 KV": "biased", "FP8 weights and KV": "biased"}
 """Quantised forms, and whose logits they stand for."""
 DIFFERENT_SCALES = 1.5
 """How far the FP8 logits of several ranks may lie from those of one, in units of the latter's own distance
