@@ -117,7 +117,7 @@ def linear_fp8(
         out = _allocate(x, weight, extras, dtype)
     if not rows and out is not None:
         return out
-    alone = plan is not None and rows == 1 and plan.form != "dot"
+    alone = plan is not None and rows == 1 and plan.form in ("gemv", "stream")
     if x_scale is None and not alone:
         x = x.contiguous()
         if norm_weight is not None:
@@ -196,7 +196,13 @@ def _launch(
     else:
         if workspace is None:
             workspace = allocate_workspace(x.device)
-        launch_dot(plan, x, x_scale, weight, weight_scale, workspace, extras, out, pdl)
+        arguments = (plan, x, x_scale, weight, weight_scale, workspace, extras, out, pdl)
+        if plan.form == "tiles":
+            from kernels.triton.linear_tiles import launch_tiles
+
+            launch_tiles(*arguments)
+        else:
+            launch_dot(*arguments)
 
 
 def _cublas(

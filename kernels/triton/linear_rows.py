@@ -38,6 +38,15 @@ def allocate_workspace(device: torch.device) -> Workspace:
     return Workspace(partials, torch.zeros(WORKSPACE_TILES, dtype=torch.int32, device=device))
 
 
+def check_workspace(plan: Plan, n: int) -> None:
+    """Raises ValueError where the sums of a split product of `n` outputs have no room."""
+    if plan.split > 1 and not fits_workspace(plan, n):
+        raise ValueError(
+            f"the sums of {plan} for {n} outputs do not fit the workspace "
+            f"({WORKSPACE_SUMS} of {WORKSPACE_TILES} tiles)"
+        )
+
+
 # ── launching ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -91,11 +100,7 @@ def launch_dot(
 ) -> None:
     """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
     already."""
-    if plan.split > 1 and not fits_workspace(plan, weight.shape[0]):
-        raise ValueError(
-            f"the sums of {plan} for {weight.shape[0]} outputs do not fit the workspace "
-            f"({WORKSPACE_SUMS} of {WORKSPACE_TILES} tiles)"
-        )
+    check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     _dot[(tiles * plan.split,)](
         x,

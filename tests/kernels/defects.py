@@ -290,6 +290,38 @@ _LINEAR = [
         "fp8_product",
         interpreted=False,
     ),
+    Defect(
+        "tiles: a stage is filled with x of the first steps again",
+        "linear_tiles.py",
+        "(x_tiles, [0, k], ready.index(stage), xs.index(stage), more)",
+        "(x_tiles, [0, first_k], ready.index(stage), xs.index(stage), more)",
+        "product",
+        interpreted=False,
+    ),
+    Defect(
+        "tiles: a part of a split is not added",
+        "linear_tiles.py",
+        "for other in gl.static_range(1, SPLIT):",
+        "for other in gl.static_range(2, SPLIT):",
+        "product",
+        interpreted=False,
+    ),
+    Defect(
+        "tiles: scales and biases of up are the gate's",
+        "linear_tiles.py",
+        "weight_row = column + index // (BLOCK_N // 2) * columns",
+        "weight_row = column",
+        "product",
+        interpreted=False,
+    ),
+    Defect(
+        "tiles: the residual is missing",
+        "linear_tiles.py",
+        "result += before.to(gl.float32)",
+        "result += before.to(gl.float32) * 0.0",
+        "product",
+        interpreted=False,
+    ),
 ]
 _SAMPLING = [
     Defect(

@@ -1,0 +1,257 @@
+# mypy: allow-untyped-defs, disable-error-code="assignment"
+# ruff: noqa: RUF005 (a kernel's lists know + alone)
+"""Products of few rows on Hopper, with weights on their way before the kernel in front has ended.
+
+As `linear_rows`' dot: the weight is the 64-row side of the tensor cores' product, the tokens the other, and K
+may be split over programs. But tiles are fetched by the copy engine (TMA), and Gluon, Triton's lower level,
+says when: each program asks for the weights of all its stages, waits for the kernel in front, and only then
+asks for x. Programs are small enough that those of the next product find room on a multiprocessor beside
+these, and fill their stages while these finish.
+
+A stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a weight's
+tile are rows of the gate, half the same rows of up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.triton.linear_plans import Fused, Plan
+from kernels.triton.linear_rows import Workspace, check_workspace
+
+
+def launch_tiles(
+    plan: Plan,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    workspace: Workspace,
+    fused: Fused,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
+    already."""
+    n, k = weight.shape
+    check_workspace(plan, n)
+    size = weight.element_size()
+    if x.data_ptr() % 16 or x.stride(0) * size % 16:
+        x = x.clone(memory_format=torch.contiguous_format)  # the copy engine reads 16 bytes at once
+    tiles = triton.cdiv(n, plan.block_n)
+    _tiles[(tiles * plan.split,)](
+        _weight_tiles(plan, weight, fused.silu_mul),
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [plan.rows, plan.block_k], _shared(size, 2)),
+        x_scale,
+        weight_scale,
+        fused.bias,
+        fused.residual,
+        out,
+        workspace.partials,
+        workspace.arrived,
+        x.shape[0],
+        out.shape[1],
+        0 if fused.residual is None else fused.residual.stride(0),
+        out.stride(0),
+        K=k,
+        ROWS=plan.rows,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        STAGES=plan.stages,
+        SPLIT=plan.split,
+        SCALED=weight_scale is not None,
+        SILU=fused.silu_mul,
+        BIAS=fused.bias is not None,
+        RESIDUAL=fused.residual is not None,
+        PDL=pdl,
+        WARPS=plan.warps,
+        num_warps=plan.warps,
+        launch_pdl=pdl,
+    )
+
+
+def _weight_tiles(plan: Plan, weight: torch.Tensor, silu: bool) -> TensorDescriptor:
+    n, k = weight.shape
+    if not silu:
+        shared = _shared(weight.element_size(), 2)
+        return TensorDescriptor(weight, [n, k], [k, 1], [plan.block_n, plan.block_k], shared)
+    shared = _shared(weight.element_size(), 3)
+    halves, tile = [2, n // 2, k], [2, plan.block_n // 2, plan.block_k]
+    return TensorDescriptor(weight, halves, [n // 2 * k, k, 1], tile, shared)
+
+
+def _shared(element_size: int, rank: int) -> gl.NVMMASharedLayout:
+    """Rows of 128 bytes, swizzled as the tensor cores read them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank)
+
+
+@gluon.jit
+def _signal(text: gl.constexpr):
+    gl.inline_asm_elementwise(text, "=r", [], gl.int32, False, 1)
+
+
+@gluon.constexpr_function
+def _to_store(width, rows, warps):
+    """For `[width, rows, 2]`: threads next to each other have columns next to each other, and both halves."""
+    vector = min(8, max(1, width * rows // (32 * warps)))
+    lanes = min(32, width // vector)
+    return gl.BlockedLayout([vector, 1, 2], [lanes, 32 // lanes, 1], [1, warps, 1], [2, 0, 1])
+
+
+@gluon.jit
+def _fetch_weights(w_tiles, tile, k, ready, w, wanted, BLOCK_N: gl.constexpr, SILU: gl.constexpr):
+    if SILU:
+        tma.async_copy_global_to_shared(w_tiles, [0, tile * (BLOCK_N // 2), k], ready, w, wanted)
+    else:
+        tma.async_copy_global_to_shared(w_tiles, [tile * BLOCK_N, k], ready, w, wanted)
+
+
+@gluon.jit
+def _gated(acc, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """silu(gate) × up of sums `[n, rows]`: `[n / 2, rows]`."""
+    n: gl.constexpr = acc.shape[0]
+    rows: gl.constexpr = acc.shape[1]
+    both = gl.permute(gl.reshape(acc, [2, n // 2, rows]), [1, 2, 0])
+    gate, up = gl.split(gl.convert_layout(both, LAYOUT))
+    gate = gate.to(DTYPE).to(gl.float32)
+    gated = (gate / (1.0 + gl.exp(-gate))).to(DTYPE).to(gl.float32)
+    return gated * up.to(DTYPE).to(gl.float32)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def _tiles(
+    w_tiles,
+    x_tiles,
+    x_scale,
+    weight_scale,
+    bias,
+    residual,
+    out,
+    partials,
+    arrived,
+    rows,
+    columns,
+    residual_stride,
+    out_stride,
+    K: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    SCALED: gl.constexpr,
+    SILU: gl.constexpr,
+    BIAS: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    PDL: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """A tile of BLOCK_N weight rows by 1 / SPLIT of K, for all tokens."""
+    values: gl.constexpr = w_tiles.dtype
+    bits: gl.constexpr = values.primitive_bitwidth
+    dtype: gl.constexpr = out.dtype.element_ty
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 256 // bits])
+    steps: gl.constexpr = K // SPLIT // BLOCK_K
+    early: gl.constexpr = min(STAGES, steps)
+    stage_bytes: gl.constexpr = (BLOCK_N + ROWS) * BLOCK_K * bits // 8
+    tile = gl.program_id(0) // SPLIT
+    split = gl.program_id(0) % SPLIT
+    first_k = split * (K // SPLIT)
+
+    if PDL:
+        _signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    ws = gl.allocate_shared_memory(values, [STAGES] + w_tiles.block_type.shape, w_tiles.layout)
+    xs = gl.allocate_shared_memory(values, [STAGES, ROWS, BLOCK_K], x_tiles.layout)
+    for stage in gl.static_range(early):
+        mbarrier.init(ready.index(stage), count=1)
+    described = ready.index(STAGES)
+    if PDL:
+        mbarrier.init(described, count=1)
+    for stage in gl.static_range(early):
+        mbarrier.expect(ready.index(stage), stage_bytes)
+        k = first_k + stage * BLOCK_K
+        _fetch_weights(w_tiles, tile, k, ready.index(stage), ws.index(stage), True, BLOCK_N, SILU)
+
+    # What else is a weight.
+    index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
+    if SILU:
+        column = gl.minimum(tile * (BLOCK_N // 2) + index % (BLOCK_N // 2), columns - 1)
+        weight_row = column + index // (BLOCK_N // 2) * columns
+    else:
+        weight_row = gl.minimum(tile * BLOCK_N + index, columns - 1)
+    if SCALED:
+        of_row = gl.load(weight_scale + weight_row)
+    if BIAS:
+        added = gl.load(bias + weight_row).to(gl.float32)
+
+    if PDL:
+        # The copy engine reads x's description now. Rows behind the last one are zeros, not memory.
+        mbarrier.expect(described, ROWS * BLOCK_K * bits // 8)
+        tma.async_copy_global_to_shared(x_tiles, [ROWS, 0], described, xs.index(0))
+        mbarrier.wait(described, 0)
+        _signal("griddepcontrol.wait; mov.u32 $0, 0;")
+    for stage in gl.static_range(early):
+        k = first_k + stage * BLOCK_K
+        tma.async_copy_global_to_shared(x_tiles, [0, k], ready.index(stage), xs.index(stage))
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, mma))
+    if SCALED:
+        of_token = gl.load(x_scale + row, mask=row < rows, other=0.0)
+    width: gl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    halves: gl.constexpr = _to_store(width, ROWS, WARPS)
+    to_store: gl.constexpr = gl.SliceLayout(2, halves)
+    column = (tile * width + gl.arange(0, width, layout=gl.SliceLayout(1, to_store)))[:, None]
+    token = gl.arange(0, ROWS, layout=gl.SliceLayout(0, to_store))[None, :]
+    inside = (column < columns) & (token < rows)
+    if RESIDUAL:
+        before = gl.load(residual + token.to(gl.int64) * residual_stride + column, mask=inside, other=0.0)
+
+    acc = gl.zeros([BLOCK_N, ROWS], gl.float32, layout=mma)
+    stage = 0
+    phase = 0
+    for step in range(steps):
+        mbarrier.wait(ready.index(stage), phase)
+        w = ws.index(stage).reshape([BLOCK_N, BLOCK_K])
+        acc = warpgroup_mma(w, xs.index(stage).permute([1, 0]), acc)
+        # The stage is read; it takes what comes STAGES steps later.
+        more = step + STAGES < steps
+        k = first_k + (step + STAGES) * BLOCK_K
+        mbarrier.expect(ready.index(stage), stage_bytes, more)
+        _fetch_weights(w_tiles, tile, k, ready.index(stage), ws.index(stage), more, BLOCK_N, SILU)
+        tma.async_copy_global_to_shared(x_tiles, [0, k], ready.index(stage), xs.index(stage), more)
+        turn = stage == STAGES - 1
+        stage = gl.where(turn, 0, stage + 1)
+        phase = gl.where(turn, 1 - phase, phase)
+
+    last = True
+    if SPLIT > 1:
+        size: gl.constexpr = BLOCK_N * ROWS
+        sums = partials + tile * SPLIT * size
+        cell = index[:, None] * ROWS + row[None, :]
+        gl.store(sums + split * size + cell, acc)
+        # Every thread's sums are written before one thread says so.
+        tl.debug_barrier()
+        last = gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if last:
+            gl.store(arrived + tile, 0)
+            acc = gl.load(sums + cell, cache_modifier=".cg")
+            for other in gl.static_range(1, SPLIT):
+                acc += gl.load(sums + other * size + cell, cache_modifier=".cg")
+    if last:
+        if SCALED:
+            acc = acc * of_token[None, :] * of_row[:, None]
+        if BIAS:
+            acc += added[:, None]
+        if SILU:
+            result = gl.convert_layout(_gated(acc, dtype, halves), to_store)
+        else:
+            result = gl.convert_layout(acc, to_store)
+        if RESIDUAL:
+            result += before.to(gl.float32)
+        gl.store(out + token.to(gl.int64) * out_stride + column, result.to(dtype), mask=inside)

@@ -1,0 +1,145 @@
+"""Products by `linear_tiles` against their twins, as `test_triton_linear` holds the other forms to them.
+
+The kernel is Gluon, which has no interpreter: what it computes is proved on a GPU alone (a Hopper, marked
+`gpu`). Anywhere, it is compiled for one, to prove what it is for: that weights are asked for before the wait.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.triton.linear_plans import Plan
+from tests.kernels import test_triton_linear as products
+from tests.kernels.test_build import compiled
+
+linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
+DEVICE, EPS, POISON = products.DEVICE, products.EPS, products.POISON
+on_hopper = pytest.mark.skipif(
+    DEVICE.type != "cuda" or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+ROWS = (2, 3, 7, 8, 9, 16, 17, 33, 64)
+BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+SHAPES: list[tuple[int, int, tuple[str, ...], Plan]] = [
+    # outputs, K, extras, the plan of 2-byte weights: outputs that fill no tile, fewer steps than stages
+    (1024, 2048, ("residual",), Plan("tiles", 8, 64, 128, 4, 6, 2)),
+    (2880, 1024, ("norm", "silu", "bias", "residual"), Plan("tiles", 8, 128, 64, 8, 4)),
+    (720, 2048, ("silu",), Plan("tiles", 8, 64, 128, 4, 3, 4)),
+    (1000, 384, ("norm", "bias"), Plan("tiles", 8, 64, 64, 4, 9)),
+    (1152, 1024, ("bias", "residual"), Plan("tiles", 8, 128, 128, 4, 2, 2)),
+]
+
+
+def plan_for(shape: tuple[int, int, tuple[str, ...], Plan], rows: int, dtype: torch.dtype) -> Plan:
+    """Of a shape, for tokens padded to 8, 16, 32 or 64 and for steps of the same bytes."""
+    plan = shape[-1]
+    padded = next(most for most in (8, 16, 32, 64) if rows <= most)
+    return replace(plan, rows=padded, block_k=plan.block_k * 2 // dtype.itemsize)
+
+
+# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_weights_are_asked_for_before_the_wait_and_x_after_it() -> None:
+    done = compiled("tests.kernels.tiles_compiled")
+    assert done.returncode == 0, done.stderr
+    kernels: dict[str, Any] = json.loads(done.stdout)
+    assert len(kernels) == 3
+    for name, kernel in kernels.items():
+        events = kernel["events"]
+        wait, first_product = events.index("wait"), events.index("product")
+        assert events[0] == "launch_dependents", name
+        # Of each stage its weights, and once nothing of x, to read x's description.
+        assert events[1:wait] == ["copy"] * (kernel["stages"] + 1), name
+        assert events[wait + 1 : first_product] == ["copy"] * kernel["stages"], name
+        assert kernel["shared"] <= 113 << 10, name  # so that two programs fit a multiprocessor
+
+
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        case = products.Case(rows, *shape[:3], dtype)
+        plan = plan_for(shape, rows, dtype)
+        products._check(case, linear.linear(case.x, case.weight, **case.options(), plan=plan))
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
+    for rows in ROWS:
+        case = products.Fp8Case(rows, *shape[:3], BF16, FP8)
+        weight, plan = (case.quantised, case.weight_scale), plan_for(shape, rows, FP8)
+        products._check_fp8(case, linear.linear_fp8(case.x, *weight, **case.options(), plan=plan))
+        values, scales = linear.quantise(case.normed().contiguous())
+        options = {**case.options(), "norm_weight": None}
+        products._check_fp8(case, linear.linear_fp8(values, *weight, x_scale=scales, **options, plan=plan))
+
+
+@on_hopper
+@pytest.mark.gpu
+def test_rows_may_lie_apart_anywhere_and_a_residual_in_the_result() -> None:
+    case = products.Case(5, 1024, 2048, ("residual",), BF16)
+    plan = plan_for(SHAPES[0], 5, BF16)
+    wide = torch.full((5, 1100), POISON, dtype=BF16, device=DEVICE)
+    out = wide[:, :1024]
+    expected = linear.linear(case.x, case.weight, residual=case.residual, plan=plan)
+    for columns, start in ((2304, 128), (2304, 3), (2051, 0)):
+        wide_x = torch.full((5, columns), POISON, dtype=BF16, device=DEVICE)
+        x = wide_x[:, start : start + 2048]
+        x.copy_(case.x)
+        out.copy_(case.residual)
+        linear.linear(x, case.weight, residual=out, out=out, plan=plan)
+        assert torch.equal(out, expected)
+    assert wide[:, 1024:].eq(POISON).all()
+
+
+def _layer(case: products.Fp8Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
+    """Products that depend on one another, so that one that starts too early reads too early."""
+    rows, results = len(case.x), [case.x]
+    few = plan_for(SHAPES[0], rows, BF16)
+    for _ in range(4):
+        x, options = results[-1], {"workspace": workspace, "pdl": pdl}
+        x = linear.linear(
+            x, case.weight, norm_weight=case.norm, eps=EPS, residual=results[-1], plan=few, **options
+        )
+        x = linear.linear(x, case.weight, plan=replace(few, split=1), **options)
+        quantised = (case.quantised, case.weight_scale)
+        options["plan"] = plan_for(SHAPES[0], rows, FP8)
+        x = linear.linear_fp8(x, *quantised, norm_weight=case.norm, eps=EPS, residual=x, **options)
+        results.append(linear.linear_fp8(x, *quantised, **options))
+    return results
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 64])
+def test_pdl_repetition_and_graphs_change_no_bit(rows: int) -> None:
+    case = products.Fp8Case(rows, 4096, 4096, ("norm",), BF16, FP8)
+    workspace = linear.allocate_workspace(DEVICE)
+    expected = _layer(case, workspace, pdl=False)
+    assert not expected[-1].isnan().any()
+    for _ in range(5):
+        assert all(map(torch.equal, _layer(case, workspace, pdl=True), expected))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _layer(case, workspace, pdl=True)
+    for _ in range(5):
+        for tensor in captured[1:]:
+            tensor.fill_(POISON)
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
+    assert workspace.arrived.eq(0).all()
