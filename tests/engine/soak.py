@@ -5,8 +5,9 @@ every kind of sampling, cancels at any moment, preemptions, requests and numbers
 storm the house must be in order: every request ended once and as it must, every row, block and credit back,
 and memory where it was. Requests whose answers are known run in between (`soak_known`).
 
-On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`. With --fill: one wave
-of long sequences that takes every block of a pool sized from memory (`soak_fill`).
+On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`, and for FP8 with
+`--spec weights=fp8 --spec kv_dtype=fp8`. With --fill: one wave of long sequences that takes every block of a
+pool sized from memory (`soak_fill`).
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ TINY = {
 TINY_SIZES = {"max_rows": 8, "step_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
 SIZES = {"max_rows": 64, "step_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
 """Pools that hold less than the rows would like."""
+FILL_SIZES = {"max_rows": 1024, "step_tokens": 8192, "kv_blocks": None, "max_model_len": 4096}
+"""A pool as large as memory allows."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
 """How much more may be held in the last quarter of a run than in the second, by their medians: Python's
@@ -121,7 +124,9 @@ class Soak:
     def round(self, steps: int) -> None:
         """A storm of so many steps, the end of all that is open, and a look at the house."""
         faulthandler.dump_traceback_later(STALLED_S, exit=True)
-        with Poison(self.engine, self.limits.poison, self.draw.random() < 0.2) as self.poisonous:
+        # Where the output matrix is the embedding's, a broken row would break every score.
+        armed = self.draw.random() < 0.2 and not self.engine.runner.config.tie_word_embeddings
+        with Poison(self.engine, self.limits.poison, armed) as self.poisonous:
             for _ in range(steps):
                 for _ in range(self.rhythm.arrivals()):
                     self._arrive()
@@ -297,9 +302,8 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
         for name in ("max_rows", "step_tokens", "kv_blocks", "max_model_len")
         if getattr(arguments, name) is not None
     }
-    sizes: dict[str, Any] = {**(TINY_SIZES if tiny else SIZES), **given}
-    if arguments.fill and arguments.kv_blocks is None:
-        sizes["kv_blocks"] = None
+    defaults: dict[str, Any] = TINY_SIZES if tiny else FILL_SIZES if arguments.fill else SIZES
+    sizes = {**defaults, **given}
     fields: dict[str, Any] = {
         "replica": "soak-0",
         "model_path": str(folder),
@@ -377,7 +381,9 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", default="tiny", choices=["tiny", *sorted(SHAPES)])
-    parser.add_argument("--near-tie", type=float, help="nats; 1e-4, or 0.15 where products have 16 bits")
+    parser.add_argument(
+        "--near-tie", type=float, help="nats; 1e-4, or 0.15 in 16 bits and 0.5 in 8 (largest error: reported)"
+    )
     for name in ("max-rows", "step-tokens", "kv-blocks", "max-model-len"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--spec", action="append", default=[], metavar="FIELD=VALUE", help="of ReplicaSpec")
@@ -385,7 +391,8 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="figures into this file")
     arguments = parser.parse_args(given)
     if arguments.near_tie is None:
-        arguments.near_tie = 1e-4 if arguments.shape == "tiny" else 0.15
+        eight_bits = any("fp8" in option for option in arguments.spec)
+        arguments.near_tie = 1e-4 if arguments.shape == "tiny" else 0.5 if eight_bits else 0.15
     return arguments
 
 

@@ -47,7 +47,7 @@ class Known:
         self._poison = limits.poison
         self._asks: list[tuple[list[int], SamplingParams]] = []
         self._answers: list[Answer] = []
-        listed = limits.vocab if limits.vocab <= 1000 else 60
+        listed = limits.vocab if limits.vocab <= 1000 else 200
         while len(self._asks) < _KINDS:
             prompt, params = _ask(draw, limits, len(self._asks))
             asked = msgspec.structs.replace(params, logprobs=listed)

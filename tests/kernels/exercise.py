@@ -1,0 +1,166 @@
+"""Each kernel once or a few times at small odd shapes: what `scripts/sanitize` runs under compute-sanitizer.
+
+    python -m tests.kernels.exercise decode prefill
+
+Tensors are as large as they must be and no larger, tables name blocks that do not exist past a sequence's
+end, and results must be finite. Whether they are right is for the tests to say. Without a GPU: in the
+interpreter, in float32, and without what that does not know.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from kernels.draws import Logits
+from kernels.triton import attention_decode, fused, linear, rows, sampling
+from kernels.triton.linear_plans import Plan
+from tests.kernels import test_triton_attention_decode as decode_cases
+from tests.kernels import test_triton_attention_prefill as prefill_cases
+from tests.kernels import test_triton_fused as fused_cases
+from tests.kernels import test_triton_linear as linear_cases
+from tests.kernels import test_triton_sampling as sampling_cases
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+E4M3 = torch.float8_e4m3fn
+
+
+def decode() -> None:
+    """Sequences in one piece and in several, with and without a window, padding, FP8."""
+    for lens, window in (([1, 64, 65, 0, 130, 700], None), ([300], None), ([200, 127], 100)):
+        case = decode_cases.make(lens, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
+        config = attention_decode.config_for(len(lens), 2, 64, case.keys.element_size(), 8)
+        config = replace(config, items=len(lens) + 3)
+        _finite(case.run(config=config))
+        if ON_GPU:
+            case = decode_cases._fp8(case)
+            _finite(case.run(config=replace(config, stages=5, maxnreg=96)))
+
+
+def prefill() -> None:
+    """Chunks with context over blocks' borders, with and without a window; FP8 pages read and expanded."""
+    chunks = [(0, 65), (200, 33), (0, 1), (127, 130)]
+    for window in (None, 100):
+        case = prefill_cases.make(chunks, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
+        _finite(case.run(out=torch.zeros_like(case.q)))
+        if ON_GPU:
+            case = prefill_cases._fp8(case)
+            _finite(case.run(out=torch.zeros_like(case.q)))
+            _finite(case.run_expanded(scratch_blocks=7)[0])
+
+
+def fuse() -> None:
+    """Norms, rotation and cache writes, SwiGLU: plain and quantised, at widths that fill no tile."""
+    pdl = ON_GPU
+    values = E4M3 if ON_GPU else torch.float32
+    for tokens, width in ((1, 64), (5, 100), (3, 2880)):
+        x, residual = (fused_cases._random(tokens, width, seed=seed, dtype=DTYPE) for seed in (0, 1))
+        weight = fused_cases._random(width, seed=2, dtype=DTYPE)
+        _finite(fused.rms_norm(x, weight, 1e-5, pdl=pdl))
+        _finite(*fused.rms_norm_fp8(x, weight, 1e-5, values=values, pdl=pdl))
+        _finite(*fused.add_rms_norm_fp8(x, residual, weight, 1e-5, values=values, pdl=pdl))
+        _finite(*fused.add_rms_norm(x, residual, weight, 1e-5, pdl=pdl))
+        _finite(fused.silu_mul(x, pdl=pdl))
+        _finite(*fused.silu_mul_fp8(x, values=values, pdl=pdl))
+    for case in fused_cases.ROPE_CASES:
+        rope = fused_cases.Rope(*case[:4], DTYPE, case[4])
+        _finite(rope.run(fused.rope_cache_write, *rope.pools(DTYPE), pdl=pdl))
+        pools = rope.pools(values)
+        _finite(rope.run(fused.rope_cache_write, *pools, *rope.scales(), pdl=pdl))
+        table = torch.arange(len(pools[0]), device=DEVICE).repeat(rope.tokens, 1)
+        lengths = torch.arange(rope.tokens, device=DEVICE) * 7
+        which = torch.arange(rope.tokens, device=DEVICE) - 1
+        places = (which, lengths, table, rope.table)
+        norms = (*rope.norms, 1e-5)
+        _finite(
+            fused.rope_cache_write_rows(rope.qkv, *places, *norms, *rope.pools(DTYPE), rope.heads, pdl=pdl)
+        )
+
+
+def multiply() -> None:
+    """Products of few rows in every form, with all that may be done on the way."""
+    everything = ("norm", "bias", "residual")
+    plans = [(case[0], case[4]) for case in linear_cases.CASES]
+    plans += [(1, Plan("stream", 1, 16, 64, warps=2, stages=2)), (9, replace(linear_cases.DOT, split=2))]
+    for tokens, plan in plans:
+        for extras in (everything, ("norm", "bias", "silu")):
+            case = linear_cases.Case(tokens, 160, 384, extras, DTYPE)
+            if plan.form != "stream":
+                _finite(linear.linear(case.x, case.weight, **case.options(), plan=plan, pdl=ON_GPU))
+            if ON_GPU:
+                fp8 = linear_cases.Fp8Case(tokens, 160, 384, extras, DTYPE, E4M3)
+                weight = (fp8.quantised, fp8.weight_scale)
+                _finite(linear.linear_fp8(fp8.x, *weight, **fp8.options(), plan=plan))
+    _finite(*linear.quantise(case.x, values=E4M3 if ON_GPU else torch.float32, pdl=ON_GPU))
+
+
+def sample() -> None:
+    """Rows of every kind over two chunks and a part of one, edited and not; ties that make searches long."""
+    params = sampling_cases.MIXED
+    draws = sampling_cases._draws(params)
+    for step in (0.0, 0.5) if ON_GPU else (0.5,):
+        values = sampling_cases._logits(len(params))
+        values = ((values / step).round() * step if step else values).to(DTYPE)
+        logits: Logits = sampling_cases._wrap(values)
+        _finite(*sampling.greedy(logits))
+        _finite(*sampling.plain(logits, draws))
+        _finite(*sampling.full(logits, draws))
+    some = torch.tensor([0, 3, -1, 5], device=DEVICE)
+    counts = torch.ones((2, values.shape[1]), dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([0, -1, -1, 1], device=DEVICE)
+    last = values.shape[1] - 1
+    places = (torch.tensor([0, 3, -1], device=DEVICE), torch.tensor([last, 0, 0], device=DEVICE))
+    bias = (*places, torch.tensor([1.0, 2.0, 3.0], device=DEVICE))
+    edited = sampling.edit(logits, draws, some, counts, slots, bias, places)
+    index = torch.full((len(params),), -1, device=DEVICE)
+    index[[0, 3, 5]] = torch.tensor([0, 1, 3], device=DEVICE)
+    _finite(*sampling.full(replace(logits, edited=edited, edited_index=index), draws))
+
+
+def place() -> None:
+    """The ends of a decode step, with padding."""
+    tokens, lengths, blocks = (torch.arange(n, device=DEVICE) for n in (130, 130, 130 * 3))
+    which = torch.cat((torch.arange(130, device=DEVICE), torch.full((7,), -1, device=DEVICE)))
+    decodes = rows.empty_decodes(137, DEVICE)
+    rows.place(which, tokens, lengths, blocks.view(130, 3), decodes)
+    rows.advance(which, decodes.token_ids, decodes.positions, tokens, lengths)
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    "decode": decode,
+    "prefill": prefill,
+    "fuse": fuse,
+    "multiply": multiply,
+    "sample": sample,
+    "place": place,
+}
+
+
+def _finite(*results: torch.Tensor) -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
+    for result in results:
+        if not result.float().isfinite().all():
+            raise AssertionError(f"a result is not finite: {result}")
+
+
+def main(names: list[str]) -> int:
+    for name in names or GROUPS:
+        GROUPS[name]()
+    if ON_GPU:
+        torch.cuda.synchronize()
+    print("ran", *(names or GROUPS))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
