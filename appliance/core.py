@@ -11,14 +11,14 @@ import resource
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 from appliance.admin.operations import Operations
 from appliance.admin.server import AdminServer
 from appliance.fronts import Dealer
-from appliance.identities import identities
+from appliance.identities import IdentityTable
 from appliance.listeners import Listener, ListenError, bind_tcp, bind_unix
 from appliance.logs import configure_logging
 from appliance.messages import ServedModel
@@ -75,14 +75,13 @@ async def serve(
         request_log = RequestLog(history)
         request_log.seal_open_rows("the service ended without a word").add_done_callback(_say_sealed)
 
-        salt_secret = secrets.token_bytes(32)
         switchboard = Switchboard(
             settings,
             _describe_models(settings),
             rows=request_log,
-            salt=lambda tenant: hmac.new(salt_secret, tenant.encode(), hashlib.sha256).hexdigest()[:32],
+            salt=cache_salts(control),
             clock=time.time,
-            identities=lambda: identities(control.list_keys(), settings.unix),
+            identities=IdentityTable(lambda: control.policies, settings.unix),
             launch=launch,
             front_module=front_module,
         )
@@ -127,6 +126,21 @@ def _history(path: Path) -> Iterator[Writer]:
         yield writer
     finally:
         writer.close()
+
+
+def cache_salts(control: ControlStore) -> Callable[[str], str]:
+    """The prefix cache's salt of a tenant, which those share that are in one cache group; nobody can guess
+    it, and it is another one after each start."""
+    secret = secrets.token_bytes(32)
+
+    def salt(name: str) -> str:
+        tenant = control.policies.tenants.get(name)
+        group = tenant.cache_group if tenant is not None else None
+        # A group may be called like a tenant that is not in it.
+        owner = f"tenant {name}" if group is None else f"group {group}"
+        return hmac.new(secret, owner.encode(), hashlib.sha256).hexdigest()[:32]
+
+    return salt
 
 
 def _describe_models(settings: Settings) -> list[ServedModel]:

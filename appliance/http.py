@@ -1,7 +1,8 @@
 """HTTP/1.1 over sockets that somebody else bound or accepted; fronts and the admin API serve through it.
 
-uvicorn's protocol over httptools, with what it lacks: who the peer is (`SO_PEERCRED`), time limits for
-headers, bodies and writes, a bound on bytes, and a door past ASGI for streams (`Connection.write_chunk`).
+uvicorn's protocol over httptools, with what it lacks: who the peer is (`SO_PEERCRED`, `SO_PEERGROUPS`), time
+limits for headers, bodies and writes, a bound on bytes, and a door past ASGI for streams
+(`Connection.write_chunk`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import logging
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from typing import Any, NamedTuple
 
@@ -30,19 +31,46 @@ LINGER_S = 2.0
 would reset the connection under the answer."""
 
 _UCRED = struct.Struct("3i")
+_SO_PEERGROUPS = 59
+"""Of asm-generic/socket.h, Linux 4.13 or newer; Python's socket module does not name it."""
+_MOST_GROUPS_BYTES = 1024
+"""What Python reads of a socket option: 256 groups."""
 
 
 class Peer(NamedTuple):
-    """Who is at the other end. `uid` and `pid` are -1 for TCP; `address` is empty for a Unix socket."""
+    """Who is at the other end, as it was when it connected. `uid` and `pid` are -1 for TCP; `address` is
+    empty for a Unix socket."""
 
     kind: str
     """"unix" or "tcp"."""
     uid: int
     pid: int
     address: str
+    gids: tuple[int, ...] = ()
+    """Its groups: the primary one, then the others in ascending order."""
 
     def __str__(self) -> str:
         return f"uid {self.uid}" if self.kind == "unix" else self.address
+
+
+def unix_peer(sock: socket.socket) -> Peer:
+    """Who connected to a Unix socket, by the kernel's word."""
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    others = b""
+    # More groups than fit, or an older kernel: the primary one is known.
+    with contextlib.suppress(OSError):
+        others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS_BYTES)
+    gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
+    return Peer("unix", uid, pid, "", (gid, *gids))
+
+
+def bearer(headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
+    """Scheme (lower case) and credentials of the first Authorization header; both empty without one."""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, credentials = value.strip().partition(b" ")
+            return scheme.lower(), credentials.strip()
+    return b"", b""
 
 
 def error_document(message: str, kind: str, param: str | None, code: str | None) -> bytes:
@@ -123,8 +151,7 @@ class Connection(HttpToolsProtocol):
     def _identify(self, transport: asyncio.Transport) -> Peer:
         sock = transport.get_extra_info("socket")
         if sock.family == socket.AF_UNIX:
-            pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-            return Peer("unix", uid, pid, "")
+            return unix_peer(sock)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         address = self._address

@@ -1,28 +1,119 @@
-"""Who may ask: the table of keys and Unix users that fronts check requests against."""
+"""Who may ask: the table that fronts check requests against, made of what operators decided.
+
+It is made anew only when policies or settings change; fronts are then told what is different in it. What
+holds for a request is always the core's own word (`IdentityTable.of`), whatever a front says.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from appliance.messages import Identities, Identity
 from appliance.settings import UnixSettings
-from store.control import KeyRecord
-
-LOCAL_TENANT = "local"
-"""Who the requests of Unix socket peers are billed to."""
+from store.policies import KeyRecord, Policies, TenantRecord
+from store.tenants import LOCAL
 
 
-def identities(keys: Iterable[KeyRecord], unix: UnixSettings, now: float | None = None) -> Identities:
-    """The table at unix time `now`: keys that are valid, and the uids that may use `api.sock`."""
-    now = time.time() if now is None else now
-    local = Identity(tenant=LOCAL_TENANT)
-    uids = {os.geteuid(), 0}
-    if isinstance(unix.uids, list):
-        uids.update(unix.uids)
-    return Identities(
-        keys={key.sha256: Identity(tenant=key.tenant, key_id=key.id) for key in keys if key.valid_at(now)},
-        uids=dict.fromkeys(sorted(uids), local),
-        any_uid=local if unix.uids == "any" else None,
+class IdentityTable:
+    """The identities of the policies and settings as they are now."""
+
+    def __init__(self, policies: Callable[[], Policies], unix: UnixSettings) -> None:
+        self.unix = unix
+        """May be replaced at any time."""
+        self._policies = policies
+        self._made_of: tuple[Policies, UnixSettings] | None = None
+        self._table = Identities()
+        self._known: dict[str, tuple[KeyRecord, TenantRecord, Identity]] = {}
+
+    def current(self) -> Identities:
+        """The whole table; the same object as long as nothing changes."""
+        policies = self._policies()
+        if self._made_of is None or self._made_of[0] is not policies or self._made_of[1] is not self.unix:
+            self._made_of = policies, self.unix
+            self._table = self._make(policies, time.time())
+        return self._table
+
+    def of(self, identity: Identity) -> Identity:
+        """What is known here of whom a front has identified: the rights are ours, never the front's. One that
+        is gone by now has those of a tenant that nothing was decided about."""
+        policies = self._policies()
+        if (tenant := policies.tenants.get(identity.tenant)) is not None:
+            if not identity.key_id:
+                return _of_peer(tenant)
+            key = policies.keys.get(identity.key_id)
+            if key is not None and key.tenant == tenant.name:
+                return self._of_key(key, tenant)
+        return Identity(tenant=identity.tenant, key_id=identity.key_id)
+
+    def _make(self, policies: Policies, now: float) -> Identities:
+        keys: dict[str, Identity | None] = {}
+        for key in policies.keys.values():
+            tenant = policies.tenants.get(key.tenant)
+            if tenant is not None and key.valid_at(now):
+                keys[key.sha256] = self._of_key(key, tenant)
+        peers: dict[str, dict[int, Identity]] = {"uid": {}, "gid": {}}
+        local = policies.tenants.get(LOCAL)
+        if local is not None:
+            peers["uid"] = dict.fromkeys(sorted(local_uids(self.unix)), _of_peer(local))
+        for peer in policies.peers.values():
+            if (tenant := policies.tenants.get(peer.tenant)) is not None:
+                peers[peer.kind][peer.number] = _of_peer(tenant)
+        anybody = local is not None and self.unix.uids == "any"
+        return Identities(
+            keys=keys,
+            uids=peers["uid"],
+            gids=peers["gid"],
+            any_uid=_of_peer(local) if local is not None and anybody else None,
+        )
+
+    def _of_key(self, key: KeyRecord, tenant: TenantRecord) -> Identity:
+        known = self._known.get(key.id)
+        if known is not None and known[0] is key and known[1] is tenant:
+            return known[2]
+        highest = max(tenant.highest_class, key.highest_class or 0)
+        lengths = (tenant.quota.context_tokens, key.quota.context_tokens)
+        identity = Identity(
+            tenant=tenant.name,
+            key_id=key.id,
+            scopes=key.scopes,
+            models=key.models,
+            highest_class=highest,
+            default_class=max(tenant.default_class, highest),
+            context_tokens=min((length for length in lengths if length is not None), default=None),
+            default_max_tokens=tenant.default_max_tokens,
+            log_policy=tenant.log_policy,
+            expires_at=key.expires_at,
+            suspended=tenant.suspended_at is not None,
+        )
+        self._known[key.id] = (key, tenant, identity)
+        return identity
+
+
+def local_uids(unix: UnixSettings) -> set[int]:
+    """Users who stand for the tenant "local" unless they are mapped to another: the owner, root, and those
+    that the settings name."""
+    return {os.geteuid(), 0, *(unix.uids if isinstance(unix.uids, list) else ())}
+
+
+def changes(before: Identities, after: Identities) -> Identities | None:
+    """What a front that knows `before` must be told to know `after`; None if it knows it."""
+    keys = {name: known for name, known in after.keys.items() if before.keys.get(name) != known}
+    keys |= dict.fromkeys(before.keys.keys() - after.keys.keys())
+    same = (before.uids, before.gids, before.any_uid) == (after.uids, after.gids, after.any_uid)
+    if not keys and same:
+        return None
+    return Identities(keys=keys, uids=after.uids, gids=after.gids, any_uid=after.any_uid, whole=False)
+
+
+def _of_peer(tenant: TenantRecord) -> Identity:
+    return Identity(
+        tenant=tenant.name,
+        highest_class=tenant.highest_class,
+        default_class=max(tenant.default_class, tenant.highest_class),
+        context_tokens=tenant.quota.context_tokens,
+        default_max_tokens=tenant.default_max_tokens,
+        log_policy=tenant.log_policy,
+        suspended=tenant.suspended_at is not None,
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from appliance.fronts import Dealer, Front
+from appliance.identities import IdentityTable, changes
 from appliance.listeners import Listener
 from appliance.messages import (
     Abort,
@@ -54,7 +55,7 @@ class Switchboard:
         rows: RowSink,
         salt: Callable[[str], str],
         clock: Callable[[], float],
-        identities: Callable[[], Identities],
+        identities: IdentityTable,
         launch: Launch = ReplicaGroup.launch,
         front_module: str = "appliance.front",
     ) -> None:
@@ -172,12 +173,14 @@ class Switchboard:
     # ── what fronts know ──
 
     def tell_identities(self) -> None:
-        """Tell every front who may ask, if that has changed (a key was made, revoked, or expired)."""
-        table = self._identities()
-        if table != self._told_identities:
-            self._told_identities = table
+        """Tell every front what is different in who may ask, if anything is."""
+        table, told = self._identities.current(), self._told_identities
+        if table is told:
+            return
+        self._told_identities = table
+        if (news := table if told is None else changes(told, table)) is not None:
             for front in self.fronts:
-                front.send(table)
+                front.send(news)
 
     def readiness(self) -> str:
         """Why not every model answers; empty when all do."""
@@ -223,7 +226,7 @@ class Switchboard:
     def front_started(self, front: Front) -> None:
         self._by_name[front.name] = front
         front.configure(self._configure(front))
-        front.send(self._told_identities or self._identities())
+        front.send(self._told_identities or self._identities.current())
         for replica in self.replicas:
             if replica.account is not None:
                 self._attach(front, replica)
@@ -233,7 +236,9 @@ class Switchboard:
 
     def front_asks(self, front: Front, message: Admit | Settle | Rejected) -> None:
         if isinstance(message, Admit):
-            self.ledger.admit(front.name, message)
+            # A front says who asks; what they may do is ours to know.
+            identity = self._identities.of(message.identity)
+            self.ledger.admit(front.name, msgspec.structs.replace(message, identity=identity))
         elif isinstance(message, Settle):
             self.ledger.settle(front.name, message)
         else:

@@ -16,12 +16,13 @@ from starlette.types import ASGIApp
 from appliance.front.body import ClientLeft
 from appliance.front.box import Box
 from appliance.front.call import Call, call_of
-from appliance.front.errors import ApiError
-from appliance.front.gate import OPEN_PATHS, Gate
+from appliance.front.errors import ApiError, forbidden
+from appliance.front.gate import Gate
 from appliance.front.generation import CLIENT_LEFT
 from appliance.front.health import health_routes
 from appliance.front.routes import api_routes
 from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from appliance.scopes import OPEN, InsufficientScopeError, check_routes
 
 _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
@@ -41,25 +42,26 @@ def build_app(box: Box) -> tuple[FastAPI, ASGIApp]:
         description=_DESCRIPTION,
         docs_url=None,
         redoc_url=None,
-        openapi_url="/openapi.json",
+        openapi_url=None,
         redirect_slashes=False,
     )
-    app.include_router(api_routes(box))
+    app.include_router(api_routes(box, lambda: document()))
     app.include_router(health_routes(box))
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(box, request, error)
 
-    for kind in (ApiError, HTTPException, ClientLeft, Exception):
+    for kind in (ApiError, HTTPException, InsufficientScopeError, ClientLeft, Exception):
         app.add_exception_handler(kind, refuse)
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _openapi(app)
+            app.openapi_schema = _openapi(app, open_paths)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
-    return app, Gate(app, box)
+    open_paths = frozenset(route.path for route in check_routes(app) if route.wanted == OPEN)
+    return app, Gate(app, box, open_paths)
 
 
 def _refuse(box: Box, request: Request, error: Exception) -> Response:
@@ -69,6 +71,8 @@ def _refuse(box: Box, request: Request, error: Exception) -> Response:
         message = _MESSAGES.get(error.status_code, str(error.detail))
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
+    elif isinstance(error, InsufficientScopeError):
+        refusal = forbidden(str(error), "insufficient_scope")
     elif isinstance(error, ClientLeft):
         refusal = ApiError(CLIENT_LEFT, "the client left before its request was whole")
     else:
@@ -80,7 +84,7 @@ def _refuse(box: Box, request: Request, error: Exception) -> Response:
     return refusal.response()
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
+def _openapi(app: FastAPI, open_paths: frozenset[str]) -> dict[str, Any]:
     document = get_openapi(
         title=app.title,
         version=app.version,
@@ -102,7 +106,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         for operation in operations.values():
             # FastAPI documents its own validation error, which cannot happen here.
             operation["responses"].pop("422", None)
-            operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
+            operation["security"] = [] if path in open_paths else [{"key": []}]
     for leftover in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(leftover, None)
     return document

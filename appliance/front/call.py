@@ -26,6 +26,8 @@ class Call:
     endpoint: str
     connection: Connection
     asked_class: str = ""
+    request_class: int | None = None
+    """What it gets, 0 to 3, once its body says what it asks for."""
     model: str = ""
     stream: bool = False
     prompt_tokens: int = 0

@@ -64,12 +64,29 @@ def unauthorized(message: str, code: str) -> ApiError:
     return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
 
 
+def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
+    """A 403: who asks is known, and may not."""
+    return ApiError(403, message, param=param, code=code)
+
+
+def model_not_allowed(name: str) -> ApiError:
+    """A 403 for a model that the key does not open."""
+    return forbidden(
+        f"this key does not open model {_shown(name)!r}; GET /v1/models lists what it opens",
+        "model_not_allowed",
+        "model",
+    )
+
+
 def model_not_found(name: str) -> ApiError:
     """A 404 for a model that is not served."""
-    shown = name if len(name) <= 80 else name[:80] + "…"
     return ApiError(
         404,
-        f"model {shown!r} is not served here; GET /v1/models lists what is",
+        f"model {_shown(name)!r} is not served here; GET /v1/models lists what is",
         param="model",
         code="model_not_found",
     )
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= 80 else name[:80] + "…"

@@ -1,43 +1,47 @@
 """The first thing a request meets: it gets an id, and goes no further without an identity.
 
-Every path is closed but the two of health; whether it exists is nobody's business without a key. Nothing of
-the body is read here.
+Every path is closed but those whose route is open to everybody (`appliance.scopes`); whether it exists is
+nobody's business without a key. What the caller may do is checked by the route. Nothing of the body is read
+here.
 """
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from appliance.classes import CLASS_NAMES
 from appliance.front.box import Box
 from appliance.front.call import Call, make_request_id
-from appliance.front.errors import ApiError
+from appliance.front.errors import ApiError, forbidden
+from appliance.scopes import granted
 
-OPEN_PATHS = frozenset(["/health/live", "/health/ready"])
-
-_CLASSES = frozenset(["P0", "P1", "P2", "P3"])
 _MOST_PATH_SHOWN = 100
 
 
 class Gate:
-    """ASGI middleware around the whole application."""
+    """ASGI middleware around the whole application. `open_paths` need no identity."""
 
-    def __init__(self, app: ASGIApp, box: Box) -> None:
+    def __init__(self, app: ASGIApp, box: Box, open_paths: frozenset[str]) -> None:
         self._app = app
         self._box = box
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         request_id = make_request_id(scope["headers"])
-        id_header = (b"x-request-id", request_id.encode())
+        headers = [(b"x-request-id", request_id.encode())]
+        call: Call | None = None
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), id_header]
+                if call is not None and call.request_class is not None:
+                    headers.append((b"x-appliance-class", CLASS_NAMES[call.request_class].encode()))
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
-        if scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send_with_id)
+        if scope["path"] in self._open_paths:
+            await self._app(scope, receive, send_with_headers)
             return
         box = self._box
         box.requests += 1
@@ -46,7 +50,7 @@ class Gate:
             identity = box.directory.identify(scope["headers"], state["peer"])
         except ApiError as error:
             box.unauthenticated += 1
-            await error.response()(scope, receive, send_with_id)
+            await error.response()(scope, receive, send_with_headers)
             return
         call = Call(
             request_id=request_id,
@@ -56,22 +60,28 @@ class Gate:
             connection=state["connection"],
         )
         state["call"] = call
+        state["scopes"] = granted(identity.scopes)
         try:
+            if identity.suspended:
+                raise forbidden(
+                    f"tenant {identity.tenant!r} is suspended: ask the operator of this box",
+                    "tenant_suspended",
+                )
             if box.draining:
                 raise ApiError(503, "the service is stopping", code="draining", retry_after_s=5.0)
             call.asked_class = _asked_class(scope)
         except ApiError as error:
             box.reject(call, error)
-            await error.response()(scope, receive, send_with_id)
+            await error.response()(scope, receive, send_with_headers)
             return
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_headers)
 
 
 def _asked_class(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-appliance-class":
             asked: str = value.decode("latin-1").strip().upper()
-            if asked not in _CLASSES:
+            if asked not in CLASS_NAMES:
                 raise ApiError(
                     400,
                     "x-appliance-class: must be P0, P1, P2 or P3",

@@ -8,13 +8,14 @@ from starlette.responses import Response
 
 from appliance.front.box import Box
 from appliance.front.documents import HealthDocument
+from appliance.scopes import OPEN, routes_for
 
 _RETRY_AFTER_S = 5
 
 
 def health_routes(box: Box) -> APIRouter:
     """Health: no identity needed."""
-    router = APIRouter(tags=["health"])
+    router = APIRouter(tags=["health"], route_class=routes_for(OPEN))
 
     @router.get("/health/live", response_model=HealthDocument)
     async def live() -> Response:

@@ -1,12 +1,13 @@
-"""Who asks: a bearer key by its hash, or the peer of a Unix socket by its uid."""
+"""Who asks: a bearer key by its hash, or the peer of a Unix socket by its uid, else by its groups."""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable
 
 from appliance.front.errors import unauthorized
-from appliance.http import Peer
+from appliance.http import Peer, bearer
 from appliance.messages import Identities, Identity
 
 KEY_PREFIX = b"ak-"
@@ -14,10 +15,24 @@ KEY_PREFIX = b"ak-"
 
 
 class Directory:
-    """The table of who may ask, as the core last sent it. Empty, it refuses everybody."""
+    """The table of who may ask, as the core last said. Empty, it refuses everybody."""
 
     def __init__(self) -> None:
-        self.table = Identities(keys={}, uids={})
+        self._keys: dict[str, Identity] = {}
+        self._uids: dict[int, Identity] = {}
+        self._gids: dict[int, Identity] = {}
+        self._any_uid: Identity | None = None
+
+    def take(self, news: Identities) -> None:
+        """Know the whole table, or what has changed in it, from now on."""
+        if news.whole:
+            self._keys = {}
+        for sha256, identity in news.keys.items():
+            if identity is None:
+                self._keys.pop(sha256, None)
+            else:
+                self._keys[sha256] = identity
+        self._uids, self._gids, self._any_uid = news.uids, news.gids, news.any_uid
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer) -> Identity:
         """The identity of a request. Raises a 401.
@@ -26,10 +41,12 @@ class Directory:
         ours says nothing: OpenAI's clients must send one, so people put in a placeholder. One that looks like
         ours and is not valid (revoked, mistyped) is refused there too: nobody is billed by mistake.
         """
-        key = _bearer(headers)
+        scheme, key = bearer(headers)
+        if scheme and scheme != b"bearer":
+            raise unauthorized("use the header 'Authorization: Bearer KEY'", "unsupported_authorization")
         if key:
-            known = self.table.keys.get(hashlib.sha256(key).hexdigest())
-            if known is not None:
+            known = self._keys.get(hashlib.sha256(key).hexdigest())
+            if known is not None and (known.expires_at is None or time.time() < known.expires_at):
                 return known
             if peer.kind != "unix" or key.startswith(KEY_PREFIX):
                 raise unauthorized(
@@ -40,17 +57,13 @@ class Directory:
                 "no key: send the header 'Authorization: Bearer KEY'; make a key with: appliance keys create",
                 "missing_api_key",
             )
-        identity = self.table.uids.get(peer.uid, self.table.any_uid)
+        identity = self._of_peer(peer)
         if identity is None:
             raise unauthorized(f"uid {peer.uid} may not use this socket without a key", "unknown_uid")
         return identity
 
-
-def _bearer(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    for name, value in headers:
-        if name == b"authorization":
-            scheme, _, key = value.strip().partition(b" ")
-            if scheme.lower() != b"bearer":
-                raise unauthorized("use the header 'Authorization: Bearer KEY'", "unsupported_authorization")
-            return key.strip()
-    return b""
+    def _of_peer(self, peer: Peer) -> Identity | None:
+        known = self._uids.get(peer.uid)
+        if known is not None or not self._gids:
+            return known or self._any_uid
+        return next((self._gids[gid] for gid in peer.gids if gid in self._gids), self._any_uid)

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from appliance.front.errors import ApiError, model_not_found
-from appliance.messages import ServedModel
+from appliance.front.errors import ApiError, model_not_allowed, model_not_found
+from appliance.messages import Identity, ServedModel
 from appliance.text.chat_template import ChatTemplate
 from appliance.text.tokenizer import Tokenizer
 from appliance.text.tokenizer_files import TokenizerFilesError
@@ -35,6 +35,11 @@ def load_model(served: ServedModel) -> LoadedModel:
     """Read tokenizer and chat template: about a second for 128 k tokens. Raises TokenizerFilesError."""
     tokenizer = Tokenizer.load(served.folder)
     return LoadedModel(served, tokenizer, ChatTemplate.load(served.folder, tokenizer.special_tokens))
+
+
+def allows(identity: Identity, name: str) -> bool:
+    """Whether the identity may name this model."""
+    return identity.models is None or name in identity.models
 
 
 class Catalog:
@@ -80,8 +85,12 @@ class Catalog:
                 asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.tokenizer.close)
         self._models, self._broken, self.served = models, broken, served
 
-    def get(self, name: str) -> LoadedModel:
-        """The model of this name. Raises a 404, or a 503 where its tokenizer could not be read."""
+    def get(self, name: str, identity: Identity) -> LoadedModel:
+        """The model of this name, for one who may ask for it. Raises a 403, a 404, or a 503 where its
+        tokenizer could not be read."""
+        if not allows(identity, name):
+            # Whether there is such a model is not for this key to know.
+            raise model_not_allowed(name)
         model = self._models.get(name)
         if model is not None:
             return model

@@ -6,12 +6,14 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from appliance.classes import service_class
 from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.errors import ApiError, invalid
 from appliance.front.job import Job, Prompt
 from appliance.front.models import LoadedModel
 from appliance.front.schemas import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from appliance.messages import Identity
 from appliance.text.chat_template import ChatTemplateError
 from appliance.text.stop import StopSet, StopStringsError
 from appliance.text.tokenizer import LoneSurrogateError
@@ -35,7 +37,7 @@ async def chat_job(box: Box, call: Call, body: ChatRequest) -> Job:
     limit = body.max_completion_tokens or body.max_tokens
     field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     call.prompt_tokens = len(token_ids)
-    prompt = Prompt(0, token_ids, _room(model, token_ids, limit, "messages", field))
+    prompt = Prompt(0, token_ids, _room(call.identity, model, token_ids, limit, "messages", field))
     return _job(
         call,
         body,
@@ -67,7 +69,8 @@ async def completion_job(box: Box, call: Call, body: CompletionRequest) -> Job:
     prompts = []
     for index, token_ids in enumerate(tokens):
         param = "prompt" if len(tokens) == 1 else f"prompt[{index}]"
-        prompt = Prompt(index, token_ids, _room(model, token_ids, body.max_tokens, param, "max_tokens"))
+        room = _room(call.identity, model, token_ids, body.max_tokens, param, "max_tokens")
+        prompt = Prompt(index, token_ids, room)
         if body.echo:
             prompt.echo_text = texts[index] if texts else model.tokenizer.decode(token_ids)
         prompts.append(prompt)
@@ -125,23 +128,27 @@ def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> lis
 def _begin(box: Box, call: Call, body: GenerationRequest) -> LoadedModel:
     call.model = body.model[:200]
     call.stream = bool(body.stream)
-    return box.catalog.get(body.model)
+    return box.catalog.get(body.model, call.identity)
 
 
-def _room(model: LoadedModel, token_ids: list[int], asked: int | None, param: str, field: str) -> int:
+def _room(
+    identity: Identity, model: LoadedModel, token_ids: list[int], asked: int | None, param: str, field: str
+) -> int:
     """The most tokens to generate after a prompt."""
     if not token_ids:
         raise invalid(param, "is empty: there is nothing to continue")
-    longest = model.served.max_model_len
+    whose, longest, allowed = "this model's", model.served.max_model_len, identity.context_tokens
+    if allowed is not None and (not longest or allowed < longest):
+        whose, longest = f"tenant {identity.tenant!r}'s", allowed
     if not longest:
         # Its configuration does not say: either it cannot be loaded, and the core refuses with the cause, or
         # the engine knows by the time that it is this request's turn.
-        return _NO_LIMIT if asked is None else max(asked, 1)
+        return (identity.default_max_tokens or _NO_LIMIT) if asked is None else max(asked, 1)
     left = longest - len(token_ids)
     if left < 1:
         raise ApiError(
             400,
-            f"this model's maximum context length is {longest} tokens, prompt and answer together, but "
+            f"{whose} maximum context length is {longest} tokens, prompt and answer together, but "
             f"{param} has {len(token_ids)} tokens; shorten it",
             param=param,
             code="context_length_exceeded",
@@ -149,12 +156,12 @@ def _room(model: LoadedModel, token_ids: list[int], asked: int | None, param: st
     if asked is not None and asked > left:
         raise ApiError(
             400,
-            f"this model's maximum context length is {longest} tokens; {param} has {len(token_ids)} tokens, "
+            f"{whose} maximum context length is {longest} tokens; {param} has {len(token_ids)} tokens, "
             f"which leaves {left}, but {field} asks for {asked}",
             param=field,
             code="context_length_exceeded",
         )
-    return left if asked is None else max(asked, 1)
+    return min(left, identity.default_max_tokens or left) if asked is None else max(asked, 1)
 
 
 def _job(
@@ -173,6 +180,8 @@ def _job(
     except StopStringsError as error:
         raise invalid("stop", str(error).removeprefix("stop: ")) from None
     shortest = min(prompt.max_tokens for prompt in prompts)
+    asked_class = call.asked_class or body.service_tier or ""
+    call.request_class = service_class(asked_class, call.identity)
     return Job(
         model=model,
         chat=chat,
@@ -185,7 +194,7 @@ def _job(
         discard_output=discard_output,
         stream=call.stream,
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        asked_class=call.asked_class or body.service_tier or "",
+        asked_class=asked_class,
     )
 
 

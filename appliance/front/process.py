@@ -78,7 +78,7 @@ class Front:
             if generation is not None:
                 generation.abort(message.message)
         elif isinstance(message, Identities):
-            self._box.directory.table = message
+            self._box.directory.take(message)
         elif isinstance(message, AttachReplica):
             self._box.replicas.attach(message.replica, self._take_socket())
         elif isinstance(message, Configure):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,10 +16,12 @@ from appliance.front.body import read_body
 from appliance.front.box import Box
 from appliance.front.call import call_of
 from appliance.front.errors import invalid
+from appliance.front.models import allows
 from appliance.front.prepare import chat_job, chat_tokens, check_token_ids, completion_job
 from appliance.front.respond import GenerationResponse
 from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from appliance.messages import ServedModel
+from appliance.scopes import routes_for
 from appliance.text.tokenizer import LoneSurrogateError
 
 _WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
@@ -53,16 +56,24 @@ def _document(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def api_routes(box: Box) -> APIRouter:
-    """Every endpoint but those of health. All of them need an identity, which the gate has found."""
-    router = APIRouter(responses=_errors(400, 401, 408, 503))
+def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
+    """Every endpoint but those of health. All of them need an identity, which the gate has found, of scope
+    inference. `describe` makes the OpenAPI document."""
+    router = APIRouter(responses=_errors(400, 401, 403, 408, 503), route_class=routes_for("inference"))
     with_model = _errors(404)
     with_body = _errors(404, 413, 415)
 
+    @router.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        """This API, described."""
+        return _json(describe())
+
     @router.get("/v1/models", response_model=documents.ModelListDocument, tags=["models"])
-    async def list_models() -> Response:
-        """The served models."""
-        return _json({"object": "list", "data": [_document(model) for model in box.catalog.served]})
+    async def list_models(request: Request) -> Response:
+        """The served models that the key opens."""
+        identity = call_of(request).identity
+        served = [model for model in box.catalog.served if allows(identity, model.name)]
+        return _json({"object": "list", "data": [_document(model) for model in served]})
 
     @router.get(
         "/v1/models/{model:path}",
@@ -70,9 +81,9 @@ def api_routes(box: Box) -> APIRouter:
         tags=["models"],
         responses=with_model,
     )
-    async def show_model(model: str) -> Response:
+    async def show_model(request: Request, model: str) -> Response:
         """One served model."""
-        return _json(_document(box.catalog.get(model).served))
+        return _json(_document(box.catalog.get(model, call_of(request).identity).served))
 
     @router.post(
         "/v1/chat/completions",
@@ -110,7 +121,7 @@ def api_routes(box: Box) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Text, or a conversation, as the model's token ids."""
         body = await read_body(request, TokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model)
+        model = box.catalog.get(body.model, call_of(request).identity)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None:
@@ -143,7 +154,7 @@ def api_routes(box: Box) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await read_body(request, DetokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model)
+        model = box.catalog.get(body.model, call_of(request).identity)
         token_ids = check_token_ids(model, body.tokens, "tokens")
         return _json({"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)})
 

@@ -6,22 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-CLASSES = 4
-"""P0 real-time, P1 interactive, P2 batch, P3 background."""
-INTERACTIVE = 1
-
-_LOWER_CLASSES = {"P2": 2, "batch": 2, "flex": 2, "P3": 3, "background": 3}
+from store.policies import CLASSES
 
 Item = TypeVar("Item")
-
-
-def service_class(asked: str) -> int:
-    """The class that a request gets for what its client asked for.
-
-    Anybody may ask for less than interactive service. More is for those whose key says so: keys carry no
-    class yet, so nobody's does, and asking for it gives interactive.
-    """
-    return _LOWER_CLASSES.get(asked, INTERACTIVE)
 
 
 class RequestQueue(Generic[Item]):

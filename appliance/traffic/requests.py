@@ -19,9 +19,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
+from appliance.classes import service_class
 from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Settle
 from appliance.traffic.credits import CreditAccount
-from appliance.traffic.queue import RequestQueue, service_class
+from appliance.traffic.queue import RequestQueue
 from engine.messages import Finished, Report
 from store.requests import RequestRow
 
@@ -64,7 +65,7 @@ class Request:
         self.admit = admit
         """Of the latest attempt."""
         self.version = version
-        self.request_class = service_class(admit.asked_class)
+        self.request_class = service_class(admit.asked_class, admit.identity)
         self.queued_at: float | None = None
         """Set while it waits for its turn."""
         self.queue_ms: float | None = None

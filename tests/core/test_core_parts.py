@@ -1,4 +1,4 @@
-"""The core's small parts: identities, versions of models, listeners, the run directory, the admin's door."""
+"""The core's small parts: versions of models, listeners, the run directory, the admin's door."""
 
 from __future__ import annotations
 
@@ -16,28 +16,11 @@ from appliance.actions import ACTIONS, action_named
 from appliance.admin.app import admin_app
 from appliance.backoff import Backoff
 from appliance.client import AdminClient, ServiceNotRunningError
-from appliance.identities import identities
 from appliance.listeners import ListenError, bind_tcp, bind_unix
 from appliance.models.registry import describe, fingerprint
 from appliance.problems import Problems
 from appliance.rundir import RunDirError, RunDirLock, new_meeting, prepare_directories
-from appliance.settings import ModelSettings, UnixSettings
-from store.control import KeyRecord
-
-
-def key(name: str, **fields: Any) -> KeyRecord:
-    return KeyRecord(
-        id=name, name=name, tenant="t", prefix="ak-", sha256=f"hash of {name}", created_at=0.0, **fields
-    )
-
-
-def test_only_valid_keys_and_named_uids_may_ask() -> None:
-    keys = [key("good"), key("revoked", revoked_at=1.0), key("expired", expires_at=10.0)]
-    table = identities(keys, UnixSettings(uids=[1234]), now=10.0)
-    assert {name: known.key_id for name, known in table.keys.items()} == {"hash of good": "good"}
-    assert set(table.uids) == {0, os.geteuid(), 1234} and table.any_uid is None
-    assert identities([], UnixSettings(uids="any")).any_uid is not None
-    assert 1234 not in identities([], UnixSettings()).uids
+from appliance.settings import ModelSettings
 
 
 def test_a_models_version_names_its_files_and_not_their_dates(tmp_path: Path) -> None:

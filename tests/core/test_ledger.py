@@ -79,7 +79,7 @@ def test_of_two_replicas_the_one_with_more_credit_takes_the_request(house: House
 
 def test_batch_requests_wait_behind_interactive_ones(house: House) -> None:
     front = house.new_front()
-    for asked_class in ("batch", "", "P0"):
+    for asked_class in ("flex", "", "P0"):
         request_id = house.ask(front)
         admit = front.to_core.pop()
         fields = {field: getattr(admit, field) for field in admit.__struct_fields__}

@@ -9,35 +9,25 @@ import pytest
 
 from appliance.front.app import build_app
 from appliance.front.box import Box
-from appliance.front.gate import OPEN_PATHS
 from appliance.messages import Refused, ServedModel
+from appliance.scopes import check_routes
 from tests.front.harness import KEY, Harness
 from tests.front.raw import ask, chat
 
+OPEN_PATHS = ("/health/live", "/health/ready")
+
 
 def routes() -> list[tuple[str, str]]:
-    """(method, path) of every route of the application, and some that are none."""
+    """(method, path) of every route of the application."""
     app, _ = build_app(Box(lambda message: None))
     table = [
-        (method, re.sub(r"\{[^}]*\}", "demo", route.path))  # type: ignore[attr-defined]
-        for route in flatten(app.routes)
-        for method in sorted(route.methods)  # type: ignore[attr-defined]
+        (method, re.sub(r"\{[^}]*\}", "demo", route.path))
+        for route in check_routes(app)
+        for method in sorted(route.methods)
     ]
     assert ("POST", "/v1/chat/completions") in table and ("GET", "/openapi.json") in table
     assert ("GET", "/health/live") in table
     return table
-
-
-def flatten(found: object) -> list[object]:
-    """Routes, those of included routers too."""
-    flat: list[object] = []
-    for route in found:  # type: ignore[attr-defined]
-        inner = getattr(route, "original_router", None) or getattr(route, "router", None)
-        if hasattr(route, "methods") and route.methods:
-            flat.append(route)
-        elif inner is not None:
-            flat += flatten(inner.routes)
-    return flat
 
 
 NOWHERE = [("GET", "/"), ("GET", "/docs"), ("GET", "/v1/"), ("GET", "/health"), ("GET", "/health/live/")]
