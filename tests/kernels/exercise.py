@@ -32,6 +32,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 E4M3 = torch.float8_e4m3fn
+HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 
 
 def decode() -> None:
@@ -91,15 +92,18 @@ def multiply() -> None:
     everything = ("norm", "bias", "residual")
     plans = [(case[0], case[4]) for case in linear_cases.CASES]
     plans += [(1, Plan("stream", 1, 16, 64, warps=2, stages=2)), (9, replace(linear_cases.DOT, split=2))]
-    for tokens, plan in plans:
+    if HOPPER:
+        plans += [(5, Plan("tiles", 8, 64, 64, warps=4, stages=2, split=split)) for split in (1, 3)]
+    for tokens, of_two_bytes in plans:
+        of_one = replace(of_two_bytes, block_k=128) if of_two_bytes.form == "tiles" else of_two_bytes
         for extras in (everything, ("norm", "bias", "silu")):
             case = linear_cases.Case(tokens, 160, 384, extras, DTYPE)
-            if plan.form != "stream":
-                _finite(linear.linear(case.x, case.weight, **case.options(), plan=plan, pdl=ON_GPU))
+            if of_two_bytes.form != "stream":
+                _finite(linear.linear(case.x, case.weight, **case.options(), plan=of_two_bytes, pdl=ON_GPU))
             if ON_GPU:
                 fp8 = linear_cases.Fp8Case(tokens, 160, 384, extras, DTYPE, E4M3)
                 weight = (fp8.quantised, fp8.weight_scale)
-                _finite(linear.linear_fp8(fp8.x, *weight, **fp8.options(), plan=plan))
+                _finite(linear.linear_fp8(fp8.x, *weight, **fp8.options(), plan=of_one))
     _finite(*linear.quantise(case.x, values=E4M3 if ON_GPU else torch.float32, pdl=ON_GPU))
 
 
