@@ -1,0 +1,267 @@
+"""What callers may do: their scopes, models, classes and lengths, and how they are told what they may not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import APIRouter, FastAPI
+
+from appliance.http import unix_peer
+from appliance.messages import Identities, Identity, ServedModel
+from appliance.scopes import check_routes, granted, routes_for
+from tests.front.harness import KEY, MAX_MODEL_LEN, Harness
+from tests.front.raw import Answer, ask, chat, connect, head
+
+SHA256 = hashlib.sha256(KEY.encode()).hexdigest()
+BEARER = {"Authorization": f"Bearer {KEY}"}
+
+
+def limited(front: Harness, **rights: Any) -> None:
+    """Let the key have these rights; when the front knows."""
+    marked = f"key_{time.monotonic_ns()}"
+    front.identify(keys={SHA256: Identity(tenant="acme", key_id=marked, **rights)})
+    # The rights are in force once a request is logged, or admitted, for the key of this name.
+    front.wait_for(lambda: probe(front) == marked)
+    front.rejected.clear()
+
+
+def probe(front: Harness) -> str:
+    before = len(front.rejected)
+    ask(front, "GET", "/nowhere", headers=BEARER)
+    front.wait_for(lambda: len(front.rejected) > before)
+    return front.rejected[-1].identity.key_id
+
+
+@pytest.fixture
+def rights(front: Harness) -> Iterator[Harness]:
+    """The front, with everybody's rights as they were afterwards."""
+    yield front
+    front.identify()
+    front.models = []
+    front.configure()
+    front.wait_for(lambda: probe(front) == "key_1")
+
+
+def generate(front: Harness, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
+    return ask(front, "POST", "/v1/chat/completions", chat(**fields), BEARER | (headers or {}), tcp=True)
+
+
+def test_a_suspended_tenant_is_told_so_on_every_path(rights: Harness) -> None:
+    limited(rights, suspended=True)
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/nowhere")):
+        answer = ask(rights, method, path, b"{}" if method == "POST" else None, BEARER, tcp=True)
+        assert (answer.status, answer.error["code"]) == (403, "tenant_suspended")
+        assert "'acme' is suspended" in answer.error["message"]
+    assert not rights.admits
+    rights.wait_for(lambda: len(rights.rejected) == 3)
+    assert {row.status for row in rights.rejected} == {403}
+
+
+def test_running_answers_of_a_tenant_that_is_suspended_go_on(rights: Harness) -> None:
+    rights.replica.step_s = 0.02
+    body = json.dumps(chat(stream=True)).encode()
+    headers = BEARER | {"Content-Length": str(len(body)), "Content-Type": "application/json"}
+    with connect(rights) as stream:
+        stream.sendall(head("POST", "/v1/chat/completions", headers) + body)
+        assert stream.recv(1000)
+        rights.replica.hold = True
+        limited(rights, suspended=True)
+        assert not rights.settles
+        rights.replica.hold = False
+        rest = b""
+        while b"[DONE]" not in rest:
+            rest += stream.recv(1 << 16)
+
+
+def test_a_key_without_the_scope_is_refused_with_the_scope_that_it_lacks(rights: Harness) -> None:
+    for scopes in (("admin",), ("read",), ("admin", "read")):
+        limited(rights, scopes=scopes)
+        answer = generate(rights)
+        assert (answer.status, answer.error["code"]) == (403, "insufficient_scope")
+        assert "scope 'inference'" in answer.error["message"]
+        assert ask(rights, "GET", "/v1/models", headers=BEARER).status == 403
+        # Nobody learns from it which methods a path takes.
+        assert ask(rights, "GET", "/v1/chat/completions", headers=BEARER).status == 403
+    assert not rights.admits
+
+
+def test_a_key_opens_its_models_and_sees_no_others(rights: Harness) -> None:
+    def served(name: str) -> ServedModel:
+        return ServedModel(
+            name=name, folder=str(rights.folder), version="v1", created=0, max_model_len=512, vocab_size=400
+        )
+
+    rights.models = [served("demo"), served("secret")]
+    rights.configure()
+    rights.wait_for(lambda: len(ask(rights, "GET", "/v1/models").json["data"]) == 2)
+    limited(rights, models=("demo",))
+    listed = ask(rights, "GET", "/v1/models", headers=BEARER).json["data"]
+    assert [model["id"] for model in listed] == ["demo"]
+    assert ask(rights, "GET", "/v1/models/demo", headers=BEARER).status == 200
+    for name in ("secret", "nothing"):
+        refusals = [
+            ask(rights, "GET", f"/v1/models/{name}", headers=BEARER),
+            generate(rights, model=name),
+            ask(rights, "POST", "/v1/completions", {"model": name, "prompt": "x"}, BEARER),
+            ask(rights, "POST", "/tokenize", {"model": name, "prompt": "x"}, BEARER),
+            ask(rights, "POST", "/detokenize", {"model": name, "tokens": [1]}, BEARER),
+        ]
+        # A model that is there and one that is not look the same.
+        for answer in refusals:
+            assert (answer.status, answer.error["code"]) == (403, "model_not_allowed")
+            assert answer.error["param"] == "model"
+    assert generate(rights).status == 200
+
+
+@pytest.mark.parametrize(
+    ("highest", "default", "asked", "tier", "got"),
+    [
+        (1, 1, None, None, "P1"),
+        (1, 2, None, None, "P2"),
+        (0, 1, "p0", None, "P0"),
+        (1, 1, "P0", None, "P1"),
+        (2, 2, None, "priority", "P2"),
+        (0, 1, None, "flex", "P2"),
+        (0, 1, "P3", "priority", "P3"),
+    ],
+)
+def test_the_answer_says_which_class_the_request_got(
+    rights: Harness, highest: int, default: int, asked: str | None, tier: str | None, got: str
+) -> None:
+    limited(rights, highest_class=highest, default_class=default)
+    headers = {"X-Appliance-Class": asked} if asked else {}
+    for stream in (False, True):
+        answer = generate(rights, headers, service_tier=tier, stream=stream)
+        assert (answer.status, answer.headers["x-appliance-class"]) == (200, got)
+    # The core decides for itself: it is told what was asked.
+    assert {admit.asked_class for admit in rights.admits} == {
+        (asked or tier or "").upper() if asked else tier or ""
+    }
+
+
+def test_what_is_no_generation_has_no_class(rights: Harness) -> None:
+    assert "x-appliance-class" not in ask(rights, "GET", "/v1/models").headers
+
+
+def test_a_tenants_context_is_shorter_than_the_models(rights: Harness) -> None:
+    limited(rights, context_tokens=20)
+    prompt = [9] * 12
+    body = {"model": "demo", "prompt": prompt}
+    assert ask(rights, "POST", "/v1/completions", body, BEARER).status == 200
+    assert rights.admits[-1].max_tokens == 8
+    for wrong in ({"prompt": [9] * 20}, {"max_tokens": 9}):
+        answer = ask(rights, "POST", "/v1/completions", body | wrong, BEARER)
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        assert "tenant 'acme''s maximum context length is 20 tokens" in answer.error["message"]
+    limited(rights, context_tokens=10 * MAX_MODEL_LEN)
+    answer = ask(rights, "POST", "/v1/completions", body | {"max_tokens": MAX_MODEL_LEN}, BEARER)
+    assert "this model's maximum context length" in answer.error["message"]
+
+
+def test_a_request_that_names_no_length_gets_its_tenants_default(rights: Harness) -> None:
+    limited(rights, default_max_tokens=5)
+    generate(rights)
+    generate(rights, max_tokens=9)
+    limited(rights, default_max_tokens=100 * MAX_MODEL_LEN)
+    generate(rights)
+    assert [admit.max_tokens for admit in rights.admits][:2] == [5, 9]
+    assert rights.admits[2].max_tokens == MAX_MODEL_LEN - rights.admits[2].prompt_tokens
+
+
+def test_a_key_that_expires_is_refused_to_the_second_whatever_the_core_says(rights: Harness) -> None:
+    limited(rights, expires_at=time.time() + 2)
+    assert ask(rights, "GET", "/v1/models", headers=BEARER).status == 200
+    rights.wait_for(lambda: ask(rights, "GET", "/v1/models", headers=BEARER).status == 401)
+    assert ask(rights, "GET", "/v1/models", headers=BEARER).error["code"] == "invalid_api_key"
+
+
+def test_a_peers_uid_goes_before_its_groups_and_those_before_anybody(rights: Harness) -> None:
+    uid, gid = os.getuid(), os.getgid()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"uids": {uid: Identity(tenant="by-uid")}, "gids": {gid: Identity(tenant="by-gid")}}, "by-uid"),
+        ({"uids": {}, "gids": {gid: Identity(tenant="by-gid")}}, "by-gid"),
+        ({"gids": {gid: Identity(tenant="by-gid")}, "uids": {}, "any_uid": Identity(tenant="any")}, "by-gid"),
+        ({"gids": {gid + 1: Identity(tenant="x")}, "uids": {}, "any_uid": Identity(tenant="any")}, "any"),
+    ]
+    for table, tenant in cases:
+        rights.identify(**table)
+
+        def known(tenant: str = tenant) -> bool:
+            ask(rights, "POST", "/v1/chat/completions", chat())
+            return rights.admits[-1].identity.tenant == tenant
+
+        rights.wait_for(known)
+
+
+def test_changes_of_the_table_leave_the_rest_of_it_as_it_is(rights: Harness) -> None:
+    def status(key: str) -> int:
+        return ask(rights, "GET", "/v1/models", headers={"Authorization": f"Bearer {key}"}).status
+
+    other = hashlib.sha256(b"ak-other").hexdigest()
+    table: dict[str, Any] = {"uids": {os.getuid(): Identity(tenant="local")}, "whole": False}
+    rights.call(lambda: rights.channel.send(Identities(keys={other: Identity(tenant="b")}, **table)))
+    rights.wait_for(lambda: status("ak-other") == 200)
+    assert status(KEY) == 200
+    rights.call(lambda: rights.channel.send(Identities(keys={other: None, "00": None}, **table)))
+    rights.wait_for(lambda: status("ak-other") == 401)
+    assert status(KEY) == 200
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_unix_peer_is_known_by_all_its_groups() -> None:
+    source = """
+import os, socket, sys
+os.setgroups([4242, 17, 99]); os.setgid(99); os.setuid(12345)
+sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1]); sock.recv(1)
+"""
+    with tempfile.TemporaryDirectory(prefix="peer-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        Path(folder).chmod(0o755)
+        listener.bind(f"{folder}/s")
+        os.chmod(f"{folder}/s", 0o666)
+        listener.listen()
+        process = subprocess.Popen([sys.executable, "-I", "-S", "-c", source, f"{folder}/s"])
+        try:
+            accepted, _ = listener.accept()
+            with accepted:
+                peer = unix_peer(accepted)
+        finally:
+            process.wait(20)
+    assert (peer.kind, peer.uid, peer.gids) == ("unix", 12345, (99, 17, 4242))
+    assert peer.pid == process.pid
+
+
+def test_an_application_with_a_route_of_no_scope_cannot_be_built() -> None:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    closed = APIRouter(route_class=routes_for("inference"))
+    closed.add_api_route("/closed", lambda: None)
+    app.include_router(closed)
+    assert [(route.path, route.wanted) for route in check_routes(app)] == [("/closed", "inference")]
+    for add in (
+        lambda: app.add_route("/plain", lambda request: None),  # type: ignore[arg-type,return-value]
+        lambda: app.add_api_route("/api", lambda: None),
+        lambda: app.mount("/mounted", FastAPI()),
+    ):
+        kept = list(app.router.routes)
+        add()
+        with pytest.raises(TypeError, match="wants no scope"):
+            check_routes(app)
+        app.router.routes[:] = kept
+    with pytest.raises(ValueError, match="no scope"):
+        routes_for("everything")
+
+
+def test_who_may_act_may_look_and_nothing_else_is_included() -> None:
+    assert granted(("admin",)) == {"admin", "read"}
+    assert granted(("inference",)) == {"inference"}
+    assert granted(()) == frozenset()
