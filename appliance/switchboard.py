@@ -125,7 +125,8 @@ class Switchboard:
 
         Afterwards every process is gone and every request has ended.
         """
-        self.draining = self.ledger.draining = True
+        self.draining = True
+        self.ledger.close(None, "the service is stopping")
         for listener in self.listeners:
             listener.close()
         self._tell_models()

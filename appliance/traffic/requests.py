@@ -16,11 +16,13 @@ No I/O here, no clock of its own, no event loop: what happens is told by calls, 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from appliance.classes import service_class
 from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Settle
+from appliance.traffic.closures import Closure, Closures
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.queue import RequestQueue
 from engine.messages import Finished, Report
@@ -143,8 +145,9 @@ class Ledger:
         self._admitted = 0
         self._refused = 0
         self._ended = 0
-        self.draining = False
-        """Refuse what is new; what waits and runs goes on."""
+        self._closures = Closures()
+        self._held: OrderedDict[str, Request] = OrderedDict()
+        """Requests that came while their model was closed, and wait until it is open again."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -157,6 +160,16 @@ class Ledger:
     def add_model(self, name: str, version: str) -> None:
         """Take requests for this model from now on."""
         self._models[name] = _Model(name, version)
+
+    def remove_model(self, name: str) -> None:
+        """Take no more requests for this model; those that wait are refused. Its replicas must be lost."""
+        held = [request for request in self._held.values() if request.first.model == name]
+        waiting = [*self._models[name].queue, *held]
+        for request in waiting:
+            self._unqueue(request)
+        del self._models[name]
+        for request in waiting:
+            self._refuse_unknown(request)
 
     def set_version(self, name: str, version: str) -> None:
         """The files behind the model are others now."""
@@ -181,6 +194,16 @@ class Ledger:
         """A replica is ready and every front has its channel to it."""
         self._models[account.model].accounts.append(account)
         self._dispatch(self._models[account.model])
+
+    def retire_replica(self, account: CreditAccount) -> None:
+        """Give the replica nothing more; what it has goes on, until it is no longer `occupied`."""
+        accounts = self._models[account.model].accounts
+        if account in accounts:
+            accounts.remove(account)
+
+    def occupied(self, account: CreditAccount) -> bool:
+        """Whether anything runs on the replica."""
+        return any(account in request.dispatched for request in self._requests.values())
 
     def lose_replica(self, account: CreditAccount) -> None:
         """The replica is dead: what it had is void. Its requests go on when their fronts ask again."""
@@ -221,12 +244,9 @@ class Ledger:
         request = Request(front, admit, model.version if model else "")
         self._requests[admit.request_id] = request
         if model is None:
-            names = ", ".join(self._models) or "none"
-            self._refuse(
-                request, 404, "model_not_found", f"there is no model {admit.model!r}: there are {names}"
-            )
-        elif self.draining:
-            self._refuse(request, 503, "draining", "the service is stopping", _DRAIN_RETRY_S)
+            self._refuse_unknown(request)
+        elif (closure := self._closures.of(admit.model)) is not None and not closure.hold:
+            self._refuse_closed(request, closure)
         elif model.failure is not None:
             self._refuse_failed(request, model.failure)
         elif (waiting := self._waiting()) >= self._queue_limit:
@@ -234,7 +254,11 @@ class Ledger:
             self._refuse(request, 503, "queue_full", message, self._retry_after())
         else:
             self._rows.open(self._row(request))
-            self._enqueue(model, request)
+            if closure is None:
+                self._enqueue(model, request)
+            else:
+                request.queued_at = self._clock()
+                self._held[request.request_id] = request
 
     def settle(self, front: str, settle: Settle) -> None:
         """A front's last word on a request."""
@@ -281,6 +305,42 @@ class Ledger:
                 request.settled = self._own_settle(request, 499, "cancelled", "the front process died")
             self._end_if_complete(request)
 
+    # ── drain ──
+
+    def close(self, model: str | None, why: str, *, hold: bool = False) -> None:
+        """Take nothing new for `model` (None: for any). What waits and runs goes on; what comes is refused,
+        or held until `open`."""
+        self._closures.close(model, Closure(why, hold))
+        for request in list(self._held.values()):
+            closure = self._closures.of(request.first.model)
+            if closure is not None and not closure.hold:
+                self._refuse_closed(request, closure)
+
+    def open(self, model: str | None) -> None:
+        """End what `close` began: what was held for it takes its place in the queue."""
+        self._closures.open(model)
+        for request in list(self._held.values()):
+            if self._closures.of(request.first.model) is not None:
+                continue
+            served = self._models[request.first.model]
+            if served.failure is not None:
+                self._refuse_failed(request, served.failure)
+            else:
+                del self._held[request.request_id]
+                self._enqueue(served, request)
+
+    def unfinished(self, model: str | None = None) -> list[Request]:
+        """The requests in flight (of `model`, None: of all) that are not held: what a drain waits for."""
+        return [
+            request
+            for request in self._requests.values()
+            if request.request_id not in self._held and model in (None, request.first.model)
+        ]
+
+    def held(self, model: str | None = None) -> int:
+        """How many requests are held (for `model`, None: for any)."""
+        return sum(1 for request in self._held.values() if model in (None, request.first.model))
+
     # ── operator and time ──
 
     def abort(self, request_id: str, message: str) -> bool:
@@ -291,9 +351,9 @@ class Ledger:
         self._send(request.front, Abort(request_id, message))
         return True
 
-    def abort_all(self, message: str) -> int:
-        """Abort every request in flight; their number."""
-        return sum([self.abort(request_id, message) for request_id in list(self._requests)])
+    def abort_all(self, message: str, model: str | None = None) -> int:
+        """Abort every request in flight (of `model`, None: of all) that is not held; their number."""
+        return sum([self.abort(request.request_id, message) for request in self.unfinished(model)])
 
     def accounts_of(self, request_id: str) -> list[CreditAccount]:
         """Where a request runs now."""
@@ -303,6 +363,9 @@ class Ledger:
     def expire(self) -> None:
         """Refuse what has waited too long. To be called a few times a second."""
         latest = self._clock() - self._queue_timeout_s
+        for request in [r for r in self._held.values() if r.queued_at is not None and r.queued_at < latest]:
+            message = f"the request waited {self._queue_timeout_s:g} s while the service was draining"
+            self._refuse(request, 503, "queue_timeout", f"{message}: try again later", self._retry_after())
         for model in self._models.values():
             for request in [r for r in model.queue if r.queued_at is not None and r.queued_at < latest]:
                 why = "no replica had room for it" if model.accounts else "no replica of the model is ready"
@@ -335,20 +398,25 @@ class Ledger:
             self._send(front, Refused(admit.request_id, admit.attempt, 409, "duplicate_request", message))
             return
         request.admit = admit
-        model = self._models[request.first.model]
-        if model.failure is not None:
+        model = self._models.get(request.first.model)
+        if model is None:
+            self._refuse_unknown(request)
+        elif model.failure is not None:
             self._refuse_failed(request, model.failure)
         else:
             self._enqueue(model, request, first=True)
 
     def _enqueue(self, model: _Model, request: Request, first: bool = False) -> None:
-        request.queued_at = self._clock()
+        if request.queued_at is None:
+            request.queued_at = self._clock()
         model.queue.push(request.request_id, request, request.request_class, first=first)
         self._dispatch(model)
 
     def _unqueue(self, request: Request) -> None:
-        if request.queued_at is not None:
-            request.queued_at = None
+        if request.queued_at is None:
+            return
+        request.queued_at = None
+        if self._held.pop(request.request_id, None) is None:
             self._models[request.first.model].queue.remove(request.request_id, request.request_class)
 
     def _dispatch(self, model: _Model) -> None:
@@ -412,6 +480,13 @@ class Ledger:
             self._dispatch(self._models[account.model])
 
     # ── a request's end ──
+
+    def _refuse_unknown(self, request: Request) -> None:
+        message = f"there is no model {request.first.model!r}: there are {', '.join(self._models) or 'none'}"
+        self._refuse(request, 404, "model_not_found", message)
+
+    def _refuse_closed(self, request: Request, closure: Closure) -> None:
+        self._refuse(request, 503, "draining", closure.why, _DRAIN_RETRY_S)
 
     def _refuse_failed(self, request: Request, why: str) -> None:
         message = f"the model {request.first.model!r} cannot be served: {why}"
@@ -489,12 +564,11 @@ class Ledger:
     # ── figures ──
 
     def _waiting(self) -> int:
-        return sum(len(model.queue) for model in self._models.values())
+        return sum(len(model.queue) for model in self._models.values()) + len(self._held)
 
     def _oldest_wait_s(self) -> float:
-        waits = [
-            r.queued_at for model in self._models.values() for r in model.queue if r.queued_at is not None
-        ]
+        waiting = [request for model in self._models.values() for request in model.queue]
+        waits = [r.queued_at for r in (*waiting, *self._held.values()) if r.queued_at is not None]
         return max(0.0, self._clock() - min(waits)) if waits else 0.0
 
     def _retry_after(self) -> float:

@@ -149,13 +149,107 @@ def test_draining_refuses_new_requests_and_finishes_the_others(house: House) -> 
     front, replica = house.new_front(), house.new_replica()
     house.ask(front)
     read_all(house)
-    house.ledger.draining = True
+    house.ledger.close(None, "the service is stopping")
     house.ask(front)
     read_all(house)
     admitted, refused = answers(front)
     assert isinstance(admitted, Admitted)
     assert isinstance(refused, Refused) and refused.code == "draining"
+    assert refused.message == "the service is stopping" and refused.retry_after_s
     assert replica.account.available_rows == ROWS - 1
+
+
+def test_a_model_that_is_closed_refuses_and_the_others_do_not(house: House) -> None:
+    house.ledger.add_model("other", "v1")
+    front = house.new_front()
+    house.new_replica()
+    house.ledger.close("other", "model 'other' is draining")
+    house.ask(front)
+    read_all(house)
+    assert [type(answer) for answer in answers(front)] == [Admitted]
+    house.ledger.close("m", "model 'm' is draining")
+    house.ask(front)
+    read_all(house)
+    assert [type(answer) for answer in answers(front)] == [Admitted, Refused]
+    house.ledger.open("m")
+    house.ask(front)
+    read_all(house)
+    assert [type(answer) for answer in answers(front)] == [Admitted, Refused, Admitted]
+    house.settle_everything()
+    house.check_end()
+
+
+def test_what_is_held_keeps_its_order_and_is_no_part_of_what_a_drain_waits_for(house: House) -> None:
+    front = house.new_front()
+    house.new_replica()
+    house.ask(front)
+    read_all(house)
+    house.ledger.close(None, "draining", hold=True)
+    for _ in range(3):
+        house.ask(front)
+    read_all(house)
+    ledger = house.ledger
+    assert [request.request_id for request in ledger.unfinished()] == ["r0"]
+    assert (ledger.held(), ledger.held("m"), ledger.held("other")) == (3, 3, 0)
+    assert ledger.figures().waiting == 3
+    assert [turn.request_id for turn in answers(front)] == ["r0"]
+    house.settle(front, "r2", 499)  # its client left
+    read_all(house)
+    ledger.open(None)
+    assert [turn.request_id for turn in answers(front)] == ["r0", "r1", "r3"]
+    house.settle_everything()
+    house.check_end()
+
+
+def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service_stops(house: House) -> None:
+    front = house.new_front()
+    house.new_replica()
+    house.ledger.close(None, "draining", hold=True)
+    for _ in range(7):
+        house.ask(front)
+    read_all(house)
+    assert [answer.code for answer in answers(front) if isinstance(answer, Refused)] == ["queue_full"]
+    house.now += 51
+    house.ledger.expire()
+    refused = [answer.code for answer in answers(front) if isinstance(answer, Refused)]
+    assert refused == ["queue_full"] + ["queue_timeout"] * 6
+    house.ask(front)
+    read_all(house)
+    assert house.ledger.held() == 1
+    house.ledger.close(None, "the service is stopping")
+    assert house.ledger.held() == 0
+    assert [answer.code for answer in answers(front) if isinstance(answer, Refused)][7:] == ["draining"]
+    house.settle_everything()
+    house.check_end()
+
+
+def test_a_retired_replica_finishes_what_it_has_and_gets_nothing_more(house: House) -> None:
+    front, old = house.new_front(), house.new_replica()
+    house.ask(front)
+    read_all(house)
+    new = house.new_replica()
+    house.ledger.retire_replica(old.account)
+    house.ask(front)
+    read_all(house)
+    assert [turn.replica for turn in answers(front)] == ["m-0", "m-1"]
+    assert house.ledger.occupied(old.account)
+    house.settle_everything()
+    assert not house.ledger.occupied(old.account)
+    assert new.account.available_rows == old.account.available_rows == ROWS
+
+
+def test_a_removed_model_refuses_what_waits_for_it_and_what_comes(house: House) -> None:
+    house.ledger.add_model("other", "v1")
+    front = house.new_front()
+    house.ask(front)
+    house.ledger.close("m", "draining", hold=True)
+    house.ask(front)
+    read_all(house)
+    house.ledger.remove_model("m")
+    house.ask(front)
+    read_all(house)
+    assert [(answer.status, answer.code) for answer in answers(front)] == [(404, "model_not_found")] * 3
+    assert len(house.ledger) == 0
 
 
 @pytest.mark.parametrize("order", ["settle first", "finished first"])

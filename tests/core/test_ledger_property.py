@@ -36,6 +36,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if front := self.live_front(number):
             self.house.ask(front, submissions, samples, tokens)
 
+    @rule(hold=st.booleans())
+    def a_drain_begins(self, hold: bool) -> None:
+        self.house.ledger.close(None, "draining", hold=hold)
+
+    @rule()
+    def a_drain_is_over(self) -> None:
+        self.house.ledger.open(None)
+
     @rule(number=pick)
     def the_core_reads_a_front(self, number: int) -> None:
         self.house.core_reads_front(self.front(number))
@@ -120,6 +128,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "house"):
+            self.house.ledger.open(None)
             self.house.settle_everything()
             self.house.check_end()
 
