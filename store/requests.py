@@ -30,8 +30,8 @@ _TEXT_LIMIT_CHARS = 2000
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
     """What is kept of one request. Times in unix seconds; no prompt and no answer.
 
-    A row is open while `finished_at` is None; the fields of the end are known then. Fields are the table's
-    columns, in its order (`request_class` is the column `class`).
+    A row is open while `finished_at` is None; the fields of the end are known then. Fields are columns of the
+    table (`request_class` is the column `class`).
     """
 
     request_id: str
@@ -66,6 +66,9 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     devices: str | None = None
     preemptions: int = 0
     resubmissions: int = 0
+    quota_tokens: int = 0
+    """Held by token quotas: reserved while it is open, taken when it has ended. 0: it never ran, and was no
+    request to a quota either."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):

@@ -213,7 +213,24 @@ BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
 """,
 )
 
-HISTORY = Schema("history", (Migration("requests", _REQUESTS),))
+# sequence: of the latest change to the request log that the levels include.
+_QUOTA_LEVELS = (
+    "ALTER TABLE requests ADD COLUMN quota_tokens INTEGER NOT NULL DEFAULT 0",
+    """
+CREATE TABLE quota_levels (
+    scope TEXT NOT NULL,
+    name TEXT NOT NULL,
+    at REAL NOT NULL,
+    requests_per_minute REAL,
+    tokens_per_minute REAL,
+    tokens_per_day REAL,
+    sequence INTEGER NOT NULL,
+    PRIMARY KEY (scope, name)
+)
+""",
+)
+
+HISTORY = Schema("history", (Migration("requests", _REQUESTS), Migration("quota levels", _QUOTA_LEVELS)))
 CONTROL = Schema(
     "control", (Migration("keys", _KEYS), Migration("audit", _AUDIT), Migration("tenants", _TENANTS))
 )

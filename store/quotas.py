@@ -1,0 +1,109 @@
+"""What is left of quotas, in `history.db`: a restart is no free refill.
+
+Levels are written every few seconds, not at each request. After a crash the request log says what was used
+since: each row tells what its request took (`quota_tokens`), and `QuotaState.used` is what the levels do not
+know of. Snapshots go through the request log's own writer, so that it is known which rows they include.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from store.database import reading
+from store.schemas import HISTORY
+from store.writer import Writer
+
+
+class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left of the limits of one tenant or key; None where there is no such limit.
+
+    Requests whose row has not ended count as if they had taken nothing: their rows say what they took.
+    """
+
+    scope: str
+    """"tenant" or "key"."""
+    name: str
+    """The tenant's name, or the key's id."""
+    at: float
+    """Unix seconds."""
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    tokens_per_day: float | None = None
+
+
+class Used(msgspec.Struct, frozen=True):
+    """What a request took that the levels do not know of."""
+
+    tenant: str
+    key_id: str
+    """Empty for a Unix peer."""
+    at: float
+    """Unix seconds."""
+    tokens: int
+    """Above 0: a request that took nothing is not here."""
+
+
+class QuotaState(msgspec.Struct, frozen=True):
+    """What a start finds."""
+
+    levels: list[QuotaLevels] = []
+    used: list[Used] = []
+    """Oldest first."""
+
+
+_COLUMNS = QuotaLevels.__struct_fields__
+_SAVE = (
+    f"INSERT INTO quota_levels ({', '.join(_COLUMNS)}, sequence) VALUES ({', '.join('?' * len(_COLUMNS))}, ?)"
+    " ON CONFLICT (scope, name) DO UPDATE SET "
+    + ", ".join(f"{column} = excluded.{column}" for column in (*_COLUMNS[2:], "sequence"))
+)
+
+
+class QuotaLog:
+    """Writes levels through `writer`, which must be the request log's."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    def save(self, levels: Iterable[QuotaLevels], gone: Iterable[tuple[str, str]] = ()) -> bool:
+        """Keep these levels, and forget those of (scope, name) in `gone`. Never blocks; False if it was
+        dropped. To be called when the rows of what the levels include have been handed over, and no others.
+        """
+        values = [msgspec.structs.astuple(level) for level in levels]
+        return self._writer.submit(partial(_save, values, list(gone)))
+
+
+def _save(
+    values: list[tuple[object, ...]], gone: list[tuple[str, str]], connection: sqlite3.Connection
+) -> None:
+    sequence = connection.execute("SELECT ifnull(max(sequence), 0) FROM requests").fetchone()[0]
+    connection.executemany("DELETE FROM quota_levels WHERE scope = ? AND name = ?", gone)
+    connection.executemany(_SAVE, [(*row, sequence) for row in values])
+
+
+def read_quotas(path: Path) -> QuotaState:
+    """What is left of every quota, by the file at `path`, before the first request. Raises a `StoreError`."""
+    with reading(path, HISTORY) as connection:
+        levels = [
+            QuotaLevels(**dict(zip(_COLUMNS, row, strict=True)))
+            for row in connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM quota_levels")
+        ]
+        # A snapshot has all that changed since the one before: what the newest does not have is as it was.
+        (sequence,) = connection.execute("SELECT max(sequence) FROM quota_levels").fetchone()
+        if sequence is None:
+            return QuotaState()
+        used = [
+            Used(*row)
+            for row in connection.execute(
+                "SELECT tenant, ifnull(key_id, ''), created_at, quota_tokens FROM requests "
+                "WHERE (sequence > ? OR finished_at IS NULL) AND quota_tokens > 0 AND tenant IS NOT NULL "
+                "ORDER BY created_at",
+                (sequence,),
+            )
+        ]
+        return QuotaState(levels, used)
