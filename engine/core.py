@@ -53,6 +53,7 @@ class Gauges:
     preemptions: int
     prompt_tokens: int
     cached_tokens: int
+    computed_tokens: int
     generated_tokens: int
 
 
@@ -178,6 +179,7 @@ class EngineCore:
             preemptions=ledger.totals.preemptions,
             prompt_tokens=ledger.totals.prompt_tokens,
             cached_tokens=ledger.totals.cached_tokens,
+            computed_tokens=ledger.totals.computed_tokens,
             generated_tokens=ledger.totals.generated_tokens,
         )
 

@@ -21,6 +21,8 @@ class Totals:
     """Of submissions that were started, once each."""
     cached_tokens: int = 0
     """Of these, found in the prefix cache."""
+    computed_tokens: int = 0
+    """Of prompts, each time they were computed."""
     generated_tokens: int = 0
 
 

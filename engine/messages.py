@@ -142,6 +142,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Opaque: prefixes are shared only between equal salts."""
     priority: int = 1
     """Class 0 (real-time) to 3 (background): the lowest class, youngest first, is preempted."""
+    urgent: bool = False
+    """Before the others of its class, and before prompts of its class or a lower one that are under way."""
 
     @property
     def credit_tokens(self) -> int:
@@ -285,13 +287,18 @@ class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    computed_tokens: int = 0
+    """Of prompts; what is recomputed after a preemption counts again."""
     generated_tokens: int = 0
+    decode_steps: int = 0
+    """Steps since the last report that only decoded."""
     step_ms: float = 0.0
-    """Mean of the steps that only decoded, since the last report; 0 where there were none."""
+    """Mean of these; 0 where there were none."""
     idle_us: float = 0.0
     """Mean gap before them, in which the device waited for the host."""
-    mixed_step_ms: float = 0.0
+    mixed_steps: int = 0
     """The same of the steps that computed prompts."""
+    mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
 
 

@@ -254,8 +254,8 @@ class Replica:
 
     def _report(self, result: StepResult | None) -> None:
         gauges = self._engine.gauges()
-        step_ms, idle_us = self._decode_steps.take()
-        mixed_step_ms, mixed_idle_us = self._mixed_steps.take()
+        decode_steps, step_ms, idle_us = self._decode_steps.take()
+        mixed_steps, mixed_step_ms, mixed_idle_us = self._mixed_steps.take()
         self._control.send(
             Report(
                 step=gauges.step,
@@ -271,9 +271,12 @@ class Replica:
                 preemptions=gauges.preemptions,
                 prompt_tokens=gauges.prompt_tokens,
                 cached_tokens=gauges.cached_tokens,
+                computed_tokens=gauges.computed_tokens,
                 generated_tokens=gauges.generated_tokens,
+                decode_steps=decode_steps,
                 step_ms=step_ms,
                 idle_us=idle_us,
+                mixed_steps=mixed_steps,
                 mixed_step_ms=mixed_step_ms,
                 mixed_idle_us=mixed_idle_us,
             )
@@ -293,10 +296,10 @@ class _StepMeans:
         self._ms += timing.ms
         self._idle_us += timing.idle_us
 
-    def take(self) -> tuple[float, float]:
-        """Milliseconds of a step and microseconds of idleness before it; 0 where there was none."""
+    def take(self) -> tuple[int, float, float]:
+        """Their number, milliseconds of one, microseconds of idleness before it; 0 where there was none."""
         count = max(1, self._count)
-        means = self._ms / count, self._idle_us / count
+        means = self._count, self._ms / count, self._idle_us / count
         self._count, self._ms, self._idle_us = 0, 0.0, 0.0
         return means
 

@@ -17,6 +17,8 @@ MOST_SAMPLES = 1024
 """Largest `Submit.n`."""
 CLASSES = 4
 """`Submit.priority` is 0 to 3."""
+REAL_TIME, BACKGROUND = 0, CLASSES - 1
+"""The first may push the last aside."""
 _MOST = 1 << 31
 """Of counts: sums of two stay far inside the 64 bits of wires and tables."""
 _LARGE = 1e30
@@ -24,7 +26,8 @@ _LARGE = 1e30
 
 _NEVER = 1 << 62
 
-QueueEntry = tuple[int, int, int, int, "Sequence"]
+Order = tuple[int, bool, int, int]
+QueueEntry = tuple[Order, int, "Sequence"]
 
 
 @dataclass(slots=True, eq=False)
@@ -79,9 +82,11 @@ class Sequence:
     finish: str = ""
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Order of service; the largest is preempted first: lowest class, then youngest."""
-        return (self.submission.submit.priority, self.submission.arrival, self.sample)
+    def order(self) -> Order:
+        """Order of service: class, the urgent before others, arrival, sample. The largest is preempted
+        first."""
+        submit = self.submission.submit
+        return (submit.priority, not submit.urgent, self.submission.arrival, self.sample)
 
     @property
     def output_tokens(self) -> int:
@@ -268,9 +273,10 @@ def _sampling_refusal(submit: Submit, limits: Limits) -> str | None:
 
 
 class WaitingQueue:
-    """Sequences in order of admission: class, then arrival, then sample.
+    """Sequences in their order of service.
 
-    So who was preempted goes before new ones of its class: it arrived before them, or it had not run yet.
+    So who was preempted goes before new ones of its class, urgent ones excepted: it arrived before them, or
+    it had not run yet.
     A binary heap; entries of sequences that left are dropped when they surface, or all at once when they
     are the greater part.
     """
@@ -279,6 +285,8 @@ class WaitingQueue:
         self._heap: list[QueueEntry] = []
         self._live = 0
         self._pushed = 0
+        self.real_time = 0
+        """How many of those that wait are real-time."""
 
     def __len__(self) -> int:
         return self._live
@@ -288,12 +296,12 @@ class WaitingQueue:
         return (entry[-1] for entry in self._heap if entry[-1].entry is entry)
 
     def push(self, sequence: Sequence) -> None:
-        priority, arrival, sample = sequence.order
         # The serial keeps sequences from being compared: an entry that was left behind may have an equal key.
         self._pushed += 1
-        sequence.entry = (priority, arrival, sample, self._pushed, sequence)
+        sequence.entry = (sequence.order, self._pushed, sequence)
         heapq.heappush(self._heap, sequence.entry)
         self._live += 1
+        self.real_time += sequence.order[0] == REAL_TIME
 
     def peek(self) -> Sequence | None:
         """Who is next; None when nobody waits."""
@@ -309,6 +317,7 @@ class WaitingQueue:
         """Take a waiting sequence out, wherever it stands."""
         sequence.entry = None
         self._live -= 1
+        self.real_time -= sequence.order[0] == REAL_TIME
         if len(self._heap) > 2 * self._live + 64:
             self._heap = [entry for entry in self._heap if entry[-1].entry is entry]
             heapq.heapify(self._heap)

@@ -2,15 +2,18 @@
 
 The rules, in the order in which a step is filled:
 
+0. *Real-time first.* While real-time submissions (`priority` 0) wait for a row or blocks, background ones
+   (`priority` 3) that run are preempted, youngest first, as far as that helps.
 1. *Decodes first.* Every decoding sequence gets its one token. When a decode lacks a block, the running
    sequence of the lowest class (highest `priority`), the youngest of it, is preempted: its blocks go back and
    it is recomputed later. The oldest of the highest class is never preempted by others, so something always
    gets ahead.
-2. *Then the prefill that runs*: its next chunk, up to the budget (chunked prefill, as in Sarathi-Serve). A
-   step in which sequences decode has the lesser budget, `mixed_tokens`: they all wait for its prompts.
-3. *Then admissions*, in order of class, then arrival (so preempted before new). The head of the queue waits
-   until a row, blocks for all it has to compute, and a watermark of free blocks are there, and nobody
-   overtakes it: long prompts cannot starve. A step that preempted admits nobody.
+2. *Then the prefills that run*, in order of service: their next chunks, up to the budget (chunked prefill,
+   as in Sarathi-Serve). A step in which sequences decode has the lesser budget, `mixed_tokens`: they all wait
+   for its prompts. An urgent submission is admitted before those that come after it in that order.
+3. *Then admissions*, in order of class, the urgent before others, then arrival (so preempted before new). The
+   head of the queue waits until a row, blocks for all it has to compute, and a watermark of free blocks are
+   there, and nobody overtakes it: long prompts cannot starve. A step whose decodes preempted admits nobody.
 
 A sequence takes all blocks of its prefill on admission, so only decodes can run out. As many samples of a
 submission as can start together compute the prompt once: siblings take a row, share the blocks when the
@@ -42,7 +45,9 @@ from engine.messages import (
     Submit,
 )
 from engine.request import (
+    BACKGROUND,
     Limits,
+    Order,
     Sequence,
     WaitingQueue,
     already_finished,
@@ -193,12 +198,16 @@ class Scheduler:
         """The next step, or None when nothing can be computed before results in flight are collected."""
         step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], [], []), [], [])
         plan = step.plan
+        if self._waiting.real_time:
+            self._make_room()
         preempted = self._schedule_decodes(step)
         budget = (self.mixed_tokens if plan.decodes else self.step_tokens) - len(plan.decodes)
-        for sequence in list(self._prefilling.values()):
+        for sequence in sorted(self._prefilling.values(), key=_order):
+            if not preempted:
+                budget -= self._admit(step, budget, sequence.order)
             if budget:
                 budget -= self._schedule_chunk(step, sequence, budget)
-        if budget and not preempted:
+        if not preempted:
             self._admit(step, budget)
         if not plan.decodes and not plan.chunks:
             return None
@@ -290,6 +299,7 @@ class Scheduler:
         sequence.position = end
         sequence.in_flight += 1
         self.ledger.credit(sequence.submission, end)
+        self.ledger.totals.computed_tokens += end - start
         return end - start
 
     def _begin_decoding(self, step: ScheduledStep, leader: Sequence, end: int) -> list[int]:
@@ -324,22 +334,47 @@ class Scheduler:
 
     # ── admission and preemption ─────────────────────────────────────────────────────────────
 
-    def _admit(self, step: ScheduledStep, budget: int) -> None:
-        """Start waiting sequences, the head of the queue first, until one does not fit."""
+    def _admit(self, step: ScheduledStep, budget: int, before: Order | None = None) -> int:
+        """Start waiting sequences, the head of the queue first, until one does not fit; with `before`, only
+        urgent ones whose order is less. Returns how many tokens of the budget they take."""
+        given = budget
         while budget and self._free_rows:
             sequence = self._waiting.peek()
             # A preempted sequence cannot be recomputed before the tokens it sampled last are known.
             if sequence is None or sequence.in_flight or not self._fits_now(sequence):
-                return
+                break
+            if before is not None and not (sequence.submission.submit.urgent and sequence.order < before):
+                break
             hits = self._take_blocks(sequence)
             if hits is None:
-                return
+                break
             for member in (sequence, *sequence.forks):
                 self._start(step.plan, member, hits * BLOCK_TOKENS)
             sequence.position = sequence.finite = hits * BLOCK_TOKENS
             sequence.registered = hits
             self._prefilling[sequence.row] = sequence
             budget -= self._schedule_chunk(step, sequence, budget)
+        return given - budget
+
+    def _make_room(self) -> None:
+        """Preempt background sequences for real-time ones that wait for rows, or for blocks of the first."""
+        head = self._waiting.peek()
+        if head is None or head.in_flight:
+            return
+        rows = self._waiting.real_time - len(self._free_rows)
+        _, needed, room = self._blocks_for(head)
+        if rows <= 0 and needed <= room:
+            return
+        running = (*self._decoding.values(), *self._prefilling.values())
+        victims = sorted((s for s in running if s.order[0] == BACKGROUND), key=_order)
+        if needed > room + sum(len(victim.table) for victim in victims):
+            needed = 0  # not even without any of them
+        while victims and (rows > 0 or needed > room):
+            victim = victims.pop()
+            rows -= 1 + len(victim.forks)
+            before = self.pool.available
+            self._preempt(victim)
+            room += self.pool.available - before
 
     def _fits_now(self, sequence: Sequence) -> bool:
         """Whether it is worth looking: enough happened since the same sequence was found not to fit."""
@@ -361,6 +396,16 @@ class Scheduler:
                     break
         return siblings
 
+    def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
+        """The blocks of a prefill that are in the prefix cache, how many others it needs, and for how many
+        there is room."""
+        pool, count = self.pool, sequence.prefill_end
+        # What is scored must be computed.
+        hits = [] if sequence.wants_prompt_logprobs else pool.match(sequence.chain, sequence.tokens, count)
+        # An empty house needs no reserve: whatever passed `refusal` fits into the whole pool.
+        room = pool.available - pool.unused_among(hits) - (self.watermark if self.running else 0)
+        return hits, blocks_for(count) - len(hits), room
+
     def _take_blocks(self, sequence: Sequence) -> int | None:
         """Take the blocks of a prefill, found or new, and attach as many siblings as fit with it.
 
@@ -368,12 +413,7 @@ class Scheduler:
         does not fit.
         """
         pool = self.pool
-        count = sequence.prefill_end
-        # What is scored must be computed.
-        hits = [] if sequence.wants_prompt_logprobs else pool.match(sequence.chain, sequence.tokens, count)
-        needed = blocks_for(count) - len(hits)
-        # An empty house needs no reserve: whatever passed `refusal` fits into the whole pool.
-        room = pool.available - pool.unused_among(hits) - (self.watermark if self.running else 0)
+        hits, needed, room = self._blocks_for(sequence)
         if needed > room:
             self._blocked = (sequence, pool.gains + needed - room)
             return None

@@ -59,6 +59,7 @@ class Ask:
     prompt_logprobs: int | None
     salt: str
     priority: int
+    urgent: bool
 
 
 CHOICES: dict[str, list[Any]] = {
@@ -80,6 +81,7 @@ CHOICES: dict[str, list[Any]] = {
     "prompt_logprobs": [None, None, None, 0],
     "salt": ["", "", "a", OWN_SALT],
     "priority": [1, 1, 0, 2, 3],
+    "urgent": [False, False, True],
 }
 """Borders of blocks and chunks, enough tokens to fill tiny pools; a failure shrinks to the first of each."""
 
@@ -160,6 +162,7 @@ class Traffic(RuleBasedStateMachine):
             sampling=sampling,
             cache_salt=f"{OWN_SALT}-{handle}" if ask.salt == OWN_SALT else ask.salt,
             priority=ask.priority,
+            urgent=ask.urgent,
         )
         if ask.resumed and ask.n == 1 and prompt:
             # As after the loss of a replica: the sample goes on from what was emitted.
