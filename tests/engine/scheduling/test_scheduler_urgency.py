@@ -1,0 +1,111 @@
+"""Who goes ahead of whom: urgent submissions, and real-time ones against background ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.messages import BLOCK_TOKENS, StepPlan, Submit
+from tests.engine.scheduling.test_scheduler_rules import House, both_overlaps
+
+
+def computed(plan: StepPlan | None) -> list[int]:
+    """Tokens of each chunk."""
+    assert plan is not None
+    return [len(chunk.token_ids) for chunk in plan.chunks]
+
+
+def started(house: House, submit: Submit) -> int:
+    """The step that computed a submission's first tokens."""
+    return next(
+        plan.step
+        for plan in house.runner.plans
+        for chunk in plan.chunks
+        if chunk.start == 0 and chunk.token_ids == submit.prompt_token_ids[: len(chunk.token_ids)]
+    )
+
+
+def test_an_urgent_submission_starts_before_those_of_its_class_that_wait() -> None:
+    house = House(step_tokens=64)
+    crowd = [house.submit(64, max_tokens=1) for _ in range(3)]
+    urgent = house.submit(64, max_tokens=1, urgent=True)
+    house.drain()
+    assert [started(house, submit) for submit in (urgent, *crowd)] == [1, 2, 3, 4]
+
+
+def test_an_urgent_submission_goes_ahead_of_a_long_prompt_that_is_under_way() -> None:
+    house = House(step_tokens=64, overlap=False)
+    long = house.submit(300, max_tokens=1)
+    assert computed(house.step()) == [64]
+    urgent = house.submit(100, max_tokens=1, urgent=True)
+    assert computed(house.step()) == [64], "the urgent one has the whole step"
+    assert computed(house.step()) == [36, 28], "and goes on before the long one"
+    house.drain()
+    for submit in (urgent, long):
+        house.expect_alone(submit)
+
+
+def test_urgency_does_not_overtake_a_higher_class() -> None:
+    house = House(step_tokens=64, overlap=False)
+    house.submit(300, max_tokens=1, priority=1)
+    house.step()
+    house.submit(100, max_tokens=1, priority=2, urgent=True)
+    house.submit(10, max_tokens=1, priority=0)
+    chunks = house.step()
+    assert chunks is not None and [chunk.start for chunk in chunks.chunks] == [64]
+    house.drain()
+
+
+@both_overlaps
+def test_real_time_pushes_the_youngest_background_sequences_out_of_their_rows(overlap: bool) -> None:
+    house = House(overlap=overlap, max_rows=4)
+    background = [house.submit(20, max_tokens=60, priority=3) for _ in range(3)]
+    batch = house.submit(20, max_tokens=60, priority=2)
+    while not house.outputs:
+        house.step()
+    real_time = [house.submit(10, max_tokens=4, priority=0) for _ in range(2)]
+    before = len(house.runner.plans)
+    house.step()
+    plan = house.runner.plans[before]
+    assert len(plan.setups) == 2, "both start in the next step"
+    house.drain()
+    preempted = {ledger.request_id: ledger.preemptions for ledger in house.finished}
+    assert [preempted[submit.request_id] for submit in background] == [0, 1, 1]
+    assert preempted[batch.request_id] == 0
+    for submit in (*background, batch, *real_time):
+        house.expect_alone(submit)
+
+
+@pytest.mark.parametrize("priority", [1, 2])
+def test_only_background_makes_room_and_only_for_real_time(priority: int) -> None:
+    house = House(max_rows=2)
+    for other in (priority, priority):
+        house.submit(20, max_tokens=30, priority=other)
+    house.step()
+    house.submit(10, max_tokens=2, priority=0)
+    house.drain()
+    house.submit(20, max_tokens=30, priority=3)
+    house.submit(20, max_tokens=30, priority=3)
+    house.step()
+    house.submit(10, max_tokens=2, priority=priority, urgent=True)
+    house.drain()
+    assert not any(ledger.preemptions for ledger in house.finished)
+
+
+@both_overlaps
+def test_real_time_takes_the_blocks_of_background_sequences_only_where_that_is_enough(overlap: bool) -> None:
+    house = House(overlap=overlap, blocks=8, max_rows=4)
+    background = [house.submit(2 * BLOCK_TOKENS - 10, max_tokens=8, priority=3) for _ in range(2)]
+    interactive = house.submit(2 * BLOCK_TOKENS - 10, max_tokens=40)
+    while len(house.outputs) < 3:
+        house.step()
+    # Five blocks are not free, and would not be without the background sequences.
+    too_large = house.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
+    house.step()
+    assert house.scheduler.ledger.totals.preemptions == 0
+    house.core.cancel_request(too_large.request_id)
+    fits = house.submit(3 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
+    house.drain()
+    preempted = {ledger.request_id: ledger.preemptions for ledger in house.finished}
+    assert [preempted[submit.request_id] for submit in background] == [0, 1]
+    assert preempted[interactive.request_id] == 0
+    house.expect_alone(fits)
