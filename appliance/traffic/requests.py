@@ -20,11 +20,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
-from appliance.classes import service_class
 from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Settle
 from appliance.traffic.closures import Closure, Closures
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.queue import RequestQueue
+from appliance.traffic.request import OnReplica, Request, rejected_row, row_of
 from engine.messages import Finished, Report
 from store.requests import RequestRow
 
@@ -45,56 +45,6 @@ class RowSink(Protocol):
 
     def open(self, row: RequestRow) -> bool: ...
     def end(self, row: RequestRow) -> bool: ...
-
-
-class _OnReplica:
-    """What of a request is on one replica and has not left it."""
-
-    __slots__ = ("rows", "submissions", "tokens")
-
-    def __init__(self, admit: Admit) -> None:
-        self.submissions = admit.submissions
-        self.rows = admit.rows
-        self.tokens = admit.prompt_tokens
-
-
-class Request:
-    """One request in flight. Only the ledger changes it."""
-
-    def __init__(self, front: str, admit: Admit, version: str) -> None:
-        self.front = front
-        self.first = admit
-        self.admit = admit
-        """Of the latest attempt."""
-        self.version = version
-        self.request_class = service_class(admit.asked_class, admit.identity)
-        self.queued_at: float | None = None
-        """Set while it waits for its turn."""
-        self.queue_ms: float | None = None
-        self.dispatched: dict[CreditAccount, _OnReplica] = {}
-        self.tried: set[CreditAccount] = set()
-        self.latest: CreditAccount | None = None
-        self.settled: Settle | None = None
-        self.lost_counts = False
-        """A replica died with its count of what it generated."""
-        self.generated_tokens = 0
-        self.cached_tokens = 0
-        self.preemptions = 0
-        self.batch_size_at_start: int | None = None
-
-    @property
-    def request_id(self) -> str:
-        """The front's name for it."""
-        return self.first.request_id
-
-    @property
-    def state(self) -> str:
-        """In a word: see `appliance.protocol.InFlight`."""
-        if self.settled is not None:
-            return "ending"
-        if self.queued_at is not None:
-            return "queued"
-        return "running" if self.dispatched else "lost" if self.lost_counts else "ending"
 
 
 class _Model:
@@ -253,7 +203,7 @@ class Ledger:
             message = f"{waiting} requests are waiting, which is the limit: try again later"
             self._refuse(request, 503, "queue_full", message, self._retry_after())
         else:
-            self._rows.open(self._row(request))
+            self._rows.open(row_of(request, self._clock()))
             if closure is None:
                 self._enqueue(model, request)
             else:
@@ -277,25 +227,7 @@ class Ledger:
     def reject(self, rejected: Rejected) -> None:
         """A front refused a request by itself: a row, nothing else."""
         model = self._models.get(rejected.model)
-        self._rows.end(
-            RequestRow(
-                request_id=rejected.request_id,
-                created_at=rejected.arrived_at,
-                finished_at=self._clock(),
-                tenant=rejected.identity.tenant,
-                key_id=rejected.identity.key_id or None,
-                peer=rejected.peer,
-                endpoint=rejected.endpoint,
-                model=rejected.model or None,
-                version=model.version if model else None,
-                stream=rejected.stream,
-                prompt_tokens=rejected.prompt_tokens,
-                e2e_ms=rejected.e2e_ms,
-                finish_reason="error",
-                status=rejected.status,
-                error=rejected.error,
-            )
-        )
+        self._rows.end(rejected_row(rejected, model.version if model else None, self._clock()))
 
     def lose_front(self, front: str) -> None:
         """The front is dead. What it submitted is cancelled by the replicas, which say when that is done."""
@@ -445,7 +377,7 @@ class Ledger:
             request.queue_ms = (self._clock() - request.queued_at) * 1000
         self._unqueue(request)
         account.spend(admit.rows, admit.prompt_tokens)
-        request.dispatched[account] = _OnReplica(admit)
+        request.dispatched[account] = OnReplica(admit)
         request.tried.add(account)
         request.latest = account
         request.cached_tokens = 0
@@ -520,46 +452,7 @@ class Ledger:
         if self._requests.pop(request.request_id, None) is None:
             return
         self._ended += 1
-        self._rows.end(self._row(request))
-
-    def _row(self, request: Request) -> RequestRow:
-        first, end = request.first, request.settled
-        delivered = end.delivered_tokens if end else 0
-        generated = request.generated_tokens
-        if request.lost_counts:
-            # The dead replica's count is lost; what arrived was surely generated.
-            generated = max(generated, delivered)
-        elif delivered > generated and end is not None and not request.dispatched:
-            log.error("request %s: %d tokens delivered, %d generated", first.request_id, delivered, generated)
-        return RequestRow(
-            request_id=first.request_id,
-            created_at=first.arrived_at,
-            finished_at=self._clock() if end else None,
-            tenant=first.identity.tenant,
-            key_id=first.identity.key_id or None,
-            peer=first.peer,
-            endpoint=first.endpoint,
-            model=first.model,
-            version=(request.latest.version if request.latest else "") or request.version or None,
-            request_class=f"P{request.request_class}",
-            stream=first.stream,
-            prompt_tokens=first.prompt_tokens,
-            cached_tokens=min(request.cached_tokens, first.prompt_tokens),
-            generated_tokens=generated,
-            billed_tokens=delivered,
-            queue_ms=request.queue_ms,
-            ttft_ms=end.ttft_ms if end else None,
-            itl_ms=end.itl_ms if end else None,
-            e2e_ms=end.e2e_ms if end else None,
-            finish_reason=end.finish_reason if end else None,
-            status=end.status if end else None,
-            error=(end.error or None) if end else None,
-            batch_size_at_start=request.batch_size_at_start,
-            replica=request.latest.replica if request.latest else None,
-            devices=(request.latest.devices or None) if request.latest else None,
-            preemptions=request.preemptions,
-            resubmissions=request.admit.attempt,
-        )
+        self._rows.end(row_of(request, self._clock()))
 
     # ── figures ──
 
