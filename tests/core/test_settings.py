@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from appliance.settings import Flags, Settings, SettingsError, demo_model_folder, find_config, load_settings
+from appliance.settings import (
+    Flags,
+    Settings,
+    SettingsError,
+    demo_model_folder,
+    find_config,
+    load_settings,
+    read_settings,
+)
+from appliance.settings.files import field_lines
 
 
 def load(folder: Path, text: str, environ: dict[str, str] | None = None, **flags: object) -> Settings:
@@ -90,9 +99,10 @@ def test_what_cannot_be_used_is_named_with_its_place_and_remedy(tmp_path: Path, 
 def test_wrong_flags_are_named_too(tmp_path: Path) -> None:
     for flags, said in (
         ({"dtype": "int3"}, "dtype = 'int3' cannot be used"),
-        ({"models": ["x"]}, "--model 'x' is not NAME=FOLDER"),
-        ({"models": [f"x={tmp_path}", f"x={tmp_path}"]}, "names 'x' twice"),
-        ({"config": "/nope.toml"}, "--config names /nope.toml, which is not a file"),
+        ({"models": ["x"]}, "--model: 'x' is not NAME=FOLDER"),
+        ({"models": [f"x={tmp_path}", f"x={tmp_path}"]}, "--model: it names 'x' twice"),
+        ({"listen": "here"}, "--listen: listen = 'here' is not HOST:PORT"),
+        ({"config": "/nope.toml"}, "--config: it names /nope.toml, which is not a file"),
     ):
         with pytest.raises(SettingsError, match=said):
             load_settings(Flags(**flags), {"HOME": str(tmp_path)})
@@ -108,3 +118,120 @@ def test_the_settings_file_is_the_first_of_flag_environment_and_home(tmp_path: P
     assert find_config(None, environ) == home
     assert find_config(None, environ | {"APPLIANCE_CONFIG": str(other)}) == other
     assert find_config(str(home), environ | {"APPLIANCE_CONFIG": str(other)}) == home
+
+
+def test_files_in_conf_d_are_laid_over_the_main_one_in_order_of_their_names(tmp_path: Path) -> None:
+    drop_ins = tmp_path / "conf.d"
+    drop_ins.mkdir()
+    (drop_ins / "20-more.toml").write_text("fronts = 3\n[models.a]\nmax_rows = 16\n[unix]\nuids = [7]\n")
+    (drop_ins / "10-first.toml").write_text('[models.b]\nfolder = "."\n[models.a]\nmax_rows = 8\n')
+    (drop_ins / "30-not.toml.off").write_text("fronts = 9")
+    text = """
+        fronts = 2
+        [models.a]
+        folder = "."
+        dtype = "float16"
+        [unix]
+        uids = [1, 2]
+        api_mode = "0666"
+    """
+    settings = load(tmp_path, text)
+    a, b = settings.models["a"], settings.models["b"]
+    assert (settings.fronts, a.max_rows, a.dtype, a.folder) == (3, 16, "float16", str(tmp_path))
+    assert b.folder == str(drop_ins)  # relative to the file that names it
+    assert (settings.unix.uids, settings.unix.api_mode) == ([7], "0666")
+
+
+def test_conf_d_alone_is_enough(tmp_path: Path) -> None:
+    drop_ins = tmp_path / "appliance" / "conf.d"
+    drop_ins.mkdir(parents=True)
+    (drop_ins / "a.toml").write_text("fronts = 4")
+    settings = load_settings(Flags(), {"XDG_CONFIG_HOME": str(tmp_path), "HOME": str(tmp_path)})
+    assert (settings.fronts, settings.config_file) == (4, str(drop_ins / "a.toml"))
+
+
+def test_a_settings_place_is_the_file_line_or_flag_that_had_the_last_word(tmp_path: Path) -> None:
+    (tmp_path / "conf.d").mkdir()
+    (tmp_path / "conf.d" / "x.toml").write_text("\n[queue]\nlimit = 9\n")
+    main = tmp_path / "appliance.toml"
+    main.write_text('# two\nfronts = 2\n\n[queue]\ntimeout_s = 1\nlimit = 3\n[models.a]\nfolder = "."\n')
+    places = read_settings(Flags(config=str(main), fronts=5, dtype="float16"), {"HOME": "/"}).places
+    assert str(places[("fronts",)]) == "--fronts"
+    assert str(places[("queue", "timeout_s")]) == f"{main}:5"
+    assert str(places[("queue", "limit")]) == f"{tmp_path}/conf.d/x.toml:3"
+    assert str(places[("models", "a", "folder")]) == f"{main}:8"
+    assert str(places[("models", "a", "dtype")]) == "--dtype"
+    assert ("listen",) not in places
+
+
+def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "conf.d").mkdir()
+    extra = tmp_path / "conf.d" / "x.toml"
+    extra.write_text("[limits]\nmax_body_bytes = 'much'\nmax_conections = 3\n")
+    main = tmp_path / "appliance.toml"
+    text = (
+        "fronts = 0\nfrnts = 1\nlisten = 'x'\n[models.a]\nmax_rows = 'x'\n[unix]\nuids = [\n 1,\n 'x',\n]\n"
+    )
+    with pytest.raises(SettingsError) as error:
+        load(tmp_path, text)
+    assert sorted((str(fault.place), fault.field) for fault in error.value.faults) == sorted(
+        [
+            (f"{main}:1", "fronts"),
+            (f"{main}:2", "frnts"),
+            (f"{main}:7", "unix.uids"),
+            (f"{extra}:2", "limits.max_body_bytes"),
+            (f"{extra}:3", "limits.max_conections"),
+            (f"{main}:5", "models.a.max_rows"),
+            (f"{main}:4", "models.a.folder"),
+            (f"{main}:3", "listen"),
+        ]
+    )
+    assert f"{main}:1: fronts = 0 cannot be used: expected `int` >= 1" in str(error.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a = = 1", 1),
+        ("a = 1\n\nb = [1,\n2", 4),
+        ('a = 1\nb = "never closed\n', 2),
+        ("a = 1\na = 2\n", 2),
+        ("[x]\n[y]\n[x]\n", 3),
+    ],
+)
+def test_what_is_not_toml_is_told_with_its_line(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(SettingsError) as error:
+        load(tmp_path, text)
+    (fault,) = error.value.faults
+    assert (fault.place.source, fault.place.line) == (str(tmp_path / "appliance.toml"), line)
+    assert "it is not TOML" in str(error.value)
+
+
+def test_lines_are_found_whatever_a_value_looks_like() -> None:
+    text = """\
+# [not a table]
+one = '''
+[no.table]
+two = 2'''
+list = [ # a comment [
+  [1, 2],
+  'a = b',
+]
+
+  [ models . 'a.b' ] # here
+folder.name = '''
+'''
+inline = { x = 1, "y z" = { w = 2 } }
+[models.c]"""
+    assert field_lines(text) == {
+        ("one",): 2,
+        ("list",): 5,
+        ("models", "a.b"): 10,
+        ("models", "a.b", "folder"): 11,
+        ("models", "a.b", "folder", "name"): 11,
+        ("models", "a.b", "inline"): 13,
+        ("models", "a.b", "inline", "x"): 13,
+        ("models", "a.b", "inline", "y z"): 13,
+        ("models", "a.b", "inline", "y z", "w"): 13,
+        ("models", "c"): 14,
+    }

@@ -1,0 +1,66 @@
+"""Settings: typed TOML files, flags over them, defaults under them.
+
+Every mistake is named with its file, line, field, value and remedy.
+
+    listen = "127.0.0.1:8000"
+    fronts = 2
+
+    [models.demo]
+    folder = "/srv/models/demo"
+    tensor_parallel_size = 2
+
+    [unix]
+    uids = [1000, 1001]
+
+The main file is the first of: `--config`, `$APPLIANCE_CONFIG`, `/etc/appliance/appliance.toml`,
+`$XDG_CONFIG_HOME/appliance/appliance.toml`. The files `conf.d/*.toml` beside it are laid over it in order of
+their names: tables are merged, everything else is replaced. Without any file, defaults serve the shipped
+model on a Unix socket.
+"""
+
+from appliance.settings.faults import Fault, Place, SettingsError, dotted
+from appliance.settings.fields import (
+    DEMO_MODEL,
+    AdminSettings,
+    Flags,
+    LimitSettings,
+    ModelSettings,
+    QueueSettings,
+    Settings,
+    UnixSettings,
+    parse_address,
+)
+from appliance.settings.files import SYSTEM_CONFIG, find_config, read_tables
+from appliance.settings.load import (
+    Loaded,
+    default_run_dir,
+    default_state_dir,
+    demo_model_folder,
+    load_settings,
+    read_settings,
+)
+
+__all__ = [
+    "DEMO_MODEL",
+    "SYSTEM_CONFIG",
+    "AdminSettings",
+    "Fault",
+    "Flags",
+    "LimitSettings",
+    "Loaded",
+    "ModelSettings",
+    "Place",
+    "QueueSettings",
+    "Settings",
+    "SettingsError",
+    "UnixSettings",
+    "default_run_dir",
+    "default_state_dir",
+    "demo_model_folder",
+    "dotted",
+    "find_config",
+    "load_settings",
+    "parse_address",
+    "read_settings",
+    "read_tables",
+]

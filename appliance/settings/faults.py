@@ -1,0 +1,53 @@
+"""What is wrong with settings: where it stands, what it is, what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import msgspec
+
+Path = tuple[str, ...]
+"""A setting's place in the tables, such as ("models", "chat", "max_rows")."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a setting was said."""
+
+    source: str
+    """A file, "--listen" (a flag), or "default"."""
+    line: int | None = None
+    """In a file, from 1 on."""
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that cannot be used."""
+
+    place: Place
+    field: str = ""
+    """The setting, as in "models.chat.max_rows"; empty where the whole file is meant."""
+    what: str
+    """What is wrong, with the value."""
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}: {self.remedy}"
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used; each fault says where it stands, what it is and what to do."""
+
+    def __init__(self, *faults: Fault) -> None:
+        super().__init__("\n".join(map(str, faults)))
+        self.faults = faults
+
+
+def dotted(path: Path) -> str:
+    """A path as TOML writes it: names with other characters than letters, digits, _ and - are quoted."""
+    return ".".join(
+        name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+        for name in path
+    )

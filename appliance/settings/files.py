@@ -1,0 +1,153 @@
+"""The settings files: the main one, and those in `conf.d` beside it, each laid over the ones before."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from appliance.settings import faults
+from appliance.settings.faults import Fault, Place, SettingsError
+
+SYSTEM_CONFIG = Path("/etc/appliance/appliance.toml")
+DROP_INS = "conf.d"
+
+_SYNTAX_LINE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
+
+
+class Tables(NamedTuple):
+    """What the files say together."""
+
+    values: dict[str, Any]
+    places: dict[faults.Path, Place]
+    """Of each setting and table: the file and line that had the last word on it."""
+    files: list[Path]
+
+
+def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The main settings file, None if there is none. Where only its `conf.d` is there, it need not exist.
+
+    Raises SettingsError if one is named that does not exist.
+    """
+    for named, by in ((flag, "--config"), (environ.get("APPLIANCE_CONFIG"), "$APPLIANCE_CONFIG")):
+        if named:
+            path = Path(named).absolute()
+            if not path.is_file():
+                raise SettingsError(
+                    Fault(
+                        place=Place(by),
+                        what=f"it names {path}, which is not a file",
+                        remedy="write it or name another one",
+                    )
+                )
+            return path
+    home = environ.get("XDG_CONFIG_HOME") or os.path.join(
+        environ.get("HOME") or os.path.expanduser("~"), ".config"
+    )
+    for path in (SYSTEM_CONFIG, Path(home) / "appliance" / "appliance.toml"):
+        if path.is_file() or drop_ins(path):
+            return path
+    return None
+
+
+def drop_ins(path: Path) -> list[Path]:
+    """The files that are laid over the main one at `path`, in order of their names."""
+    return sorted(found for found in (path.parent / DROP_INS).glob("*.toml") if found.is_file())
+
+
+def read_tables(path: Path | None) -> Tables:
+    """Read the main file, if it is there, and those beside it. Raises SettingsError with every fault of
+    syntax."""
+    tables = Tables({}, {}, [])
+    if path is None:
+        return tables
+    found: list[Fault] = []
+    for file in [*([path] if path.is_file() else []), *drop_ins(path)]:
+        try:
+            values, lines = _read(file)
+        except SettingsError as error:
+            found += error.faults
+            continue
+        _anchor_folders(values, file)
+        _merge(tables.values, values)
+        tables.places.update({field: Place(str(file), line) for field, line in lines.items()})
+        tables.files.append(file)
+    if found:
+        raise SettingsError(*found)
+    return tables
+
+
+def field_lines(text: str) -> dict[faults.Path, int]:
+    """The line on which each setting and table begins in a text that is TOML.
+
+    The parser keeps no lines, but it says where a statement is whole: statements are cut off one by one, each
+    at the first line with which it parses.
+    """
+    import tomllib
+
+    lines = text.split("\n")
+    found: dict[faults.Path, int] = {}
+    header: faults.Path = ()
+    begin = 0
+    for end in range(1, len(lines) + 1):
+        statement = "\n".join(lines[begin:end])
+        try:
+            table = tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:
+            continue  # a value that goes on in the next line
+        if statement.lstrip().startswith("["):
+            header = max(_paths(table), key=len)
+            found.setdefault(header, begin + 1)
+        else:
+            for path in _paths(table):
+                found.setdefault(header + path, begin + 1)
+        begin = end
+    return found
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
+    import tomllib
+
+    def fault(what: str, remedy: str, line: int | None = None) -> SettingsError:
+        return SettingsError(Fault(place=Place(str(path), line), what=what, remedy=remedy))
+
+    try:
+        text = path.read_text(encoding="utf-8").replace("\r\n", "\n")
+        return tomllib.loads(text), field_lines(text)
+    except tomllib.TOMLDecodeError as error:
+        said = _SYNTAX_LINE.search(str(error))
+        line = int(said[1]) if said and said[1] else text.count("\n") + 1
+        what = _SYNTAX_LINE.sub("", str(error))
+        raise fault("it is not TOML", f"{what[:1].lower()}{what[1:]}", line) from error
+    except UnicodeDecodeError as error:
+        raise fault(f"it is not UTF-8 text ({error})", "TOML files are") from error
+    except OSError as error:
+        raise fault(f"it cannot be read ({error.strerror})", "let the service's user read it") from error
+
+
+def _paths(table: Mapping[str, Any]) -> Iterator[faults.Path]:
+    for name, value in table.items():
+        yield (name,)
+        if isinstance(value, dict):
+            for path in _paths(value):
+                yield (name, *path)
+
+
+def _anchor_folders(table: dict[str, Any], path: Path) -> None:
+    """Folders of models are relative to the file that names them."""
+    models = table.get("models")
+    if isinstance(models, dict):
+        for model in models.values():
+            if isinstance(model, dict) and isinstance(model.get("folder"), str):
+                model["folder"] = str(path.parent / os.path.expanduser(model["folder"]))
+
+
+def _merge(into: dict[str, Any], table: Mapping[str, Any]) -> None:
+    for name, value in table.items():
+        known = into.get(name)
+        if isinstance(known, dict) and isinstance(value, dict):
+            _merge(known, value)
+        else:
+            into[name] = value

@@ -1,0 +1,169 @@
+"""Settings as a service runs with them: defaults, then files, then flags."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from appliance.settings import faults
+from appliance.settings.convert import Converter
+from appliance.settings.faults import Place, SettingsError
+from appliance.settings.fields import DEMO_MODEL, Flags, ModelSettings, Settings
+from appliance.settings.files import Tables, find_config, read_tables
+
+_FLAGS_OF_SERVICE = ("listen", "fronts", "run_dir", "state_dir", "log_level")
+_FLAGS_OF_MODELS = (
+    "device",
+    "dtype",
+    "weights",
+    "kv_dtype",
+    "tensor_parallel_size",
+    "max_model_len",
+    "max_rows",
+    "step_tokens",
+    "kv_blocks",
+    "load_format",
+)
+
+_MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}"
+
+
+class Loaded(NamedTuple):
+    """Settings, and where each of them was said."""
+
+    settings: Settings
+    places: dict[faults.Path, Place]
+    """A setting that is not here has its default."""
+    files: list[Path]
+    """Those that were read, in order."""
+
+
+def load_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings of `read_settings` alone."""
+    return read_settings(flags, environ).settings
+
+
+def read_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Loaded:
+    """Read the settings files, lay the flags over them and fill in what neither says.
+
+    Raises SettingsError, with every fault, for what cannot be used: nothing is started with it.
+    """
+    flags = flags or Flags()
+    path = find_config(flags.config, environ)
+    tables = read_tables(path)
+    _lay_flags_over(tables, flags)
+    converter = Converter(tables.places, str(path) if path else "the defaults")
+    settings = converter.settings(tables.values)
+    settings.config_file = str(tables.files[0]) if tables.files else ""
+    if not settings.models and "models" not in tables.values:
+        settings.models = {DEMO_MODEL: _demo_model(flags, tables.places)}
+    settings.run_dir = os.path.abspath(settings.run_dir or default_run_dir(environ))
+    settings.state_dir = os.path.abspath(settings.state_dir or default_state_dir(environ))
+    _check(settings, converter)
+    if converter.faults:
+        raise SettingsError(*converter.faults)
+    return Loaded(settings, tables.places, tables.files)
+
+
+def default_run_dir(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the sockets are when nobody says otherwise."""
+    if environ.get("RUNTIME_DIRECTORY"):
+        return environ["RUNTIME_DIRECTORY"].split(":")[0]
+    if environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(environ["XDG_RUNTIME_DIR"], "appliance")
+    return f"/tmp/appliance-{os.geteuid()}"
+
+
+def default_state_dir(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the databases are when nobody says otherwise."""
+    if environ.get("STATE_DIRECTORY"):
+        return environ["STATE_DIRECTORY"].split(":")[0]
+    home = environ.get("HOME") or os.path.expanduser("~")
+    return os.path.join(environ.get("XDG_STATE_HOME") or os.path.join(home, ".local", "state"), "appliance")
+
+
+def demo_model_folder() -> Path:
+    """The checkpoint that ships with the product."""
+    return Path(__file__).resolve().parents[1] / "demo_model"
+
+
+# ── flags and checks ─────────────────────────────────────────────────────────────────────────────
+
+
+def _lay_flags_over(tables: Tables, flags: Flags) -> None:
+    """As if a last file said them."""
+    values, places = tables.values, tables.places
+    for name in _FLAGS_OF_SERVICE:
+        if (value := getattr(flags, name)) is not None:
+            values[name] = value
+            places[(name,)] = Place(_option(name))
+    if flags.models:
+        values["models"] = {}
+        for place in [place for place in places if place[0] == "models"]:
+            del places[place]
+    for text in flags.models:
+        name, equals, folder = text.partition("=")
+        at = Place("--model")
+        if not equals or not name or not folder:
+            raise SettingsError(
+                faults.Fault(
+                    place=at,
+                    what=f"{text!r} is not NAME=FOLDER",
+                    remedy="write for example --model chat=/srv/chat",
+                )
+            )
+        if name in values["models"]:
+            raise SettingsError(
+                faults.Fault(place=at, what=f"it names {name!r} twice", remedy="give each model its own name")
+            )
+        values["models"][name] = {"folder": os.path.abspath(os.path.expanduser(folder))}
+        places[("models", name)] = places[("models", name, "folder")] = at
+    models = values.get("models")
+    for model_name, model in models.items() if isinstance(models, dict) else ():
+        for name, value in _flags_of_models(flags).items():
+            if isinstance(model, dict):
+                model[name] = value
+                places[("models", model_name, name)] = Place(_option(name))
+
+
+def _demo_model(flags: Flags, places: dict[faults.Path, Place]) -> ModelSettings:
+    given = _flags_of_models(flags)
+    converter = Converter({(name,): Place(_option(name)) for name in given}, "the command line")
+    settings = converter.settings({"models": {DEMO_MODEL: {"folder": str(demo_model_folder()), **given}}})
+    if converter.faults:
+        raise SettingsError(*converter.faults)
+    places.update({("models", DEMO_MODEL, name): Place(_option(name)) for name in given})
+    return settings.models[DEMO_MODEL]
+
+
+def _flags_of_models(flags: Flags) -> dict[str, str | int]:
+    return {name: getattr(flags, name) for name in _FLAGS_OF_MODELS if getattr(flags, name) is not None}
+
+
+def _option(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
+
+
+def _check(settings: Settings, converter: Converter) -> None:
+    for name, model in settings.models.items():
+        path = ("models", name)
+        if not re.fullmatch(_MODEL_NAME, name):
+            converter.add(
+                path,
+                f"{name!r} cannot be a model's name",
+                "a model's name begins with a letter or digit and goes on with those or any of . _ : / @ + - "
+                "(at most 128)",
+            )
+        if not os.path.isdir(model.folder):
+            converter.add(
+                (*path, "folder"),
+                f"models.{name}.folder = {model.folder!r} is not a folder",
+                "name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors)",
+            )
+    try:
+        settings.address()
+    except ValueError as error:
+        converter.add(("listen",), f"listen = {error}", "write for example 127.0.0.1:8000 or [::1]:8000")
