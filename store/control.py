@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -18,14 +18,21 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from store import audit, keys, records, tenants
+from store.audit import Actor
 from store.database import reading
-from store.errors import MissingDatabaseError, SchemaVersionError, StorageFaultError
+from store.errors import MissingDatabaseError, SchemaVersionError, StorageFaultError, explain_os
+from store.heads import HEADS_FILE, HeadKeeper, make_or_read_key
 from store.policies import Change, KeyRecord, PeerRecord, Policies, Quota, Record, TenantRecord
 from store.rules import check_key
 from store.schemas import CONTROL
+from store.spool import SPOOL_FILE, Spool
+from store.trail import Appended, AuditTrail
 from store.writer import Writer, WriterState
 
 T = TypeVar("T")
+
+BeforeAndAfter = tuple[Mapping[str, object] | None, Mapping[str, object] | None]
+"""What a change found and left, as JSON objects."""
 
 _LONGEST_OVERLAP_S = 366 * 86400.0
 _UNAUDITED = frozenset({"sha256"})
@@ -53,8 +60,16 @@ class ControlStore:
     the `StoreError` or `ValueError` that prevented them. Safe to call from any thread.
     """
 
-    def __init__(self, path: Path) -> None:
+    trail: AuditTrail
+    """Of the operators' actions, from `start` on."""
+
+    def __init__(self, path: Path, spool_folder: Path | None = None) -> None:
+        """Audit entries that the database refuses wait beside it, or, where that disk takes none at all, in
+        `spool_folder`."""
         self.path = path
+        self._spool_paths = [
+            folder / SPOOL_FILE for folder in (path.parent, spool_folder) if folder is not None
+        ]
         self._writer = Writer(path, CONTROL, synchronous="FULL")
         self._policies = Policies()
 
@@ -63,6 +78,14 @@ class ControlStore:
         self._writer.start()
         try:
             self._policies = read_policies(self.path)
+            key = make_or_read_key(self.path.parent)
+            spool = Spool(self._spool_paths, key)
+            spool.start()
+            self.trail = AuditTrail(self._writer, spool, HeadKeeper(self.path.with_name(HEADS_FILE), key))
+            self.trail.start()
+        except OSError as error:
+            self._writer.close()
+            raise explain_os(Path(error.filename or self.path), error) from error
         except BaseException as error:
             why = self._writer.state().last_error
             self._writer.close()
@@ -73,6 +96,7 @@ class ControlStore:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the changes under way and close the file, readable without write rights."""
+        self.trail.close()
         self._writer.close(timeout_s)
 
     def state(self) -> WriterState:
@@ -103,42 +127,56 @@ class ControlStore:
     def change(
         self,
         *,
-        actor: str,
+        actor: Actor | str,
         action: str,
         params: Mapping[str, object],
         apply: Callable[[sqlite3.Connection], T],
         after_commit: Callable[[T], None] | None = None,
-        values: Callable[[T], Mapping[str, object]] | None = None,
+        values: Callable[[T], BeforeAndAfter] | None = None,
     ) -> Future[T]:
         """Run `apply` on the writer thread and audit it, in one transaction; what it raises undoes both.
 
-        `actor` is who asked (`uid:0`), `action` its name in the registry of actions, `params` what it was
-        given, without secrets; `values` adds what it found and left (`before`, `after`). `after_commit`
+        `actor` is who asked (`trail.intend` has recorded that), `action` its name in the registry of actions,
+        `params` what it was given, without secrets; `values` says what it found and left. `after_commit`
         updates what memory keeps of the change, before the future resolves.
         """
+        changed: Future[T] = Future()
+        changed.set_running_or_notify_cancel()
 
-        def change_and_record(connection: sqlite3.Connection) -> T:
+        def change_and_record(connection: sqlite3.Connection) -> tuple[T, Appended]:
             outcome = apply(connection)
-            whole = params if values is None else {**params, **values(outcome)}
-            audit.append(connection, actor=actor, action=action, params=whole, result="ok")
-            return outcome
+            before, after = (None, None) if values is None else values(outcome)
+            entry = audit.outcome(actor, action, params, "ok", before, after)
+            return outcome, self.trail.append(connection, entry)
 
-        return self._writer.call(change_and_record, after_commit)
+        def follow_up(done: tuple[T, Appended]) -> None:
+            outcome, appended = done
+            if after_commit is not None:
+                after_commit(outcome)
+            self.trail.committed(appended)
+
+        def settle(done: Future[tuple[T, Appended]]) -> None:
+            error = done.exception()
+            if error is not None:
+                changed.set_exception(error)
+            else:
+                changed.set_result(done.result()[0])
+
+        self._writer.call(change_and_record, follow_up).add_done_callback(settle)
+        return changed
 
     def record(
-        self, *, actor: str, action: str, params: Mapping[str, object], result: str
-    ) -> Future[audit.Head]:
+        self, *, actor: Actor | str, action: str, params: Mapping[str, object], result: str
+    ) -> Future[None]:
         """Audit an action that changes nothing here, or that was refused: `result` is `ok` or says why
         not."""
-        return self._writer.call(
-            lambda connection: audit.append(
-                connection, actor=actor, action=action, params=params, result=result
-            )
-        )
+        return self.trail.conclude(actor, action, params, result)
 
     # ── tenants ──
 
-    def create_tenant(self, *, actor: str, name: str, changes: Mapping[str, object]) -> Future[Change]:
+    def create_tenant(
+        self, *, actor: Actor | str, name: str, changes: Mapping[str, object]
+    ) -> Future[Change]:
         """Make a tenant that differs from the default in `changes` (fields of `TenantRecord`; of a quota, a
         mapping of those that differ).
 
@@ -151,7 +189,7 @@ class ControlStore:
 
         return self._decide(actor, "tenants.create", {"name": name}, apply)
 
-    def set_tenant(self, *, actor: str, name: str, changes: Mapping[str, object]) -> Future[Change]:
+    def set_tenant(self, *, actor: Actor | str, name: str, changes: Mapping[str, object]) -> Future[Change]:
         """Change fields of a tenant, as in `create_tenant`.
 
         The future raises `ValueError`, or `UnknownTenantError`.
@@ -160,7 +198,7 @@ class ControlStore:
             actor, "tenants.set", {"name": name}, lambda connection: tenants.alter(connection, name, changes)
         )
 
-    def suspend_tenant(self, *, actor: str, name: str) -> Future[Change]:
+    def suspend_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
         """Serve nothing of a tenant any more. The future raises `UnknownTenantError`."""
         return self._decide(
             actor,
@@ -169,7 +207,7 @@ class ControlStore:
             lambda connection: tenants.suspend(connection, name, time.time()),
         )
 
-    def resume_tenant(self, *, actor: str, name: str) -> Future[Change]:
+    def resume_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
         """Serve a suspended tenant again. The future raises `UnknownTenantError`."""
         return self._decide(
             actor,
@@ -178,7 +216,7 @@ class ControlStore:
             lambda connection: tenants.suspend(connection, name, None),
         )
 
-    def delete_tenant(self, *, actor: str, name: str) -> Future[Change]:
+    def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
         """Remove a tenant. Its former keys and its requests keep its name.
 
         The future raises `UnknownTenantError`, or `ConflictError` while a valid key or a peer stands for it.
@@ -192,7 +230,7 @@ class ControlStore:
 
     # ── users and groups of the box ──
 
-    def map_peer(self, *, actor: str, kind: str, number: int, tenant: str) -> Future[Change]:
+    def map_peer(self, *, actor: Actor | str, kind: str, number: int, tenant: str) -> Future[Change]:
         """Let a user ("uid") or group ("gid") of the box stand for a tenant.
 
         The future raises `ValueError`, or `UnknownTenantError`.
@@ -205,7 +243,7 @@ class ControlStore:
             lambda connection: tenants.map_peer(connection, peer),
         )
 
-    def unmap_peer(self, *, actor: str, kind: str, number: int) -> Future[Change]:
+    def unmap_peer(self, *, actor: Actor | str, kind: str, number: int) -> Future[Change]:
         """Forget for whom a user or group stands. The future raises `UnknownPeerError`."""
         return self._decide(
             actor,
@@ -219,7 +257,7 @@ class ControlStore:
     def create_key(
         self,
         *,
-        actor: str,
+        actor: Actor | str,
         name: str,
         tenant: str,
         expires_at: float | None = None,
@@ -257,7 +295,7 @@ class ControlStore:
             lambda changes: CreatedKey(key, secret),
         )
 
-    def set_key(self, *, actor: str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
+    def set_key(self, *, actor: Actor | str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
         """Change fields of a key (`store.keys.SETTABLE`; of a quota, a mapping of those that differ).
 
         The future raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid.
@@ -270,7 +308,7 @@ class ControlStore:
         )
 
     def rotate_key(
-        self, *, actor: str, key_id: str, overlap_s: float, expires_at: float | None = None
+        self, *, actor: Actor | str, key_id: str, overlap_s: float, expires_at: float | None = None
     ) -> Future[RotatedKey]:
         """Make a successor with the same rights; the former key goes on for `overlap_s` seconds.
 
@@ -298,7 +336,7 @@ class ControlStore:
             rotated,
         )
 
-    def revoke_key(self, *, actor: str, key_id: str) -> Future[KeyRecord]:
+    def revoke_key(self, *, actor: Actor | str, key_id: str) -> Future[KeyRecord]:
         """Make a key useless, from the moment the future resolves. Revoking again keeps the first time.
 
         The future raises `UnknownKeyError` if there is no such key.
@@ -321,7 +359,7 @@ class ControlStore:
 
     def _decide(
         self,
-        actor: str,
+        actor: Actor | str,
         action: str,
         params: Mapping[str, object],
         apply: Callable[[sqlite3.Connection], Change],
@@ -332,7 +370,7 @@ class ControlStore:
 
     def _decide_all(
         self,
-        actor: str,
+        actor: Actor | str,
         action: str,
         params: Mapping[str, object],
         apply: Callable[[sqlite3.Connection], list[Change]],
@@ -358,17 +396,16 @@ class ControlStore:
         )
 
 
-def _before_and_after(changes: list[Change]) -> dict[str, object]:
+def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
     """For the audit: of a record that was changed, the fields that differ; of one that was made or is gone,
     all. A second change is of the record that takes the first one's place."""
     before, after = (_shown(record) for record in changes[0])
     if before is not None and after is not None:
         same = {name for name in before if before[name] == after[name]}
         before, after = ({n: v for n, v in side.items() if n not in same} for side in (before, after))
-    values: dict[str, object] = {"before": before, "after": after}
     if len(changes) > 1:
-        values["successor"] = _shown(changes[1].after)
-    return values
+        after = {**(after or {}), "successor": _shown(changes[1].after)}
+    return before, after
 
 
 def _shown(record: Record | None) -> dict[str, object] | None:
@@ -392,22 +429,3 @@ def read_policies(path: Path) -> Policies:
 def read_keys(path: Path) -> list[KeyRecord]:
     """All keys in the file at `path`, oldest first, through a read-only connection. Raises a `StoreError`."""
     return list(read_policies(path).keys.values())
-
-
-def read_audit(path: Path, after: int = 0, limit: int = 1000) -> list[audit.AuditRow]:
-    """Audit rows with a seq above `after`, oldest first, through a read-only connection. Raises a
-    `StoreError`."""
-    with reading(path, CONTROL) as connection:
-        return audit.rows(connection, after, limit)
-
-
-def read_audit_head(path: Path) -> audit.Head:
-    """The newest audit row's seq and hash, to be kept outside the file. Raises a `StoreError`."""
-    with reading(path, CONTROL) as connection:
-        return audit.head(connection)
-
-
-def verify_audit(path: Path, recorded: Iterable[audit.Head] = ()) -> audit.Verdict:
-    """`store.audit.verify` of the file at `path`, through a read-only connection. Raises a `StoreError`."""
-    with reading(path, CONTROL) as connection:
-        return audit.verify(connection, recorded)

@@ -8,7 +8,6 @@ error.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -25,9 +24,9 @@ from store.errors import (
     MissingDatabaseError,
     NotWritableError,
     SchemaVersionError,
-    StorageFaultError,
     StoreError,
     explain,
+    explain_os,
     primary_code,
 )
 from store.migrations import Schema, check_not_newer, migrate, schema_version
@@ -230,11 +229,7 @@ def _create(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise StorageFaultError(
-                f"{path} cannot be made now ({error.strerror}): free some space"
-            ) from error
-        raise NotWritableError(f"{path} cannot be opened ({error.strerror}): check owner and mode") from error
+        raise explain_os(path, error) from error
 
 
 def _lock(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from pathlib import Path
 
@@ -87,3 +88,14 @@ def explain(path: Path, error: sqlite3.Error) -> StoreError:
             f"and programs that keep the file locked"
         )
     return StoreError(f"{path}: {error}")
+
+
+def explain_os(path: Path, error: OSError) -> StoreError:
+    """The error of ours that says what `error` means for the file at `path`."""
+    if isinstance(error, FileNotFoundError):
+        return MissingDatabaseError(
+            f"{path} does not exist: start the service once, or restore it from a backup"
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return StorageFaultError(f"{path} cannot be written now ({error.strerror}): free some space")
+    return NotWritableError(f"{path} cannot be opened ({error.strerror}): check owner and mode")

@@ -230,7 +230,44 @@ CREATE TABLE quota_levels (
 """,
 )
 
+# Null in rows from before: what is null is not hashed, so those rows keep their hashes.
+_AUDIT_ACTS = (
+    "ALTER TABLE audit ADD COLUMN host TEXT",
+    "ALTER TABLE audit ADD COLUMN act TEXT",
+    "ALTER TABLE audit ADD COLUMN phase TEXT",
+    "ALTER TABLE audit ADD COLUMN before TEXT",
+    "ALTER TABLE audit ADD COLUMN after TEXT",
+    "ALTER TABLE audit ADD COLUMN note TEXT",
+    "CREATE INDEX audit_act ON audit (act, phase)",
+    """
+CREATE VIEW audit_actions AS
+SELECT
+    first.seq AS seq,
+    last.seq AS result_seq,
+    substr(first.at, 1, 19) AS asked_utc,
+    substr(last.at, 1, 19) AS ended_utc,
+    first.actor AS actor,
+    first.host AS host,
+    first.action AS action,
+    first.params AS params,
+    CASE WHEN first.phase = 'intent' THEN last.result ELSE first.result END AS result,
+    CASE WHEN first.phase = 'intent' THEN last.before ELSE first.before END AS before,
+    CASE WHEN first.phase = 'intent' THEN last.after ELSE first.after END AS after,
+    coalesce(last.note, first.note) AS note
+FROM audit AS first
+LEFT JOIN audit AS last ON last.act = first.act AND last.phase = 'result' AND first.phase = 'intent'
+WHERE first.phase IS NOT 'result'
+    OR NOT EXISTS (SELECT 1 FROM audit WHERE act = first.act AND phase = 'intent')
+""",
+)
+
 HISTORY = Schema("history", (Migration("requests", _REQUESTS), Migration("quota levels", _QUOTA_LEVELS)))
 CONTROL = Schema(
-    "control", (Migration("keys", _KEYS), Migration("audit", _AUDIT), Migration("tenants", _TENANTS))
+    "control",
+    (
+        Migration("keys", _KEYS),
+        Migration("audit", _AUDIT),
+        Migration("tenants", _TENANTS),
+        Migration("audit acts", _AUDIT_ACTS),
+    ),
 )

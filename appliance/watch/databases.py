@@ -10,7 +10,7 @@ from pathlib import Path
 
 from appliance.watch.findings import Finding
 from appliance.watch.quantities import of_bytes
-from store.control import verify_audit
+from store.evidence import verify_audit
 from store.database import open_readonly
 from store.errors import StoreError
 from store.migrations import Schema

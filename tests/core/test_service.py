@@ -16,7 +16,7 @@ import pytest
 
 from appliance.client import AdminError
 from appliance.rundir import last_holder
-from store.control import read_audit, verify_audit
+from store.evidence import read_audit, verify_audit
 from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
 
 pytestmark = pytest.mark.system

@@ -25,15 +25,16 @@ def chain(length: int) -> sqlite3.Connection:
     return connection
 
 
+def entry(number: int) -> audit.Entry:
+    actor = audit.Actor("uid:0", "box", f"act{number}")
+    return audit.outcome(
+        actor, "keys.create", {"name": f"n{number}", "id": number}, "ok", None, {"id": number}
+    )
+
+
 def append(connection: sqlite3.Connection, number: int) -> audit.Head:
     connection.execute("BEGIN")
-    head = audit.append(
-        connection,
-        actor="uid:0",
-        action="keys.create",
-        params={"name": f"n{number}", "id": number},
-        result="ok",
-    )
+    head = audit.append(connection, entry(number))
     connection.execute("COMMIT")
     return head
 
@@ -60,13 +61,40 @@ def test_a_whole_chain_is_found_whole():
 
 def test_anybody_can_check_a_hash_with_the_documented_recipe():
     connection = chain(2)
-    seq, at, actor, action, params, result, previous, found = connection.execute(
-        "SELECT seq, at, actor, action, params, result, previous_hash, hash FROM audit WHERE seq = 2"
-    ).fetchone()
-    content = {"seq": seq, "at": at, "actor": actor, "action": action, "params": params, "result": result}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    connection.row_factory = sqlite3.Row
+    row = dict(connection.execute("SELECT * FROM audit WHERE seq = 2").fetchone())
+    previous, found = row.pop("previous_hash"), row.pop("hash")
+    text = json.dumps(
+        {name: value for name, value in row.items() if value is not None},
+        sort_keys=True,
+        separators=(",", ":"),
+    )
     assert hashlib.sha256((previous + text).encode()).hexdigest() == found
-    assert params == '{"id":2,"name":"n2"}'
+    assert row["params"] == '{"id":2,"name":"n2"}'
+
+
+def test_rows_from_before_there_were_intents_keep_their_hashes():
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    *before, phases = CONTROL.migrations
+    for migration in before:
+        for statement in migration.statements:
+            connection.execute(statement)
+    content = {"seq": 1, "at": "2026", "actor": "uid:0", "action": "a", "params": "{}", "result": "ok"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256((audit.GENESIS_HASH + text).encode()).hexdigest()
+    connection.execute(
+        "INSERT INTO audit (seq, at, actor, action, params, result, previous_hash, hash) "
+        "VALUES (1, '2026', 'uid:0', 'a', '{}', 'ok', ?, ?)",
+        (audit.GENESIS_HASH, digest),
+    )
+    for statement in phases.statements:
+        connection.execute(statement)
+    append(connection, 2)
+    verdict = audit.verify(connection, [audit.Head(1, digest)])
+    assert verdict.ok and verdict.rows == 2
+    connection.execute("DROP TRIGGER audit_rows_do_not_change")
+    connection.execute("UPDATE audit SET host = 'elsewhere' WHERE seq = 1")
+    assert audit.verify(connection).broken_seq == 1
 
 
 @given(data=st.data())
@@ -75,7 +103,21 @@ def test_one_changed_byte_anywhere_is_found_at_its_row(data):
     connection = chain(5)
     seq = data.draw(st.integers(1, 5))
     column = data.draw(
-        st.sampled_from(["at", "actor", "action", "params", "result", "previous_hash", "hash"])
+        st.sampled_from(
+            [
+                "at",
+                "actor",
+                "host",
+                "act",
+                "phase",
+                "action",
+                "params",
+                "result",
+                "after",
+                "previous_hash",
+                "hash",
+            ]
+        )
     )
     text = connection.execute(f"SELECT {column} FROM audit WHERE seq = ?", (seq,)).fetchone()[0]
     place = data.draw(st.integers(0, len(text) - 1))
@@ -86,6 +128,24 @@ def test_one_changed_byte_anywhere_is_found_at_its_row(data):
     assert not verdict.ok
     assert verdict.broken_seq == seq
     assert "rewritten" in (verdict.problem or "")
+
+
+@pytest.mark.parametrize("value", [b"uid:0", b"\xff"], ids=["no text", "no UTF-8"])
+def test_what_is_no_text_any_more_is_found_at_its_row(value):
+    connection = chain(3)
+    cast = "?" if value == b"uid:0" else "CAST(? AS TEXT)"
+    connection.execute(f"UPDATE audit SET actor = {cast} WHERE seq = 2", (value,))
+    assert audit.verify(connection).broken_seq == 2
+
+
+@pytest.mark.parametrize("column", ["host", "act", "phase", "after"])
+def test_a_value_that_is_gone_or_new_is_found_at_its_row(column):
+    connection = chain(3)
+    connection.execute(f"UPDATE audit SET {column} = NULL WHERE seq = 2")
+    assert audit.verify(connection).broken_seq == 2
+    connection = chain(3)
+    connection.execute("UPDATE audit SET note = '' WHERE seq = 3")
+    assert audit.verify(connection).broken_seq == 3
 
 
 def test_a_row_taken_out_of_the_middle_is_missed():
@@ -144,6 +204,38 @@ def test_a_chain_rewritten_with_new_hashes_shows_against_a_recorded_head():
     assert verdict.broken_seq == 10 and "recorded outside" in (verdict.problem or "")
 
 
+def test_the_recorded_heads_tell_where_a_rewritten_chain_stops_being_the_same():
+    connection = chain(10)
+    recorded = [audit.Head(row.seq, row.hash) for row in audit.rows(connection) if row.seq in (2, 6, 10)]
+    connection.execute("UPDATE audit SET actor = 'uid:1000' WHERE seq = 4")
+    forge(connection, 4)
+    verdict = audit.verify(connection, recorded)
+    assert verdict.broken_seq == 6
+    assert "a row before it (rows up to 2 hold)" in (verdict.problem or "")
+
+
+def test_two_records_of_one_row_that_disagree_are_a_fault():
+    connection = chain(3)
+    good = audit.head(connection)
+    assert audit.verify(connection, [good, good]).ok
+    assert audit.verify(connection, [good, audit.Head(3, "1" * 64)]).broken_seq == 3
+
+
+def test_an_intent_without_a_result_is_known_until_its_result_comes():
+    connection = chain(2)
+    actor = audit.Actor("uid:0", None, "open")
+    for made in (audit.intent(actor, "models.load", {}), audit.intent(actor._replace(act="x"), "a.b", {})):
+        connection.execute("BEGIN")
+        audit.append(connection, made)
+        connection.execute("COMMIT")
+    assert [row.act for row in audit.unfinished(connection, 100)] == ["open", "x"]
+    assert [row.act for row in audit.unfinished(connection, 1)] == ["x"]
+    connection.execute("BEGIN")
+    audit.append(connection, audit.outcome(actor, "models.load", {}, "ok"))
+    connection.execute("COMMIT")
+    assert [row.act for row in audit.unfinished(connection, 100)] == ["x"]
+
+
 def test_a_chain_that_lost_its_end_does_not_grow_over_the_gap():
     connection = chain(5)
     connection.execute("DELETE FROM audit WHERE seq > 3")
@@ -161,13 +253,13 @@ def test_old_recorded_heads_stay_good_as_the_chain_grows():
 def test_an_audit_row_needs_the_transaction_of_its_change():
     connection = chain(1)
     with pytest.raises(ValueError, match=r"keys\.create outside a transaction"):
-        audit.append(connection, actor="a", action="keys.create", params={}, result="ok")
+        audit.append(connection, entry(1))
 
 
 def test_what_is_not_json_is_refused():
-    connection = chain(1)
-    connection.execute("BEGIN")
     with pytest.raises(ValueError, match="JSON"):
-        audit.append(connection, actor="a", action="b", params={"x": float("nan")}, result="ok")
+        audit.outcome("uid:0", "b", {"x": float("nan")}, "ok")
     with pytest.raises(TypeError):
-        audit.append(connection, actor="a", action="b", params={"x": object()}, result="ok")
+        audit.outcome("uid:0", "b", {"x": object()}, "ok")
+    with pytest.raises(TypeError):
+        audit.outcome("uid:0", "b", {}, "ok", before=object())

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from store import audit
-from store.control import ControlStore, read_audit, read_audit_head, read_keys, verify_audit
+from store.control import ControlStore, read_keys
 from store.errors import StorageFaultError, UnknownKeyError
+from store.evidence import read_audit, read_audit_head, verify_audit
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from store.audit import AuditRow
-from store.control import ControlStore, read_audit, read_policies, verify_audit
+from store.control import ControlStore, read_policies
 from store.database import WritableDatabase
 from store.errors import ConflictError, UnknownKeyError, UnknownPeerError, UnknownTenantError
+from store.evidence import read_audit, verify_audit
 from store.migrations import Schema
 from store.policies import KeyRecord, PeerRecord, Policies, Quota, TenantRecord
 from store.schemas import CONTROL
@@ -36,8 +37,10 @@ def tenant(control: ControlStore, name: str = "acme", **changes: Any) -> TenantR
 
 
 def last_row(control: ControlStore) -> tuple[AuditRow, dict[str, Any]]:
+    """The newest audit row, and its parameters with the values before and after."""
     row = read_audit(control.path)[-1]
-    return row, json.loads(row.params)
+    values = {name: json.loads(getattr(row, name) or "null") for name in ("before", "after")}
+    return row, {**json.loads(row.params), **values}
 
 
 def test_two_tenants_are_there_from_the_first_start(control):
@@ -196,7 +199,7 @@ def test_a_rotated_key_and_its_successor_open_the_same_for_a_while(control, monk
     assert control.lookup(old.key) is None and control.lookup(new.key) is not None
     _, params = last_row(control)
     assert params["before"] == {"expires_at": None, "replaced_by": None}
-    assert params["after"]["replaced_by"] == params["successor"]["id"] == new.record.id
+    assert params["after"]["replaced_by"] == params["after"]["successor"]["id"] == new.record.id
     everything = b"".join(file.read_bytes() for file in control.path.parent.iterdir())
     assert new.key.encode() not in everything
 

@@ -1,0 +1,146 @@
+"""Reading and judging the audit trail from outside: the chain in `control.db`, the heads that were recorded
+elsewhere, and what still waits in the spool. Read rights are enough, and nothing needs to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from store import audit, exports
+from store.audit import AuditRow, Entry, Head, Verdict
+from store.database import reading
+from store.errors import StoreError, explain_os
+from store.heads import HEADS_FILE, KEY_FILE, SignedHead, SigningKey, heads_in, read_key
+from store.schemas import CONTROL
+from store.spool import SPOOL_FILE, entries_in
+
+
+class Recorded(NamedTuple):
+    """A head, and where it was recorded."""
+
+    head: Head
+    source: str
+    signed: SignedHead | None = None
+    """None: somebody's own note, which nobody signed."""
+
+
+class Findings(NamedTuple):
+    """What `examine` found."""
+
+    verdict: Verdict
+    problems: list[str]
+    """What is wrong, the first row of the chain that is first."""
+    notes: list[str]
+    """What could not be checked, and what is not wrong but worth a look."""
+    heads: int
+    """Recorded heads that the chain was held against."""
+    vouched_seq: int
+    """Up to here, a recorded head vouches for the chain."""
+    spooled: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def read_audit(path: Path, after: int = 0, limit: int = 1000) -> list[AuditRow]:
+    """Audit rows with a seq above `after`, oldest first, through a read-only connection. Raises a
+    `StoreError`."""
+    with reading(path, CONTROL) as connection:
+        return audit.rows(connection, after, limit)
+
+
+def read_audit_head(path: Path) -> Head:
+    """The newest audit row's seq and hash, to be kept outside the file. Raises a `StoreError`."""
+    with reading(path, CONTROL) as connection:
+        return audit.head(connection)
+
+
+def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
+    """`store.audit.verify` of the file at `path`, through a read-only connection. Raises a `StoreError`."""
+    with reading(path, CONTROL) as connection:
+        return audit.verify(connection, recorded)
+
+
+def read_spool(folder: Path) -> list[Entry]:
+    """Entries that wait for the chain in this folder. Raises a `StoreError`."""
+    try:
+        return entries_in(folder / SPOOL_FILE)
+    except OSError as error:
+        raise explain_os(folder / SPOOL_FILE, error) from error
+
+
+def read_heads(path: Path) -> list[Recorded]:
+    """The heads in a file of any kind that holds their lines. Raises a `StoreError`."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            return recorded_in(lines, str(path))
+    except OSError as error:
+        raise explain_os(path, error) from error
+
+
+def recorded_in(lines: Iterable[str], source: str) -> list[Recorded]:
+    """The heads in a text."""
+    return [Recorded(signed.head, source, signed) for signed in heads_in(lines)]
+
+
+def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
+    """Hold the chain of the state directory `folder` against the heads in it and in `recorded`.
+
+    Raises a `StoreError` for what cannot be read at all.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    known = list(recorded)
+    try:
+        known += read_heads(folder / HEADS_FILE)
+    except StoreError as error:
+        if read_audit_head(folder / "control.db").seq:
+            problems.append(f"no heads beside the chain: {error}")
+    try:
+        key = read_key(folder / KEY_FILE)
+    except StoreError as error:
+        key = None
+        notes.append(f"signatures of heads were not checked: {error}")
+    waiting = read_spool(folder)
+    if waiting:
+        notes.append(
+            f"{len(waiting)} entries since {waiting[0].at} wait in {folder / SPOOL_FILE}, "
+            f"and are not in the chain yet"
+        )
+    found = examine(folder / "control.db", known, key)
+    return found._replace(problems=found.problems + problems, notes=found.notes + notes, spooled=len(waiting))
+
+
+def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
+    """Hold the chain in the database, or in the export, at `path` against recorded heads, whose signatures
+    are checked where there is a `key`. Raises a `StoreError`."""
+    known = list(recorded)
+    problems = [
+        f"the head of row {signed.seq} in {source} does not carry this service's signature: "
+        f"another key, or a forged line"
+        for _, source, signed in known
+        if key is not None and signed is not None and not key.signed_head(signed)
+    ]
+    heads = [head for head, _, _ in known]
+    if exports.is_export(path):
+        rows, trailer = exports.read(path)
+        verdict = audit.check(rows, heads, trailer.head.seq if trailer else 0)
+        problems += exports.problems_of(trailer, verdict.head, key)
+    else:
+        verdict = verify_audit(path, heads)
+    if verdict.problem is not None:
+        problems.insert(0, f"row {verdict.broken_seq}: {verdict.problem}")
+    vouched = max([head.seq for head in heads if head.seq <= verdict.head.seq], default=0)
+    notes = []
+    if verdict.ok and vouched < verdict.head.seq:
+        newer = verdict.head.seq - vouched
+        notes.append(
+            f"the last {newer} rows are newer than every recorded head: their removal would not show"
+            if newer > 1
+            else "the last row is newer than every recorded head: its removal would not show"
+        )
+    return Findings(verdict, problems, notes, len(heads), vouched, 0)

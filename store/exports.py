@@ -1,0 +1,116 @@
+"""The audit chain as a file of its own: a line of JSON a row, then one that says how many there are, signed.
+
+A line has every column that is not null; the last one is
+
+    {"trailer": {"at": …, "hash": …, "rows": …, "seq": …, "sha256": …, "sig": …}}
+
+with seq and hash of the newest row and the SHA-256 of all lines before it. `sig` is there where whoever wrote
+the export can read the service's key (`store.heads`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from store.audit import GENESIS_HASH, AuditRow, Head, canonical_json, utc_now
+from store.errors import CorruptDatabaseError, explain_os
+from store.heads import SigningKey
+
+_PURPOSE = "audit export"
+_FIRST_BYTE = b"{"
+
+
+class Trailer(NamedTuple):
+    """An export's last line. `content` is what is signed."""
+
+    head: Head
+    rows: int
+    content: str
+    signature: str | None
+    intact: bool
+    """The lines before have the SHA-256 that it names."""
+
+
+def lines_of(chain: Iterable[AuditRow], key: SigningKey | None) -> Iterator[str]:
+    """The export of a chain, line by line, newlines included."""
+    digest = hashlib.sha256()
+    head, count = Head(0, GENESIS_HASH), 0
+    for row in chain:
+        line = (
+            canonical_json({name: value for name, value in row._asdict().items() if value is not None}) + "\n"
+        )
+        digest.update(line.encode())
+        head, count = Head(row.seq, row.hash), count + 1
+        yield line
+    trailer = {
+        "at": utc_now(),
+        "hash": head.hash,
+        "rows": count,
+        "seq": head.seq,
+        "sha256": digest.hexdigest(),
+    }
+    if key is not None:
+        trailer["sig"] = key.sign(_PURPOSE, canonical_json(trailer))
+    yield canonical_json({"trailer": trailer}) + "\n"
+
+
+def is_export(path: Path) -> bool:
+    """Whether the file begins as an export does, not as a database. Raises a `StoreError`."""
+    try:
+        with path.open("rb") as file:
+            return file.read(1) == _FIRST_BYTE
+    except OSError as error:
+        raise explain_os(path, error) from error
+
+
+def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
+    """Rows and trailer of an export; no trailer: it was cut off. Raises a `StoreError`."""
+    rows: list[AuditRow] = []
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    fields = json.loads(line)
+                    if "trailer" in fields:
+                        return rows, _trailer(fields["trailer"], digest.hexdigest())
+                    rows.append(AuditRow(**fields))
+                except (ValueError, TypeError, KeyError) as error:
+                    raise CorruptDatabaseError(
+                        f"line {number} of {path} is no row of an audit chain ({error}): export it again"
+                    ) from error
+                digest.update(line)
+    except OSError as error:
+        raise explain_os(path, error) from error
+    return rows, None
+
+
+def problems_of(trailer: Trailer | None, found: Head, key: SigningKey | None) -> list[str]:
+    """What is wrong with an export whose chain ends at `found`."""
+    if trailer is None:
+        return ["the export has no trailer: its end is missing"]
+    problems = []
+    if not trailer.intact or trailer.head != found:
+        problems.append(
+            f"the export was changed: it should end with row {trailer.head.seq} ({trailer.head.hash})"
+        )
+    if key is not None and trailer.signature is None:
+        problems.append("the export is not signed")
+    elif key is not None and not key.signed(_PURPOSE, trailer.content, trailer.signature or ""):
+        problems.append("the export does not carry this service's signature: another key, or forged")
+    return problems
+
+
+def _trailer(fields: dict[str, object], digest: str) -> Trailer:
+    signature = fields.pop("sig", None)
+    return Trailer(
+        head=Head(int(str(fields["seq"])), str(fields["hash"])),
+        rows=int(str(fields["rows"])),
+        content=canonical_json(fields),
+        signature=None if signature is None else str(signature),
+        intact=fields["sha256"] == digest,
+    )

@@ -1,0 +1,175 @@
+"""Heads of the audit chain, signed and kept outside the database: what makes a rewritten or shortened chain
+show.
+
+A signed head is one line, the same in the service's journal and in `audit.heads` beside the database:
+
+    audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 sig=<64 hex>
+
+`sig` is HMAC-SHA256 under `audit.key`, which the service makes at its first start and only its user can read.
+It tells a head that this service wrote from one that somebody else put into a file or a journal. It does not
+protect against who can read the key: they can sign whatever they like, and only a head that left the machine
+before (a forwarded journal, a note on paper) speaks against them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from store.audit import Head, utc_now
+from store.errors import NotWritableError, explain_os
+
+log = logging.getLogger(__name__)
+
+KEY_FILE = "audit.key"
+HEADS_FILE = "audit.heads"
+ROWS_BETWEEN_HEADS = 16
+"""A head is recorded when the chain has grown by so many rows, if not for another reason before."""
+
+_KEY_BYTES = 32
+_LINE = re.compile(
+    r"\baudit head seq=(?P<seq>[0-9]{1,18}) hash=(?P<hash>[0-9a-f]{64}) "
+    r"at=(?P<at>[0-9T:.+-]{10,40}) sig=(?P<signature>[0-9a-f]{64})\b"
+)
+
+
+class SignedHead(NamedTuple):
+    """A head, when it was recorded, and the service's signature of both."""
+
+    seq: int
+    hash: str
+    at: str
+    signature: str
+
+    @property
+    def head(self) -> Head:
+        """What it vouches for."""
+        return Head(self.seq, self.hash)
+
+    @property
+    def line(self) -> str:
+        """As it stands in journal and file."""
+        return f"audit head seq={self.seq} hash={self.hash} at={self.at} sig={self.signature}"
+
+
+class SigningKey:
+    """The service's own secret, for signatures that only its user and root can make."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def sign(self, purpose: str, content: str) -> str:
+        """The signature of `content`, in hex; one for another purpose never passes for it."""
+        return hmac.new(self._secret, f"{purpose}\n{content}".encode(), hashlib.sha256).hexdigest()
+
+    def signed(self, purpose: str, content: str, signature: str) -> bool:
+        """Whether `signature` is the one of `content`."""
+        return hmac.compare_digest(self.sign(purpose, content), signature)
+
+    def sign_head(self, head: Head, at: str) -> SignedHead:
+        """The head as the service vouches for it at this time."""
+        return SignedHead(head.seq, head.hash, at, self.sign("audit head", f"{head.seq} {head.hash} {at}"))
+
+    def signed_head(self, head: SignedHead) -> bool:
+        """Whether this key signed it."""
+        return self.signed("audit head", f"{head.seq} {head.hash} {head.at}", head.signature)
+
+
+def make_or_read_key(folder: Path) -> SigningKey:
+    """The key of the service whose state is in `folder`, made if there is none. Raises a `StoreError`."""
+    path = folder / KEY_FILE
+    if not path.exists():
+        secret = secrets.token_bytes(_KEY_BYTES)
+        # Whole or not at all: half a key would be another one at the next start.
+        fresh = folder / f"{KEY_FILE}.new"
+        try:
+            fresh.unlink(missing_ok=True)
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secret.hex().encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(path)
+        except OSError as error:
+            raise explain_os(path, error) from error
+    return read_key(path)
+
+
+def read_key(path: Path) -> SigningKey:
+    """The key in this file. Raises a `StoreError`."""
+    try:
+        secret = bytes.fromhex(path.read_text("ascii").strip())
+    except OSError as error:
+        raise explain_os(path, error) from error
+    except ValueError:
+        secret = b""
+    if len(secret) != _KEY_BYTES:
+        raise NotWritableError(
+            f"{path} is not a key ({_KEY_BYTES} bytes in hex): restore it from a backup, or move it away "
+            f"for a new one to be made (heads that the old one signed cannot be checked then)"
+        )
+    return SigningKey(secret)
+
+
+def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
+    """The heads in a journal's output, a heads file, or any text."""
+    for line in lines:
+        for match in _LINE.finditer(line):
+            yield SignedHead(int(match["seq"]), match["hash"], match["at"], match["signature"])
+
+
+class HeadKeeper:
+    """Records heads, signed: into the file, and into the log, which systemd's journal takes.
+
+    One thread at a time (the database's writer).
+    """
+
+    def __init__(self, path: Path, key: SigningKey) -> None:
+        self.path = path
+        self.last_error: str | None = None
+        """Why the file did not take the latest head; the log has it."""
+        self.recorded: SignedHead | None = None
+        self.newest = Head(0, "")
+        self._key = key
+
+    def saw(self, head: Head) -> None:
+        """The chain has grown to `head`."""
+        self.newest = head
+        if head.seq - (self.recorded.seq if self.recorded else 0) >= ROWS_BETWEEN_HEADS:
+            self.record()
+
+    def record(self) -> None:
+        """Record the newest head, unless it is recorded already."""
+        known = self.recorded is not None and self.recorded.head == self.newest
+        if self.newest.seq == 0 or (known and self.last_error is None):
+            return
+        head = self._key.sign_head(self.newest, utc_now())
+        log.info("%s", head.line)
+        self.recorded = head
+        try:
+            append_line(self.path, head.line)
+            self.last_error = None
+        except OSError as error:
+            self.last_error = f"{self.path} did not take the head of row {head.seq} ({error.strerror})"
+            log.error("%s: it stands in this log only", self.last_error)
+
+
+def append_line(path: Path, line: str, mode: int = 0o640) -> None:
+    """Add a line to a file, on the disk when this returns. Raises OSError, and leaves no half line then."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode), "rb+", 0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            data = line.encode() + b"\n"
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise

@@ -1,0 +1,188 @@
+"""The audit trail of the running service: puts entries into the chain, or into the spool while the database
+refuses them, and from there into the chain as soon as it can; and has the chain's heads recorded.
+
+    trail.intend(actor, action, params)     before anything is done
+    trail.append(connection, entry)         within the transaction of a change, or
+    trail.conclude(actor, action, …)        for what changed nothing in the database
+
+Entries reach the chain in the order in which they were handed over, spooled or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from store import audit
+from store.audit import Actor, Entry, Head
+from store.heads import HeadKeeper
+from store.spool import Spool, SpoolState
+from store.writer import Writer
+
+log = logging.getLogger(__name__)
+
+_LOOKED_THROUGH = 10_000
+"""The newest rows, among which a start looks for intents that the last life of the service left."""
+
+
+class TrailState(NamedTuple):
+    """How the audit trail is doing."""
+
+    head: Head
+    """The newest row."""
+    recorded_seq: int
+    """Up to here, heads vouch for the chain."""
+    spool: SpoolState
+    last_error: str | None
+    """Why entries are spooled, or heads not filed; None when all is well."""
+
+
+class Appended(NamedTuple):
+    """What a transaction put into the chain: it counts once `AuditTrail.committed` is told."""
+
+    head: Head
+    from_spool: int
+
+
+class AuditTrail:
+    """Any thread may call; `append` and `committed` are for operations of `writer`, on its thread."""
+
+    def __init__(self, writer: Writer, spool: Spool, heads: HeadKeeper) -> None:
+        self._writer = writer
+        self._spool = spool
+        self._heads = heads
+        self._refused: str | None = None
+
+    def start(self) -> None:
+        """Bring into the chain what a former service left: spooled entries, and a result for each intent that
+        has none. Then record the head. Where the database refuses, later."""
+        self._call(self._begin).exception()
+
+    def close(self) -> None:
+        """Try a last time to empty the spool, and record the head."""
+        self._call(self.append).exception()
+        self._heads.record()
+        self._spool.close()
+
+    def intend(self, actor: Actor | str, action: str, params: Mapping[str, object]) -> Future[Actor]:
+        """Record what is about to be done. The future, which never fails, has the actor with the name of this
+        one `act`: in the chain or in the spool, where it lasts, or in memory and the log, where nothing else
+        takes it.
+
+        Raises what `canonical_json` raises for `params`.
+        """
+        acting = audit.as_actor(actor)._replace(act=audit.new_act())
+        intended: Future[Actor] = Future()
+        self._record(audit.intent(acting, action, params)).add_done_callback(
+            lambda _: intended.set_result(acting)
+        )
+        return intended
+
+    def conclude(
+        self,
+        actor: Actor | str,
+        action: str,
+        params: Mapping[str, object],
+        result: str,
+        before: object = None,
+        after: object = None,
+    ) -> Future[None]:
+        """Record what came of it, as `intend`; nothing where the change itself recorded that already.
+
+        Raises what `canonical_json` raises for values.
+        """
+        return self._record(audit.outcome(actor, action, params, result, before, after))
+
+    def retry(self) -> None:
+        """Empty the spool if the database takes it now. To be called every few seconds."""
+        if self._spool.state().rows:
+            self._spool.retry()
+            self._call(self.append)
+
+    def record_head(self) -> None:
+        """Record the newest head, if it is not recorded yet. To be called every few minutes."""
+        self._writer.call(lambda connection: None, lambda _: self._heads.record())
+
+    def state(self) -> TrailState:
+        """How it is doing at this moment."""
+        recorded = self._heads.recorded
+        return TrailState(
+            head=self._heads.newest,
+            recorded_seq=0 if recorded is None else recorded.seq,
+            spool=self._spool.state(),
+            last_error=self._refused or self._heads.last_error,
+        )
+
+    # ── the writer's thread ──
+
+    def append(self, connection: sqlite3.Connection, entry: Entry | None = None) -> Appended:
+        """What waits in the spool, then `entry`, inside the open transaction."""
+        waiting = self._spool.waiting()
+        late = audit.utc_now()
+        for spooled in waiting:
+            if not audit.holds(connection, spooled):
+                note = f"spooled, written {late}" + (f"; {spooled.note}" if spooled.note else "")
+                audit.append(connection, spooled._replace(note=note))
+        if entry is not None:
+            audit.append(connection, entry)
+        return Appended(audit.head(connection), len(waiting))
+
+    def committed(self, appended: Appended) -> None:
+        """The transaction stands."""
+        if appended.from_spool:
+            self._spool.drop(appended.from_spool)
+            log.warning("%d spooled audit entries are in the chain now", appended.from_spool)
+        self._refused = None
+        self._heads.saw(appended.head)
+
+    def refused(self, entry: Entry, error: BaseException) -> None:
+        """The transaction does not stand because the database failed."""
+        self._refused = str(error)
+        self._spool.put(entry)
+
+    def _begin(self, connection: sqlite3.Connection) -> Appended:
+        appended = self.append(connection)
+        for row in audit.unfinished(connection, _LOOKED_THROUGH):
+            log.warning("audit row %d: %s by %s has no result", row.seq, row.action, row.actor)
+            audit.append(
+                connection,
+                Entry(
+                    at=audit.utc_now(),
+                    actor=row.actor,
+                    action=row.action,
+                    params=row.params,
+                    result="unknown: the service ended before it was",
+                    host=row.host,
+                    act=row.act,
+                    phase=audit.RESULT,
+                ),
+            )
+        return appended._replace(head=audit.head(connection))
+
+    def _record(self, entry: Entry) -> Future[None]:
+        recorded: Future[None] = Future()
+
+        def settle(done: Future[Appended]) -> None:
+            error = done.exception()
+            if error is not None:
+                self.refused(entry, error)
+            recorded.set_result(None)
+
+        def append_once(connection: sqlite3.Connection) -> Appended:
+            return self.append(connection, None if audit.holds(connection, entry) else entry)
+
+        self._writer.call(append_once, self.committed).add_done_callback(settle)
+        return recorded
+
+    def _call(self, operation: Callable[[sqlite3.Connection], Appended]) -> Future[Appended]:
+        def note(done: Future[Appended]) -> None:
+            error = done.exception()
+            if error is not None:
+                self._refused = str(error)
+
+        future = self._writer.call(operation, self.committed)
+        future.add_done_callback(note)
+        return future
