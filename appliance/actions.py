@@ -10,13 +10,103 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from appliance.protocol import Done, NewKey
+from appliance.protocol import Done, Key, NewKey, Tenant
 
 Danger = Literal["none", "confirm", "typed"]
 
 
-class CreateKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant, or a key within its tenant, may use. A field that is not given stays as it is; null
+    lifts the limit."""
+
+    requests_per_minute: float | UnsetType | None = UNSET
+    """Requests a minute."""
+    tokens_per_minute: float | UnsetType | None = UNSET
+    """Prompt and output tokens a minute."""
+    tokens_per_day: float | UnsetType | None = UNSET
+    """Prompt and output tokens a day, which refill all the time."""
+    burst_s: float | UnsetType = UNSET
+    """Seconds of the limits a minute that may be used at once."""
+    concurrent_requests: int | UnsetType | None = UNSET
+    """Requests that run at once; more wait."""
+    queued_requests: int | UnsetType | None = UNSET
+    """Requests that wait; more are refused."""
+    context_tokens: int | UnsetType | None = UNSET
+    """Longest request in tokens, prompt and output together."""
+    kv_share: float | UnsetType | None = UNSET
+    """Part of a replica's KV blocks that its running requests may hold, 0 to 1."""
+
+
+class TenantFields(Limits, kw_only=True):
+    """What is decided about a tenant."""
+
+    weight: float | UnsetType = UNSET
+    """Share of service against other tenants of the same class."""
+    highest_class: int | UnsetType = UNSET
+    """The best class that its requests get, 0 to 3."""
+    default_class: int | UnsetType = UNSET
+    """Of a request that asks for none."""
+    default_max_tokens: int | UnsetType | None = UNSET
+    """Output of a request that names no max_tokens; null: what the model's length leaves."""
+    cache_group: str | UnsetType | None = UNSET
+    """Share cached prefixes with the tenants of this group."""
+    log_policy: str | UnsetType = UNSET
+    """What the request log keeps of prompts and answers: metadata, hashes or full."""
+    log_days: float | UnsetType | None = UNSET
+    """For how many days; null: the service's retention."""
+
+
+class CreateTenant(TenantFields, kw_only=True):
+    """Make a tenant; what is not given is as for the built-in ones."""
+
+    name: str
+    """What it is called, for good."""
+
+
+class SetTenant(TenantFields, kw_only=True):
+    """Change a tenant, at once."""
+
+    name: str
+    """As `tenants list` shows it."""
+
+
+class SuspendTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Serve nothing of a tenant any more; what runs goes on."""
+
+    name: str
+    """As `tenants list` shows it."""
+    cancel: bool = False
+    """End what runs and waits as well."""
+
+
+class ResumeTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Serve a suspended tenant again."""
+
+    name: str
+    """As `tenants list` shows it."""
+
+
+class DeleteTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Remove a tenant that no valid key and no peer stands for."""
+
+    name: str
+    """As `tenants list` shows it."""
+
+
+class KeyRights(Limits, kw_only=True):
+    """What a key opens, within what its tenant may."""
+
+    scopes: list[str] | UnsetType = UNSET
+    """Of inference (the API of models), admin (every operator action) and read (looking at the service)."""
+    models: list[str] | UnsetType | None = UNSET
+    """The only models that it opens; null: all."""
+    highest_class: int | UnsetType | None = UNSET
+    """The best class that its requests get, 0 to 3; null: the tenant's."""
+
+
+class CreateKey(KeyRights, kw_only=True):
     """Make a bearer key."""
 
     name: str
@@ -27,11 +117,52 @@ class CreateKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Unix seconds from which on it is worthless; never by default."""
 
 
-class RevokeKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Make a key worthless, for good."""
+class SetKey(KeyRights, kw_only=True):
+    """Change what a key opens, at once."""
 
     id: str
     """The key's id, as `keys list` shows it."""
+    name: str | UnsetType = UNSET
+    """What or whom it is for."""
+    expires_at: float | UnsetType | None = UNSET
+    """Unix seconds from which on it is worthless; null: never."""
+
+
+class RotateKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Make a key with the same rights in the place of one, which goes on for a while."""
+
+    id: str
+    """The key's id, as `keys list` shows it."""
+    overlap_s: float = 86400.0
+    """Seconds for which the old key goes on."""
+    expires_at: float | None = None
+    """Unix seconds from which on the new key is worthless; by default it is good for as long as the old one
+    was made for."""
+
+
+class RevokeKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Make a key worthless, for good; what runs goes on."""
+
+    id: str
+    """The key's id, as `keys list` shows it."""
+    cancel: bool = False
+    """End what runs and waits as well."""
+
+
+class MapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Let a user or group of the box use `api.sock` for a tenant."""
+
+    peer: str
+    """As uid:1000 or gid:100."""
+    tenant: str
+    """Who its requests are billed to."""
+
+
+class UnmapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Forget for whom a user or group of the box stands."""
+
+    peer: str
+    """As uid:1000 or gid:100."""
 
 
 class CancelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -56,8 +187,17 @@ class Action(NamedTuple):
 
 
 ACTIONS: tuple[Action, ...] = (
+    Action("tenants.create", "Create a tenant", "none", CreateTenant, Tenant),
+    Action("tenants.set", "Change a tenant", "none", SetTenant, Tenant),
+    Action("tenants.suspend", "Suspend tenant", "confirm", SuspendTenant, Done),
+    Action("tenants.resume", "Resume a tenant", "none", ResumeTenant, Done),
+    Action("tenants.delete", "Delete tenant", "typed", DeleteTenant, Done),
     Action("keys.create", "Create a key", "none", CreateKey, NewKey),
+    Action("keys.rotate", "Rotate key", "confirm", RotateKey, NewKey),
+    Action("keys.set", "Change a key", "none", SetKey, Key),
     Action("keys.revoke", "Revoke a key", "confirm", RevokeKey, Done),
+    Action("peers.map", "Map a user or group", "none", MapPeer, Done),
+    Action("peers.unmap", "Unmap", "confirm", UnmapPeer, Done),
     Action("requests.cancel", "Cancel a request", "confirm", CancelRequest, Done),
 )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from appliance.actions import CancelRequest, CreateKey, RevokeKey, action_of
-from appliance.protocol import Done, ErrorBody, InFlight, Key, NewKey, Status
+from appliance.protocol import Done, ErrorBody, InFlight, Key, NewKey, Peer, Status, Tenant
 
 if TYPE_CHECKING:
     import httpx
@@ -40,9 +40,11 @@ class AdminClient:
     Every call raises ServiceNotRunningError when nobody answers there, AdminError when the service refuses.
     """
 
-    def __init__(self, run_dir: str | Path, timeout_s: float = 10.0) -> None:
+    def __init__(self, run_dir: str | Path, timeout_s: float = 10.0, key: str | None = None) -> None:
+        """`key`, of scope admin or read, is for users who are no operators."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._http: httpx.Client | None = None
 
     def __enter__(self) -> AdminClient:
@@ -70,6 +72,14 @@ class AdminClient:
     def keys(self) -> list[Key]:
         """All keys, revoked ones too."""
         return self._call("GET", "/keys", list[Key])
+
+    def tenants(self) -> list[Tenant]:
+        """All tenants."""
+        return self._call("GET", "/tenants", list[Tenant])
+
+    def peers(self) -> list[Peer]:
+        """Users and groups of the box that need no key."""
+        return self._call("GET", "/peers", list[Peer])
 
     def create_key(self, name: str, tenant: str = "default", expires_at: float | None = None) -> NewKey:
         """Make a bearer key; its secret is in the answer and nowhere else."""
@@ -101,7 +111,9 @@ class AdminClient:
 
         if self._http is None:
             transport = httpx.HTTPTransport(uds=str(self.socket))
-            self._http = httpx.Client(transport=transport, base_url="http://admin", timeout=self._timeout_s)
+            self._http = httpx.Client(
+                transport=transport, base_url="http://admin", timeout=self._timeout_s, headers=self._headers
+            )
         headers = {"content-type": "application/json"} if body is not None else None
         try:
             response = self._http.request(method, path, content=body, headers=headers)
@@ -126,6 +138,7 @@ class AdminClient:
             return ServiceNotRunningError(f"no service runs here ({self.socket} does not exist): {remedy}")
         if "Permission" in str(error):
             return NotAllowedError(
-                f"{self.socket} may not be opened by uid {os.geteuid()}: use the service's user, or root"
+                f"{self.socket} may not be opened by uid {os.geteuid()}: use the service's user, root, or an "
+                f"operator of [admin] in the settings"
             )
         return ServiceNotRunningError(f"no service answers on {self.socket} ({error}): {remedy}")

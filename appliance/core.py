@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+from appliance.admin.callers import Doorkeeper, keys_of
 from appliance.admin.operations import Operations
 from appliance.admin.server import AdminServer
 from appliance.fronts import Dealer
@@ -88,7 +89,7 @@ async def serve(
         listeners = _listen(settings, switchboard.dealer, held)
         admin = AdminServer(settings.admin_socket, settings.unix.admin_mode)
         operations = Operations(settings, switchboard, control, history, [*listeners, admin], started_at)
-        await admin.start(operations)
+        await admin.start(operations, Doorkeeper(settings.admin, keys_of(control)))
         try:
             switchboard.start(listeners)
             await stop.wait()

@@ -30,9 +30,10 @@ class ListenError(Exception):
     """An address that cannot be listened on; the message says why and what to do."""
 
 
-def bind_unix(path: Path, mode: str) -> socket.socket:
+def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
     """A listening Unix socket with this file mode (octal), replacing a stale one. Raises ListenError.
 
+    It is given to the group `gid` where this process may do that; else it stays with the process's own.
     The run directory's lock must be held: it is what makes another socket here a stale one.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -40,6 +41,8 @@ def bind_unix(path: Path, mode: str) -> socket.socket:
         remove_socket(path)
         sock.bind(str(path))
         # Nobody can connect before listen(), so the mode is never wider than asked for.
+        if gid is not None:
+            _give(path, gid)
         os.chmod(path, int(mode, 8))
         sock.listen(_BACKLOG)
     except OSError as error:
@@ -72,6 +75,13 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         ) from error
     sock.setblocking(False)
     return sock
+
+
+def _give(path: Path, gid: int) -> None:
+    try:
+        os.chown(path, -1, gid)
+    except PermissionError:
+        log.warning("%s cannot be given to group %d: the service's user is not in it", path, gid)
 
 
 class Listener:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from store.policies import Quota
+
 
 def precision(dtype: str, weights: str, kv_dtype: str) -> str:
     """A model's dtype and what is held in another, e.g. "bfloat16, weights fp8, KV fp8"."""
@@ -218,6 +220,16 @@ class Key(msgspec.Struct, kw_only=True):
     """Unix seconds, like the next two."""
     expires_at: float | None = None
     revoked_at: float | None = None
+    scopes: tuple[str, ...] = ("inference",)
+    """What it opens: "inference", "admin", "read"."""
+    models: list[str] | None = None
+    """The only models that it opens; None: all."""
+    highest_class: int | None = None
+    """0 to 3; narrows its tenant's. None: the tenant's."""
+    quota: Quota = Quota()
+    """Within its tenant's; what it does not name has no limit."""
+    replaced_by: str | None = None
+    """The key that a rotation put in its place."""
 
 
 class NewKey(msgspec.Struct, kw_only=True):
@@ -228,6 +240,56 @@ class NewKey(msgspec.Struct, kw_only=True):
     name: str
     tenant: str
     expires_at: float | None = None
+    replaces: str | None = None
+    """The id of the key in whose place a rotation put it."""
+    replaced_until: float | None = None
+    """Until then (unix seconds) that one goes on."""
+
+
+class Tenant(msgspec.Struct, kw_only=True):
+    """Who pays, and what it may use."""
+
+    name: str
+    built_in: bool
+    """There from the first start; it cannot be deleted."""
+    created_at: float
+    """Unix seconds, like the next one."""
+    suspended_at: float | None
+    """Set: nothing of it is served."""
+    weight: float
+    """Share of service against other tenants of the same class."""
+    highest_class: int
+    """The best class that its requests get; 0 is P0."""
+    default_class: int
+    """Of a request that asks for none; never better than `highest_class`."""
+    default_max_tokens: int | None
+    """Output of a request that names no `max_tokens`; None: what the model's length leaves."""
+    cache_group: str | None
+    """Tenants of one group find each other's prefixes in the cache; None: only its own."""
+    log_policy: str
+    """What the request log keeps of prompts and answers: "metadata" (nothing), "hashes" or "full"."""
+    log_days: float | None
+    """For how long; None: the service's retention."""
+    quota: Quota
+    """What it does not name has no limit."""
+    keys: int
+    """That are valid now."""
+    peers: int
+    """Users and groups of the box that stand for it."""
+
+
+class Peer(msgspec.Struct, kw_only=True):
+    """A user or group of the box that needs no key on `api.sock`."""
+
+    kind: str
+    """"uid" or "gid"."""
+    number: int
+    tenant: str
+    """Whom it stands for."""
+    source: str
+    """"mapped" by an operator, or by the "settings": the service's own user, root and `unix.uids`."""
+    created_at: float | None = None
+    """Unix seconds, of a mapping."""
 
 
 class Done(msgspec.Struct, kw_only=True):

@@ -1,5 +1,5 @@
-"""The admin API's routes. One way in: the peer's uid decides before anything is read; actions come from the
-registry (`appliance.actions`)."""
+"""The admin API's routes. One way in: the doorkeeper decides before anything is read; each route declares its
+scope (`appliance.scopes`), and actions come from the registry (`appliance.actions`)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from appliance.actions import ACTIONS, Action
-from appliance.protocol import ErrorBody, InFlight, Key, Status
+from appliance.admin.callers import Caller, Doorkeeper, TurnedAwayError
+from appliance.protocol import ErrorBody, InFlight, Key, Peer, Status, Tenant
+from appliance.scopes import InsufficientScopeError, check_routes, routes_for
+from store.audit import Actor
 
 log = logging.getLogger(__name__)
 
 _MOST_BODY_BYTES = 64 << 10
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-PeerUid = Callable[[Scope], int | None]
 
 
 class ActionError(Exception):
@@ -36,50 +38,71 @@ class Backend(Protocol):
     def status(self) -> Status: ...
     def in_flight(self) -> list[InFlight]: ...
     def keys(self) -> list[Key]: ...
-    async def act(self, actor: str, action: Action, parameters: msgspec.Struct) -> msgspec.Struct: ...
+    def tenants(self) -> list[Tenant]: ...
+    def peers(self) -> list[Peer]: ...
+    async def act(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct: ...
 
 
-def admin_app(backend: Backend, uids: frozenset[int], peer_uid: PeerUid) -> App:
-    """The ASGI application: answers the peers with these uids, and nobody else."""
+def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
+    """The FastAPI application (its route table is what tests walk), and what to serve: the door before it."""
     app = FastAPI(
         title="Appliance admin API",
-        openapi_url="/openapi.json",
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
-
+    looking = APIRouter(route_class=routes_for("read"))
+    acting = APIRouter(route_class=routes_for("admin"))
     document = _Document(app)
 
     def shows(path: str, what: Callable[[], Any], result: Any, summary: str) -> None:
         async def show() -> Response:
             return _json(what())
 
-        app.add_api_route(path, show, methods=["GET"], summary=summary, responses=document.answers(result))
+        looking.add_api_route(
+            path, show, methods=["GET"], summary=summary, responses=document.answers(result)
+        )
 
     shows("/status", backend.status, Status, "What the service is and does")
     shows("/requests", backend.in_flight, list[InFlight], "Requests that have not ended, oldest first")
     shows("/keys", backend.keys, list[Key], "All keys, without their secrets")
+    shows("/tenants", backend.tenants, list[Tenant], "All tenants")
+    shows("/peers", backend.peers, list[Peer], "Users and groups of the box that need no key")
     for action in ACTIONS:
-        _add_action(app, document, backend, action, peer_uid)
+        _add_action(acting, document, backend, action)
+
+    @looking.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return _json(app.openapi())
+
+    @app.exception_handler(InsufficientScopeError)
+    async def refuse(request: Request, error: Exception) -> Response:
+        return _error(403, str(error))
+
+    app.include_router(looking)
+    app.include_router(acting)
+    check_routes(app)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await app(scope, receive, send)
             return
-        uid = peer_uid(scope)
-        if uid not in uids:
-            log.warning("uid %s was turned away from %s %s", uid, scope["method"], scope["path"])
-            await _error(403, f"uid {uid} may not: use the service's user, or root")(scope, receive, send)
+        state = scope.setdefault("state", {})
+        try:
+            caller = doorkeeper.identify(scope["headers"], state.get("peer"))
+        except TurnedAwayError as error:
+            log.warning("turned away from %s %s: %s", scope["method"], scope["path"][:100], error)
+            await _error(error.status, str(error))(scope, receive, send)
             return
+        state["caller"], state["scopes"] = caller, caller.scopes
         await app(scope, receive, send)
 
-    return guarded
+    return app, guarded
 
 
-def _add_action(
-    app: FastAPI, document: _Document, backend: Backend, action: Action, peer_uid: PeerUid
-) -> None:
+def _add_action(router: APIRouter, document: _Document, backend: Backend, action: Action) -> None:
     async def act(request: Request) -> Response:
         body = b""
         async for piece in request.stream():
@@ -91,11 +114,12 @@ def _add_action(
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _error(400, f"{action.name}: {error}")
         try:
-            return _json(await backend.act(f"uid:{peer_uid(request.scope)}", action, parameters))
+            caller: Caller = request.scope["state"]["caller"]
+            return _json(await backend.act(caller.actor, action, parameters))
         except ActionError as error:
             return _error(error.status, str(error))
 
-    app.add_api_route(
+    router.add_api_route(
         f"/actions/{action.name}",
         act,
         methods=["POST"],
@@ -128,7 +152,8 @@ class _Document:
         return {
             200: {"description": "Done", "content": self.content(result)},
             400: {"description": "Bad parameters", "content": self.content(ErrorBody)},
-            403: {"description": "Not for this user", "content": self.content(ErrorBody)},
+            401: {"description": "A key that is not valid", "content": self.content(ErrorBody)},
+            403: {"description": "Not for this user or key", "content": self.content(ErrorBody)},
         }
 
 

@@ -10,14 +10,16 @@ from typing import Protocol
 
 import msgspec
 
-from appliance.actions import Action, CancelRequest, CreateKey, RevokeKey
+from appliance.actions import Action, CancelRequest
 from appliance.admin.app import ActionError
+from appliance.admin.decisions import Decisions
 from appliance.admin.status import database_status, in_flight, status_of
-from appliance.protocol import Done, InFlight, Key, NewKey, SocketStatus, Status
+from appliance.protocol import Done, InFlight, Key, Peer, SocketStatus, Status, Tenant
 from appliance.settings import Settings
 from appliance.switchboard import Switchboard
+from store.audit import Actor
 from store.control import ControlStore
-from store.errors import StoreError, UnknownKeyError
+from store.errors import ConflictError, StoreError, UnknownRecordError
 from store.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class Operations:
         self._history = history
         self._sockets = sockets
         self._started_at = started_at
+        self._decisions = Decisions(control, switchboard, settings.unix)
 
     # ── showing ──
 
@@ -69,49 +72,38 @@ class Operations:
 
     def keys(self) -> list[Key]:
         """All keys, oldest first."""
-        return [msgspec.convert(record, Key, from_attributes=True) for record in self._control.list_keys()]
+        return self._decisions.keys()
+
+    def tenants(self) -> list[Tenant]:
+        """All tenants, oldest first."""
+        return self._decisions.tenants()
+
+    def peers(self) -> list[Peer]:
+        """Users and groups that need no key."""
+        return self._decisions.peers()
 
     # ── doing ──
 
-    async def act(self, actor: str, action: Action, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Do it. `actor` is who asked, e.g. "uid:0". Raises ActionError."""
+    async def act(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct:
+        """Do it. Raises ActionError."""
         try:
             result = await self._perform(actor, action, parameters)
-        except (ValueError, UnknownKeyError, LookupError) as error:
+        except (ValueError, ConflictError, UnknownRecordError, LookupError) as error:
             await self._record_refusal(actor, action, parameters, str(error))
-            status = 400 if isinstance(error, ValueError) else 404
+            status = (
+                400 if isinstance(error, ValueError) else 409 if isinstance(error, ConflictError) else 404
+            )
             raise ActionError(status, str(error)) from error
         except StoreError as error:
             raise ActionError(503, str(error)) from error
-        log.info("%s by %s", action.name, actor)
+        log.info("%s by %s", action.name, actor.name)
         return result
 
-    async def _perform(self, actor: str, action: Action, parameters: msgspec.Struct) -> msgspec.Struct:
+    async def _perform(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct:
+        decided = await self._decisions.perform(actor, parameters)
+        if decided is not None:
+            return decided
         match parameters:
-            case CreateKey():
-                created = await asyncio.wrap_future(
-                    self._control.create_key(
-                        actor=actor,
-                        name=parameters.name,
-                        tenant=parameters.tenant,
-                        expires_at=parameters.expires_at,
-                    )
-                )
-                self._switchboard.tell_identities()
-                record = created.record
-                return NewKey(
-                    id=record.id,
-                    key=created.key,
-                    name=record.name,
-                    tenant=record.tenant,
-                    expires_at=record.expires_at,
-                )
-            case RevokeKey():
-                revoked = await asyncio.wrap_future(
-                    self._control.revoke_key(actor=actor, key_id=parameters.id)
-                )
-                self._switchboard.tell_identities()
-                return Done(message=f"key {revoked.id} ({revoked.name}) is worthless now")
             case CancelRequest():
                 if not self._switchboard.cancel(parameters.request_id, "an operator cancelled the request"):
                     raise LookupError(f"no request {parameters.request_id!r} is running or waiting")
@@ -119,14 +111,16 @@ class Operations:
                 return Done(message=f"request {parameters.request_id} is being ended")
         raise LookupError(f"{action.name} is in the registry and nobody does it")
 
-    async def _record(self, actor: str, action: Action, parameters: msgspec.Struct, result: str) -> None:
+    async def _record(self, actor: Actor, action: Action, parameters: msgspec.Struct, result: str) -> None:
         await asyncio.wrap_future(
             self._control.record(
                 actor=actor, action=action.name, params=msgspec.to_builtins(parameters), result=result
             )
         )
 
-    async def _record_refusal(self, actor: str, action: Action, parameters: msgspec.Struct, why: str) -> None:
+    async def _record_refusal(
+        self, actor: Actor, action: Action, parameters: msgspec.Struct, why: str
+    ) -> None:
         # The refusal stands whether or not the disk takes its record.
         with contextlib.suppress(StoreError):
             await self._record(actor, action, parameters, f"refused: {why}")

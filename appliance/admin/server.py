@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from starlette.types import Scope
-
 from appliance.admin.app import Backend, admin_app
+from appliance.admin.callers import Doorkeeper
 from appliance.http import HttpServer
 from appliance.listeners import bind_unix
 from appliance.messages import Limits
@@ -19,17 +17,17 @@ _MOST_BODY_BYTES = 64 << 10
 
 
 class AdminServer:
-    """The admin socket, from `start` to `stop`. Answers the service's own user and root."""
+    """The admin socket, from `start` to `stop`."""
 
     def __init__(self, path: Path, mode: str) -> None:
         self._path = path
         self._mode = mode
         self._server: HttpServer | None = None
 
-    async def start(self, backend: Backend) -> None:
+    async def start(self, backend: Backend, doorkeeper: Doorkeeper) -> None:
         """Listen. Raises ListenError."""
-        app = admin_app(backend, frozenset({os.geteuid(), 0}), _peer_uid)
-        sock = bind_unix(self._path, self._mode)
+        _, app = admin_app(backend, doorkeeper)
+        sock = bind_unix(self._path, self._mode, doorkeeper.gid)
         limits = Limits(max_body_bytes=_MOST_BODY_BYTES, max_connections=_MOST_CONNECTIONS)
         self._server = HttpServer(app, limits)
         await self._server.listen(sock)
@@ -45,8 +43,3 @@ class AdminServer:
         return SocketStatus(
             name="admin", address=str(self._path), state="accepting" if self._server else "closed"
         )
-
-
-def _peer_uid(scope: Scope) -> int | None:
-    peer = scope.get("state", {}).get("peer")
-    return peer.uid if peer is not None and peer.kind == "unix" else None

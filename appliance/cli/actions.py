@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -13,8 +15,16 @@ from appliance.cli.service import admin_client
 from appliance.protocol import Done
 
 
-def perform(run_dir: str | None, parameters: msgspec.Struct, *, yes: bool, as_json: bool) -> None:
-    """Do the action that `parameters` belong to and say what came of it."""
+def perform(
+    run_dir: str | None,
+    parameters: msgspec.Struct,
+    *,
+    yes: bool,
+    as_json: bool,
+    show: Callable[[Any], None] | None = None,
+) -> None:
+    """Do the action that `parameters` belong to and say what came of it; `show` prints another result than
+    `Done`."""
     action = action_of(parameters)
     if not yes:
         confirm(action, _object_of(parameters))
@@ -22,6 +32,8 @@ def perform(run_dir: str | None, parameters: msgspec.Struct, *, yes: bool, as_js
         result = client.act(parameters)
     if as_json:
         print_json(result)
+    elif show is not None:
+        show(result)
     else:
         print(printable(result.message) if isinstance(result, Done) else result)
 
@@ -42,4 +54,7 @@ def confirm(action: Action, what: str) -> None:
 
 
 def _object_of(parameters: msgspec.Struct) -> str:
-    return printable(str(next(iter(msgspec.structs.astuple(parameters)), "")))
+    """What the action is about: its first parameter that has no default."""
+    required = (field.name for field in msgspec.structs.fields(parameters) if field.required)
+    name = next(required, None)
+    return "" if name is None else printable(str(getattr(parameters, name)))

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from appliance.cli.options import Config, Json, RunDir, StateDir, Yes
+from appliance.cli.tenant_commands import keys, peers, tenants
+
 app = typer.Typer(
     help="One box, one service, one socket: an operated LLM inference appliance.",
     rich_markup_mode=None,
@@ -15,9 +18,10 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-keys = typer.Typer(help="Make, list and revoke the bearer keys that TCP needs.", no_args_is_help=True)
 requests = typer.Typer(help="Read the request log, oldest first.", invoke_without_command=True)
+app.add_typer(tenants, name="tenants", rich_help_panel=None)
 app.add_typer(keys, name="keys", rich_help_panel=None)
+app.add_typer(peers, name="peers", rich_help_panel=None)
 app.add_typer(requests, name="requests", rich_help_panel=None)
 
 
@@ -59,21 +63,6 @@ class LogLevel(StrEnum):
     info = "info"
     warning = "warning"
     error = "error"
-
-
-RunDir = Annotated[
-    str | None,
-    typer.Option("--run-dir", metavar="DIR", help="Where the service's sockets are.", show_default=False),
-]
-StateDir = Annotated[
-    str | None,
-    typer.Option("--state-dir", metavar="DIR", help="Where the databases are.", show_default=False),
-]
-Config = Annotated[
-    str | None,
-    typer.Option("--config", metavar="FILE", help="Settings file (TOML).", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -165,48 +154,6 @@ def status(run_dir: RunDir = None, json: Json = False) -> None:
     show_status(run_dir, as_json=json)
 
 
-@keys.command("create")
-def keys_create(
-    name: Annotated[
-        # Said in full, as --status is: typer 0.27 takes a metavar of the same name for the option's.
-        str,
-        typer.Option("--name", metavar="NAME", help="What or whom it is for.", show_default=False),
-    ],
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Who its requests are billed to.")] = "default",
-    expires: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Worthless after this span (90d, 12h) or from this date on."),
-    ] = None,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    """Make a key. It is shown this once and kept nowhere."""
-    from appliance.cli.keys import create_key
-
-    create_key(run_dir, name, tenant, expires, as_json=json)
-
-
-@keys.command("list")
-def keys_list(run_dir: RunDir = None, json: Json = False) -> None:
-    """List all keys, revoked ones too, without their secrets."""
-    from appliance.cli.keys import list_keys
-
-    list_keys(run_dir, as_json=json)
-
-
-@keys.command("revoke")
-def keys_revoke(
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `keys list` shows it.", show_default=False)],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    """Make a key worthless, for good."""
-    from appliance.cli.keys import revoke_key
-
-    revoke_key(run_dir, key_id, yes=yes, as_json=json)
-
-
 @requests.callback()
 def requests_read(
     context: typer.Context,
@@ -254,7 +201,7 @@ def requests_cancel(
     request_id: Annotated[
         str, typer.Argument(metavar="ID", help="As `requests` shows it.", show_default=False)
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:

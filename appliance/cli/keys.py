@@ -4,33 +4,118 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
-from appliance.actions import CreateKey, RevokeKey
+from appliance.actions import CreateKey, RotateKey, SetKey
 from appliance.cli.actions import perform
+from appliance.cli.failure import Failure
+from appliance.cli.fields import given_fields
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import admin_client
-from appliance.cli.times import local, moment
+from appliance.cli.tenants import limits
+from appliance.cli.times import local, moment, span_s
 from appliance.protocol import Key, NewKey
 
 _COLUMNS = (
     Column("ID"),
     Column("NAME", flexible=True),
-    Column("TENANT", flexible=True, drop=1),
-    Column("KEY", drop=3),
-    Column("CREATED", drop=2),
+    Column("TENANT", flexible=True, drop=2),
+    Column("KEY", drop=4),
+    Column("SCOPES", flexible=True, drop=1),
+    Column("MODELS", flexible=True, drop=5),
+    Column("BEST", drop=7),
+    Column("LIMITS", flexible=True, drop=6),
+    Column("CREATED", drop=3),
     Column("STATE"),
 )
 
 
-def create_key(run_dir: str | None, name: str, tenant: str, expires: str | None, *, as_json: bool) -> None:
+def create_key(
+    run_dir: str | None,
+    name: str,
+    tenant: str,
+    expires: str | None,
+    options: Mapping[str, Any],
+    *,
+    as_json: bool,
+) -> None:
     """Make a key and show it."""
     expires_at = None if expires is None else moment(expires, "--expires", ahead=True)
+    asked = CreateKey(name=name, tenant=tenant, expires_at=expires_at, **given_fields(options, CreateKey))
+    perform(run_dir, asked, yes=True, as_json=as_json, show=_print_new)
+
+
+def rotate_key(
+    run_dir: str | None, key_id: str, overlap: str, expires: str | None, *, yes: bool, as_json: bool
+) -> None:
+    """Make a key in the place of one, and show it."""
+    asked = RotateKey(
+        id=key_id,
+        overlap_s=span_s(overlap, "--overlap"),
+        expires_at=None if expires is None else moment(expires, "--expires", ahead=True),
+    )
+    perform(run_dir, asked, yes=yes, as_json=as_json, show=_print_new)
+
+
+def set_key(
+    run_dir: str | None,
+    key_id: str,
+    name: str | None,
+    expires: str | None,
+    options: Mapping[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Change what a key opens, and show it."""
+    fields = given_fields(options, SetKey)
+    if name is not None:
+        fields["name"] = name
+    if expires is not None:
+        fields["expires_at"] = None if expires == "none" else moment(expires, "--expires", ahead=True)
+    if not fields:
+        raise Failure("nothing was given to be changed: see appliance keys set --help")
+    perform(run_dir, SetKey(id=key_id, **fields), yes=True, as_json=as_json, show=lambda key: _print([key]))
+
+
+def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None:
+    """All keys, or a tenant's, oldest first."""
     with admin_client(run_dir) as client:
-        made = client.act(CreateKey(name=name, tenant=tenant, expires_at=expires_at))
-    assert isinstance(made, NewKey)
+        every = client.keys()
+    found = [key for key in every if tenant in (None, key.tenant)]
     if as_json:
-        print_json(made)
-        return
+        print_json(found)
+    elif found:
+        _print(found)
+    else:
+        whose = "" if tenant is None else f" of tenant {printable(tenant)}"
+        print(f"There are no keys{whose}; make one with: appliance keys create --name NAME", file=sys.stderr)
+
+
+def _print(keys: list[Key]) -> None:
+    rows = [
+        (
+            key.id,
+            printable(key.name),
+            printable(key.tenant),
+            f"{key.prefix}…",
+            ",".join(key.scopes),
+            printable("all" if key.models is None else ",".join(key.models)),
+            "" if key.highest_class is None else f"P{key.highest_class}",
+            ", ".join(limits(key.quota)),
+            local(key.created_at),
+            _state(key),
+        )
+        for key in keys
+    ]
+    heading, *lines = table(_COLUMNS, rows, width=terminal_width())
+    print(paint(heading, "dim"))
+    for line in lines:
+        print(line)
+
+
+def _print_new(made: NewKey) -> None:
+    """The key alone on standard output, so that a script can take it."""
     until = f", good until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)
     print(
@@ -38,36 +123,8 @@ def create_key(run_dir: str | None, name: str, tenant: str, expires: str | None,
         f"It is shown this once: keep it now.",
         file=sys.stderr,
     )
-
-
-def list_keys(run_dir: str | None, *, as_json: bool) -> None:
-    """All keys, oldest first."""
-    with admin_client(run_dir) as client:
-        found = client.keys()
-    if as_json:
-        print_json(found)
-        return
-    if not found:
-        print("There are no keys; make one with: appliance keys create --name NAME", file=sys.stderr)
-        return
-    rows = [
-        (
-            key.id,
-            printable(key.name),
-            printable(key.tenant),
-            f"{key.prefix}…",
-            local(key.created_at),
-            _state(key),
-        )
-        for key in found
-    ]
-    for line in _dimmed(table(_COLUMNS, rows, width=terminal_width())):
-        print(line)
-
-
-def revoke_key(run_dir: str | None, key_id: str, *, yes: bool, as_json: bool) -> None:
-    """Make a key worthless."""
-    perform(run_dir, RevokeKey(id=key_id), yes=yes, as_json=as_json)
+    if made.replaces is not None:
+        print(f"Key {made.replaces} goes on until {local(made.replaced_until)}.", file=sys.stderr)
 
 
 def _state(key: Key) -> str:
@@ -76,7 +133,3 @@ def _state(key: Key) -> str:
     if key.expires_at is None:
         return "valid"
     return f"{'expired' if key.expires_at <= time.time() else 'valid until'} {local(key.expires_at)}"
-
-
-def _dimmed(lines: list[str]) -> list[str]:
-    return [paint(lines[0], "dim"), *lines[1:]]

@@ -41,11 +41,12 @@ def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -
 
 @contextmanager
 def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
-    """The admin client of the service in `run_dir`, whose failures are told."""
+    """The admin client of the service in `run_dir`, whose failures are told. It shows the key of
+    `$APPLIANCE_ADMIN_KEY`, which those need who are no operators."""
     from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
 
     found = find_run_dir(run_dir)
-    with AdminClient(found) as client:
+    with AdminClient(found, key=os.environ.get("APPLIANCE_ADMIN_KEY") or None) as client:
         try:
             yield client
         except NotAllowedError as error:

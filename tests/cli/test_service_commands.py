@@ -157,7 +157,7 @@ def test_keys_are_listed_with_their_state(cli: Run, admin: AdminService, run_dir
 def test_a_script_revokes_without_being_asked(cli: Run, admin: AdminService, run_dir: Path) -> None:
     outcome = cli("keys", "revoke", "key_1", "--run-dir", run_dir)
     assert outcome.code == 0 and outcome.out == "keys.revoke is done\n"
-    assert admin.actions == [("keys.revoke", {"id": "key_1"})]
+    assert admin.actions == [("keys.revoke", {"id": "key_1", "cancel": False})]
 
 
 def test_the_services_refusal_is_told_in_a_line(cli: Run, admin: AdminService, run_dir: Path) -> None:

@@ -1,0 +1,134 @@
+"""`appliance tenants`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from appliance.actions import CreateTenant, SetTenant
+from appliance.cli.actions import perform
+from appliance.cli.failure import Failure
+from appliance.cli.fields import given_fields
+from appliance.cli.output import Column, of_count, paint, print_json, printable, table, terminal_width
+from appliance.cli.service import admin_client
+from appliance.cli.times import local, of_span
+from appliance.protocol import Tenant
+from store.policies import Quota
+
+_COLUMNS = (
+    Column("NAME", flexible=True),
+    Column("STATE", colours={"suspended": "red"}),
+    Column("WEIGHT", right=True, drop=3),
+    Column("CLASS", drop=2),
+    Column("BEST", drop=4),
+    Column("KEYS", right=True),
+    Column("PEERS", right=True, drop=5),
+    Column("CACHE GROUP", flexible=True, drop=6),
+    Column("LOG", drop=7),
+    Column("LIMITS", flexible=True, drop=1),
+)
+
+
+def list_tenants(run_dir: str | None, *, as_json: bool) -> None:
+    """All tenants."""
+    with admin_client(run_dir) as client:
+        found = client.tenants()
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (
+            printable(tenant.name),
+            _state(tenant),
+            f"{tenant.weight:g}",
+            f"P{max(tenant.default_class, tenant.highest_class)}",
+            f"P{tenant.highest_class}",
+            of_count(tenant.keys),
+            of_count(tenant.peers),
+            printable(tenant.cache_group or ""),
+            tenant.log_policy,
+            ", ".join(limits(tenant.quota)) or "none",
+        )
+        for tenant in found
+    ]
+    heading, *lines = table(_COLUMNS, rows, width=terminal_width())
+    print(paint(heading, "dim"))
+    for line in lines:
+        print(line)
+
+
+def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
+    """One tenant. Raises Failure if there is none of this name."""
+    with admin_client(run_dir) as client:
+        found = [tenant for tenant in client.tenants() if tenant.name == name]
+    if not found:
+        raise Failure(f"there is no tenant {name!r}: list them with: appliance tenants list")
+    if as_json:
+        print_json(found[0])
+    else:
+        _print(found[0])
+
+
+def create_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:
+    """Make a tenant and show it."""
+    asked = CreateTenant(name=name, **given_fields(options, CreateTenant))
+    perform(run_dir, asked, yes=True, as_json=as_json, show=_print)
+
+
+def set_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:
+    """Change a tenant and show it."""
+    fields = given_fields(options, SetTenant)
+    if not fields:
+        raise Failure("nothing was given to be changed: see appliance tenants set --help")
+    perform(run_dir, SetTenant(name=name, **fields), yes=True, as_json=as_json, show=_print)
+
+
+def limits(quota: Quota) -> list[str]:
+    """What a quota limits, in a few words each."""
+    found = [
+        (quota.requests_per_minute, "requests/min"),
+        (quota.tokens_per_minute, "tokens/min"),
+        (quota.tokens_per_day, "tokens/day"),
+        (quota.concurrent_requests, "at once"),
+        (quota.queued_requests, "waiting"),
+        (quota.context_tokens, "tokens context"),
+    ]
+    words = [f"{limit:,.15g} {what}" for limit, what in found if limit is not None]
+    return words + ([] if quota.kv_share is None else [f"{quota.kv_share:.3g} of KV"])
+
+
+def _print(tenant: Tenant) -> None:
+    for name, value in _fields(tenant):
+        print(f"{paint(f'{name:20}', 'dim')}  {printable(value)}")
+
+
+def _fields(tenant: Tenant) -> Iterable[tuple[str, str]]:
+    quota = tenant.quota
+    yield "name", tenant.name + (" (built in)" if tenant.built_in else "")
+    since = "" if tenant.suspended_at is None else f" since {local(tenant.suspended_at)}"
+    yield "state", _state(tenant) + since
+    yield "created", local(tenant.created_at)
+    yield "keys", f"{of_count(tenant.keys)} valid"
+    yield "peers", of_count(tenant.peers)
+    yield "weight", f"{tenant.weight:g}"
+    yield "class", f"P{max(tenant.default_class, tenant.highest_class)}, at best P{tenant.highest_class}"
+    yield "default max_tokens", _or(tenant.default_max_tokens, "what the model's length leaves")
+    yield "requests a minute", _or(quota.requests_per_minute)
+    yield "tokens a minute", _or(quota.tokens_per_minute)
+    yield "tokens a day", _or(quota.tokens_per_day)
+    yield "burst", of_span(quota.burst_s)
+    yield "requests at once", _or(quota.concurrent_requests)
+    yield "requests waiting", _or(quota.queued_requests)
+    yield "context tokens", _or(quota.context_tokens, "the model's")
+    yield "share of KV blocks", "no limit" if quota.kv_share is None else f"{quota.kv_share:.3g}"
+    yield "cache group", tenant.cache_group or "none: it shares no prefixes"
+    days = "" if tenant.log_days is None else f" for {tenant.log_days:g} days"
+    yield "request log", tenant.log_policy + days
+
+
+def _or(limit: float | None, without: str = "no limit") -> str:
+    return without if limit is None else f"{limit:,.15g}"
+
+
+def _state(tenant: Tenant) -> str:
+    return "served" if tenant.suspended_at is None else "suspended"
