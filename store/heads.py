@@ -140,9 +140,9 @@ class HeadKeeper:
         self._key = key
 
     def saw(self, head: Head) -> None:
-        """The chain has grown to `head`."""
+        """The chain has grown to `head`. The first one that the keeper sees is recorded at once."""
         self.newest = head
-        if head.seq - (self.recorded.seq if self.recorded else 0) >= ROWS_BETWEEN_HEADS:
+        if self.recorded is None or head.seq - self.recorded.seq >= ROWS_BETWEEN_HEADS:
             self.record()
 
     def record(self) -> None:

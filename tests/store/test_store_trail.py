@@ -1,0 +1,449 @@
+"""The audit trail of a running store: intents and results, heads outside the database, and the spool."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from store import evidence, heads
+from store.audit import Actor, AuditRow, Head, outcome
+from store.control import ControlStore
+from store.errors import NotWritableError, StorageFaultError, UnknownTenantError
+from store.evidence import read_audit
+from store.heads import heads_in, read_key
+from store.spool import RESERVED_BYTES, Spool, SpoolFile
+
+ROOT = Actor("uid:0", "box")
+
+
+@pytest.fixture
+def control(tmp_path):
+    store = ControlStore(tmp_path / "control.db")
+    store.start()
+    yield store
+    store.close()
+
+
+def phases(path: Path) -> list[tuple[str, str | None, str]]:
+    return [(row.action, row.phase, row.result) for row in read_audit(path)]
+
+
+def announced(control: ControlStore, action: str, **params: object) -> Actor:
+    return control.trail.intend(ROOT, action, params).result(10)
+
+
+def recorded_heads(path: Path) -> list[Head]:
+    return [found.head for found in heads_in((path / "audit.heads").read_text().splitlines())]
+
+
+# ── intents and results ──
+
+
+def test_an_action_has_its_intent_before_and_its_result_after_with_old_and_new_value(control):
+    control.create_tenant(actor=ROOT, name="acme", changes={}).result(10)
+    actor = announced(control, "tenants.set", name="acme", weight=2.0)
+    assert read_audit(control.path)[-1].phase == "intent"
+    control.set_tenant(actor=actor, name="acme", changes={"weight": 2.0}).result(10)
+    control.trail.conclude(actor, "tenants.set", {}, "ok").result(10)
+    intent, result = read_audit(control.path)[1:]
+    assert (intent.actor, intent.host, intent.phase, intent.result) == ("uid:0", "box", "intent", "")
+    assert json.loads(intent.params) == {"name": "acme", "weight": 2.0}
+    assert (result.phase, result.result, result.act) == ("result", "ok", intent.act)
+    assert (result.before, result.after) == ('{"weight":1.0}', '{"weight":2.0}')
+
+
+def test_what_changes_nothing_in_the_database_has_its_result_once(control):
+    actor = announced(control, "requests.cancel", request_id="r")
+    for _ in range(2):
+        control.trail.conclude(actor, "requests.cancel", {"request_id": "r"}, "ok").result(10)
+    assert phases(control.path) == [("requests.cancel", "intent", ""), ("requests.cancel", "result", "ok")]
+
+
+def test_two_changes_of_one_action_are_both_recorded(control):
+    actor = announced(control, "tenants.create")
+    for name in ("a", "b"):
+        control.create_tenant(actor=actor, name=name, changes={}).result(10)
+    assert [row.phase for row in read_audit(control.path)] == ["intent", "result", "result"]
+
+
+def test_a_refused_change_has_its_intent_and_the_refusal(control):
+    actor = announced(control, "tenants.set", name="nobody")
+    with pytest.raises(UnknownTenantError) as raised:
+        control.set_tenant(actor=actor, name="nobody", changes={"weight": 2.0}).result(10)
+    control.trail.conclude(actor, "tenants.set", {"name": "nobody"}, f"refused: {raised.value}").result(10)
+    assert phases(control.path)[1][2].startswith("refused: there is no tenant 'nobody'")
+
+
+def test_an_intent_that_outlived_its_service_gets_a_result_that_says_so(tmp_path):
+    first = ControlStore(tmp_path / "control.db")
+    first.start()
+    announced(first, "models.load", name="demo")
+    first.close()
+    second = ControlStore(tmp_path / "control.db")
+    second.start()
+    second.close()
+    assert phases(second.path) == [
+        ("models.load", "intent", ""),
+        ("models.load", "result", "unknown: the service ended before it was"),
+    ]
+    assert evidence.examine_folder(tmp_path).ok
+
+
+def test_one_line_an_action_for_people(control):
+    actor = announced(control, "tenants.create", name="acme")
+    control.create_tenant(actor=actor, name="acme", changes={}).result(10)
+    announced(control, "requests.cancel", request_id="r")
+    control.record(actor="uid:7", action="keys.create", params={}, result="refused").result(10)
+    with closing(sqlite3.connect(f"file:{control.path}?mode=ro", uri=True)) as connection:
+        lines = connection.execute("SELECT actor, action, result, result_seq FROM audit_actions ORDER BY seq")
+        assert lines.fetchall() == [
+            ("uid:0", "tenants.create", "ok", 2),
+            ("uid:0", "requests.cancel", None, None),
+            ("uid:7", "keys.create", "refused", None),
+        ]
+
+
+# ── heads ──
+
+
+def test_heads_are_signed_into_a_file_and_the_log_at_start_stop_and_after_some_rows(tmp_path, caplog):
+    caplog.set_level("INFO", "store.heads")
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    for number in range(20):
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(10)
+    control.close()
+    again = ControlStore(tmp_path / "control.db")
+    again.start()
+    again.close()
+    found = recorded_heads(tmp_path)
+    assert [head.seq for head in found] == [1, 17, 20, 20]
+    assert list(heads_in(caplog.messages)) == list(
+        heads_in((tmp_path / "audit.heads").read_text().splitlines())
+    )
+    findings = evidence.examine_folder(tmp_path)
+    assert (findings.ok, findings.heads, findings.vouched_seq, findings.notes) == (True, 4, 20, [])
+
+
+def test_a_head_is_recorded_on_request_once(control, tmp_path):
+    for _ in range(2):
+        control.trail.intend(ROOT, "a.b", {}).result(10)
+    for _ in range(3):
+        control.trail.record_head()
+    control.trail.intend(ROOT, "a.b", {}).result(10)
+    assert [head.seq for head in recorded_heads(tmp_path)] == [1, 2]
+
+
+def test_the_key_is_the_services_alone_and_stays(tmp_path):
+    for _ in range(2):
+        control = ControlStore(tmp_path / "control.db")
+        control.start()
+        control.close()
+        key = tmp_path / "audit.key"
+        assert key.stat().st_mode & 0o777 == 0o600
+        known = key.read_text()
+    assert key.read_text() == known and len(bytes.fromhex(known.strip())) == 32
+
+
+def test_a_key_that_is_none_stops_the_start_by_name(tmp_path):
+    (tmp_path / "audit.key").write_text("short")
+    with pytest.raises(NotWritableError, match=r"audit\.key is not a key"):
+        ControlStore(tmp_path / "control.db").start()
+
+
+def fill(folder: Path) -> None:
+    control = ControlStore(folder / "control.db")
+    control.start()
+    for number in range(5):
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(10)
+    control.close()
+
+
+def forge(folder: Path, sql: str) -> None:
+    with closing(sqlite3.connect(folder / "control.db", isolation_level=None)) as connection:
+        connection.execute("DROP TRIGGER IF EXISTS audit_rows_do_not_change")
+        connection.execute("DROP TRIGGER IF EXISTS audit_rows_do_not_go")
+        connection.executescript(sql)
+
+
+def test_a_tail_cut_off_with_care_shows_against_the_file_of_heads(tmp_path):
+    fill(tmp_path)
+    forge(
+        tmp_path, "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHERE name = 'audit'"
+    )
+    findings = evidence.examine_folder(tmp_path)
+    assert findings.problems == ["row 4: rows 4 to 5 are missing from the end"]
+
+
+def test_a_forged_head_is_known_by_its_signature(tmp_path):
+    fill(tmp_path)
+    newest = evidence.read_audit_head(tmp_path / "control.db")
+    forged = heads.SigningKey(b"another").sign_head(newest, "2026-01-01T00:00:00+00:00")
+    recorded = evidence.recorded_in([f"Nov 20 box appliance[7]: {forged.line}"], "journal")
+    assert (
+        "does not carry this service's signature" in evidence.examine_folder(tmp_path, recorded).problems[0]
+    )
+    (tmp_path / "audit.key").unlink()
+    findings = evidence.examine_folder(tmp_path, recorded)
+    assert findings.ok and "signatures of heads were not checked" in findings.notes[0]
+
+
+def test_heads_that_are_gone_are_missed(tmp_path):
+    fill(tmp_path)
+    (tmp_path / "audit.heads").unlink()
+    assert "no heads beside the chain" in evidence.examine_folder(tmp_path).problems[0]
+
+
+def test_rows_that_no_head_vouches_for_are_counted(control, tmp_path):
+    for number in range(18):
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(10)
+    findings = evidence.examine_folder(tmp_path)
+    assert findings.ok and findings.vouched_seq == 17 and "the last row is" in findings.notes[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "audit head seq=1 hash=0 at=x sig=y", "audit head seq=", "\x00\xff" * 50]
+)
+def test_what_is_no_head_is_none(text):
+    assert list(heads_in([text])) == []
+
+
+# ── the spool ──
+
+
+class FullDatabase:
+    """Makes every write to `control.db` fail as on a full disk, until it is left."""
+
+    def __init__(self, control: ControlStore) -> None:
+        self._writer = control._writer
+
+    def __enter__(self) -> None:
+        # A row below is longer than what is left of the last page.
+        self._writer.call(
+            lambda connection: connection.execute(
+                f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0]}"
+            ).fetchone()
+        ).result(10)
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.call(
+            lambda connection: connection.execute("PRAGMA max_page_count=1073741823").fetchone()
+        ).result(10)
+
+
+LONG = "x" * 5000
+
+
+def test_what_the_database_refuses_is_spooled_and_comes_into_the_chain_in_order(control, tmp_path, caplog):
+    control.create_tenant(actor=ROOT, name="before", changes={}).result(10)
+    with FullDatabase(control):
+        actors = []
+        for number in range(3):
+            actors.append(announced(control, "requests.cancel", number=number, why=LONG))
+            control.trail.conclude(
+                actors[-1], "requests.cancel", {"number": number, "why": LONG}, "ok"
+            ).result(10)
+        state = control.trail.state()
+        assert (state.spool.rows, state.spool.in_memory) == (6, 0)
+        assert state.spool.places == (str(tmp_path / "audit.spool"),)
+        assert "full" in (state.last_error or "")
+        assert len(read_audit(control.path)) == 1
+        waiting = evidence.read_spool(tmp_path)
+        assert [entry.phase for entry in waiting] == ["intent", "result"] * 3
+        assert "6 entries since" in evidence.examine_folder(tmp_path).notes[-1]
+    control.trail.retry()
+    control.create_tenant(actor=ROOT, name="after", changes={}).result(10)
+    rows = read_audit(control.path)[1:]
+    assert [row.act for row in rows[:6]] == [actor.act for actor in actors for _ in range(2)]
+    assert [row.at for row in rows[:6]] == [entry.at for entry in waiting]
+    assert all(row.note and row.note.startswith("spooled, written ") for row in rows[:6])
+    assert (rows[6].action, rows[6].note) == ("tenants.create", None)
+    state = control.trail.state()
+    assert (state.spool.rows, state.spool.places, state.last_error) == (0, (), None)
+    assert (tmp_path / "audit.spool").read_bytes().strip(b"\0") == b""
+    assert "6 spooled audit entries are in the chain now" in caplog.text
+    assert evidence.examine_folder(tmp_path).ok
+
+
+def test_a_change_that_is_refused_for_want_of_room_is_audited_all_the_same(control):
+    with FullDatabase(control):
+        actor = announced(control, "keys.create", name=LONG)
+        with pytest.raises(StorageFaultError) as raised:
+            control.change(
+                actor=actor, action="keys.create", params={"name": LONG}, apply=lambda connection: None
+            ).result(10)
+        control.trail.conclude(actor, "keys.create", {}, f"failed: {raised.value}").result(10)
+    control.trail.retry()
+    control.trail.intend(ROOT, "a.b", {}).result(10)
+    assert [(row.phase, row.result[:7]) for row in read_audit(control.path)][:2] == [
+        ("intent", ""),
+        ("result", "failed:"),
+    ]
+
+
+def test_what_waits_outlives_the_service(tmp_path):
+    first = ControlStore(tmp_path / "control.db")
+    first.start()
+    with FullDatabase(first):
+        actor = announced(first, "requests.cancel", why=LONG)
+        first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(10)
+        # Killed here.
+        kept = (tmp_path / "audit.spool").read_bytes()
+    first.close()
+    (tmp_path / "audit.spool").write_bytes(kept)
+    before = len(read_audit(first.path))
+    second = ControlStore(tmp_path / "control.db")
+    second.start()
+    second.close()
+    # What was in both is there once.
+    assert before == 2
+    assert [row.phase for row in read_audit(first.path)] == ["intent", "result"]
+    assert not (tmp_path / "audit.spool").exists()
+
+
+def test_a_line_that_somebody_changed_while_it_waited_is_marked(tmp_path):
+    first = ControlStore(tmp_path / "control.db")
+    first.start()
+    with FullDatabase(first):
+        for number in range(3):
+            announced(first, "requests.cancel", number=number, why=LONG)
+        kept = (tmp_path / "audit.spool").read_bytes()
+    first.close()
+    os.unlink(tmp_path / "control.db")
+    lines = kept.rstrip(b"\0").splitlines(keepends=True)
+    assert b"uid:0" in lines[1]
+    lines[1] = lines[1].replace(b"uid:0", b"uid:9")
+    (tmp_path / "audit.spool").write_bytes(b"".join(lines) + b'{"entry": "half a li')
+    second = ControlStore(tmp_path / "control.db")
+    second.start()
+    second.close()
+    rows = [row for row in read_audit(second.path) if row.phase == "intent"]
+    marked = [row.actor for row in rows if "signature of its line" in (row.note or "")]
+    assert [row.actor for row in rows] == ["uid:0", "uid:9", "uid:0"]
+    assert marked == ["uid:9"]
+
+
+def test_a_line_that_nobody_can_read_is_recorded_as_such(tmp_path):
+    fill(tmp_path)
+    (tmp_path / "audit.spool").write_bytes(b"not a line\n")
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    control.close()
+    row: AuditRow = read_audit(control.path)[-1]
+    assert (row.action, row.result) == ("unreadable", "line 1 of the spool could not be read")
+
+
+@pytest.fixture
+def two_disks(tiny_disk: Path, tmp_path: Path) -> tuple[Path, Path]:
+    other = tmp_path / "other"
+    other.mkdir()
+    return tiny_disk, other
+
+
+def fill_up(disk: Path) -> None:
+    with suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
+        while True:
+            ballast.write(b"\0" * 4096)
+
+
+def entry(number: int, size: int = 100) -> object:
+    return outcome(ROOT, "a.b", {"number": number, "filler": "x" * size}, "ok")
+
+
+def test_a_full_disk_takes_entries_where_room_was_reserved(two_disks):
+    full, other = two_disks
+    key = heads.make_or_read_key(full)
+    spool = Spool([full / "audit.spool", other / "audit.spool"], key)
+    spool.start()
+    fill_up(full)
+    for number in range(100):
+        spool.put(entry(number))
+    state = spool.state()
+    assert (state.rows, state.in_memory, state.places) == (100, 0, (str(full / "audit.spool"),))
+    assert SpoolFile(full / "audit.spool", key).read() == spool.waiting()
+
+
+def test_when_the_reserve_is_used_up_the_other_disk_takes_over_and_then_memory(two_disks, caplog):
+    full, other = two_disks
+    key = heads.make_or_read_key(full)
+    spool = Spool([full / "audit.spool", other / "audit.spool"], key)
+    spool.start()
+    fill_up(full)
+    entries = [entry(number, 20_000) for number in range(20)]
+    for one in entries:
+        spool.put(one)
+    assert set(spool.state().places) == {str(full / "audit.spool"), str(other / "audit.spool")}
+    assert spool.state().in_memory == 0
+    other.rename(other.with_name("gone"))
+    lonely = Spool([full / "missing" / "audit.spool"], key)
+    lonely.put(entry(1))
+    assert lonely.state().in_memory == 1
+    assert "audit entry in memory only: {" in caplog.text and '"action":"a.b"' in caplog.text
+    (full / "missing").mkdir()
+    (full / "ballast").unlink()
+    lonely.retry()
+    assert lonely.state().in_memory == 0
+    again = Spool([full / "audit.spool", other.with_name("gone") / "audit.spool"], key)
+    again.start()
+    assert again.waiting() == entries
+    again.drop(20)
+    assert again.state().rows == 0
+    assert (full / "audit.spool").stat().st_size == RESERVED_BYTES
+    assert (full / "audit.spool").read_bytes().strip(b"\0") == b""
+
+
+def test_a_spool_is_no_more_than_its_bound(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("store.spool.MOST_ENTRIES", 2)
+    spool = Spool([tmp_path / "audit.spool"], heads.make_or_read_key(tmp_path))
+    for number in range(3):
+        spool.put(entry(number))
+    assert (spool.state().rows, spool.state().lost) == (2, 1)
+    assert "audit entry lost" in caplog.text
+
+
+# ── exports ──
+
+
+def test_an_export_says_by_itself_whether_it_is_whole(tmp_path):
+    from store import exports
+
+    fill(tmp_path)
+    key = read_key(tmp_path / "audit.key")
+    lines = list(exports.lines_of(read_audit(tmp_path / "control.db"), key))
+    path = tmp_path / "audit.jsonl"
+
+    def problems(text: str, known: heads.SigningKey | None = key) -> list[str]:
+        path.write_text(text)
+        return evidence.examine(path, key=known).problems
+
+    assert problems("".join(lines)) == []
+    assert problems("".join(lines[:-1])) == ["the export has no trailer: its end is missing"]
+    assert problems("".join(lines[1:]))[0].startswith("row 1: missing")
+    assert problems("".join(lines[:4] + lines[5:]))[0].startswith("row 5: row 5 is missing")
+    assert "row 3" in problems("".join(lines).replace("t2", "t9"))[0]
+    other = heads.SigningKey(b"another")
+    assert problems("".join(exports.lines_of(read_audit(tmp_path / "control.db"), other))) == [
+        "the export does not carry this service's signature: another key, or forged"
+    ]
+    assert problems("".join(exports.lines_of(read_audit(tmp_path / "control.db"), None)), None) == []
+
+
+def test_the_pages_recipe_for_a_heads_signature_holds(tmp_path):
+    fill(tmp_path)
+    line = (tmp_path / "audit.heads").read_text().splitlines()[-1]
+    seq, digest, at, signature = (part.partition("=")[2] for part in line.split()[2:])
+    key = bytes.fromhex((tmp_path / "audit.key").read_text().strip())
+    done = subprocess.run(
+        ["openssl", "dgst", "-sha256", "-mac", "HMAC", "-macopt", f"hexkey:{key.hex()}"],
+        input=f"audit head\n{seq} {digest} {at}",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == signature
