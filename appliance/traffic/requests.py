@@ -243,23 +243,25 @@ class Ledger:
         """Take nothing new for `model` (None: for any). What waits and runs goes on; what comes is refused,
         or held until `open`."""
         self._closures.close(model, Closure(why, hold))
-        for request in list(self._held.values()):
-            closure = self._closures.of(request.first.model)
-            if closure is not None and not closure.hold:
-                self._refuse_closed(request, closure)
+        self._look_after_held()
 
     def open(self, model: str | None) -> None:
         """End what `close` began: what was held for it takes its place in the queue."""
         self._closures.open(model)
+        self._look_after_held()
+
+    def _look_after_held(self) -> None:
         for request in list(self._held.values()):
-            if self._closures.of(request.first.model) is not None:
+            closure, model = self._closures.of(request.first.model), self._models[request.first.model]
+            if closure is not None and closure.hold:
                 continue
-            served = self._models[request.first.model]
-            if served.failure is not None:
-                self._refuse_failed(request, served.failure)
+            if closure is not None:
+                self._refuse_closed(request, closure)
+            elif model.failure is not None:
+                self._refuse_failed(request, model.failure)
             else:
                 del self._held[request.request_id]
-                self._enqueue(served, request)
+                self._enqueue(model, request)
 
     def unfinished(self, model: str | None = None) -> list[Request]:
         """The requests in flight (of `model`, None: of all) that are not held: what a drain waits for."""

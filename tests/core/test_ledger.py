@@ -216,7 +216,9 @@ def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service
     house.ask(front)
     read_all(house)
     assert house.ledger.held() == 1
-    house.ledger.close(None, "the service is stopping")
+    house.ledger.close("m", "the model is draining")
+    assert house.ledger.held() == 1
+    house.ledger.open(None)
     assert house.ledger.held() == 0
     assert [answer.code for answer in answers(front) if isinstance(answer, Refused)][7:] == ["draining"]
     house.settle_everything()
