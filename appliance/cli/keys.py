@@ -20,9 +20,9 @@ from appliance.protocol import Key, NewKey
 _COLUMNS = (
     Column("ID"),
     Column("NAME", flexible=True),
-    Column("TENANT", flexible=True, drop=2),
+    Column("TENANT", flexible=True, drop=1),
     Column("KEY", drop=4),
-    Column("SCOPES", flexible=True, drop=1),
+    Column("SCOPES", flexible=True, drop=2),
     Column("MODELS", flexible=True, drop=5),
     Column("BEST", drop=7),
     Column("LIMITS", flexible=True, drop=6),

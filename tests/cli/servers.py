@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from appliance.protocol import Done, ErrorBody, Key, NewKey, Status
+from appliance.protocol import Done, ErrorBody, Key, NewKey, Peer, Status, Tenant
+from store.policies import Quota
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -67,11 +68,21 @@ class AdminService(_Service):
     def __init__(self, path: Path, status: Status) -> None:
         self.status = status
         self.keys: list[Key] = []
+        self.tenants: list[Tenant] = []
+        self.peers: list[Peer] = []
+        self.authorization: str | None = None
+        """Of the latest request."""
         self.actions: list[tuple[str, Any]] = []
         super().__init__(path)
 
     def get(self, handler: _Handler) -> None:
-        shown = {"/status": self.status, "/keys": self.keys}
+        self.authorization = handler.headers.get("authorization")
+        shown = {
+            "/status": self.status,
+            "/keys": self.keys,
+            "/tenants": self.tenants,
+            "/peers": self.peers,
+        }
         handler.answer(msgspec.json.encode(shown[handler.path]))
 
     def post(self, handler: _Handler, body: bytes) -> None:
@@ -86,12 +97,46 @@ class AdminService(_Service):
                 tenant=parameters["tenant"],
                 expires_at=parameters["expires_at"],
             )
+        elif name == "keys.rotate":
+            result = NewKey(
+                id="key_2",
+                key="ak-fresh",
+                name="ci",
+                tenant="acme",
+                replaces=parameters["id"],
+                replaced_until=1.79e9,
+            )
+        elif name == "keys.set":
+            result = self.keys[0]
+        elif name in ("tenants.create", "tenants.set"):
+            result = a_tenant(parameters["name"])
         elif parameters.get("id") == "key_0":
             handler.answer(msgspec.json.encode(ErrorBody(message="no key has id 'key_0'")), 404)
             return
         else:
             result = Done(message=f"{name} is done")
         handler.answer(msgspec.json.encode(result))
+
+
+def a_tenant(name: str, **fields: Any) -> Tenant:
+    """A tenant with everything at its default, but for `fields`."""
+    known: dict[str, Any] = {
+        "built_in": False,
+        "created_at": 1.79e9,
+        "suspended_at": None,
+        "weight": 1.0,
+        "highest_class": 1,
+        "default_class": 1,
+        "default_max_tokens": None,
+        "cache_group": None,
+        "log_policy": "metadata",
+        "log_days": None,
+        "quota": Quota(),
+        "keys": 0,
+        "peers": 0,
+        **fields,
+    }
+    return Tenant(name=name, **known)
 
 
 class ApiService(_Service):

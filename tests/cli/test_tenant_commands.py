@@ -1,0 +1,315 @@
+"""`tenants`, `keys` and `peers`: what people type reaches the service, and what a person reads of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.cli.output import cells
+from appliance.protocol import Key, Peer
+from store.policies import Quota
+from tests.cli.conftest import Run
+from tests.cli.servers import AdminService, a_tenant
+
+LIMITS = Quota(
+    requests_per_minute=600.0,
+    tokens_per_minute=200_000.0,
+    tokens_per_day=5e6,
+    concurrent_requests=16,
+    queued_requests=64,
+    context_tokens=8192,
+    kv_share=0.25,
+    burst_s=120.0,
+)
+
+
+def last(admin: AdminService) -> tuple[str, dict[str, Any]]:
+    return admin.actions[-1]
+
+
+def test_only_what_is_typed_is_sent(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    assert cli("tenants", "set", "acme", "--weight", "2.5", "--run-dir", run_dir).code == 0
+    assert last(admin) == ("tenants.set", {"name": "acme", "weight": 2.5})
+    assert cli("keys", "create", "--name", "ci", "--run-dir", run_dir).code == 0
+    assert last(admin) == ("keys.create", {"name": "ci", "tenant": "default", "expires_at": None})
+
+
+def test_every_field_of_a_tenant_can_be_typed(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    outcome = cli(
+        *("tenants", "create", "acme", "--weight", 4, "--highest-class", "p0", "--default-class", 2),
+        *("--default-max-tokens", 100, "--cache-group", "lab", "--log-policy", "full", "--log-days", 7),
+        *("--requests-per-minute", 600, "--tokens-per-minute", "1e5", "--tokens-per-day", "2_000_000"),
+        *("--burst", "2m", "--concurrent", 16, "--queued", 64, "--context", 8192, "--kv-share", 0.25),
+        *("--run-dir", run_dir),
+    )
+    assert outcome.code == 0, outcome.err
+    assert last(admin) == (
+        "tenants.create",
+        {
+            "name": "acme",
+            "weight": 4.0,
+            "highest_class": 0,
+            "default_class": 2,
+            "default_max_tokens": 100,
+            "cache_group": "lab",
+            "log_policy": "full",
+            "log_days": 7.0,
+            "requests_per_minute": 600.0,
+            "tokens_per_minute": 100_000.0,
+            "tokens_per_day": 2_000_000.0,
+            "burst_s": 120.0,
+            "concurrent_requests": 16,
+            "queued_requests": 64,
+            "context_tokens": 8192,
+            "kv_share": 0.25,
+        },
+    )
+
+
+def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    for flag, field in (
+        ("--requests-per-minute", "requests_per_minute"),
+        ("--concurrent", "concurrent_requests"),
+        ("--cache-group", "cache_group"),
+        ("--log-days", "log_days"),
+        ("--default-max-tokens", "default_max_tokens"),
+    ):
+        assert cli("tenants", "set", "acme", flag, "none", "--run-dir", run_dir).code == 0
+        assert last(admin) == ("tenants.set", {"name": "acme", field: None})
+    admin.keys = [Key(id="key_1", name="k", tenant="t", prefix="ak-", created_at=1.79e9)]
+    assert (
+        cli("keys", "set", "key_1", "--models", "none", "--expires", "none", "--run-dir", run_dir).code == 0
+    )
+    assert last(admin) == ("keys.set", {"id": "key_1", "models": None, "expires_at": None})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("tenants", "set", "a", "--concurrent", "many"),
+            "--concurrent 'many' cannot be used: write a whole",
+        ),
+        (("tenants", "set", "a", "--concurrent", "1.5"), "or none"),
+        (
+            ("tenants", "set", "a", "--tokens-per-day", "x"),
+            "--tokens-per-day 'x' cannot be used: write a number",
+        ),
+        (("tenants", "set", "a", "--highest-class", "none"), "write P0, P1, P2 or P3\n"),
+        (("tenants", "set", "a", "--burst", "60"), "--burst '60' is no span of time: write for example 90s"),
+        (("tenants", "set", "a"), "nothing was given to be changed: see appliance tenants set --help"),
+        (("keys", "set", "key_1"), "nothing was given to be changed: see appliance keys set --help"),
+        (("keys", "rotate", "key_1", "--overlap", "soon"), "--overlap 'soon' is no span of time"),
+        (("peers", "map", "user:nobody-here", "--tenant", "t"), "this box has no user 'nobody-here'"),
+        (("peers", "map", "group:nobody-here", "--tenant", "t"), "this box has no group 'nobody-here'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_meant_is_told_with_flag_value_and_remedy(
+    cli: Run, admin: AdminService, run_dir: Path, words: tuple[str, ...], said: str
+) -> None:
+    outcome = cli(*words, "--run-dir", run_dir)
+    assert outcome.code == 1 and said in outcome.err
+    assert admin.actions == []
+
+
+def test_a_key_gets_scopes_models_and_limits(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    outcome = cli(
+        *("keys", "create", "--name", "ci", "--tenant", "acme", "--scopes", "inference, read"),
+        *("--models", "a,b", "--highest-class", "P2", "--tokens-per-minute", 1000, "--run-dir", run_dir),
+    )
+    assert outcome.out == "ak-secret\n"
+    name, sent = last(admin)
+    assert name == "keys.create"
+    assert sent == {
+        "name": "ci",
+        "tenant": "acme",
+        "expires_at": None,
+        "scopes": ["inference", "read"],
+        "models": ["a", "b"],
+        "highest_class": 2,
+        "tokens_per_minute": 1000.0,
+    }
+
+
+def test_a_rotated_key_is_printed_alone_and_the_old_ones_end_is_told(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
+    outcome = cli("keys", "rotate", "key_1", "--overlap", "2h", "--run-dir", run_dir)
+    assert outcome.out == "ak-fresh\n"
+    assert "key_2" in outcome.err and "Key key_1 goes on until " in outcome.err
+    assert last(admin) == ("keys.rotate", {"id": "key_1", "overlap_s": 7200.0, "expires_at": None})
+    made = json.loads(cli("keys", "rotate", "key_1", "--json", "--run-dir", run_dir).out)
+    assert (made["key"], made["replaces"]) == ("ak-fresh", "key_1")
+    assert last(admin)[1]["overlap_s"] == 86400.0
+
+
+def test_tenants_are_listed_with_their_state_and_limits(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    admin.tenants = [
+        a_tenant("default", built_in=True),
+        a_tenant("acme", quota=LIMITS, weight=2.5, highest_class=0, default_class=2, keys=3),
+        a_tenant("gone", suspended_at=1.79e9),
+    ]
+    heading, *lines = cli("tenants", "list", "--run-dir", run_dir).out.splitlines()
+    assert heading.split()[:2] == ["NAME", "STATE"]
+    assert [line.split()[:2] for line in lines] == [
+        ["default", "served"],
+        ["acme", "served"],
+        ["gone", "suspended"],
+    ]
+    assert lines[0].endswith("none")
+    assert re.search(r" 2\.5 +P2 +P0 +3 ", lines[1])
+    assert lines[1].endswith(
+        "600 requests/min, 200,000 tokens/min, 5,000,000 tokens/day, 16 at once, 64 waiting, "
+        "8,192 tokens context, 0.25 of KV"
+    )
+    listed = json.loads(cli("tenants", "list", "--json", "--run-dir", run_dir).out)
+    assert [tenant["name"] for tenant in listed] == ["default", "acme", "gone"]
+    assert listed[1]["quota"]["kv_share"] == 0.25
+
+
+def test_a_tenant_is_shown_with_every_limit(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    admin.tenants = [a_tenant("acme", quota=LIMITS, cache_group="lab", log_policy="hashes", log_days=30.0)]
+    out = cli("tenants", "show", "acme", "--run-dir", run_dir).out
+    shown = dict(re.split(r" {2,}", line, maxsplit=1) for line in out.splitlines())
+    assert shown["state"] == "served" and shown["cache group"] == "lab"
+    assert (shown["requests a minute"], shown["burst"], shown["context tokens"]) == ("600", "2m", "8,192")
+    assert shown["request log"] == "hashes for 30 days"
+    assert json.loads(cli("tenants", "show", "acme", "--json", "--run-dir", run_dir).out)["name"] == "acme"
+    unknown = cli("tenants", "show", "nobody", "--run-dir", run_dir)
+    assert unknown.code == 1 and "no tenant 'nobody'" in unknown.err and "tenants list" in unknown.err
+
+
+def test_peers_are_listed_by_name_and_mapped_by_name_or_number(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
+    admin.peers = [
+        Peer(kind="uid", number=0, tenant="local", source="settings"),
+        Peer(kind="gid", number=4_000_000_000, tenant="acme", source="mapped", created_at=1.79e9),
+    ]
+    lines = cli("peers", "list", "--run-dir", run_dir).out.splitlines()
+    assert lines[1].split()[:3] == ["uid:0", "root", "local"] and lines[1].endswith("the settings")
+    assert lines[2].split()[:3] == ["gid:4000000000", "?", "acme"] and "an operator" in lines[2]
+    for typed, meant in (
+        ("uid:7", "uid:7"),
+        ("user:root", "uid:0"),
+        ("gid:9", "gid:9"),
+        ("group:root", "gid:0"),
+    ):
+        outcome = cli("peers", "map", typed, "--tenant", "acme", "--run-dir", run_dir)
+        assert outcome.out == "peers.map is done\n"
+        assert last(admin) == ("peers.map", {"peer": meant, "tenant": "acme"})
+        cli("peers", "unmap", typed, "--run-dir", run_dir)
+        assert last(admin) == ("peers.unmap", {"peer": meant})
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("what", ["tenants", "keys", "peers"])
+def test_no_table_is_wider_than_the_terminal(
+    admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch, what: str, width: int
+) -> None:
+    admin.tenants = [a_tenant("a" * 64, quota=LIMITS, cache_group="g" * 200, keys=12345, peers=999)]
+    admin.keys = [
+        Key(
+            id="key_0123456789abcdef",
+            name="n" * 200,
+            tenant="t" * 64,
+            prefix="ak-abcde",
+            created_at=1.79e9,
+            expires_at=time.time() + 86400,
+            scopes=("inference", "admin", "read"),
+            models=tuple(f"model-{number}" for number in range(20)),
+            quota=LIMITS,
+        )
+    ]
+    admin.peers = [Peer(kind="uid", number=2**32 - 2, tenant="t" * 64, source="mapped", created_at=1.79e9)]
+    lines = on_a_terminal(width, what, "list", "--run-dir", str(run_dir)).splitlines()
+    assert len(lines) == 2
+    assert max(map(cells, lines)) <= width
+
+
+def on_a_terminal(width: int, *words: str) -> str:
+    import fcntl
+    import struct
+    import subprocess
+    import termios
+
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "appliance.cli", *words],
+        cwd=Path(__file__).resolve().parents[2],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "NO_COLOR": "1", "TERM": "xterm"},
+    )
+    os.close(slave)
+    output = b""
+    try:
+        while chunk := os.read(master, 65536):
+            output += chunk
+    except OSError:
+        pass  # how Linux says that the other side of a terminal is closed
+    os.close(master)
+    assert process.wait(30) == 0, output
+    return output.decode()
+
+
+def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    nasty = "x\x1b]0;owned\x07\r\ny"
+    admin.tenants = [a_tenant(nasty, cache_group=nasty)]
+    admin.keys = [Key(id="key_1", name=nasty, tenant=nasty, prefix="ak-", created_at=1.0, models=(nasty,))]
+    admin.peers = [Peer(kind="uid", number=0, tenant=nasty, source="mapped", created_at=1.0)]
+    out = "".join(
+        cli(*words, "--run-dir", run_dir).out
+        for words in (("tenants", "list"), ("tenants", "show", nasty), ("keys", "list"), ("peers", "list"))
+    )
+    assert "owned" in out and not set(out) & {"\x1b", "\x07", "\r"}
+
+
+@pytest.mark.parametrize(
+    ("words", "question", "answer"),
+    [
+        (("tenants", "suspend", "acme"), "Suspend tenant acme? [y/N]", "y"),
+        (("tenants", "delete", "acme"), "Delete tenant acme? Type its name:", "acme"),
+        (("keys", "rotate", "key_1"), "Rotate key key_1? [y/N]", "y"),
+        (("peers", "unmap", "uid:7"), "Unmap uid:7? [y/N]", "y"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_person_is_asked_before_what_cannot_be_taken_back_lightly(
+    cli: Run,
+    admin: AdminService,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    question: str,
+    answer: str,
+) -> None:
+    for typed, done in (("\n", 0), (f"{answer}\n", 1)):
+        master, slave = os.openpty()
+        os.write(master, typed.encode())
+        with open(slave) as terminal:
+            monkeypatch.setattr(sys, "stdin", terminal)
+            outcome = cli(*words, "--run-dir", run_dir)
+        os.close(master)
+        assert question in outcome.err
+        assert (len(admin.actions), outcome.code) == (done, 1 - done)
+
+
+def test_who_is_no_operator_shows_a_key(
+    cli: Run, admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("tenants", "list", "--run-dir", run_dir)
+    assert admin.authorization is None
+    monkeypatch.setenv("APPLIANCE_ADMIN_KEY", "ak-operator")
+    cli("tenants", "list", "--run-dir", run_dir)
+    assert admin.authorization == "Bearer ak-operator"
