@@ -1,0 +1,256 @@
+"""Tenants, keys and peers through the admin API of a real core: who may decide, what comes of it, and what is
+recorded of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from appliance.actions import (
+    ACTIONS,
+    CreateKey,
+    CreateTenant,
+    DeleteTenant,
+    MapPeer,
+    ResumeTenant,
+    RevokeKey,
+    RotateKey,
+    SetKey,
+    SetTenant,
+    SuspendTenant,
+    UnmapPeer,
+)
+from appliance.client import AdminClient, AdminError
+from appliance.protocol import Done, NewKey, Tenant
+from tests.core.conftest import Service, read_answer, wait_until
+
+pytestmark = pytest.mark.system
+Make = Callable[..., Service]
+
+
+@pytest.fixture
+def service(make_service: Make) -> Iterator[Service]:
+    running = make_service()
+    running.start()
+    running.wait_ready()
+    yield running
+
+
+def audit(service: Service) -> list[dict[str, Any]]:
+    """The results in the audit chain, oldest first."""
+    path = f"file:{service.state_dir}/control.db?mode=ro"
+    with closing(sqlite3.connect(path, uri=True)) as connection:
+        connection.row_factory = sqlite3.Row
+        rows = connection.execute("SELECT * FROM audit WHERE phase IS NOT 'intent' ORDER BY seq")
+        return [dict(row) for row in rows]
+
+
+def message(done: msgspec.Struct) -> str:
+    assert isinstance(done, Done)
+    return done.message
+
+
+def new_key(service: Service, **fields: Any) -> NewKey:
+    made = service.admin.act(CreateKey(name="k", **fields))
+    assert isinstance(made, NewKey)
+    return made
+
+
+def test_what_is_decided_is_shown_and_survives_a_restart(service: Service) -> None:
+    admin = service.admin
+    made = admin.act(CreateTenant(name="acme", weight=2.0, tokens_per_day=1e6))
+    assert isinstance(made, Tenant) and (made.weight, made.quota.tokens_per_day) == (2.0, 1e6)
+    changed = admin.act(SetTenant(name="acme", tokens_per_day=None, concurrent_requests=3, highest_class=0))
+    assert isinstance(changed, Tenant) and changed.quota.tokens_per_day is None
+    key = new_key(service, tenant="acme", scopes=["read"], models=["m"], kv_share=0.5)
+    admin.act(SetKey(id=key.id, models=None, name="renamed"))
+    rotated = admin.act(RotateKey(id=key.id, overlap_s=60.0))
+    assert isinstance(rotated, NewKey) and rotated.replaces == key.id and rotated.replaced_until is not None
+    assert message(admin.act(MapPeer(peer="uid:4242", tenant="acme"))) == "uid 4242 stands for tenant acme"
+
+    def check() -> None:
+        tenant = next(tenant for tenant in admin.tenants() if tenant.name == "acme")
+        assert (tenant.quota.concurrent_requests, tenant.highest_class) == (3, 0)
+        assert (tenant.keys, tenant.peers) == (2, 1)
+        old, new = admin.keys()
+        assert (old.name, old.replaced_by, new.scopes, new.models) == ("renamed", new.id, ("read",), None)
+        assert new.quota.kv_share == 0.5
+        peers = {(peer.kind, peer.number): (peer.tenant, peer.source) for peer in admin.peers()}
+        assert peers[("uid", 4242)] == ("acme", "mapped")
+        assert peers[("uid", os.geteuid())] == ("local", "settings")
+
+    check()
+    admin.close()
+    assert service.stop() == 0
+    service.start()
+    service.wait_ready()
+    check()
+    admin.act(UnmapPeer(peer="uid:4242"))
+    for known in (key, rotated):
+        admin.act(RevokeKey(id=known.id))
+    assert message(admin.act(DeleteTenant(name="acme"))) == "tenant acme is gone"
+    assert [tenant.name for tenant in admin.tenants()] == ["default", "local"]
+
+
+def test_each_decision_is_recorded_with_who_where_before_and_after(service: Service) -> None:
+    service.admin.act(CreateTenant(name="acme"))
+    service.admin.act(SetTenant(name="acme", weight=3.0, requests_per_minute=60.0))
+    with pytest.raises(AdminError, match="in use by uid 9"):
+        service.admin.act(MapPeer(peer="uid:9", tenant="acme"))
+        service.admin.act(DeleteTenant(name="acme"))
+    made, changed, mapped, refused = audit(service)
+    assert {row["actor"] for row in audit(service)} == {f"uid:{os.getuid()}"}
+    assert {row["host"] for row in audit(service)} == {socket.gethostname()}
+    assert json.loads(made["after"])["name"] == "acme" and made["before"] is None
+    assert json.loads(changed["before"]) == {"quota": {}, "weight": 1.0}
+    assert json.loads(changed["after"]) == {"quota": {"requests_per_minute": 60.0}, "weight": 3.0}
+    assert mapped["action"] == "peers.map"
+    assert (refused["action"], refused["result"].partition(":")[0]) == ("tenants.delete", "refused")
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "said"),
+    [
+        (SetTenant(name="nobody", weight=1.0), 404, "no tenant 'nobody'"),
+        (CreateTenant(name="local"), 409, "a tenant 'local' already"),
+        (CreateTenant(name="a b"), 400, "name is 'a b'"),
+        (DeleteTenant(name="default"), 409, "built in"),
+        (SetKey(id="key_0", name="x"), 404, "key_0"),
+        (RotateKey(id="key_0"), 404, "key_0"),
+        (CreateKey(name="x", tenant="nobody"), 404, "no tenant 'nobody'"),
+        (CreateKey(name="x", scopes=["root"]), 400, "scopes is"),
+        (CreateKey(name="x", requests_per_minute=0.0), 400, "requests_per_minute is 0.0"),
+        (MapPeer(peer="pid:1", tenant="local"), 400, "peer is 'pid:1': write for example uid:1000"),
+        (MapPeer(peer="uid:99999999999", tenant="local"), 400, "peer is"),
+        (UnmapPeer(peer="gid:3"), 404, "gid 3 is not mapped"),
+        (SuspendTenant(name="nobody"), 404, "no tenant"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else None,
+)
+def test_mistakes_are_told_apart(shared: Service, asked: msgspec.Struct, status: int, said: str) -> None:
+    with pytest.raises(AdminError, match=said) as caught:
+        shared.admin.act(asked)
+    assert caught.value.status == status
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    running = Service(tmp_path_factory.mktemp("core"))
+    running.start()
+    running.wait_ready()
+    yield running
+    running.admin.close()
+    running.stop()
+
+
+def test_what_runs_goes_on_unless_it_is_to_be_ended(service: Service) -> None:
+    # The fake front asks for the tenant "t".
+    service.admin.act(CreateTenant(name="t"))
+    running = service.connect("m 100000")
+    wait_until(lambda: [request.state for request in service.admin.in_flight()] == ["running"])
+    assert message(service.admin.act(SuspendTenant(name="t"))) == "tenant t is suspended; what runs goes on"
+    time.sleep(0.2)
+    assert len(service.admin.in_flight()) == 1
+    service.admin.act(ResumeTenant(name="t"))
+    ended = service.admin.act(SuspendTenant(name="t", cancel=True))
+    assert message(ended) == "tenant t is suspended; 1 request is being ended"
+    assert read_answer(running)[-1] == "front-0 aborted its tenant was suspended"
+    wait_until(lambda: service.admin.in_flight() == [])
+
+
+def test_a_key_of_scope_read_looks_and_one_of_scope_admin_acts(service: Service) -> None:
+    reader, operator = new_key(service, scopes=["read"]), new_key(service, scopes=["admin"])
+    app = new_key(service)
+    with AdminClient(service.run_dir, key=reader.key) as looking:
+        assert looking.status().state == "ready"
+        assert len(looking.keys()) == 3 and looking.tenants() and looking.peers() and not looking.in_flight()
+        with pytest.raises(AdminError, match="needs a key of scope 'admin'; of yours it is read") as caught:
+            looking.act(RevokeKey(id=app.id))
+        assert caught.value.status == 403
+    with AdminClient(service.run_dir, key=operator.key) as acting:
+        assert acting.status().state == "ready"
+        acting.act(RevokeKey(id=app.id))
+    assert audit(service)[-1]["actor"] == f"uid:{os.getuid()} key:{operator.id}"
+    for key, said, status in (
+        (app.key, "this key is not valid", 401),
+        ("ak-nothing", "this key is not valid", 401),
+        (new_key(service).key, "has neither scope admin nor read", 403),
+    ):
+        with AdminClient(service.run_dir, key=key) as turned, pytest.raises(AdminError, match=said) as caught:
+            turned.status()
+        assert caught.value.status == status
+
+
+def test_a_suspended_tenants_operator_key_opens_nothing(service: Service) -> None:
+    service.admin.act(CreateTenant(name="ops"))
+    key = new_key(service, tenant="ops", scopes=["admin"])
+    with AdminClient(service.run_dir, key=key.key) as acting:
+        acting.status()
+        service.admin.act(SuspendTenant(name="ops"))
+        with pytest.raises(AdminError, match=r"'ops' .* is suspended"):
+            acting.status()
+        with pytest.raises(AdminError, match="suspended"):
+            acting.act(ResumeTenant(name="ops"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_operators_are_known_by_uid_and_by_group(make_service: Make, tmp_path: Path) -> None:
+    service = make_service(
+        "[admin]\nuids = [4001]\ngroups = [4100, 'no such group']\n[unix]\nadmin_mode = '0666'"
+    )
+    service.run_dir.mkdir(mode=0o755)
+    for folder in (service.folder, *service.folder.parents[:2]):
+        folder.chmod(0o755)
+    service.start()
+    service.wait_ready()
+    key = new_key(service, scopes=["read"])
+    sock = service.run_dir / "admin.sock"
+    assert (sock.stat().st_gid, sock.stat().st_mode & 0o777) == (4100, 0o666)
+
+    def status_for(uid: int, gid: int, groups: list[int], key: str = "") -> int:
+        source = """
+import os, socket, sys
+uid, gid, groups, path, key = int(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3]), sys.argv[4], sys.argv[5]
+os.setgroups(groups); os.setgid(gid); os.setuid(uid)
+sock = socket.socket(socket.AF_UNIX); sock.connect(path)
+head = f"Authorization: Bearer {key}\\r\\n" if key else ""
+sock.sendall(f"GET /status HTTP/1.1\\r\\nHost: x\\r\\n{head}\\r\\n".encode())
+print(sock.recv(1000).split()[1].decode())
+"""
+        words = [str(uid), str(gid), repr(groups), str(sock), key]
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", source, *words], capture_output=True, text=True, timeout=30
+        )
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert status_for(4001, 4001, []) == 200
+    assert status_for(4002, 4100, []) == 200
+    assert status_for(4002, 4002, [7, 4100]) == 200
+    assert status_for(4002, 4002, [7]) == 403
+    assert status_for(4002, 4002, [7], key.key) == 200
+    assert "no such group" in service.log.read_text()
+
+
+def test_somebody_does_every_action_of_the_registry(shared: Service) -> None:
+    for action in ACTIONS:
+        required = {
+            field.name: "none:such" for field in msgspec.structs.fields(action.parameters) if field.required
+        }
+        if required:
+            try:
+                shared.admin.act(msgspec.convert(required, action.parameters))
+            except AdminError as error:
+                assert "nobody does it" not in str(error), action.name
