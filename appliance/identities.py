@@ -27,6 +27,11 @@ class IdentityTable:
         self._table = Identities()
         self._known: dict[str, tuple[KeyRecord, TenantRecord, Identity]] = {}
 
+    @property
+    def policies(self) -> Policies:
+        """What operators decided, as it is now."""
+        return self._policies()
+
     def current(self) -> Identities:
         """The whole table; the same object as long as nothing changes."""
         policies = self._policies()

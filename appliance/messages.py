@@ -116,6 +116,8 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     replica: str
     cache_salt: str
     priority: int
+    urgent: bool = False
+    """As `Submit.urgent`."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -127,6 +129,8 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     code: str
     message: str
     retry_after_s: float | None = None
+    useless: bool = False
+    """To try again, as clients of OpenAI's API do by themselves."""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -174,6 +178,8 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """Unix seconds at which the request was read."""
     asked_class: str = ""
     """What the client asked for, "" for the default."""
+    deadline_ms: float | None = None
+    """After `arrived_at`, when the whole answer must be there; None: no matter when."""
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):

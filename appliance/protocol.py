@@ -111,6 +111,19 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     replicas: list[ReplicaStatus] = []
 
 
+class ClassStatus(msgspec.Struct, kw_only=True):
+    """A class of requests, over all models."""
+
+    name: str
+    """"P0" to "P3"."""
+    waiting: int
+    oldest_wait_s: float
+    expected_wait_s: float
+    """Of a request that comes now, by the measured rates; 0 where nobody knows."""
+    target_s: float | None
+    """None for P3."""
+
+
 class QueueStatus(msgspec.Struct, kw_only=True):
     """Requests in the house."""
 
@@ -127,6 +140,16 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     """By the core, since the start."""
     ended: int
     """Rows ended, since the start."""
+    waiting_tokens: int = 0
+    """Prompt tokens of those that wait."""
+    preemptions: int = 0
+    """Since the start, of requests that have ended: they were computed anew to make room for others."""
+    overload: str = ""
+    """What is overloaded, and what is done about it; empty without."""
+    overload_step: int = 0
+    """How far up the ladder; 0 without."""
+    classes: list[ClassStatus] = []
+    """From P0 on."""
 
 
 class DatabaseStatus(msgspec.Struct, kw_only=True):
@@ -140,6 +163,29 @@ class DatabaseStatus(msgspec.Struct, kw_only=True):
     committed_rows: int
     dropped_rows: int
     rejected_rows: int
+
+
+class AuditStatus(msgspec.Struct, kw_only=True):
+    """The audit trail of operators' actions."""
+
+    rows: int = 0
+    """In the chain: the newest row's seq."""
+    head: str = ""
+    """The newest row's hash."""
+    recorded_rows: int = 0
+    """Up to here, heads that were recorded outside the database vouch for the chain."""
+    spooled: int = 0
+    """Rows that the database did not take yet: they come into the chain when it does."""
+    spooled_since: float | None = None
+    """Unix seconds."""
+    places: list[str] = []
+    """Files in which they wait."""
+    in_memory: int = 0
+    """Of these, how many no file takes either: lost, but for the service's log, if it ends."""
+    lost: int = 0
+    """Rows for which there was no room anywhere; the service's log has them."""
+    last_error: str | None = None
+    """What is wrong; None when all is well."""
 
 
 class SocketStatus(msgspec.Struct, kw_only=True):
@@ -187,6 +233,7 @@ class Status(msgspec.Struct, kw_only=True):
     models: list[ModelStatus]
     queue: QueueStatus
     databases: list[DatabaseStatus]
+    audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
     problems: list[Problem]
 
 
@@ -206,6 +253,21 @@ class InFlight(msgspec.Struct, kw_only=True):
     age_s: float
     prompt_tokens: int
     max_tokens: int
+
+
+class LimitUsage(msgspec.Struct, kw_only=True):
+    """How much of one limit a tenant or key uses."""
+
+    limit: str
+    """"requests_per_minute", "tokens_per_minute" or "tokens_per_day"."""
+    capacity: int
+    """What may be used at once: `burst_s` seconds of a rate a minute, a day's worth of one a day."""
+    used: int
+    """Of the capacity, what has not refilled yet; requests that run are in it with the most they may use."""
+    held: int
+    """Of that, by requests that have not ended: what they do not use comes back."""
+    resets_in_s: float
+    """Until all of it may be used again, if nothing is."""
 
 
 class Key(msgspec.Struct, kw_only=True):

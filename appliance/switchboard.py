@@ -35,6 +35,7 @@ from appliance.settings import Settings
 from appliance.traffic.requests import Ledger, RowSink
 from engine.client import ReplicaGroup
 from engine.messages import Report
+from store.policies import Policies
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,7 @@ class Switchboard:
             rows=rows,
             salt=salt,
             clock=clock,
-            queue_limit=settings.queue.limit,
-            queue_timeout_s=settings.queue.timeout_s,
+            rules=settings.queue,
         )
         for model in models:
             self.ledger.add_model(model.name, model.version)
@@ -103,6 +103,7 @@ class Switchboard:
         self._tasks: set[asyncio.Task[None]] = set()
         self._identities = identities
         self._told_identities: Identities | None = None
+        self._told_policies: Policies | None = None
         self._told_models: tuple[list[ServedModel], str] | None = None
         self._by_name: dict[str, Front] = {}
         self._tick_timer: asyncio.TimerHandle | None = None
@@ -174,7 +175,10 @@ class Switchboard:
     # ── what fronts know ──
 
     def tell_identities(self) -> None:
-        """Tell every front what is different in who may ask, if anything is."""
+        """Tell the ledger and every front what is different in who may ask and have what, if anything is."""
+        if (policies := self._identities.policies) is not self._told_policies:
+            self._told_policies = policies
+            self.ledger.set_policies(policies)
         table, told = self._identities.current(), self._told_identities
         if table is told:
             return

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from appliance.messages import Limits
+from appliance.traffic.rules import QueueRules
 from engine.messages import ReplicaSpec
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -107,13 +108,8 @@ class AdminSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
     is."""
 
 
-class QueueSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class QueueSettings(QueueRules, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Requests that wait for their turn."""
-
-    limit: Positive = 2048
-    """The most requests that wait; more are refused with 503 and `Retry-After`."""
-    timeout_s: Seconds = 120.0
-    """A request that has waited this long is refused with 503."""
 
 
 class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=True):

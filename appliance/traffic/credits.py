@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import enum
+
+from appliance.traffic.rates import ReplicaRates
+from engine.messages import BLOCK_TOKENS, Report
+
+_FEW_ROWS = 8
+"""Replicas with fewer rows keep none."""
+
+
+class Room(enum.IntEnum):
+    """Whom a replica takes now. Each takes whom those before it take."""
+
+    NONE = 0
+    REAL_TIME = 1
+    """P0: a background sequence makes room for it."""
+    LIGHT = 2
+    """Also P1 of tenants with little running: rows are kept for them, and they may go ahead of prompts."""
+    ANY = 3
+
 
 class CreditAccount:
     """The credits of one life of a replica; a replica that comes back has a new account.
@@ -20,8 +39,14 @@ class CreditAccount:
         self.granted_tokens = 0
         self.spent_rows = 0
         self.spent_tokens = 0
-        self.lost_fronts: set[str] = set()
-        """Fronts whose channel to this replica is closed: what is dispatched for them cannot arrive."""
+        self.background_rows = 0
+        """P3 sequences on it, which P0 may push aside."""
+        self.rows = 0
+        """Sequences that it runs at once: what it granted first, as `tokens` ahead."""
+        self.tokens = 0
+        self.kv_tokens = 0
+        """That its cache holds."""
+        self.rates = ReplicaRates()
 
     @property
     def available_rows(self) -> int:
@@ -33,22 +58,42 @@ class CreditAccount:
         """Prompt tokens that the replica takes before it has too much ahead of it."""
         return self.granted_tokens - self.spent_tokens
 
-    @property
-    def open(self) -> bool:
-        """Whether it takes another request."""
-        return self.available_rows > 0 and self.available_tokens > 0
+    def kept_rows(self, share: float) -> int:
+        """Rows that are left to tenants with little running, where they are this part of all."""
+        if self.rows < _FEW_ROWS or share <= 0:
+            return 0
+        return max(1, int(share * self.rows))
 
-    def grant(self, rows: int, tokens: int) -> None:
-        """Set the totals that the replica has granted since its start."""
-        self.granted_rows = rows
-        self.granted_tokens = tokens
+    def room(self, kept_rows: int) -> Room:
+        """Whom it takes, with so many rows kept."""
+        rows, tokens = self.available_rows, self.available_tokens
+        if tokens > 0 and rows > kept_rows:
+            return Room.ANY
+        if tokens <= -self.tokens:
+            return Room.NONE
+        if rows > 0:
+            return Room.LIGHT
+        return Room.REAL_TIME if rows + self.background_rows > 0 else Room.NONE
 
-    def spend(self, rows: int, tokens: int) -> None:
+    def learn(self, report: Report) -> None:
+        """Take in the replica's report: the totals that it has granted since its start, and its rates."""
+        self.granted_rows = report.credit_rows
+        self.granted_tokens = report.credit_tokens
+        if not self.rows:
+            self.rows, self.tokens = report.credit_rows, report.credit_tokens
+        self.kv_tokens = report.blocks_total * BLOCK_TOKENS
+        self.rates.learn(report)
+
+    def spend(self, rows: int, tokens: int, *, background: bool = False) -> None:
         """Something is sent to the replica."""
         self.spent_rows += rows
         self.spent_tokens += tokens
+        if background:
+            self.background_rows += rows
 
-    def refund(self, rows: int, tokens: int) -> None:
+    def refund(self, rows: int, tokens: int, *, background: bool = False) -> None:
         """Something that was spent for never reached the replica, so the replica will not grant it again."""
         self.spent_rows -= rows
         self.spent_tokens -= tokens
+        if background:
+            self.background_rows -= rows

@@ -1,42 +1,144 @@
-"""The order in which the waiting requests of one model get their turn."""
+"""The order in which the waiting requests of one model get their turn.
+
+1. What must go now for its deadline to be met, as it was promised when it was admitted.
+2. A class with lifted requests, as far as its part of the service has come together: nobody starves.
+3. The best class with something waiting. Inside a class `FairQueue` decides.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
-from store.policies import CLASSES
+from appliance.traffic.credits import Room
+from appliance.traffic.fairness import FairQueue, Ticket
+from appliance.traffic.rules import QueueRules
+from appliance.traffic.timeline import Promises
+from store.policies import CLASSES, INTERACTIVE
 
 Item = TypeVar("Item")
 
+REAL_TIME, BACKGROUND = 0, CLASSES - 1
+
+_PROMISES_LOOKED_AT = 8
+"""Of those due first, if their tenants may not run more."""
+
 
 class RequestQueue(Generic[Item]):
-    """Waiting requests: the highest class first, inside a class in order of arrival.
+    """Waiting requests of one model. Times are seconds of one clock, given by the caller."""
 
-    Fair share between tenants has its place here: it replaces the order inside a class, and nothing else
-    knows that order. All operations take constant time.
-    """
-
-    def __init__(self) -> None:
-        self._classes: list[OrderedDict[str, Item]] = [OrderedDict() for _ in range(CLASSES)]
+    def __init__(self, rules: QueueRules) -> None:
+        self.rules = rules
+        self.classes: list[FairQueue[Item]] = [FairQueue() for _ in range(CLASSES)]
+        self.promises: Promises[Ticket[Item]] = Promises()
+        self.tokens = 0
+        """Prompt tokens that wait."""
+        self._length = 0
+        self._lengths = [0] * CLASSES
+        self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
+        """In order of arrival; those that have left are dropped when they come first."""
+        self._owed = [0.0] * CLASSES
+        """Service that a class with lifted requests may take before better ones."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._classes))
+        return self._length
 
     def __iter__(self) -> Iterator[Item]:
-        """In the order of their turn. The queue must not change meanwhile."""
-        for waiting in self._classes:
-            yield from waiting.values()
+        """Class by class, tenant by tenant."""
+        for fair in self.classes:
+            for ticket in fair:
+                yield ticket.item
 
-    def push(self, request_id: str, item: Item, request_class: int, *, first: bool = False) -> None:
-        """`first` is for a request that had its turn already and lost its replica: its client is waiting in
-        the middle of an answer."""
-        waiting = self._classes[request_class]
-        waiting[request_id] = item
-        if first:
-            waiting.move_to_end(request_id, last=False)
+    def length(self, request_class: int) -> int:
+        """Requests of a class that wait."""
+        return self._lengths[request_class]
 
-    def remove(self, request_id: str, request_class: int) -> None:
-        """Raises KeyError for a request that does not wait."""
-        del self._classes[request_class][request_id]
+    def push(self, ticket: Ticket[Item], weight: float, light: bool, promised_s: float = 0.0) -> None:
+        """Queue a request of a tenant of this weight. `promised_s` is the work that its promise takes, if it
+        has one (`Ticket.begin_by`)."""
+        number = ticket.request_class
+        self.classes[number].push(ticket, weight, light)
+        self._length += 1
+        self._lengths[number] += 1
+        self.tokens += ticket.prompt_tokens
+        arrivals = self._arrivals[number]
+        arrivals.append(ticket)
+        if len(arrivals) > 2 * self._lengths[number] + 64:
+            self._arrivals[number] = deque(one for one in arrivals if one.waiting)
+        if ticket.begin_by is not None:
+            self.promises.add(ticket.begin_by, ticket.serial, promised_s, ticket)
+
+    def remove(self, ticket: Ticket[Item]) -> None:
+        """Take a waiting request out."""
+        self.classes[ticket.request_class].remove(ticket)
+        self._forget(ticket)
+
+    def next(self, room: Room, now: float, promises_from: float) -> Ticket[Item] | None:
+        """Whose turn it is among those whom `room` takes; None if nobody's. `promises_from` is the time from
+        which on promised requests would begin if they alone were served."""
+        if room is Room.ANY:
+            for ticket in (self._promised(promises_from), self._lifted(now)):
+                if ticket is not None:
+                    return ticket
+            for fair in self.classes:
+                if (ticket := fair.next()) is not None:
+                    return ticket
+        elif room is not Room.NONE:
+            if (ticket := self.classes[REAL_TIME].next()) is not None:
+                return ticket
+            if room is Room.LIGHT:
+                return self.classes[INTERACTIVE].next(light_only=True)
+        return None
+
+    def take(self, ticket: Ticket[Item], now: float) -> None:
+        """It gets its turn."""
+        number = ticket.request_class
+        self.classes[number].take(ticket)
+        self._forget(ticket)
+        self._owed[number] = max(0.0, self._owed[number] - ticket.service)
+        for lower in range(number + 1, CLASSES):
+            if self.classes[lower].backlog.tickets and self._is_late(lower, now):
+                share = self.rules.background_share if lower == BACKGROUND else self.rules.lifted_share
+                self._owed[lower] += share * ticket.service
+            else:
+                self._owed[lower] = 0.0
+
+    def oldest(self, request_class: int) -> float | None:
+        """When the request of a class that has waited longest was queued."""
+        arrivals = self._arrivals[request_class]
+        while arrivals and not arrivals[0].waiting:
+            arrivals.popleft()
+        return arrivals[0].queued_at if arrivals else None
+
+    # ── the order ──
+
+    def _promised(self, begins_at: float) -> Ticket[Item] | None:
+        if not self.promises or self.promises.latest_begin() > begins_at:
+            return None
+        for ticket in islice(self.promises, _PROMISES_LOOKED_AT):
+            if not ticket.parked and not self.classes[ticket.request_class].is_held(ticket.tenant):
+                return ticket
+        return None
+
+    def _lifted(self, now: float) -> Ticket[Item] | None:
+        for number in range(1, CLASSES):
+            if self._owed[number] > 0.0 and self._is_late(number, now):
+                ticket = self.classes[number].next()
+                if ticket is not None and self._owed[number] >= ticket.service:
+                    return ticket
+        return None
+
+    def _is_late(self, request_class: int, now: float) -> bool:
+        oldest = self.oldest(request_class)
+        if oldest is None:
+            return False
+        return request_class == BACKGROUND or oldest <= now - self.rules.late_s(request_class)
+
+    def _forget(self, ticket: Ticket[Item]) -> None:
+        self._length -= 1
+        self._lengths[ticket.request_class] -= 1
+        self.tokens -= ticket.prompt_tokens
+        if ticket.begin_by is not None:
+            self.promises.remove(ticket.begin_by, ticket.serial)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from appliance.classes import service_class
-from appliance.messages import Admit, Rejected, Settle
+from appliance.messages import Admit, Rejected, Retried, Settle
 from appliance.traffic.credits import CreditAccount
+from appliance.traffic.fairness import Ticket
 from store.requests import RequestRow
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class OnReplica:
 
 
 class Request:
-    """One request in flight. Only the ledger changes it."""
+    """One request in flight. Only the ledger and its model's traffic change it. Times are unix seconds."""
 
     def __init__(self, front: str, admit: Admit, version: str) -> None:
         self.front = front
@@ -32,20 +33,67 @@ class Request:
         self.admit = admit
         """Of the latest attempt."""
         self.version = version
+        self.tenant = admit.identity.tenant
+        self.key_id = admit.identity.key_id
         self.request_class = service_class(admit.asked_class, admit.identity)
+        self.deadline_at: float | None = None
+        if admit.deadline_ms is not None:
+            self.deadline_at = admit.arrived_at + admit.deadline_ms / 1e3
+
         self.queued_at: float | None = None
         """Set while it waits for its turn."""
         self.queue_ms: float | None = None
+        self.ticket: Ticket[Request] | None = None
+        """Its place in the queue."""
+        self.due = 0.0
+        """Its tenant's requests go by this."""
+        self.begin_by: float | None = None
+        """Promised when it was admitted, for its deadline."""
+        self.promised_s = 0.0
+        """The time that the promise takes from others."""
+
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
         self.latest: CreditAccount | None = None
+        self.began_at: float | None = None
+        self.ends_at = 0.0
+        """When it is expected to end."""
+        self.running_rows = 0
+        self.kv_tokens = 0.0
+        """What its tenant's use counts while it runs, as `running_rows`."""
+        self.expected_tokens = 0.0
+        """Output over all samples: a guess, raised when it turns out to be too low."""
+        self.charged = 0.0
+        """Service that its tenant's counter has for it."""
+
         self.settled: Settle | None = None
         self.lost_counts = False
         """A replica died with its count of what it generated."""
+        self.counted = False
+        """A replica has said what it did for it."""
         self.generated_tokens = 0
         self.cached_tokens = 0
         self.preemptions = 0
         self.batch_size_at_start: int | None = None
+
+    @property
+    def most_each(self) -> float:
+        """The most tokens that a sample may have."""
+        return self.first.max_tokens / max(1, self.first.rows)
+
+    def service(self, output_weight: float) -> float:
+        """Weighted tokens that replicas computed for it, as far as is known."""
+        if not (self.counted or self.lost_counts):
+            return 0.0
+        prompt_tokens = max(0, self.first.prompt_tokens - self.cached_tokens)
+        return prompt_tokens + output_weight * self.known_tokens
+
+    @property
+    def known_tokens(self) -> int:
+        """Output tokens that were surely generated: a dead replica's count is lost, but what was delivered is
+        known."""
+        delivered = self.settled.delivered_tokens if self.settled is not None else 0
+        return max(self.generated_tokens, delivered) if self.lost_counts else self.generated_tokens
 
     @property
     def request_id(self) -> str:
@@ -66,11 +114,8 @@ def row_of(request: Request, now: float) -> RequestRow:
     """The request's row as it is at unix time `now`."""
     first, end = request.first, request.settled
     delivered = end.delivered_tokens if end else 0
-    generated = request.generated_tokens
-    if request.lost_counts:
-        # The dead replica's count is lost; what arrived was surely generated.
-        generated = max(generated, delivered)
-    elif delivered > generated and end is not None and not request.dispatched:
+    generated = request.known_tokens
+    if delivered > generated and end is not None and not request.dispatched:
         log.error("request %s: %d tokens delivered, %d generated", first.request_id, delivered, generated)
     return RequestRow(
         request_id=first.request_id,
@@ -100,6 +145,32 @@ def row_of(request: Request, now: float) -> RequestRow:
         devices=(request.latest.devices or None) if request.latest else None,
         preemptions=request.preemptions,
         resubmissions=request.admit.attempt,
+        retry="anew" if first.retry_of else None,
+        retry_of=first.retry_of or None,
+    )
+
+
+def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow:
+    """The row of a request that was answered from another one's run: it took nothing of its own."""
+    return RequestRow(
+        request_id=retried.request_id,
+        created_at=retried.arrived_at,
+        finished_at=now,
+        tenant=retried.identity.tenant,
+        key_id=retried.identity.key_id or None,
+        peer=retried.peer,
+        endpoint=retried.endpoint,
+        model=retried.model,
+        version=version,
+        request_class=f"P{retried.request_class}",
+        stream=retried.stream,
+        ttft_ms=retried.ttft_ms,
+        e2e_ms=retried.e2e_ms,
+        finish_reason=retried.finish_reason,
+        status=retried.status,
+        error=retried.error or None,
+        retry=retried.retry,
+        retry_of=retried.retry_of,
     )
 
 

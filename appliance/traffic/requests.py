@@ -10,28 +10,44 @@ its `Finished` arrives (the engine grants the credit again) · the front withdra
 (refunded) · the front died or closed its channel before submitting (refunded at `Report.fronts_gone`) · the
 replica dies (void: its account dies with it).
 
-No I/O here, no clock of its own, no event loop: what happens is told by calls, in any order.
+Whether a new request may wait is `appliance.traffic.admission`'s to say, whose turn it is `queue`'s, how soon
+`model`'s. No I/O here, no clock of its own, no event loop: what happens is told by calls, in any order.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Settle
+from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Retried, Settle
+from appliance.traffic import figures
+from appliance.traffic.admission import Refusal, Waiting, hopeless, refusal, retry_after_s, suspended
 from appliance.traffic.closures import Closure, Closures
 from appliance.traffic.credits import CreditAccount
-from appliance.traffic.queue import RequestQueue
-from appliance.traffic.request import OnReplica, Request, rejected_row, row_of
+from appliance.traffic.figures import QueueFigures, TenantFigures
+from appliance.traffic.model import ModelTraffic
+from appliance.traffic.outputs import expected_tokens
+from appliance.traffic.overload import DROP_BACKGROUND
+from appliance.traffic.queue import BACKGROUND
+from appliance.traffic.request import Request, rejected_row, retried_row, row_of
+from appliance.traffic.rules import QueueRules
+from appliance.traffic.tenants import Tenants
 from engine.messages import Finished, Report
+from store.policies import Policies
 from store.requests import RequestRow
 
 log = logging.getLogger(__name__)
 
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
+_DROPPED_RETRY_S = 30.0
+_TIDY_EVERY_S = 10.0
+_CHECK_EVERY_S = 0.05
+_CHECKS_KEPT = 1024
+"""Entries of requests that wait no more, before those are dropped."""
 
 
 class Clock(Protocol):
@@ -45,26 +61,6 @@ class RowSink(Protocol):
 
     def open(self, row: RequestRow) -> bool: ...
     def end(self, row: RequestRow) -> bool: ...
-
-
-class _Model:
-    def __init__(self, name: str, version: str) -> None:
-        self.name = name
-        self.version = version
-        self.queue: RequestQueue[Request] = RequestQueue()
-        self.accounts: list[CreditAccount] = []
-        self.failure: str | None = None
-
-
-class QueueFigures(NamedTuple):
-    """How full the house is."""
-
-    waiting: int
-    running: int
-    oldest_wait_s: float
-    admitted: int
-    refused: int
-    ended: int
 
 
 class Ledger:
@@ -81,20 +77,28 @@ class Ledger:
         rows: RowSink,
         salt: Callable[[str], str],
         clock: Clock,
-        queue_limit: int,
-        queue_timeout_s: float,
+        rules: QueueRules,
     ) -> None:
         self._send = send
         self._rows = rows
         self._salt = salt
         self._clock = clock
-        self._queue_limit = queue_limit
-        self._queue_timeout_s = queue_timeout_s
-        self._models: dict[str, _Model] = {}
+        self._rules = rules
+        self._tenants = Tenants()
+        self._models: dict[str, ModelTraffic] = {}
         self._requests: dict[str, Request] = {}
+        self._checks: list[tuple[float, int, Request]] = []
+        """When a request that waits may have waited too long."""
+        self._serial = 0
+        self._running = 0
         self._admitted = 0
         self._refused = 0
         self._ended = 0
+        self._preemptions = 0
+        self._tidied_at = 0.0
+        self._lost_fronts: set[str] = set()
+        """Fronts that closed a channel to a replica: they are dying, or of no use. What is dispatched for
+        them may not arrive."""
         self._closures = Closures()
         self._held: OrderedDict[str, Request] = OrderedDict()
         """Requests that came while their model was closed, and wait until it is open again."""
@@ -105,16 +109,42 @@ class Ledger:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
 
+    # ── what operators decide ──
+
+    def set_policies(self, policies: Policies) -> None:
+        """Go by these tenants and keys from now on, also for what waits."""
+        self._tenants.set_policies(policies)
+        for tenant in self._tenants:
+            for model in self._models.values():
+                for key_id in tenant.keys or ("",):
+                    model.reconsider(tenant, key_id)
+            if tenant.suspended:
+                for request in [r for r in self._requests.values() if r.tenant == tenant.name]:
+                    if request.queued_at is not None:
+                        self._refuse(request, suspended(tenant))
+        self._dispatch_all()
+
+    def set_rules(self, rules: QueueRules) -> None:
+        """Go by these rules for the queue from now on."""
+        self._rules = rules
+        now = self._clock()
+        for model in self._models.values():
+            model.set_rules(rules)
+        for request in self._requests.values():
+            if request.queued_at is not None:
+                self._check_at(request, now)
+        self._dispatch_all()
+
     # ── models and replicas ──
 
     def add_model(self, name: str, version: str) -> None:
         """Take requests for this model from now on."""
-        self._models[name] = _Model(name, version)
+        self._models[name] = ModelTraffic(name, version, self._rules, self._tenants)
 
     def remove_model(self, name: str) -> None:
         """Take no more requests for this model; those that wait are refused. Its replicas must be lost."""
         held = [request for request in self._held.values() if request.first.model == name]
-        waiting = [*self._models[name].queue, *held]
+        waiting = [*self._models[name].waiting(), *held]
         for request in waiting:
             self._unqueue(request)
         del self._models[name]
@@ -137,19 +167,22 @@ class Ledger:
         """None of its replicas can be started until something is mended: refuse what waits and what comes."""
         model = self._models[name]
         model.failure = why
-        for request in list(model.queue):
+        for request in model.waiting():
             self._refuse_failed(request, why)
 
     def add_replica(self, account: CreditAccount) -> None:
         """A replica is ready and every front has its channel to it."""
-        self._models[account.model].accounts.append(account)
-        self._dispatch(self._models[account.model])
+        model = self._models[account.model]
+        model.accounts.append(account)
+        model.learned()
+        self._dispatch(model)
 
     def retire_replica(self, account: CreditAccount) -> None:
         """Give the replica nothing more; what it has goes on, until it is no longer `occupied`."""
-        accounts = self._models[account.model].accounts
-        if account in accounts:
-            accounts.remove(account)
+        model = self._models[account.model]
+        if account in model.accounts:
+            model.accounts.remove(account)
+            model.learned()
 
     def occupied(self, account: CreditAccount) -> bool:
         """Whether anything runs on the replica."""
@@ -157,26 +190,25 @@ class Ledger:
 
     def lose_replica(self, account: CreditAccount) -> None:
         """The replica is dead: what it had is void. Its requests go on when their fronts ask again."""
-        accounts = self._models[account.model].accounts
-        if account in accounts:
-            accounts.remove(account)
+        self.retire_replica(account)
         for request in list(self._requests.values()):
-            if request.dispatched.pop(account, None) is not None:
+            if account in request.dispatched:
                 request.lost_counts = True
+                self._leave(request, account)
                 self._end_if_complete(request)
+        self._dispatch_all()
 
     def report(self, account: CreditAccount, report: Report) -> None:
         """The replica's own word: what ended, what it can take, whose channel closed."""
         for finished in report.finished:
             self._finish(account, finished)
         for front in report.fronts_gone:
-            account.lost_fronts.add(front)
-            for request in [r for r in self._requests.values() if r.front == front]:
-                # All that it did submit has been counted above.
-                self._take_back(request, account)
-                self._end_if_complete(request)
-        account.grant(report.credit_rows, report.credit_tokens)
-        self._dispatch(self._models[account.model])
+            self._lose_channel(front, account)
+        account.learn(report)
+        model = self._models[account.model]
+        model.learned()
+        self._refuse_late(self._clock())
+        self._dispatch(model)
 
     # ── fronts ──
 
@@ -199,15 +231,15 @@ class Ledger:
             self._refuse_closed(request, closure)
         elif model.failure is not None:
             self._refuse_failed(request, model.failure)
-        elif (waiting := self._waiting()) >= self._queue_limit:
-            message = f"{waiting} requests are waiting, which is the limit: try again later"
-            self._refuse(request, 503, "queue_full", message, self._retry_after())
+        elif (why := self._judge(request, model)) is not None:
+            self._refuse(request, why)
         else:
-            self._rows.open(row_of(request, self._clock()))
+            now = self._clock()
+            self._rows.open(row_of(request, now))
+            self._wait(request, now)
             if closure is None:
                 self._enqueue(model, request)
             else:
-                request.queued_at = self._clock()
                 self._held[request.request_id] = request
 
     def settle(self, front: str, settle: Settle) -> None:
@@ -229,6 +261,11 @@ class Ledger:
         model = self._models.get(rejected.model)
         self._rows.end(rejected_row(rejected, model.version if model else None, self._clock()))
 
+    def log_retry(self, retried: Retried) -> None:
+        """A front answered a request from another one's run: a row, nothing else."""
+        model = self._models.get(retried.model)
+        self._rows.end(retried_row(retried, model.version if model else None, self._clock()))
+
     def lose_front(self, front: str) -> None:
         """The front is dead. What it submitted is cancelled by the replicas, which say when that is done."""
         for request in [r for r in self._requests.values() if r.front == front]:
@@ -236,6 +273,7 @@ class Ledger:
                 self._unqueue(request)
                 request.settled = self._own_settle(request, 499, "cancelled", "the front process died")
             self._end_if_complete(request)
+        self._lost_fronts.discard(front)
 
     # ── drain ──
 
@@ -295,34 +333,70 @@ class Ledger:
         return list(request.dispatched) if request else []
 
     def expire(self) -> None:
-        """Refuse what has waited too long. To be called a few times a second."""
-        latest = self._clock() - self._queue_timeout_s
-        for request in [r for r in self._held.values() if r.queued_at is not None and r.queued_at < latest]:
-            message = f"the request waited {self._queue_timeout_s:g} s while the service was draining"
-            self._refuse(request, 503, "queue_timeout", f"{message}: try again later", self._retry_after())
+        """Refuse what has waited too long, and move with the load. To be called a few times a second."""
+        now = self._clock()
+        self._refuse_late(now)
         for model in self._models.values():
-            for request in [r for r in model.queue if r.queued_at is not None and r.queued_at < latest]:
-                why = "no replica had room for it" if model.accounts else "no replica of the model is ready"
-                message = f"the request waited {self._queue_timeout_s:g} s and {why}: try again later"
-                self._refuse(request, 503, "queue_timeout", message, self._retry_after())
+            model.tick(now)
+            if model.ladder.step >= DROP_BACKGROUND:
+                why = Refusal(503, "overloaded", model.ladder.reason, _DROPPED_RETRY_S)
+                for request in [ticket.item for ticket in model.queue.classes[BACKGROUND]]:
+                    self._refuse(request, why)
+            self._dispatch(model)
+        if now - self._tidied_at > _TIDY_EVERY_S:
+            self._tidied_at = now
+            self._tidy(now)
+
+    # ── figures ──
 
     def figures(self) -> QueueFigures:
         """How full the house is."""
-        waiting = self._waiting()
+        now = self._clock()
+        overload, step = figures.overload(self._models.values())
         return QueueFigures(
-            waiting=waiting,
-            running=sum(1 for request in self._requests.values() if request.dispatched),
-            oldest_wait_s=self._oldest_wait_s(),
+            waiting=self._waiting(),
+            running=self._running,
+            oldest_wait_s=self._oldest_wait_s(now),
             admitted=self._admitted,
             refused=self._refused,
             ended=self._ended,
+            waiting_tokens=sum(model.queue.tokens for model in self._models.values()),
+            preemptions=self._preemptions,
+            overload=overload,
+            overload_step=step,
+            classes=figures.classes(self._models.values(), now),
         )
+
+    def tenants(self) -> list[TenantFigures]:
+        """What each tenant that was seen has in the house."""
+        return [figures.tenant(tenant) for tenant in self._tenants]
 
     def queued(self, model: str) -> int:
         """Requests that wait for this model."""
-        return len(self._models[model].queue)
+        return self._models[model].queued
 
-    # ── a request's turn ──
+    def _waiting(self) -> int:
+        return sum(model.queued for model in self._models.values()) + len(self._held)
+
+    def _oldest_wait_s(self, now: float) -> float:
+        held = next(iter(self._held.values()), None)
+        waits = [model.oldest_wait_s(now) for model in self._models.values()]
+        if held is not None and held.queued_at is not None:
+            waits.append(now - held.queued_at)
+        return max(0.0, *waits, 0.0)
+
+    # ── into the queue and out of it ──
+
+    def _judge(self, request: Request, model: ModelTraffic) -> Refusal | None:
+        """Why a new request is refused; None if it may wait."""
+        now = self._clock()
+        tenant = self._tenants.of(request.tenant)
+        self._tenants.saw(request.tenant, now)
+        each = expected_tokens(tenant.outputs, self._tenants.outputs, request.most_each)
+        request.expected_tokens = each * request.admit.rows
+        request.due = request.deadline_at or now + self._rules.late_s(request.request_class)
+        tokens = sum(other.queue.tokens for other in self._models.values())
+        return refusal(request, model, self._tenants, Waiting(self._waiting(), tokens), now)
 
     def _readmit(self, front: str, request: Request, admit: Admit) -> None:
         fits = request.front == front and request.settled is None and request.queued_at is None
@@ -338,55 +412,112 @@ class Ledger:
         elif model.failure is not None:
             self._refuse_failed(request, model.failure)
         else:
-            self._enqueue(model, request, first=True)
+            self._wait(request, self._clock())
+            waiting = model.stranded if front in self._lost_fronts else model.resumed
+            waiting[request.request_id] = request
+            self._dispatch(model)
 
-    def _enqueue(self, model: _Model, request: Request, first: bool = False) -> None:
-        if request.queued_at is None:
-            request.queued_at = self._clock()
-        model.queue.push(request.request_id, request, request.request_class, first=first)
+    def _wait(self, request: Request, now: float) -> None:
+        """It begins to wait."""
+        request.queued_at = now
+        for use in self._tenants.of(request.tenant).uses(request.key_id):
+            use.queue(request.admit.prompt_tokens, 1)
+        self._check_at(request, now)
+
+    def _enqueue(self, model: ModelTraffic, request: Request) -> None:
+        """It waits for its first turn."""
+        self._serial += 1
+        model.push(request, self._serial)
+        if request.front in self._lost_fronts:
+            model.strand(request)
         self._dispatch(model)
 
     def _unqueue(self, request: Request) -> None:
+        """It waits no more."""
         if request.queued_at is None:
             return
         request.queued_at = None
+        for use in self._tenants.of(request.tenant).uses(request.key_id):
+            use.queue(request.admit.prompt_tokens, -1)
         if self._held.pop(request.request_id, None) is None:
-            self._models[request.first.model].queue.remove(request.request_id, request.request_class)
+            self._models[request.first.model].remove(request)
 
-    def _dispatch(self, model: _Model) -> None:
-        """Late binding: hand out turns while a replica has credit."""
-        while any(account.open for account in model.accounts):
-            for request in model.queue:
-                account = self._account_for(model.accounts, request)
-                if account is not None:
-                    break
+    def _lose_channel(self, front: str, account: CreditAccount) -> None:
+        """A front's channel to a replica is closed: all that it did submit there has been counted."""
+        self._lost_fronts.add(front)
+        for request in [r for r in self._requests.values() if r.front == front]:
+            if request.queued_at is not None and request.request_id not in self._held:
+                self._models[request.first.model].strand(request)
+            self._take_back(request, account)
+            self._end_if_complete(request)
+
+    def _check_at(self, request: Request, now: float) -> None:
+        """Look at a waiting request again when it may have run out of time."""
+        queued_at = request.queued_at or now
+        due = queued_at + self._rules.timeout_s
+        if request.deadline_at is not None:
+            due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))
+        self._serial += 1
+        heapq.heappush(self._checks, (due, self._serial, request))
+        if len(self._checks) > 2 * self._waiting() + _CHECKS_KEPT:
+            self._checks = [check for check in self._checks if check[2].queued_at is not None]
+            heapq.heapify(self._checks)
+
+    def _refuse_late(self, now: float) -> None:
+        """Refuse what has run out of time while it waited."""
+        while self._checks and self._checks[0][0] <= now:
+            request = heapq.heappop(self._checks)[2]
+            if request.queued_at is None:
+                continue
+            model = self._models[request.first.model]
+            timeout_s = self._rules.timeout_s
+            if now >= request.queued_at + timeout_s:
+                why = "no replica had room for it" if model.accounts else "no replica of the model is ready"
+                if request.request_id in self._held:
+                    why = "the service was draining"
+                message = f"the request waited {timeout_s:g} s and {why}: try again later"
+                wait_s = max((wait or 0.0 for wait in model.waits_s(now)), default=None)
+                after_s = retry_after_s(wait_s, model.oldest_wait_s(now))
+                self._refuse(request, Refusal(503, "queue_timeout", message, after_s))
+            elif (why_not := hopeless(request, model, now)) is not None:
+                self._refuse(request, why_not)
             else:
-                return
-            self._start(request, account)
+                self._check_at(request, now)
 
-    def _account_for(self, accounts: Iterable[CreditAccount], request: Request) -> CreditAccount | None:
-        # A replica that the request was on before is one that its front has lost, whether or not we know yet.
-        fit = [
-            account
-            for account in accounts
-            if account.open and account not in request.tried and request.front not in account.lost_fronts
-        ]
-        return max(fit, key=lambda account: (account.available_rows, account.available_tokens), default=None)
+    def _tidy(self, now: float) -> None:
+        self._tenants.forget_unseen(now)
+        for tenant in self._tenants:
+            tenant.forget_idle_keys()
+        for model in self._models.values():
+            for fair in model.queue.classes:
+                fair.forget_idle()
 
-    def _start(self, request: Request, account: CreditAccount) -> None:
-        admit = request.admit
-        if request.queue_ms is None and request.queued_at is not None:
-            request.queue_ms = (self._clock() - request.queued_at) * 1000
-        self._unqueue(request)
-        account.spend(admit.rows, admit.prompt_tokens)
-        request.dispatched[account] = OnReplica(admit)
-        request.tried.add(account)
-        request.latest = account
-        request.cached_tokens = 0
-        self._admitted += 1
-        salt = self._salt(admit.identity.tenant)
-        turn = Admitted(request.request_id, admit.attempt, account.replica, salt, request.request_class)
-        self._send(request.front, turn)
+    # ── a request's turn ──
+
+    def _dispatch_all(self) -> None:
+        for model in self._models.values():
+            self._dispatch(model)
+
+    def _dispatch(self, model: ModelTraffic) -> None:
+        """Hand out turns while somebody may have one."""
+        now = self._clock()
+        while (turn := model.next_turn(now)) is not None:
+            request, account = turn
+            if (why := hopeless(request, model, now)) is not None:
+                self._refuse(request, why)
+                continue
+            if request.queue_ms is None and request.queued_at is not None:
+                request.queue_ms = (now - request.queued_at) * 1000
+            self._running += not request.dispatched
+            self._admitted += 1
+            urgent = model.start(request, account, now)
+            self._unqueue(request)
+            salt = self._salt(request.tenant)
+            attempt, number = request.admit.attempt, request.request_class
+            self._send(
+                request.front,
+                Admitted(request.request_id, attempt, account.replica, salt, number, urgent=urgent),
+            )
 
     def _finish(self, account: CreditAccount, finished: Finished) -> None:
         request = self._requests.get(finished.request_id)
@@ -394,46 +525,82 @@ class Ledger:
         if request is None or left is None:
             log.error("%s finished %s, which it was not given", account.replica, finished.request_id)
             return
+        rows = len(finished.finish)
         left.submissions -= 1
-        left.rows -= len(finished.finish)
+        left.rows -= rows
         left.tokens -= finished.credit_tokens
+        if request.request_class == BACKGROUND:
+            account.background_rows -= rows
+        request.counted = True
         request.generated_tokens += finished.generated_tokens
         request.cached_tokens += finished.cached_tokens
         request.preemptions += finished.preemptions
+        self._preemptions += finished.preemptions
         if request.batch_size_at_start is None:
             request.batch_size_at_start = finished.batch_size
+        if finished.generated_tokens:
+            self._tenants.learn_output(request.tenant, finished.generated_tokens // rows)
         if left.submissions == 0:
-            del request.dispatched[account]
+            self._leave(request, account)
             self._end_if_complete(request)
 
     def _take_back(self, request: Request, account: CreditAccount) -> None:
         """What the request still has on the replica was never submitted."""
-        left = request.dispatched.pop(account, None)
+        left = request.dispatched.get(account)
         if left is not None:
-            account.refund(left.rows, left.tokens)
+            account.refund(left.rows, left.tokens, background=request.request_class == BACKGROUND)
+            self._leave(request, account)
             self._dispatch(self._models[account.model])
+
+    def _leave(self, request: Request, account: CreditAccount) -> None:
+        """Nothing of the request is on the replica any more."""
+        del request.dispatched[account]
+        if request.dispatched:
+            return
+        self._running -= 1
+        self._models[account.model].stop(request)
+        self._charge(request)
+        tenant = self._tenants.of(request.tenant)
+        for name in tenant.held_at - {account.model}:
+            self._models[name].reconsider(tenant)
+            self._dispatch(self._models[name])
+        tenant.held_at.clear()
+
+    def _charge(self, request: Request) -> None:
+        """Charge its tenant what the request took. A lost replica's count is known when the request ends."""
+        model = self._models.get(request.first.model)
+        if model is not None and (request.settled is not None or not request.lost_counts):
+            model.correct_charge(request, request.service(self._rules.output_weight))
 
     # ── a request's end ──
 
     def _refuse_unknown(self, request: Request) -> None:
         message = f"there is no model {request.first.model!r}: there are {', '.join(self._models) or 'none'}"
-        self._refuse(request, 404, "model_not_found", message)
+        self._refuse(request, Refusal(404, "model_not_found", message))
 
     def _refuse_closed(self, request: Request, closure: Closure) -> None:
-        self._refuse(request, 503, "draining", closure.why, _DRAIN_RETRY_S)
+        self._refuse(request, Refusal(503, "draining", closure.why, _DRAIN_RETRY_S))
 
     def _refuse_failed(self, request: Request, why: str) -> None:
         message = f"the model {request.first.model!r} cannot be served: {why}"
-        self._refuse(request, 503, "model_failed", message, _FAILED_RETRY_S)
+        self._refuse(request, Refusal(503, "model_failed", message, _FAILED_RETRY_S))
 
-    def _refuse(
-        self, request: Request, status: int, code: str, message: str, retry_after_s: float | None = None
-    ) -> None:
+    def _refuse(self, request: Request, why: Refusal) -> None:
         self._unqueue(request)
         self._refused += 1
-        request.settled = self._own_settle(request, status, "error", message)
-        attempt = request.admit.attempt
-        self._send(request.front, Refused(request.request_id, attempt, status, code, message, retry_after_s))
+        request.settled = self._own_settle(request, why.status, "error", why.message)
+        self._send(
+            request.front,
+            Refused(
+                request.request_id,
+                request.admit.attempt,
+                why.status,
+                why.code,
+                why.message,
+                why.retry_after_s,
+                useless=why.useless,
+            ),
+        )
         self._end_if_complete(request)
 
     def _own_settle(self, request: Request, status: int, finish_reason: str, error: str) -> Settle:
@@ -454,18 +621,6 @@ class Ledger:
         if self._requests.pop(request.request_id, None) is None:
             return
         self._ended += 1
+        self._charge(request)
+        self._tenants.of(request.tenant).service += request.charged
         self._rows.end(row_of(request, self._clock()))
-
-    # ── figures ──
-
-    def _waiting(self) -> int:
-        return sum(len(model.queue) for model in self._models.values()) + len(self._held)
-
-    def _oldest_wait_s(self) -> float:
-        waiting = [request for model in self._models.values() for request in model.queue]
-        waits = [r.queued_at for r in (*waiting, *self._held.values()) if r.queued_at is not None]
-        return max(0.0, self._clock() - min(waits)) if waits else 0.0
-
-    def _retry_after(self) -> float:
-        """What the oldest has waited is the best guess for what the next would."""
-        return min(60.0, max(1.0, round(self._oldest_wait_s())))

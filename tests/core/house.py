@@ -10,6 +10,7 @@ from typing import Any
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.requests import Ledger
+from appliance.traffic.rules import QueueRules
 from engine.messages import Finished, Report
 from store.requests import RequestRow
 
@@ -129,8 +130,7 @@ class House:
             rows=self.rows,
             salt=lambda tenant: f"salt of {tenant}",
             clock=lambda: self.now,
-            queue_limit=queue_limit,
-            queue_timeout_s=queue_timeout_s,
+            rules=QueueRules(limit=queue_limit, timeout_s=queue_timeout_s),
         )
         self.ledger.add_model("m", "v1")
 

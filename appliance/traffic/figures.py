@@ -1,0 +1,76 @@
+"""What the ledger shows of the house: for the status, metrics and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from appliance.classes import CLASS_NAMES
+from appliance.protocol import ClassStatus
+from appliance.traffic.model import ModelTraffic
+from appliance.traffic.tenants import Tenant
+
+
+class QueueFigures(NamedTuple):
+    """How full the house is."""
+
+    waiting: int
+    running: int
+    oldest_wait_s: float
+    admitted: int
+    refused: int
+    ended: int
+    waiting_tokens: int
+    preemptions: int
+    """Since the start, by requests that have ended."""
+    overload: str
+    """What is overloaded, and what is done about it; empty without."""
+    overload_step: int
+    """Of the ladder; 0 without."""
+    classes: list[ClassStatus]
+    """From P0 on."""
+
+
+class TenantFigures(NamedTuple):
+    """What one tenant has in the house."""
+
+    name: str
+    weight: float
+    waiting: int
+    waiting_tokens: int
+    running: int
+    service: float
+    """Weighted tokens of requests that have ended since the start."""
+
+
+def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
+    """The models' overloads in words, and the highest step."""
+    steps = [(model.ladder.step, f"{model.name}: {model.ladder.reason}") for model in models]
+    taken = [(step, words) for step, words in steps if step]
+    return "; ".join(words for _, words in taken), max((step for step, _ in taken), default=0)
+
+
+def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
+    """Each class over all models; of what is expected and how long some have waited, the worst."""
+    known = list(models)
+    waits_s = [model.waits_s(now) for model in known]
+    statuses = []
+    for number, name in enumerate(CLASS_NAMES):
+        oldest = [at for model in known if (at := model.queue.oldest(number)) is not None]
+        target_s = known[0].rules.target_s(number) if known else float("inf")
+        statuses.append(
+            ClassStatus(
+                name=name,
+                waiting=sum(model.queue.length(number) for model in known),
+                oldest_wait_s=max(0.0, now - min(oldest)) if oldest else 0.0,
+                expected_wait_s=max((one[number] or 0.0 for one in waits_s), default=0.0),
+                target_s=None if target_s == float("inf") else target_s,
+            )
+        )
+    return statuses
+
+
+def tenant(one: Tenant) -> TenantFigures:
+    """What this tenant has in the house."""
+    use = one.use
+    return TenantFigures(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)

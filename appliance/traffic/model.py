@@ -1,0 +1,351 @@
+"""What the ledger knows of one model: its replicas, whose turn it is on them, and how soon a turn comes."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+from appliance.messages import Admit
+from appliance.traffic.credits import CreditAccount, Room
+from appliance.traffic.fairness import Ticket
+from appliance.traffic.forecast import Forecast
+from appliance.traffic.overload import Ladder
+from appliance.traffic.queue import BACKGROUND, REAL_TIME, RequestQueue
+from appliance.traffic.request import OnReplica, Request
+from appliance.traffic.rules import QueueRules
+from appliance.traffic.tenants import Tenant, Tenants
+from store.policies import CLASSES, INTERACTIVE
+
+_LIGHT_PART = 4
+"""A tenant is light with fewer rows busy than the kept ones divided by this, and with none."""
+_BUSY_HALF_LIFE_S = 4.0
+_LEAST_SHARE = 0.02
+"""Of the service, however busy better classes are."""
+_MOST_PROMISED = 0.8
+"""Part of the service that may be promised to deadlines; the rest is for what comes meanwhile."""
+_OF_THE_NEW = 0.02
+"""Weight of the latest request in the mean of tokens that a row takes of the cache."""
+_UNKNOWN_RUN_S, _LEAST_RUN_S = 1.0, 0.1
+
+
+class Turn(NamedTuple):
+    """Somebody's turn, and where."""
+
+    request: Request
+    account: CreditAccount
+
+
+class ModelTraffic:
+    """One served model. Only the ledger calls it; times are unix seconds."""
+
+    def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
+        self.name = name
+        self.version = version
+        self.rules = rules
+        self.failure: str | None = None
+        self.queue: RequestQueue[Request] = RequestQueue(rules)
+        self.resumed: dict[str, Request] = {}
+        """Requests that lost their replica: their clients wait in the middle of an answer. They go first."""
+        self.stranded: dict[str, Request] = {}
+        """Requests of fronts that closed a channel to a replica: what is dispatched for them may get lost."""
+        self.accounts: list[CreditAccount] = []
+        self.forecast = Forecast()
+        self.ladder = Ladder()
+        self._tenants = tenants
+        self._ends: list[tuple[float, int, Request]] = []
+        """When requests that run are expected to end."""
+        self._ends_pushed = 0
+        self._tokens_per_row = 0.0
+        self._taken_s = [0.0] * CLASSES
+        """Service, in seconds of all replicas, that classes took since the last tick."""
+        self._busy = [0.0] * CLASSES
+        """Part of the service that classes take, of late."""
+        self._ticked_at: float | None = None
+
+    @property
+    def queued(self) -> int:
+        """How many requests wait."""
+        return len(self.queue) + len(self.resumed) + len(self.stranded)
+
+    def waiting(self) -> list[Request]:
+        """Every request that waits."""
+        return [*self.resumed.values(), *self.stranded.values(), *self.queue]
+
+    def set_rules(self, rules: QueueRules) -> None:
+        """Go by other rules from now on."""
+        self.rules = self.queue.rules = rules
+
+    # ── who waits ──
+
+    def push(self, request: Request, serial: int) -> None:
+        """Queue a request for its first turn."""
+        tenant = self._tenants.of(request.tenant)
+        prompt_tokens = request.admit.prompt_tokens
+        request.ticket = Ticket(
+            item=request,
+            tenant=request.tenant,
+            key_id=request.key_id,
+            request_class=request.request_class,
+            serial=serial,
+            queued_at=request.queued_at or 0.0,
+            due=request.due,
+            service=prompt_tokens + self.rules.output_weight * request.expected_tokens,
+            prompt_tokens=prompt_tokens,
+            output_tokens=request.expected_tokens,
+            begin_by=request.begin_by,
+        )
+        self.queue.push(request.ticket, tenant.weight, self.is_light(tenant), request.promised_s)
+
+    def remove(self, request: Request) -> None:
+        """It waits no more."""
+        if request.ticket is not None and request.ticket.waiting:
+            self.queue.remove(request.ticket)
+        self.resumed.pop(request.request_id, None)
+        self.stranded.pop(request.request_id, None)
+
+    def strand(self, request: Request) -> None:
+        """It waits, and gets no turn."""
+        self.remove(request)
+        self.stranded[request.request_id] = request
+
+    def reconsider(self, tenant: Tenant, key_id: str = "", most: int | None = None) -> None:
+        """The tenant's weight, limits or use have changed: what was set aside of it, and `most` requests of
+        its key, may have turns again."""
+        light = self.is_light(tenant)
+        for fair in self.queue.classes:
+            fair.set_tenant(tenant.name, tenant.weight, light)
+            fair.release(tenant.name)
+            if key_id:
+                fair.unpark(tenant.name, key_id, most)
+
+    # ── whose turn it is ──
+
+    def room(self) -> Room:
+        """Whom the replica with the most room takes."""
+        kept = self._kept_share()
+        return max((account.room(account.kept_rows(kept)) for account in self.accounts), default=Room.NONE)
+
+    def next_turn(self, now: float) -> Turn | None:
+        """Late binding: somebody gets a turn only when a replica has credit. Who runs as much as it may is
+        set aside on the way."""
+        room = self.room()
+        if room is Room.NONE:
+            return None
+        if room >= Room.LIGHT:
+            for request in self.resumed.values():
+                if (account := self._account_for(Room.LIGHT, request)) is not None:
+                    return Turn(request, account)
+        while (ticket := self.queue.next(room, now, self.promises_from(now))) is not None:
+            request, fair = ticket.item, self.queue.classes[ticket.request_class]
+            tenant = self._tenants.of(ticket.tenant)
+            if not self._may_run(tenant, request, key=False):
+                fair.hold(ticket.tenant)
+                tenant.held_at.add(self.name)
+            elif not self._may_run(tenant, request, key=True):
+                fair.park(ticket)
+            else:
+                account = self._account_for(self.room_for(request.request_class, tenant), request)
+                return None if account is None else Turn(request, account)
+        return None
+
+    def room_for(self, request_class: int, tenant: Tenant) -> Room:
+        """The least room that takes a request of this class and tenant."""
+        if request_class == REAL_TIME:
+            return Room.REAL_TIME
+        return Room.LIGHT if request_class == INTERACTIVE and self.is_light(tenant) else Room.ANY
+
+    def is_light(self, tenant: Tenant) -> bool:
+        """Whether the tenant has little running."""
+        kept = sum(account.kept_rows(self.rules.kept_rows) for account in self.accounts)
+        return tenant.use.rows.get(self.name, 0) < max(1, kept // _LIGHT_PART)
+
+    def starts_at_once(self, request: Request, tenant: Tenant, now: float) -> bool:
+        """Whether a new request would have its turn now."""
+        room = self.room()
+        if self.resumed or room < self.room_for(request.request_class, tenant):
+            return False
+        first = self.queue.next(room, now, self.promises_from(now))
+        if first is not None and first.request_class <= request.request_class:
+            return False
+        return self._may_run(tenant, request, key=False) and self._may_run(tenant, request, key=True)
+
+    def _may_run(self, tenant: Tenant, request: Request, *, key: bool) -> bool:
+        use, quota = tenant.use, tenant.quota
+        if key:
+            if not request.key_id:
+                return True
+            use, quota = tenant.key(request.key_id), self._tenants.key_quota(request.key_id)
+        kv_total = 0
+        if quota.kv_share is not None:
+            kv_total = sum(account.kv_tokens for account in self.accounts)
+        return use.may_run(quota, self.name, request.admit.prompt_tokens + request.expected_tokens, kv_total)
+
+    def _account_for(self, room: Room, request: Request) -> CreditAccount | None:
+        """The replica with the most credit. One that the request was on before is one that its front has
+        lost, whether or not we know yet."""
+        kept = self._kept_share()
+        fit = [
+            account
+            for account in self.accounts
+            if account not in request.tried and account.room(account.kept_rows(kept)) >= room
+        ]
+        return max(fit, key=lambda account: (account.available_rows, account.available_tokens), default=None)
+
+    def _kept_share(self) -> float:
+        return self.rules.kept_rows if self._tenants.several else 0.0
+
+    # ── what runs ──
+
+    def start(self, request: Request, account: CreditAccount, now: float) -> bool:
+        """The request goes to the replica; returns whether it is urgent there."""
+        admit, tenant = request.admit, self._tenants.of(request.tenant)
+        urgent = self.room_for(request.request_class, tenant) is not Room.ANY
+        if request.ticket is not None and request.ticket.waiting:
+            self.queue.take(request.ticket, now)
+            request.charged = request.ticket.service
+        background = request.request_class == BACKGROUND
+        account.spend(admit.rows, admit.prompt_tokens, background=background)
+        if not request.dispatched:
+            request.running_rows = admit.rows
+            request.kv_tokens = admit.prompt_tokens + request.expected_tokens
+            for use in tenant.uses(request.key_id):
+                use.run(self.name, admit.rows, request.kv_tokens)
+            self.reconsider(tenant, request.key_id, 1)
+        request.dispatched[account] = OnReplica(admit)
+        request.tried.add(account)
+        request.latest = account
+        request.cached_tokens = 0
+        self._learn_start(admit, request)
+        self._expect_end(request, now + self._expected_run_s(request))
+        return urgent
+
+    def stop(self, request: Request) -> None:
+        """Nothing of the request is on any replica any more."""
+        tenant = self._tenants.of(request.tenant)
+        for use in tenant.uses(request.key_id):
+            use.leave(self.name, request.running_rows, request.kv_tokens)
+        self.reconsider(tenant, request.key_id, 1)
+
+    def correct_charge(self, request: Request, service: float) -> None:
+        """The request took so much service."""
+        self.queue.classes[request.request_class].charge(request.tenant, service - request.charged)
+        request.charged = service
+
+    def learned(self) -> None:
+        """A replica has reported, has come or is gone."""
+        self.forecast.refresh(self.accounts, self._tokens_per_row)
+
+    def tick(self, now: float) -> None:
+        """To be called a few times a second."""
+        if self._ticked_at is not None and now > self._ticked_at:
+            passed_s = now - self._ticked_at
+            keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
+            for number in range(CLASSES):
+                self._busy[number] = keep * self._busy[number] + (1 - keep) * self._taken_s[number] / passed_s
+                self._taken_s[number] = 0.0
+        self._ticked_at = now
+        self._charge_outlived(now)
+        self.ladder.observe(self.rules, now, self.waits_s(now))
+
+    def _learn_start(self, admit: Admit, request: Request) -> None:
+        per_row = (admit.prompt_tokens + request.expected_tokens) / max(1, admit.rows)
+        known = self._tokens_per_row or per_row
+        self._tokens_per_row = known + _OF_THE_NEW * (per_row - known)
+        if self.forecast.known:
+            served_s = self.forecast.serving_s(admit.prompt_tokens, request.expected_tokens)
+            self._taken_s[request.request_class] += served_s
+
+    def _charge_outlived(self, now: float) -> None:
+        """A request that runs for longer than was expected is charged as much again."""
+        while (end := self._next_end()) is not None and end <= now:
+            request = heapq.heappop(self._ends)[2]
+            more = min(max(1.0, request.expected_tokens), request.first.max_tokens - request.expected_tokens)
+            if more <= 0:
+                continue
+            self.correct_charge(request, request.charged + self.rules.output_weight * more)
+            request.expected_tokens += more
+            step_s = self.forecast.step_s if self.forecast.known else 0.0
+            self._expect_end(request, now + max(_LEAST_RUN_S, step_s * more / max(1, request.admit.rows)))
+
+    def _expect_end(self, request: Request, end: float) -> None:
+        request.ends_at = end
+        self._ends_pushed += 1
+        heapq.heappush(self._ends, (end, self._ends_pushed, request))
+
+    def _next_end(self) -> float | None:
+        while self._ends:
+            end, _, request = self._ends[0]
+            if request.dispatched and request.ends_at == end:
+                return end
+            heapq.heappop(self._ends)
+        return None
+
+    # ── how soon ──
+
+    @property
+    def predictable(self) -> bool:
+        """Whether anything is known of how soon."""
+        return self.forecast.known and bool(self.accounts)
+
+    def wait_s(self, request: Request, tenant: Tenant, now: float) -> float:
+        """What a new request would wait for its turn. Only while `predictable`, as all here."""
+        number = request.request_class
+        ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)
+        return self.first_room_s(self.room_for(number, tenant), now) + self._served_s(number, *ahead)
+
+    def waits_s(self, now: float) -> list[float | None]:
+        """What a request at the end of each class would wait; None where nobody knows."""
+        if not self.predictable:
+            return [None] * CLASSES
+        waits_s: list[float | None] = []
+        for number, fair in enumerate(self.queue.classes):
+            room_s = self.first_room_s(Room.ANY if number else Room.REAL_TIME, now)
+            backlog = fair.backlog
+            waits_s.append(room_s + self._served_s(number, backlog.prompt_tokens, backlog.output_tokens))
+        return waits_s
+
+    def run_s(self, request: Request, output_tokens: float) -> float:
+        """From its turn to its end, with so many output tokens in each sample."""
+        waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
+        more_rows = waiting / max(1, self.forecast.replicas)
+        return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_rows)
+
+    def promises_from(self, now: float) -> float:
+        """When promised requests begin at the latest if they alone are served from now on."""
+        return now + 2.0 * self.forecast.step_s
+
+    def promise_s(self, request: Request, output_tokens: float) -> float:
+        """The time that a promise to it takes from other promises: better classes and requests without
+        deadlines keep their part of the service."""
+        share = max(_LEAST_SHARE, _MOST_PROMISED - sum(self._busy[: request.request_class]))
+        return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
+
+    def first_room_s(self, room: Room, now: float) -> float:
+        """Until a replica has so much room."""
+        if self.room() >= room:
+            return 0.0
+        kept = self._kept_share()
+        if any(account.available_rows > account.kept_rows(kept) for account in self.accounts):
+            return self.forecast.step_s
+        end = self._next_end()
+        return self.forecast.step_s if end is None else max(0.0, end - now)
+
+    def oldest_wait_s(self, now: float) -> float:
+        """How long the request has waited that has waited longest."""
+        since = [oldest for number in range(CLASSES) if (oldest := self.queue.oldest(number)) is not None]
+        for others in (self.resumed, self.stranded):
+            since += [r.queued_at for r in list(others.values())[:1] if r.queued_at is not None]
+        return max(0.0, now - min(since)) if since else 0.0
+
+    def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
+        """Until so much of the class, and all of better ones, is served."""
+        for fair in self.queue.classes[:request_class]:
+            prompt_tokens += fair.backlog.prompt_tokens
+            output_tokens += fair.backlog.output_tokens
+        share = max(_LEAST_SHARE, 1.0 - sum(self._busy[:request_class]))
+        return self.forecast.serving_s(prompt_tokens, output_tokens) / share
+
+    def _expected_run_s(self, request: Request) -> float:
+        if not self.forecast.known:
+            return _UNKNOWN_RUN_S
+        return max(_LEAST_RUN_S, self.run_s(request, request.expected_tokens / max(1, request.admit.rows)))

@@ -1,0 +1,157 @@
+"""What tenants and their keys have in the house now, against what they may have."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from appliance.traffic.outputs import OutputLengths
+from store.policies import Policies, Quota, TenantRecord
+
+_SEEN_S = 60.0
+"""A tenant that asked so lately is expected to ask again."""
+_NO_LIMITS = Quota()
+
+
+class Use:
+    """Of one tenant, or one key."""
+
+    __slots__ = ("kv_tokens", "queued", "queued_tokens", "rows", "running")
+
+    def __init__(self) -> None:
+        self.queued = 0
+        self.queued_tokens = 0
+        self.running = 0
+        self.rows: dict[str, int] = {}
+        """Sequences on replicas, by model."""
+        self.kv_tokens: dict[str, float] = {}
+        """Tokens that these are expected to keep in the cache, by model."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing in the house."""
+        return not (self.queued or self.running)
+
+    def queue(self, tokens: int, sign: int) -> None:
+        """A request begins (1) or ends (-1) to wait."""
+        self.queued += sign
+        self.queued_tokens += sign * tokens
+
+    def run(self, model: str, rows: int, kv_tokens: float) -> None:
+        """A request begins to run."""
+        self.running += 1
+        self.rows[model] = self.rows.get(model, 0) + rows
+        self.kv_tokens[model] = self.kv_tokens.get(model, 0.0) + kv_tokens
+
+    def leave(self, model: str, rows: int, kv_tokens: float) -> None:
+        """It ran."""
+        self.running -= 1
+        self.rows[model] -= rows
+        self.kv_tokens[model] -= kv_tokens
+        if not self.rows[model]:
+            del self.rows[model], self.kv_tokens[model]
+
+    def may_run(self, quota: Quota, model: str, kv_tokens: float, kv_total: float) -> bool:
+        """Whether one more may run that will keep so many tokens, where all replicas of the model have room
+        for `kv_total` (0: nobody knows). Whoever has nothing running may always run one."""
+        if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:
+            return False
+        if quota.kv_share is None or not kv_total or not self.rows.get(model):
+            return True
+        return self.kv_tokens[model] + kv_tokens <= quota.kv_share * kv_total
+
+
+class Tenant:
+    """One tenant's presence."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weight = 1.0
+        self.quota = _NO_LIMITS
+        self.suspended = False
+        self.use = Use()
+        self.keys: dict[str, Use] = {}
+        """Of keys that have something in the house."""
+        self.outputs = OutputLengths()
+        self.service = 0.0
+        """Weighted tokens since the service began, as corrected at the end of each request."""
+        self.held_at: set[str] = set()
+        """Models whose queue holds it: it runs as much as it may."""
+
+    def key(self, key_id: str) -> Use:
+        """What one of its keys has."""
+        use = self.keys.get(key_id)
+        if use is None:
+            use = self.keys[key_id] = Use()
+        return use
+
+    def uses(self, key_id: str) -> tuple[Use, ...]:
+        """Whose limits a request with this key counts against."""
+        return (self.use, self.key(key_id)) if key_id else (self.use,)
+
+    def forget_idle_keys(self) -> None:
+        """Drop what is known of keys that have nothing in the house. To be called now and then."""
+        self.keys = {key_id: use for key_id, use in self.keys.items() if not use.idle}
+
+
+class Tenants:
+    """All tenants that were seen, and what operators decided about them."""
+
+    def __init__(self) -> None:
+        self._policies = Policies()
+        self._tenants: dict[str, Tenant] = {}
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        self.outputs = OutputLengths()
+        """Of everybody's answers."""
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._tenants.values())
+
+    def set_policies(self, policies: Policies) -> None:
+        """Take other decisions; a tenant that nothing was decided about has a weight of 1 and no limits."""
+        self._policies = policies
+        for tenant in self._tenants.values():
+            self._apply(tenant)
+
+    def of(self, name: str) -> Tenant:
+        """The tenant of this name."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(name)
+            self._apply(tenant)
+        return tenant
+
+    def key_quota(self, key_id: str) -> Quota:
+        """A key's own limits."""
+        key = self._policies.keys.get(key_id) if key_id else None
+        return key.quota if key is not None else _NO_LIMITS
+
+    def learn_output(self, name: str, tokens: int) -> None:
+        """An answer to this tenant had so many tokens."""
+        self.of(name).outputs.learn(tokens)
+        self.outputs.learn(tokens)
+
+    def saw(self, name: str, now: float) -> None:
+        """A request of this tenant came."""
+        self._seen[name] = now
+        self._seen.move_to_end(name)
+        self.forget_unseen(now)
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one tenant asked of late."""
+        return len(self._seen) > 1
+
+    def forget_unseen(self, now: float) -> None:
+        """To be called now and then."""
+        while self._seen:
+            name, seen_at = next(iter(self._seen.items()))
+            if seen_at > now - _SEEN_S:
+                return
+            del self._seen[name]
+
+    def _apply(self, tenant: Tenant) -> None:
+        record: TenantRecord | None = self._policies.tenants.get(tenant.name)
+        tenant.weight = record.weight if record is not None else 1.0
+        tenant.quota = record.quota if record is not None else _NO_LIMITS
+        tenant.suspended = record is not None and record.suspended_at is not None
