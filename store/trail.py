@@ -1,9 +1,9 @@
 """The audit trail of the running service: puts entries into the chain, or into the spool while the database
 refuses them, and from there into the chain as soon as it can; and has the chain's heads recorded.
 
-    trail.intend(actor, action, params)     before anything is done
-    trail.append(connection, entry)         within the transaction of a change, or
-    trail.conclude(actor, action, …)        for what changed nothing in the database
+    acting, recorded = trail.intend(actor, action, params)   before anything is done
+    trail.append(connection, entry)                          within the transaction of a change, or
+    trail.conclude(acting, action, …)                        for what changed nothing in the database
 
 Entries reach the chain in the order in which they were handed over, spooled or not.
 """
@@ -67,19 +67,17 @@ class AuditTrail:
         self._heads.record()
         self._spool.close()
 
-    def intend(self, actor: Actor | str, action: str, params: Mapping[str, object]) -> Future[Actor]:
-        """Record what is about to be done. The future, which never fails, has the actor with the name of this
-        one `act`: in the chain or in the spool, where it lasts, or in memory and the log, where nothing else
-        takes it.
+    def intend(
+        self, actor: Actor | str, action: str, params: Mapping[str, object]
+    ) -> tuple[Actor, Future[None]]:
+        """Record what is about to be done: the actor in this one `act`, and a future, which never fails, for
+        when it is recorded (in the chain; or in the spool, where it lasts; or in memory and the log, where
+        nothing else takes it).
 
         Raises what `canonical_json` raises for `params`.
         """
         acting = audit.as_actor(actor)._replace(act=audit.new_act())
-        intended: Future[Actor] = Future()
-        self._record(audit.intent(acting, action, params)).add_done_callback(
-            lambda _: intended.set_result(acting)
-        )
-        return intended
+        return acting, self._record(audit.intent(acting, action, params))
 
     def conclude(
         self,

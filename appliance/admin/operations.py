@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from appliance.actions import Action, CancelRequest
 from appliance.admin.app import ActionError
 from appliance.admin.decisions import Decisions
-from appliance.admin.status import database_status, in_flight, status_of
+from appliance.admin.status import audit_status, database_status, in_flight, status_of
 from appliance.protocol import Done, InFlight, Key, Peer, SocketStatus, Status, Tenant
 from appliance.settings import Settings
 from appliance.switchboard import Switchboard
@@ -24,6 +24,8 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
+_LONGEST_WAIT_S = 3.0
+
 
 class HasStatus(Protocol):
     """A listening socket."""
@@ -31,8 +33,17 @@ class HasStatus(Protocol):
     def status(self) -> SocketStatus: ...
 
 
+class Effect(NamedTuple):
+    """What an action answers, with what it found and left, for the audit."""
+
+    result: msgspec.Struct
+    before: object = None
+    after: object = None
+
+
 class Operations:
-    """The backend of the admin API. Every action is in the audit chain, those that were refused too."""
+    """The backend of the admin API. Every action is in the audit chain, those that were refused too: its
+    intent before anything is done, its result afterwards."""
 
     def __init__(
         self,
@@ -63,6 +74,7 @@ class Operations:
                 database_status(self._control.path, self._control.state()),
                 database_status(self._history.path, self._history.state()),
             ],
+            audit=audit_status(self._control.trail.state()),
             started_at=self._started_at,
         )
 
@@ -86,41 +98,55 @@ class Operations:
 
     async def act(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct:
         """Do it. Raises ActionError."""
+        params = msgspec.to_builtins(parameters)
+        acting, recorded = self._control.trail.intend(actor, action.name, params)
+        await _recorded(recorded)
+        what: Effect | None = None
+        said = "failed: the service's log says why"
         try:
-            result = await self._perform(actor, action, parameters)
+            done = await self._perform(acting, action, parameters)
+            what, said = done if isinstance(done, Effect) else Effect(done), "ok"
         except (ValueError, ConflictError, UnknownRecordError, LookupError) as error:
-            await self._record_refusal(actor, action, parameters, str(error))
-            status = (
-                400 if isinstance(error, ValueError) else 409 if isinstance(error, ConflictError) else 404
-            )
-            raise ActionError(status, str(error)) from error
+            said = f"refused: {error}"
+            raise ActionError(_status_of(error), str(error)) from error
         except StoreError as error:
+            said = f"failed: {error}"
             raise ActionError(503, str(error)) from error
-        log.info("%s by %s", action.name, actor.name)
-        return result
+        finally:
+            log.info("%s by %s: %s", action.name, actor.name, said)
+            before, after = (None, None) if what is None else (what.before, what.after)
+            await _recorded(self._control.trail.conclude(acting, action.name, params, said, before, after))
+        return what.result
 
-    async def _perform(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct:
+    async def _perform(
+        self, actor: Actor, action: Action, parameters: msgspec.Struct
+    ) -> Effect | msgspec.Struct:
         decided = await self._decisions.perform(actor, parameters)
         if decided is not None:
             return decided
         match parameters:
-            case CancelRequest():
-                if not self._switchboard.cancel(parameters.request_id, "an operator cancelled the request"):
-                    raise LookupError(f"no request {parameters.request_id!r} is running or waiting")
-                await self._record(actor, action, parameters, "ok")
-                return Done(message=f"request {parameters.request_id} is being ended")
+            case CancelRequest(request_id=request_id):
+                before = next((one for one in self.in_flight() if one.request_id == request_id), None)
+                if not self._switchboard.cancel(request_id, "an operator cancelled the request"):
+                    raise LookupError(f"no request {request_id!r} is running or waiting")
+                return Effect(
+                    Done(message=f"request {request_id} is being ended"),
+                    before={"state": before.state, "tenant": before.tenant} if before else None,
+                    after={"state": "ending"},
+                )
         raise LookupError(f"{action.name} is in the registry and nobody does it")
 
-    async def _record(self, actor: Actor, action: Action, parameters: msgspec.Struct, result: str) -> None:
-        await asyncio.wrap_future(
-            self._control.record(
-                actor=actor, action=action.name, params=msgspec.to_builtins(parameters), result=result
-            )
-        )
 
-    async def _record_refusal(
-        self, actor: Actor, action: Action, parameters: msgspec.Struct, why: str
-    ) -> None:
-        # The refusal stands whether or not the disk takes its record.
-        with contextlib.suppress(StoreError):
-            await self._record(actor, action, parameters, f"refused: {why}")
+def _status_of(error: Exception) -> int:
+    if isinstance(error, ValueError):
+        return 400
+    return 409 if isinstance(error, ConflictError) else 404
+
+
+async def _recorded(future: Future[None]) -> None:
+    """Wait until an audit row is where it lasts; but a disk that does not even fail must not keep an operator
+    from steering: its row is on its way then, in its place among the others."""
+    waiting = asyncio.wrap_future(future)
+    await asyncio.wait([waiting], timeout=_LONGEST_WAIT_S)
+    if not waiting.done():
+        log.error("the audit row is not written after %g s: the disk does not answer", _LONGEST_WAIT_S)

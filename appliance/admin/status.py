@@ -7,12 +7,22 @@ import platform
 import sqlite3
 import time
 from collections.abc import Iterable
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from appliance.protocol import DatabaseStatus, InFlight, ModelStatus, QueueStatus, SocketStatus, Status
+from appliance.protocol import (
+    AuditStatus,
+    DatabaseStatus,
+    InFlight,
+    ModelStatus,
+    QueueStatus,
+    SocketStatus,
+    Status,
+)
 from appliance.settings import Settings
 from appliance.switchboard import Switchboard
+from store.trail import TrailState
 from store.writer import WriterState
 
 
@@ -29,12 +39,29 @@ def database_status(path: Path, state: WriterState) -> DatabaseStatus:
     return DatabaseStatus(path=str(path), **state._asdict())
 
 
+def audit_status(state: TrailState) -> AuditStatus:
+    """The audit trail, as operators see it."""
+    spool = state.spool
+    return AuditStatus(
+        rows=state.head.seq,
+        head=state.head.hash,
+        recorded_rows=state.recorded_seq,
+        spooled=spool.rows,
+        spooled_since=None if spool.since is None else datetime.fromisoformat(spool.since).timestamp(),
+        in_memory=spool.in_memory,
+        places=list(spool.places),
+        lost=spool.lost,
+        last_error=state.last_error,
+    )
+
+
 def status_of(
     settings: Settings,
     switchboard: Switchboard,
     *,
     sockets: Iterable[SocketStatus],
     databases: list[DatabaseStatus],
+    audit: AuditStatus,
     started_at: float,
 ) -> Status:
     """Everything that `appliance status` shows."""
@@ -50,7 +77,12 @@ def status_of(
         sqlite=sqlite3.sqlite_version,
         started_at=started_at,
         uptime_s=time.time() - started_at,
-        state=_state(switchboard, reason, [front.state for front in fronts], databases),
+        state=_state(
+            switchboard,
+            reason,
+            [front.state for front in fronts],
+            sick=bool(audit.last_error or audit.spooled or any(database.failing_s for database in databases)),
+        ),
         reason=reason,
         config_file=settings.config_file,
         run_dir=settings.run_dir,
@@ -62,6 +94,7 @@ def status_of(
             limit=settings.queue.limit, timeout_s=settings.queue.timeout_s, **figures._asdict()
         ),
         databases=databases,
+        audit=audit,
         problems=switchboard.problems.recent(),
     )
 
@@ -88,13 +121,14 @@ def in_flight(switchboard: Switchboard) -> list[InFlight]:
     ]
 
 
-def _state(switchboard: Switchboard, reason: str, fronts: list[str], databases: list[DatabaseStatus]) -> str:
+def _state(switchboard: Switchboard, reason: str, fronts: list[str], sick: bool) -> str:
+    """In a word; `sick`: something is wrong with the store."""
     if switchboard.draining:
         return "draining"
     replicas = [replica.word for replica in switchboard.replicas]
     broken = {"failed", "restarting"} & {*replicas, *fronts}
     broken_fronts = any(front.problems for front in switchboard.fronts)
-    if broken or broken_fronts or any(database.failing_s for database in databases):
+    if broken or broken_fronts or sick:
         return "degraded"
     return "starting" if reason or any(state != "ready" for state in (*replicas, *fronts)) else "ready"
 

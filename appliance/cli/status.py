@@ -17,7 +17,7 @@ from appliance.cli.output import (
 )
 from appliance.cli.service import admin_client
 from appliance.cli.times import local_short
-from appliance.protocol import FrontStatus, ModelStatus, ReplicaStatus, Status, precision
+from appliance.protocol import AuditStatus, FrontStatus, ModelStatus, ReplicaStatus, Status, precision
 from appliance.watch.quantities import of_bytes
 
 _COLOURS = {
@@ -57,7 +57,7 @@ def status_lines(status: Status, width: int | None) -> Iterable[str]:
     yield from ("", *_fronts(status.fronts, width))
     for model in status.models:
         yield from ("", *_model(model, width))
-    yield from ("", *_queue(status, width), *_stores(status, width))
+    yield from ("", *_queue(status, width), *_stores(status, width), *_audit(status.audit, width))
     if status.problems:
         yield from ("", paint("PROBLEMS", "dim"), *_problems(status, width))
 
@@ -223,6 +223,23 @@ def _stores(status: Status, width: int | None) -> list[str]:
         if database.last_error:
             trouble = f"has refused writes for {of_seconds(database.failing_s)}: {database.last_error}"
             lines += [paint(line, "red") for line in _wrapped(printable(trouble), width, " " * _INDENT)]
+    return lines
+
+
+def _audit(audit: AuditStatus, width: int | None) -> list[str]:
+    facts = f"{audit.rows:,} rows · heads recorded up to row {audit.recorded_rows:,}"
+    lines = _labelled("AUDIT", facts, width)
+    troubles = []
+    if audit.spooled:
+        places = " and ".join([*audit.places, *(["memory only"] if audit.in_memory else [])])
+        since = "" if audit.spooled_since is None else f" since {local_short(audit.spooled_since)}"
+        troubles.append(f"{audit.spooled:,} rows wait in {places}{since}")
+    if audit.lost:
+        troubles.append(f"{audit.lost:,} rows are lost to the chain: the service's log has them")
+    if audit.last_error:
+        troubles.append(audit.last_error)
+    for trouble in troubles:
+        lines += [paint(line, "red") for line in _wrapped(printable(trouble), width, " " * _INDENT)]
     return lines
 
 

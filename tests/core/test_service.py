@@ -325,10 +325,16 @@ def test_operator_actions_are_done_and_audited_with_the_peers_uid(make_service: 
     wait_until(lambda: service.admin.in_flight() == [])
     database = service.state_dir / "control.db"
     audit = read_audit(database)
-    assert [(row.actor, row.action) for row in audit] == [
-        (f"uid:{os.getuid()}", action)
-        for action in ("keys.create", "keys.revoke", "keys.revoke", "requests.cancel")
+    actions = ("keys.create", "keys.revoke", "keys.revoke", "requests.cancel")
+    assert [(row.actor, row.action, row.phase) for row in audit] == [
+        (f"uid:{os.getuid()}", action, phase) for action in actions for phase in ("intent", "result")
     ]
-    assert audit[2].result.startswith("refused: ")
+    for intent, result in zip(audit[::2], audit[1::2], strict=True):
+        assert (intent.act, intent.result) == (result.act, "")
+    assert [row.result.partition(":")[0] for row in audit[1::2]] == ["ok", "ok", "refused", "ok"]
+    assert (audit[7].before, audit[7].after) == (
+        '{"state":"running","tenant":"t"}',
+        '{"state":"ending"}',
+    )
     assert made.key not in "".join(row.params for row in audit)
     assert verify_audit(database).ok

@@ -35,7 +35,9 @@ def phases(path: Path) -> list[tuple[str, str | None, str]]:
 
 
 def announced(control: ControlStore, action: str, **params: object) -> Actor:
-    return control.trail.intend(ROOT, action, params).result(10)
+    acting, recorded = control.trail.intend(ROOT, action, params)
+    recorded.result(10)
+    return acting
 
 
 def recorded_heads(path: Path) -> list[Head]:
@@ -133,10 +135,10 @@ def test_heads_are_signed_into_a_file_and_the_log_at_start_stop_and_after_some_r
 
 def test_a_head_is_recorded_on_request_once(control, tmp_path):
     for _ in range(2):
-        control.trail.intend(ROOT, "a.b", {}).result(10)
+        announced(control, "a.b")
     for _ in range(3):
         control.trail.record_head()
-    control.trail.intend(ROOT, "a.b", {}).result(10)
+    announced(control, "a.b")
     assert [head.seq for head in recorded_heads(tmp_path)] == [1, 2]
 
 
@@ -280,7 +282,7 @@ def test_a_change_that_is_refused_for_want_of_room_is_audited_all_the_same(contr
             ).result(10)
         control.trail.conclude(actor, "keys.create", {}, f"failed: {raised.value}").result(10)
     control.trail.retry()
-    control.trail.intend(ROOT, "a.b", {}).result(10)
+    announced(control, "a.b")
     assert [(row.phase, row.result[:7]) for row in read_audit(control.path)][:2] == [
         ("intent", ""),
         ("result", "failed:"),
