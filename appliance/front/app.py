@@ -29,7 +29,8 @@ _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 _DESCRIPTION = """\
 OpenAI's API over the models of one box. On TCP every request needs a key; on the Unix socket the peer's uid
 is enough, and a key, if it is valid, wins. `x-appliance-class` (P0 to P3) or `service_tier` ask for a class
-of service. Every answer carries `x-request-id`."""
+of service; with `x-appliance-deadline-ms` an answer that cannot be complete by then is refused at once. Every
+answer carries `x-request-id`."""
 
 _MESSAGES = {404: "there is no such path here", 405: "this path does not take this method"}
 

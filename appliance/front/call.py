@@ -26,6 +26,8 @@ class Call:
     endpoint: str
     connection: Connection
     asked_class: str = ""
+    deadline_ms: float | None = None
+    """After `arrived_at`, when the whole answer must be there."""
     request_class: int | None = None
     """What it gets, 0 to 3, once its body says what it asks for."""
     model: str = ""

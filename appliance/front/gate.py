@@ -7,15 +7,18 @@ here.
 
 from __future__ import annotations
 
+import math
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.classes import CLASS_NAMES
 from appliance.front.box import Box
 from appliance.front.call import Call, make_request_id
-from appliance.front.errors import ApiError, forbidden
+from appliance.front.errors import ApiError, forbidden, invalid
 from appliance.scopes import granted
 
 _MOST_PATH_SHOWN = 100
+_LONGEST_DEADLINE_MS = 86_400_000
 
 
 class Gate:
@@ -70,6 +73,7 @@ class Gate:
             if box.draining:
                 raise ApiError(503, "the service is stopping", code="draining", retry_after_s=5.0)
             call.asked_class = _asked_class(scope)
+            call.deadline_ms = _deadline_ms(scope)
         except ApiError as error:
             box.reject(call, error)
             await error.response()(scope, receive, send_with_headers)
@@ -78,15 +82,31 @@ class Gate:
 
 
 def _asked_class(scope: Scope) -> str:
+    asked = _header(scope, "x-appliance-class").upper()
+    if asked and asked not in CLASS_NAMES:
+        raise invalid("x-appliance-class", "must be P0, P1, P2 or P3")
+    return asked
+
+
+def _deadline_ms(scope: Scope) -> float | None:
+    text = _header(scope, "x-appliance-deadline-ms")
+    if not text:
+        return None
+    try:
+        deadline_ms = float(text)
+    except ValueError:
+        deadline_ms = math.nan
+    if not 0 < deadline_ms <= _LONGEST_DEADLINE_MS:
+        raise invalid(
+            "x-appliance-deadline-ms",
+            f"must be milliseconds from now until the whole answer is there, at most {_LONGEST_DEADLINE_MS}",
+        )
+    return deadline_ms
+
+
+def _header(scope: Scope, wanted: str) -> str:
     for name, value in scope["headers"]:
-        if name == b"x-appliance-class":
-            asked: str = value.decode("latin-1").strip().upper()
-            if asked not in CLASS_NAMES:
-                raise ApiError(
-                    400,
-                    "x-appliance-class: must be P0, P1, P2 or P3",
-                    param="x-appliance-class",
-                    code="invalid_value",
-                )
-            return asked
+        if name == wanted.encode():
+            text: str = value.decode("latin-1").strip()
+            return text
     return ""

@@ -131,6 +131,7 @@ class Generation:
                 param="model" if message.status == 404 else None,
                 code=message.code,
                 retry_after_s=message.retry_after_s,
+                headers={"x-should-retry": "false"} if message.useless else None,
             )
         )
 
@@ -226,6 +227,7 @@ class Generation:
                 max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
                 arrived_at=call.arrived_at,
                 asked_class=job.asked_class,
+                deadline_ms=call.deadline_ms,
             )
         )
 
@@ -255,6 +257,7 @@ class Generation:
                 sampling=sampling,
                 cache_salt=admitted.cache_salt,
                 priority=admitted.priority,
+                urgent=admitted.urgent,
             )
             submissions.append((submit, self._sink(submit.handle, group)))
         return submissions

@@ -405,6 +405,7 @@ class Harness:
                         refusal.code,
                         refusal.message,
                         refusal.retry_after_s,
+                        useless=refusal.useless,
                     )
                 )
         elif isinstance(message, Settle):

@@ -1,0 +1,54 @@
+"""Deadlines on their way to the core, and what clients are told when one cannot be met."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from appliance.messages import Admitted, Refused
+from tests.front.harness import MODEL, Harness
+from tests.front.raw import ask, chat, connect, head
+
+
+def test_a_deadline_reaches_the_core(front: Harness) -> None:
+    for text, deadline_ms in (("1500", 1500.0), (" 0.5 ", 0.5), ("86400000", 86_400_000.0)):
+        ask(front, "POST", "/v1/chat/completions", chat(), {"X-Appliance-Deadline-Ms": text})
+        assert front.admits[-1].deadline_ms == deadline_ms
+    ask(front, "POST", "/v1/chat/completions", chat())
+    assert front.admits[-1].deadline_ms is None
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf", "86400001", "1,5"])
+def test_what_is_no_deadline_is_refused_with_the_headers_name(front: Harness, text: str) -> None:
+    answer = ask(front, "POST", "/v1/chat/completions", chat(), {"x-appliance-deadline-ms": text})
+    assert (answer.status, answer.error["param"]) == (400, "x-appliance-deadline-ms")
+    assert not front.admits
+
+
+def test_a_deadline_that_cannot_be_met_is_not_tried_again(front: Harness, client: openai.OpenAI) -> None:
+    front.admit = "refuse"
+    front.refusal = Refused("", 0, 503, "deadline_unreachable", "it would take too long", useless=True)
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.with_options(max_retries=2).chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}]
+        )
+    assert (caught.value.status_code, caught.value.code) == (503, "deadline_unreachable")
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert "retry-after" not in caught.value.response.headers
+    assert len(front.admits) == 1
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_urgency_reaches_the_engine(front: Harness, urgent: bool) -> None:
+    front.admit = "hold"
+    body = json.dumps(chat()).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    with connect(front) as sock:
+        sock.sendall(head("POST", "/v1/chat/completions", headers) + body)
+        front.wait_for(lambda: front.admits)
+        front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1, urgent=urgent))
+        front.wait_for(lambda: front.replica.submits)
+        front.settled(1)
+    assert front.replica.submits[0].urgent is urgent
