@@ -1,0 +1,473 @@
+"""The authentication matrix: every route of the fronts and of the admin API, from their own route tables, as
+everybody who may and may not call it, on every socket and in every spelling.
+
+A new route fails `test_every_route_has_a_rule` until it is written down here who may call it, and cannot even
+be built without a scope (`appliance.scopes`).
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import httpx
+import pytest
+
+from appliance.actions import ACTIONS
+from appliance.admin.app import admin_app
+from appliance.admin.callers import Doorkeeper
+from appliance.front.app import build_app
+from appliance.front.box import Box
+from appliance.scopes import OPEN, check_routes
+from appliance.settings import AdminSettings
+from tests.system.asker import ask
+from tests.system.conftest import free_port
+from tests.system.service import Service, service
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FRONT_RULES = {
+    ("GET", "/health/live"): OPEN,
+    ("GET", "/health/ready"): OPEN,
+    ("GET", "/openapi.json"): "inference",
+    ("GET", "/v1/models"): "inference",
+    ("GET", "/v1/models/{model:path}"): "inference",
+    ("POST", "/v1/chat/completions"): "inference",
+    ("POST", "/v1/completions"): "inference",
+    ("POST", "/tokenize"): "inference",
+    ("POST", "/detokenize"): "inference",
+}
+ADMIN_RULES = {
+    ("GET", "/openapi.json"): "read",
+    ("GET", "/status"): "read",
+    ("GET", "/requests"): "read",
+    ("GET", "/keys"): "read",
+    ("GET", "/tenants"): "read",
+    ("GET", "/peers"): "read",
+} | {("POST", f"/actions/{action.name}"): "admin" for action in ACTIONS}
+
+SERVERS = {"appliance/front/process.py", "appliance/admin/server.py"}
+"""Whoever serves HTTP is in the matrix."""
+
+METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND")
+NOWHERE = ("/", "/nothing", "/v1", "/v1/", "/docs", "/redoc", "/metrics", "/health", "/admin", "/status", "*")
+
+STRANGER, MAPPED_UID, MAPPED_GID = 4301, 4302, 4303
+
+
+class Route(NamedTuple):
+    method: str
+    path: str
+    wanted: str
+
+
+def table(app: Any) -> list[Route]:
+    return [
+        Route(method, route.path, route.wanted)
+        for route in check_routes(app)
+        for method in sorted(route.methods or ())
+    ]
+
+
+def front_table() -> list[Route]:
+    return table(build_app(Box(*[lambda *message: None] * box_words()))[0])
+
+
+def box_words() -> int:
+    """How many callables a box is made with."""
+    import inspect
+
+    return len(inspect.signature(Box).parameters)
+
+
+def admin_table() -> list[Route]:
+    class Backend:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *words: None
+
+    return table(admin_app(Backend(), Doorkeeper(AdminSettings(), lambda key: None))[0])  # type: ignore[arg-type]
+
+
+def concrete(path: str) -> str:
+    return path.replace("{model:path}", "demo")
+
+
+def spellings(path: str) -> list[str]:
+    """Other ways to write a path, of which some servers take some for the same."""
+    first, _, rest = path[1:].partition("/")
+    escaped = "/" + "".join(f"%{ord(letter):02x}" for letter in first) + ("/" + rest if rest else "")
+    return [
+        path + "/",
+        "/" + path,
+        path.replace("/", "//"),
+        path.upper(),
+        path.title(),
+        escaped,
+        path.replace("/", "%2f"),
+        "/" + path[1:].replace("/", "%2f"),
+        "/." + path,
+        "/nothing/.." + path,
+        "/health/live/.." + path,
+        "/health/live" + path,
+        path + "/../health/live",
+        path + ";/health/live",
+        path + "?/health/live",
+        path + "%00",
+        path + "%20",
+        path + "#/health/live",
+        "http://box" + path,
+        "http://box/health/live#" + path,
+    ]
+
+
+class Caller(NamedTuple):
+    """Somebody who asks somewhere in some way."""
+
+    name: str
+    address: Any
+    headers: list[list[str]]
+    user: int | None = None
+    """Asked as this uid and gid, by the process of the test's own without it."""
+
+
+class Matrix(NamedTuple):
+    """A running service, and everybody who may ask it something."""
+
+    running: Service
+    callers: dict[str, list[Caller]]
+    """By what they may, on the fronts."""
+    operators: dict[str, list[Caller]]
+    """By what they may, on the admin socket."""
+
+
+class Askers:
+    """Processes of other users."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, subprocess.Popen[str]] = {}
+
+    def ask(self, caller: Caller, method: str, path: str) -> tuple[int, str]:
+        if caller.user is None:
+            return ask(caller.address, method, path, caller.headers)
+        process = self._processes.get(caller.user)
+        if process is None:
+            script = Path(__file__).with_name("asker.py")
+            number = str(caller.user)
+            command = [sys.executable, "-I", "-S", str(script), number, number, ""]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._processes[caller.user] = process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps([caller.address, method, path, caller.headers]) + "\n")
+        process.stdin.flush()
+        status, body = json.loads(process.stdout.readline())
+        return status, body
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def askers() -> Iterator[Askers]:
+    made = Askers()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    port = free_port()
+    config = tmp_path_factory.mktemp("auth") / "appliance.toml"
+    config.write_text('[unix]\napi_mode = "0666"\nadmin_mode = "0666"\n')
+    with service("--config", str(config), "--listen", f"127.0.0.1:{port}", "--fronts", "2") as running:
+        for folder in (running.folder, running.run_dir):
+            folder.chmod(0o755)
+        yield Matrix(running, *everybody(running, port))
+
+
+def everybody(running: Service, port: int) -> tuple[dict[str, list[Caller]], dict[str, list[Caller]]]:
+    def key(*words: str, name: str = "k") -> str:
+        return str(running.command("keys", "create", "--name", name, *words)["key"])
+
+    for tenant in ("acme", "stopped"):
+        running.command("tenants", "create", tenant)
+    right = key("--tenant", "acme")
+    every = key("--scopes", "inference,admin,read")
+    reader, operator = key("--scopes", "read"), key("--scopes", "admin")
+    stopped = key("--tenant", "stopped", "--scopes", "inference,admin,read")
+    running.command("tenants", "suspend", "stopped")
+    expired = key("--scopes", "inference,admin,read", "--expires", "1s")
+    revoked = running.command("keys", "create", "--name", "revoked", "--scopes", "inference,admin,read")
+    running.command("keys", "revoke", revoked["id"])
+    rotated = running.command("keys", "create", "--name", "rotated", "--scopes", "inference,admin,read")
+    successor = running.command("keys", "rotate", rotated["id"], "--overlap", "0s")["key"]
+    running.command("peers", "map", f"uid:{MAPPED_UID}", "--tenant", "acme")
+    running.command("peers", "map", f"gid:{MAPPED_GID}", "--tenant", "acme")
+    time.sleep(1.2)  # until the key has expired
+
+    def bearer(secret: str) -> list[list[str]]:
+        return [["Authorization", f"Bearer {secret}"]]
+
+    tcp, api, admin = ["127.0.0.1", port], str(running.api_socket), str(running.run_dir / "admin.sock")
+    wrong = {
+        "wrong": bearer("ak-wrong"),
+        "expired": bearer(expired),
+        "revoked": bearer(revoked["key"]),
+        "rotated away": bearer(rotated["key"]),
+        "basic": [["Authorization", "Basic " + right]],
+        "wrong, then right": bearer("ak-wrong") + bearer(every),
+        "beginning of a key": bearer(every[:-1]),
+        "key and more": bearer(every + "x"),
+        "key and a space": bearer("ak- " + every),
+        "in another header": [["X-Api-Key", "ak-wrong"], ["Authorization", "Bearer ak-"]],
+    }
+    on_tcp_only = {
+        "none": [],
+        "no key": [["Authorization", "Bearer"]],
+        "only in another header": [["X-Api-Key", every], ["Api-Key", every], ["Cookie", every]],
+        "placeholder": bearer("placeholder"),
+        "claimed uid": [["X-Forwarded-For", "127.0.0.1"], ["X-Remote-User", "root"], ["Remote-User", "0"]],
+    }
+    may_not = [Caller(f"tcp, {how}", tcp, headers) for how, headers in (wrong | on_tcp_only).items()]
+    may_not += [Caller(f"unix, {how}", api, headers) for how, headers in wrong.items()]
+    lacks = {"read": bearer(reader), "admin": bearer(operator)}
+    lack = [
+        Caller(f"{where}, {how}", address, headers)
+        for where, address in (("tcp", tcp), ("unix", api))
+        for how, headers in lacks.items()
+    ]
+    suspended = [
+        Caller("tcp, suspended", tcp, bearer(stopped)),
+        Caller("unix, suspended", api, bearer(stopped)),
+    ]
+    may = [
+        Caller(f"tcp, {how}", tcp, bearer(secret))
+        for how, secret in (("right", right), ("every scope", every), ("successor", successor))
+    ]
+    may += [
+        Caller("tcp, lower case", tcp, [["authorization", f"bearer {right}"]]),
+        Caller("unix, right", api, bearer(right)),
+        Caller("unix, owner", api, []),
+        Caller("unix, owner with a placeholder", api, bearer("placeholder")),
+    ]
+    admin_may_not = [Caller(f"admin, {how}", admin, headers) for how, headers in wrong.items()]
+    admin_may_not += [
+        Caller("admin, placeholder", admin, bearer("placeholder")),
+        Caller("admin, empty key", admin, [["Authorization", "Bearer"]]),
+        Caller("admin, suspended", admin, bearer(stopped)),
+        Caller("admin, inference", admin, bearer(right)),
+    ]
+    admin_may = [Caller("admin, owner", admin, []), Caller("admin, key", admin, bearer(operator))]
+    looks = [Caller("admin, reader", admin, bearer(reader))]
+    if os.geteuid() == 0:
+        may_not += [
+            Caller("unix, stranger", api, [], STRANGER),
+            Caller("unix, stranger with a placeholder", api, bearer("x"), STRANGER),
+        ]
+        may += [
+            Caller("unix, mapped uid", api, [], MAPPED_UID),
+            Caller("unix, mapped gid", api, [], MAPPED_GID),
+        ]
+        may += [Caller("unix, stranger with a key", api, bearer(right), STRANGER)]
+        admin_may_not += [
+            Caller("admin, stranger", admin, [], STRANGER),
+            Caller("admin, mapped uid", admin, [], MAPPED_UID),
+        ]
+        admin_may += [Caller("admin, stranger with a key", admin, bearer(operator), STRANGER)]
+        looks += [Caller("admin, stranger who reads", admin, bearer(reader), STRANGER)]
+    else:
+        print("not root: nobody else's uid can be tried")
+    return (
+        {"unknown": may_not, "lacking": lack, "suspended": suspended, "inference": may},
+        {"": admin_may_not, "read": looks, "admin": admin_may},
+    )
+
+
+def holes(found: Iterable[str]) -> str:
+    listed = list(found)
+    return f"{len(listed)} holes:\n" + "\n".join(listed)
+
+
+def test_every_route_has_a_rule() -> None:
+    for found, rules in ((front_table(), FRONT_RULES), (admin_table(), ADMIN_RULES)):
+        declared = {(route.method, route.path): route.wanted for route in found}
+        assert declared == rules
+        assert len(found) == len(declared)
+
+
+def test_the_running_processes_have_the_routes_of_the_tables(box: Matrix) -> None:
+    for caller, found in (
+        (box.callers["inference"][0], front_table()),
+        (box.operators["admin"][0], admin_table()),
+    ):
+        status, body = ask(caller.address, "GET", "/openapi.json", caller.headers)
+        assert status == 200
+        described = {
+            (method.upper(), path) for path, item in json.loads(body)["paths"].items() for method in item
+        }
+        known = {(route.method, route.path.replace(":path", "")) for route in found}
+        assert described == known - {("GET", "/openapi.json")}
+
+
+def test_nobody_else_serves_http() -> None:
+    """Whoever makes an `HttpServer`, or another server, belongs into this matrix."""
+    serving = set()
+    for path in sorted((ROOT / "appliance").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = (
+                    node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                )
+                if name in ("HttpServer", "start_server", "start_unix_server", "HTTPServer", "make_server"):
+                    serving.add(str(path.relative_to(ROOT)))
+    assert serving == SERVERS
+
+
+def test_on_the_fronts_each_route_is_open_to_those_who_may_and_to_nobody_else(
+    box: Matrix, askers: Askers
+) -> None:
+    found, asked = [], 0
+    for route in front_table():
+        for who, callers in box.callers.items():
+            for caller in callers:
+                status, body = askers.ask(caller, route.method, concrete(route.path))
+                asked += 1
+                if not expected_of_front(route, who, status, body):
+                    found.append(f"{caller.name}: {route.method} {route.path}: {status} {body[:100]}")
+    print(f"{asked} requests over {len(front_table())} routes")
+    assert not found, holes(found)
+
+
+def expected_of_front(route: Route, who: str, status: int, body: str) -> bool:
+    if route.wanted == OPEN:
+        return status == 200
+    if who == "unknown":
+        return status == 401
+    if who in ("lacking", "suspended"):
+        code = "insufficient_scope" if who == "lacking" else "tenant_suspended"
+        return status == 403 and code in body
+    return status in ((200,) if route.method == "GET" else (400,))
+
+
+def test_on_the_fronts_no_spelling_and_no_method_gets_round_the_gate(box: Matrix, askers: Askers) -> None:
+    open_paths = {route.path for route in front_table() if route.wanted == OPEN}
+    others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
+    for route in front_table():
+        path = concrete(route.path)
+        others += [(method, path) for method in METHODS]
+        others += [(route.method, spelling) for spelling in spellings(path)]
+    strangers = [
+        caller
+        for caller in box.callers["unknown"]
+        if caller.name in ("tcp, none", "tcp, wrong", "unix, stranger")
+    ]
+    found = []
+    for caller, (method, path) in itertools.product(
+        strangers + box.callers["lacking"][:1] + box.callers["suspended"][:1], others
+    ):
+        status, body = askers.ask(caller, method, path)
+        asked = unquote(path.removeprefix("http://box").partition("?")[0].partition("#")[0])
+        if status == 400 and "invalid_http" in body:
+            sound = True  # refused before anybody is asked who he is
+        elif asked in open_paths:
+            sound = status in (200, 405)
+        else:
+            sound = status == 401 if caller in strangers else status in (403, 404)
+        if not sound:
+            found.append(f"{caller.name}: {method} {path}: {status} {body[:100]}")
+    assert not found, holes(found)
+
+
+def test_who_may_meets_no_server_error_in_any_spelling(box: Matrix, askers: Askers) -> None:
+    found = []
+    for route in front_table():
+        path = concrete(route.path)
+        for method, spelling in [(method, path) for method in METHODS] + [
+            (route.method, s) for s in spellings(path)
+        ]:
+            status, body = askers.ask(box.callers["inference"][0], method, spelling)
+            if status >= 500 or status == 0:
+                found.append(f"{method} {spelling}: {status} {body[:100]}")
+    assert not found, holes(found)
+
+
+def test_on_the_admin_socket_each_route_is_open_to_those_who_may_and_to_nobody_else(
+    box: Matrix, askers: Askers
+) -> None:
+    found, asked = [], 0
+    for route in admin_table():
+        for who, callers in box.operators.items():
+            for caller in callers:
+                status, body = askers.ask(caller, route.method, route.path)
+                asked += 1
+                if not expected_of_admin(route, who, status):
+                    found.append(f"{caller.name}: {route.method} {route.path}: {status} {body[:100]}")
+    print(f"{asked} requests over {len(admin_table())} routes")
+    assert not found, holes(found)
+    # None of it has done anything.
+    assert len(box.running.command("tenants", "list")) == 4
+
+
+def expected_of_admin(route: Route, who: str, status: int) -> bool:
+    if who == "":
+        return status in (401, 403)
+    if who == "read" and route.wanted == "admin":
+        return status == 403
+    # What those send who may is no action's parameters: 400 says that they got there.
+    return status == (200 if route.method == "GET" else 400)
+
+
+def test_on_the_admin_socket_no_spelling_and_no_method_gets_round_the_door(
+    box: Matrix, askers: Askers
+) -> None:
+    others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
+    for route in admin_table():
+        others += [(method, route.path) for method in METHODS]
+        others += [(route.method, spelling) for spelling in spellings(route.path)]
+    found = []
+    for caller in box.operators[""]:
+        if caller.name not in ("admin, stranger", "admin, wrong", "admin, inference"):
+            continue
+        for method, path in others:
+            status, body = askers.ask(caller, method, path)
+            if status not in (401, 403) and not (status == 400 and "invalid_http" in body):
+                found.append(f"{caller.name}: {method} {path}: {status} {body[:100]}")
+    for caller in box.operators["read"][:1]:
+        for method, path in others:
+            if method in ("GET", "HEAD", "OPTIONS", "TRACE"):
+                continue
+            status, body = askers.ask(caller, method, path)
+            if status not in (403, 404, 405) and not (status == 400 and "invalid_http" in body):
+                found.append(f"{caller.name}: {method} {path}: {status} {body[:100]}")
+    assert not found, holes(found)
+
+
+def test_the_admin_api_is_on_no_other_socket(box: Matrix) -> None:
+    key = box.callers["inference"][1]
+    for route in admin_table():
+        if route.path == "/openapi.json":
+            continue
+        status, _ = ask(key.address, route.method, route.path, key.headers)
+        assert status == 404, route
+
+
+def test_a_keep_alive_connection_is_asked_anew_for_each_request(box: Matrix) -> None:
+    right = box.callers["inference"][0]
+    with httpx.Client(base_url=f"http://127.0.0.1:{right.address[1]}") as http:
+        good = http.get("/v1/models", headers=dict(right.headers))
+        assert good.status_code == 200
+        assert http.get("/v1/models").status_code == 401
+        assert http.get("/v1/models", headers={"Authorization": "Bearer ak-wrong"}).status_code == 401
