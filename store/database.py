@@ -58,7 +58,7 @@ class WritableDatabase:
         self._lock = _lock(path)
         try:
             if not path.exists():
-                os.close(_create(path))
+                os.close(_create(path, schema.mode))
             self.connection = _open_writer(path, schema, synchronous)
         except BaseException:
             os.close(self._lock)
@@ -223,11 +223,11 @@ def _check_writable(path: Path) -> None:
             )
 
 
-def _create(path: Path) -> int:
-    """Open `path`, making it if need be, for the service's user and group only: SQLite would let everybody
-    read it."""
+def _create(path: Path, mode: int = 0o640) -> int:
+    """Open `path`, making it if need be, for the service's user and group at most: SQLite would let everybody
+    read it. Its -wal and -shm get the same mode."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     except OSError as error:
         raise explain_os(path, error) from error
 

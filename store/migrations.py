@@ -30,6 +30,8 @@ class Schema(NamedTuple):
 
     name: str
     migrations: tuple[Migration, ...]
+    mode: int = 0o640
+    """Of a file that is made with this schema."""
 
 
 def schema_version(connection: sqlite3.Connection) -> int:

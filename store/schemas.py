@@ -230,6 +230,11 @@ CREATE TABLE quota_levels (
 """,
 )
 
+_RETRIES = (
+    "ALTER TABLE requests ADD COLUMN retry TEXT",
+    "ALTER TABLE requests ADD COLUMN retry_of TEXT",
+)
+
 # Null in rows from before: what is null is not hashed, so those rows keep their hashes.
 _AUDIT_ACTS = (
     "ALTER TABLE audit ADD COLUMN host TEXT",
@@ -261,7 +266,35 @@ WHERE first.phase IS NOT 'result'
 """,
 )
 
-HISTORY = Schema("history", (Migration("requests", _REQUESTS), Migration("quota levels", _QUOTA_LEVELS)))
+# What tenants' policies keep of prompts and answers, in a file that only the service's user reads.
+_CONTENTS = (
+    """
+CREATE TABLE contents (
+    request_id TEXT NOT NULL,
+    part TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    tenant TEXT NOT NULL,
+    created_at REAL NOT NULL,
+    sha256 TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    text TEXT,
+    truncated INTEGER NOT NULL,
+    redactions INTEGER NOT NULL,
+    PRIMARY KEY (request_id, part, number)
+)
+""",
+    "CREATE INDEX contents_tenant ON contents (tenant, created_at)",
+)
+
+CONTENTS = Schema("contents", (Migration("contents", _CONTENTS),), mode=0o600)
+HISTORY = Schema(
+    "history",
+    (
+        Migration("requests", _REQUESTS),
+        Migration("quota levels", _QUOTA_LEVELS),
+        Migration("retries", _RETRIES),
+    ),
+)
 CONTROL = Schema(
     "control",
     (

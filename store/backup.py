@@ -1,0 +1,204 @@
+"""A copy of everything that must survive, taken while the service runs or not, checked before it has its
+name.
+
+Each database is copied by SQLite's backup in one read transaction of a connection that can only read: the
+copy is of one moment, the writer does not wait, and no checkpoint is run by anybody but the writer (see
+`store.database`). Meanwhile the write-ahead log grows by what is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from store.database import integrity_problems, open_readonly
+from store.errors import (
+    CorruptDatabaseError,
+    MissingDatabaseError,
+    StoreError,
+    explain,
+    explain_os,
+    primary_code,
+)
+from store.evidence import Recorded, examine_folder
+from store.heads import HEADS_FILE, KEY_FILE
+from store.spool import SPOOL_FILE
+
+MANIFEST_FILE = "backup.json"
+CONTENTS_FILE = "contents.db"
+_ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
+# Heads before the chain that they vouch for: rows that come in between are in the chain only.
+_FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
+_DATABASES = ("control.db", "history.db", CONTENTS_FILE)
+
+
+class BackupFile(NamedTuple):
+    """A file of a backup."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Backup(NamedTuple):
+    """A backup that is complete."""
+
+    path: Path
+    """The folder or the archive."""
+    made_at: str
+    files: list[BackupFile]
+    audit_rows: int
+    audit_head: str
+
+
+def back_up(
+    state_dir: Path,
+    target: Path,
+    *,
+    others: Mapping[str, Path],
+    recorded: Iterable[Recorded] = (),
+    contents: bool = True,
+) -> Backup:
+    """Copy the state and `others` (files by the names that they get) to `target`: a new folder; a new one in
+    it, named by the time, where it is a folder already; or an archive, if its name ends with .tar, .tar.gz
+    or .tgz. For its owner's eyes only.
+
+    It gets its name when every copy has been checked: each database as a whole, the audit chain against the
+    heads that are copied with it and those in `recorded`. Raises a `StoreError`, and leaves nothing then.
+    """
+    made_at = datetime.now(UTC)
+    suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
+    if suffix is None and target.is_dir():
+        target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
+    if os.path.lexists(target):
+        raise StoreError(f"{target} exists already: name another one, or move it away")
+    try:
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise explain_os(target.parent, error) from error
+    try:
+        folder = unfinished / (target.name.removesuffix(suffix) if suffix else target.name)
+        folder.mkdir(mode=0o700)
+        done = _fill(folder, state_dir, others, recorded, contents, made_at.isoformat(timespec="seconds"))
+        finished = _archive(folder, suffix) if suffix else folder
+        finished.rename(target)
+        _sync(target.parent)
+    except OSError as error:
+        raise explain_os(Path(error.filename or target), error) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return done._replace(path=target)
+
+
+def _fill(
+    folder: Path,
+    state_dir: Path,
+    others: Mapping[str, Path],
+    recorded: Iterable[Recorded],
+    contents: bool,
+    made_at: str,
+) -> Backup:
+    for name in _FILES:
+        if (state_dir / name).exists() and not _is_reserve(state_dir / name):
+            _copy(state_dir / name, folder / name)
+    for name in _DATABASES:
+        # What came with a later version may not be there yet.
+        if name == CONTENTS_FILE and not (contents and (state_dir / name).exists()):
+            continue
+        _copy_database(state_dir / name, folder / name)
+    for name, path in others.items():
+        (folder / name).parent.mkdir(mode=0o700, exist_ok=True)
+        _copy(path, folder / name)
+    findings = examine_folder(folder, recorded)
+    if not findings.ok:
+        raise CorruptDatabaseError(
+            f"the audit chain in the copy does not hold ({'; '.join(findings.problems)}): "
+            f"see what is wrong in {state_dir} with: appliance audit verify"
+        )
+    files = [
+        BackupFile(str(path.relative_to(folder)), path.stat().st_size, _sha256(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    ]
+    head = findings.verdict.head
+    done = Backup(folder, made_at, files, head.seq, head.hash)
+    manifest = {**done._asdict(), "files": [file._asdict() for file in files]}
+    del manifest["path"]
+    _write(folder / MANIFEST_FILE, json.dumps(manifest, indent=2).encode() + b"\n")
+    for path in (*folder.rglob("*"), folder):
+        if path.is_dir():
+            _sync(path)
+    return done
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        with closing(open_readonly(source)) as reader, closing(sqlite3.connect(target)) as copy:
+            reader.backup(copy)
+            # Complete by itself, and readable without write rights.
+            copy.execute("PRAGMA journal_mode=DELETE").fetchone()
+    except sqlite3.Error as error:
+        damaged = primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+        raise explain(source if damaged else target, error) from error
+    if problems := integrity_problems(target):
+        raise CorruptDatabaseError(
+            f"the copy of {source} is damaged ({'; '.join(problems[:3])}): so is the database, or the disk "
+            f"that {target} is on"
+        )
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _is_reserve(path: Path) -> bool:
+    """Whether it is a spool in which nothing waits."""
+    return path.name == SPOOL_FILE and not path.read_bytes().strip(b"\0")
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        _write(target, source.read_bytes())
+    except FileNotFoundError as error:
+        raise MissingDatabaseError(f"{source} does not exist any more: begin again") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _archive(folder: Path, suffix: str) -> Path:
+    path = folder.parent / f"archive{suffix}"
+    with (
+        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
+        tarfile.open(fileobj=file, mode=_ARCHIVES[suffix], format=tarfile.PAX_FORMAT) as archive,  # type: ignore[call-overload]
+    ):
+        archive.add(folder, folder.name)
+    with path.open("rb") as written:
+        os.fsync(written.fileno())
+    return path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

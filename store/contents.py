@@ -1,0 +1,105 @@
+"""What tenants' policies keep of prompts and answers, in `contents.db`: hashes, or texts without their
+secrets.
+
+A file of its own, because not everybody who may read the request log may read what people asked: it opens for
+the service's user alone, and everybody else looks through an action of the service, which is audited.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from store.database import reading
+from store.schemas import CONTENTS
+from store.writer import Writer
+
+MOST_WAITING_BYTES = 32 << 20
+"""Texts that wait in memory for their commit; more are dropped, and counted."""
+
+
+class Content(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt or answer of a request. Fields are the table's columns."""
+
+    request_id: str
+    part: str
+    """"prompt" or "answer"."""
+    number: int
+    """Among the prompts, or answers, of the request; from 0."""
+    tenant: str
+    created_at: float
+    """Of the request, unix seconds: the retention goes by it."""
+    sha256: str
+    """Of the whole text as it was, in UTF-8."""
+    bytes: int
+    """Of the whole text as it was."""
+    text: str | None = None
+    """Without its secrets; None where only hashes are kept."""
+    truncated: bool = False
+    """`text` is its beginning only."""
+    redactions: int = 0
+    """Secrets that were taken out of `text`."""
+
+
+_COLUMNS = Content.__struct_fields__
+_INSERT = f"INSERT OR IGNORE INTO contents ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+
+
+class ContentLog:
+    """Writes through `writer`, which must have `store.schemas.CONTENTS` as its schema. Any thread may
+    call."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
+        self._dropped = 0
+
+    @property
+    def dropped(self) -> int:
+        """Requests whose contents were lost, because too much waited or the database cannot take them."""
+        return self._dropped
+
+    def keep(self, contents: Iterable[Content]) -> bool:
+        """Keep what there is of one request. Never blocks; False if it was dropped."""
+        rows = [msgspec.structs.astuple(content) for content in contents]
+        size = sum(len(value) for row in rows for value in row if isinstance(value, str))
+        with self._lock:
+            if self._waiting_bytes + size > MOST_WAITING_BYTES:
+                self._dropped += 1
+                return False
+            self._waiting_bytes += size
+        written = self._writer.submit_for_result(partial(_insert, rows))
+        written.add_done_callback(partial(self._done, size))
+        return True
+
+    def _done(self, size: int, written: Future[None]) -> None:
+        with self._lock:
+            self._waiting_bytes -= size
+            self._dropped += written.exception() is not None
+
+
+def _insert(rows: list[tuple[object, ...]], connection: sqlite3.Connection) -> None:
+    connection.executemany(_INSERT, rows)
+
+
+def read_contents(path: Path, request_id: str) -> list[Content]:
+    """What is kept of a request, prompts before answers, through a read-only connection. Raises a
+    `StoreError`."""
+    with reading(path, CONTENTS) as connection:
+        rows = connection.execute(
+            f"SELECT {', '.join(_COLUMNS)} FROM contents WHERE request_id = ? ORDER BY part DESC, number",
+            (request_id,),
+        ).fetchall()
+    return [_content(row) for row in rows]
+
+
+def _content(row: tuple[object, ...]) -> Content:
+    fields = dict(zip(_COLUMNS, row, strict=True))
+    return msgspec.convert({**fields, "truncated": bool(fields["truncated"])}, Content)
