@@ -13,16 +13,17 @@ from typing import Protocol
 
 from appliance.backoff import Backoff
 from appliance.messages import (
-    Admit,
+    AboutRequest,
     AttachReplica,
+    Claim,
     Configure,
     Connection,
     CoreToFront,
     FrontReady,
     FrontReport,
     FrontToCore,
-    Rejected,
-    Settle,
+    HandOver,
+    Release,
     StopFront,
 )
 from appliance.protocol import FrontStatus
@@ -46,8 +47,15 @@ class FrontEvents(Protocol):
     def front_ready(self, front: Front) -> None:
         """It takes connections."""
 
-    def front_asks(self, front: Front, message: Admit | Settle | Rejected) -> None:
+    def front_asks(self, front: Front, message: AboutRequest) -> None:
         """A word on a request."""
+
+    def front_claims(self, front: Front, message: Claim | Release) -> None:
+        """A word on who has the answer of a request with an `Idempotency-Key`."""
+
+    def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
+        """A connection that another front is to answer, and its request. The descriptors are closed when this
+        returns."""
 
     def front_changed(self, front: Front, problems: dict[str, str]) -> None:
         """It can serve other models than before: `front.problems` says so, `problems` are the former."""
@@ -172,10 +180,10 @@ class Front:
             self._channel.send(AttachReplica(replica, model), (descriptor,))
         os.close(descriptor)
 
-    def give(self, connection: Connection, descriptor: int) -> None:
-        """Hand it a client's connection; the caller closes its own descriptor."""
+    def give(self, connection: Connection, *descriptors: int) -> None:
+        """Hand it a client's connection, and what was read from it; the caller closes its own descriptors."""
         if self._channel is not None:
-            self._channel.send(connection, (descriptor,))
+            self._channel.send(connection, descriptors)
 
     def begin_stop(self, grace_s: float) -> None:
         """Have it finish what streams and end; it is not started again."""
@@ -225,6 +233,16 @@ class Front:
                 self.state, self._ready_at = "ready", time.monotonic()
                 log.info("%s is ready", self.name)
                 self._events.front_ready(self)
+        elif isinstance(message, HandOver):
+            if self._channel is not None:
+                descriptors = self._channel.take_fd(), self._channel.take_fd()
+                try:
+                    self._events.front_hands_over(self, message, descriptors)
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+        elif isinstance(message, Claim | Release):
+            self._events.front_claims(self, message)
         else:
             self._events.front_asks(self, message)
 
@@ -293,12 +311,12 @@ class Dealer:
         """Whether any front takes connections."""
         return any(front.takes_connections for front in self._fronts)
 
-    def deal(self, connection: Connection, descriptor: int) -> bool:
+    def deal(self, connection: Connection, *descriptors: int) -> bool:
         """Hand the connection to the next front; False if none takes it."""
         for step in range(len(self._fronts)):
             front = self._fronts[(self._next + step) % len(self._fronts)]
             if front.takes_connections:
-                front.give(connection, descriptor)
+                front.give(connection, *descriptors)
                 self._next += step + 1
                 return True
         return False

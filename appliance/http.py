@@ -87,10 +87,11 @@ class Connection(HttpToolsProtocol):
     looks at `writable` first and keeps what it has until `on_writable`.
     """
 
-    def __init__(self, server: HttpServer, address: str) -> None:
+    def __init__(self, server: HttpServer, address: str, request: bytes = b"") -> None:
         super().__init__(server.config, server.state, {}, asyncio.get_running_loop())
         self._server = server
         self._address = address
+        self._request = request
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._received = 0
@@ -126,6 +127,24 @@ class Connection(HttpToolsProtocol):
         """Close now, dropping what was not sent."""
         self.transport.abort()
 
+    # ── for a request that another process is to answer ──
+
+    def leave(self) -> int | None:
+        """Read no more, so that another process can go on with this connection: its descriptor. None if bytes
+        of a further request were read already, or some of an earlier answer are not sent yet."""
+        if self._in_headers or self._in_body or self.pipeline or self.transport.get_write_buffer_size():
+            return None
+        self.transport.pause_reading()
+        descriptor: int = self.transport.get_extra_info("socket").fileno()
+        return descriptor
+
+    async def abandon(self) -> None:
+        """Close this process's descriptor; whoever has another one keeps the connection."""
+        gone = asyncio.Event()
+        self.on_lost = gone.set
+        self.transport.abort()
+        await gone.wait()
+
     # ── the connection's life ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -135,6 +154,10 @@ class Connection(HttpToolsProtocol):
             return
         self.app_state = {"peer": self._identify(transport), "connection": self}
         self._arm(self._server.limits.header_timeout_s, self._headers_late)
+        if self._request:
+            # What another process has read, before anything is read here.
+            request, self._request = self._request, b""
+            self.data_received(request)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -314,8 +337,9 @@ class HttpServer:
         """Open connections."""
         return len(self.state.connections)
 
-    async def adopt(self, sock: socket.socket, address: str = "") -> None:
+    async def adopt(self, sock: socket.socket, address: str = "", request: bytes = b"") -> None:
         """Serve an accepted connection. `address` is the TCP peer's, for the log; found out when empty.
+        `request` is what was read from it before.
 
         The socket is the server's from here on; over the limit of connections, or while stopping, it closes.
         """
@@ -325,7 +349,7 @@ class HttpServer:
         self.config.timeout_keep_alive = self.limits.idle_timeout_s  # type: ignore[assignment]
         sock.setblocking(False)
         try:
-            await self._loop.connect_accepted_socket(lambda: Connection(self, address), sock)
+            await self._loop.connect_accepted_socket(lambda: Connection(self, address, request), sock)
         except OSError:
             # The client left between being accepted and now.
             sock.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 
 from store.policies import INTERACTIVE
@@ -80,6 +82,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Per front; more are closed at once."""
 
 
+class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a front treats requests with an `Idempotency-Key`."""
+
+    keep_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
+    """For how long the answer of a run that ended is kept."""
+    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    """For how long a run goes on that nobody waits for."""
+    max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+    """The most memory for answers, in each front."""
+
+
 class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """First to a front, and again whenever the served models change."""
 
@@ -90,6 +103,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """Whether at least one replica of each model answers: what `/health/ready` says."""
     reason: str = ""
     """Why it is not ready, in words."""
+    retries: RetryRules = RetryRules()
 
 
 class AttachReplica(msgspec.Struct, tag="attach_replica", frozen=True):
@@ -106,6 +120,19 @@ class Connection(msgspec.Struct, tag="connection", frozen=True):
     """"unix" or "tcp"."""
     peer: str
     """The address of a TCP peer; empty for a Unix socket (the front reads SO_PEERCRED)."""
+    has_request: bool = False
+    """Another front has read a request from it: a second descriptor (a memfd) holds its bytes."""
+
+
+class Claimed(msgspec.Struct, tag="claimed", frozen=True):
+    """The answer to a `Claim`."""
+
+    scope: bytes
+    verdict: Literal["run", "elsewhere", "conflict"]
+    """This front is to run the request; another front runs or keeps it (`HandOver` the connection); its key
+    stands for another body."""
+    retry_of: str = ""
+    """With "run": the request id of an earlier run, whose answer is not there any more."""
 
 
 class Admitted(msgspec.Struct, tag="admitted", frozen=True):
@@ -178,8 +205,41 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """Unix seconds at which the request was read."""
     asked_class: str = ""
     """What the client asked for, "" for the default."""
+    retry_of: str = ""
+    """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
     deadline_ms: float | None = None
     """After `arrived_at`, when the whole answer must be there; None: no matter when."""
+
+
+class Claim(msgspec.Struct, tag="claim", frozen=True, kw_only=True):
+    """A request with an `Idempotency-Key` that this front does not know: who runs it? Answered by `Claimed`.
+    Until `Release` it is this front's if it is to run it."""
+
+    scope: bytes
+    """SHA-256 of whose key it is, the endpoint and the key."""
+    fingerprint: bytes
+    """SHA-256 of the body."""
+    request_id: str
+
+
+class Release(msgspec.Struct, tag="release", frozen=True):
+    """The front has no answer for this scope any more: the next request runs."""
+
+    scope: bytes
+    request_id: str
+    """Of the run."""
+    void: bool
+    """It failed, was given up, or was dropped before its time: the next request is a retry that runs anew."""
+
+
+class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
+    """A client's connection for the front that has this scope. Two file descriptors travel with it: the
+    connection and a memfd with the request that was read from it."""
+
+    scope: bytes
+    kind: str
+    """As `Connection.kind` and `Connection.peer`."""
+    peer: str
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
@@ -222,6 +282,28 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
     e2e_ms: float
 
 
+class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
+    """A request that was answered from another one's run: a row for the log, nothing else."""
+
+    request_id: str
+    identity: Identity
+    peer: str
+    endpoint: str
+    model: str
+    stream: bool
+    retry: str
+    """"joined" (the run had not ended) or "repeated"."""
+    retry_of: str
+    """The request that ran."""
+    request_class: int
+    status: int
+    finish_reason: str
+    error: str
+    arrived_at: float
+    ttft_ms: float | None
+    e2e_ms: float
+
+
 class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True):
     """Every half second, and before `FrontReady`."""
 
@@ -235,9 +317,17 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Requests refused for want of a valid identity since the start."""
     cpu_seconds: float
     """Of this process since the start."""
+    kept_answers: int = 0
+    """Runs with an `Idempotency-Key`, under way or kept."""
+    kept_bytes: int = 0
+    """What these take."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name: a tokenizer that cannot be read."""
 
 
-CoreToFront = Configure | Identities | AttachReplica | Connection | Admitted | Refused | Abort | StopFront
-FrontToCore = FrontReady | Admit | Settle | Rejected | FrontReport
+CoreToFront = (
+    Configure | Identities | AttachReplica | Connection | Admitted | Refused | Claimed | Abort | StopFront
+)
+AboutRequest = Admit | Settle | Rejected | Retried
+"""What a front says about a request."""
+FrontToCore = FrontReady | AboutRequest | Claim | Release | HandOver | FrontReport

@@ -31,6 +31,10 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """Requests refused for want of a valid identity since the front started."""
     cpu_seconds: float = 0.0
     cpu_us_per_token: float | None = None
+    kept_answers: int = 0
+    """Runs with an `Idempotency-Key`, under way or kept for retries."""
+    kept_bytes: int = 0
+    """What these take."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name."""
     restarts: int = 0
@@ -344,14 +348,53 @@ class Peer(msgspec.Struct, kw_only=True):
     """A user or group of the box that needs no key on `api.sock`."""
 
     kind: str
-    """"uid" or "gid"."""
+    """"uid", "gid", or "any": every user that the socket's file mode lets in and that is not here."""
     number: int
+    """-1 of any."""
     tenant: str
     """Whom it stands for."""
     source: str
     """"mapped" by an operator, or by the "settings": the service's own user, root and `unix.uids`."""
     created_at: float | None = None
     """Unix seconds, of a mapping."""
+
+
+class KeptText(msgspec.Struct, kw_only=True):
+    """What is kept of one prompt or answer."""
+
+    part: str
+    """"prompt" or "answer"."""
+    number: int
+    """Among the request's prompts, or answers; from 0."""
+    sha256: str
+    """Of the whole text as it was, in UTF-8."""
+    bytes: int
+    """Of the whole text as it was."""
+    text: str | None = None
+    """Without its secrets; None where only hashes are kept."""
+    truncated: bool = False
+    """`text` is its beginning only."""
+    redactions: int = 0
+    """Secrets that were taken out of `text`."""
+
+
+class Contents(msgspec.Struct, kw_only=True):
+    """What is kept of a request's prompts and answers."""
+
+    request_id: str
+    tenant: str
+    created_at: float
+    """Of the request, unix seconds."""
+    goes_at: float | None
+    """Unix seconds from which on it is removed, by the policy as it is now; None: never."""
+    texts: list[KeptText]
+
+
+class AuditHead(msgspec.Struct, kw_only=True):
+    """The newest row of the audit chain."""
+
+    seq: int
+    hash: str
 
 
 class Done(msgspec.Struct, kw_only=True):

@@ -19,12 +19,17 @@ from appliance.identities import IdentityTable, changes
 from appliance.listeners import Listener
 from appliance.messages import (
     Abort,
+    AboutRequest,
     Admit,
     Admitted,
+    Claim,
     Configure,
+    Connection,
+    HandOver,
     Identities,
     Refused,
-    Rejected,
+    Release,
+    Retried,
     ServedModel,
     Settle,
 )
@@ -32,6 +37,7 @@ from appliance.models.registry import describe
 from appliance.models.replicas import Launch, Replica
 from appliance.problems import Problems
 from appliance.settings import Settings
+from appliance.traffic.claims import Claims
 from appliance.traffic.requests import Ledger, RowSink
 from engine.client import ReplicaGroup
 from engine.messages import Report
@@ -96,9 +102,11 @@ class Switchboard:
             for number in range(model.replicas)
         ]
         self.dealer = Dealer(self.fronts)
+        self.claims = Claims(time.monotonic, settings.idempotency.keep_s)
         self.listeners: list[Listener] = []
         self.draining = False
         self._limits = settings.limits
+        self._retry_rules = settings.idempotency
         self._model_settings = settings.models
         self._tasks: set[asyncio.Task[None]] = set()
         self._identities = identities
@@ -223,7 +231,12 @@ class Switchboard:
         reason = self.readiness()
         models = list(self.models.values())
         return Configure(
-            front=front.name, models=models, limits=self._limits, ready=not reason, reason=reason
+            front=front.name,
+            models=models,
+            limits=self._limits,
+            ready=not reason,
+            reason=reason,
+            retries=self._retry_rules,
         )
 
     # ── fronts (FrontEvents) ──
@@ -239,15 +252,32 @@ class Switchboard:
     def front_ready(self, front: Front) -> None:
         self.update_listeners()
 
-    def front_asks(self, front: Front, message: Admit | Settle | Rejected) -> None:
+    def front_asks(self, front: Front, message: AboutRequest) -> None:
         if isinstance(message, Admit):
             # A front says who asks; what they may do is ours to know.
             identity = self._identities.of(message.identity)
             self.ledger.admit(front.name, msgspec.structs.replace(message, identity=identity))
         elif isinstance(message, Settle):
             self.ledger.settle(front.name, message)
+        elif isinstance(message, Retried):
+            self.ledger.log_retry(message)
         else:
             self.ledger.reject(message)
+
+    def front_claims(self, front: Front, message: Claim | Release) -> None:
+        if isinstance(message, Claim):
+            front.send(self.claims.claim(front.name, message))
+        else:
+            self.claims.release(front.name, message)
+
+    def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
+        connection = Connection(message.kind, message.peer, has_request=True)
+        owner = self._by_name.get(self.claims.owner(message.scope) or "")
+        if owner is not None:
+            owner.give(connection, *descriptors)
+        else:
+            # The answer is lost since: whoever gets the request runs it.
+            self.dealer.deal(connection, *descriptors)
 
     def front_changed(self, front: Front, problems: dict[str, str]) -> None:
         for model, why in front.problems.items():
@@ -258,6 +288,8 @@ class Switchboard:
     def front_lost(self, front: Front, name: str) -> None:
         del self._by_name[name]
         self.ledger.lose_front(name)
+        if lost := self.claims.lose_front(name):
+            log.warning("%s had %d answers for retries of requests: these run anew", name, lost)
         self.update_listeners()
         self._tell_models()
 

@@ -69,6 +69,11 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     quota_tokens: int = 0
     """Held by token quotas: reserved while it is open, taken when it has ended. 0: it never ran, and was no
     request to a quota either."""
+    retry: str | None = None
+    """With an `Idempotency-Key` that was known: "joined" (it was answered from a run under way), "repeated"
+    (from its kept answer) or "anew" (it ran: the answer of the run before was lost). None: no retry."""
+    retry_of: str | None = None
+    """The request whose run that was."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):

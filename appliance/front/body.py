@@ -27,8 +27,17 @@ class ClientLeft(Exception):
 
 async def read_body(request: Request, model: type[Body], most_bytes: int) -> Body:
     """The validated body. Raises `ApiError` (400, 413, 415), or `ClientLeft`."""
+    return parse_body(await receive_body(request, most_bytes), model)
+
+
+async def receive_body(request: Request, most_bytes: int) -> bytes:
+    """The body as it came, which says that it is JSON. Raises `ApiError` (413, 415), or `ClientLeft`."""
     _check_content_type(request)
-    data = await _read_bytes(request, most_bytes)
+    return await _read_bytes(request, most_bytes)
+
+
+def parse_body(data: bytes, model: type[Body]) -> Body:
+    """The validated body. Raises `ApiError` (400, 413)."""
     if len(data) > _PARSE_CHEAPLY_BYTES and (
         data.count(b",") > MOST_VALUES or data.count(b"{") + data.count(b"[") > MOST_CONTAINERS
     ):

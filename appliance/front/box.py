@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from appliance.front.errors import ApiError
 from appliance.front.identity import Directory
 from appliance.front.models import Catalog
 from appliance.front.replicas import Replicas
-from appliance.messages import FrontToCore, Limits, Rejected
+from appliance.front.retries import Retries
+from appliance.messages import FrontToCore, HandOver, Limits, Rejected
 
 if TYPE_CHECKING:
     from appliance.front.call import Call
@@ -20,12 +21,19 @@ if TYPE_CHECKING:
 class Box:
     """The state of one front. Everything happens on its event loop's thread."""
 
-    def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
+    def __init__(
+        self,
+        to_core: Callable[[FrontToCore], None],
+        hand_over: Callable[[HandOver, tuple[int, int]], None],
+    ) -> None:
         self.to_core = to_core
+        self.hand_over = hand_over
+        """With the descriptors of the connection and of its request; both stay the caller's."""
         self.limits = Limits()
         self.catalog = Catalog()
         self.directory = Directory()
         self.replicas = Replicas()
+        self.retries = Retries(to_core)
         self.active: dict[str, Generation] = {}
         """Admitted or waiting for it, by request id."""
         self.ready = False
@@ -36,6 +44,13 @@ class Box:
         self.streams = 0
         self.unauthenticated = 0
         self._unflushed: list[Callable[[], None]] = []
+        self._runs: set[asyncio.Task[None]] = set()
+
+    def spawn(self, run: Coroutine[Any, Any, None]) -> None:
+        """Run something that has no client of its own; it handles its own errors."""
+        task = asyncio.get_running_loop().create_task(run)
+        self._runs.add(task)
+        task.add_done_callback(self._runs.discard)
 
     def reject(self, call: Call, error: ApiError) -> None:
         """Log a request that the front refused by itself."""

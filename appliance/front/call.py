@@ -5,15 +5,30 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from starlette.requests import Request
 
-from appliance.http import Connection
 from appliance.messages import Identity
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:@+/=-]{1,64}")
+
+
+class Client(Protocol):
+    """Who is answered: a connection (`appliance.http.Connection`), or a recording for several."""
+
+    on_writable: Callable[[], None] | None
+    on_lost: Callable[[], None] | None
+
+    @property
+    def writable(self) -> bool: ...
+    @property
+    def lost(self) -> bool: ...
+    def write_chunk(self, data: bytes) -> None: ...
+    def release(self) -> None: ...
+    def abort(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -24,7 +39,7 @@ class Call:
     identity: Identity
     peer: str
     endpoint: str
-    connection: Connection
+    connection: Client
     asked_class: str = ""
     deadline_ms: float | None = None
     """After `arrived_at`, when the whole answer must be there."""
@@ -35,6 +50,8 @@ class Call:
     prompt_tokens: int = 0
     admitted: bool = False
     """`Admit` was sent: the request ends with `Settle` or `Refused`, never with `Rejected`."""
+    retry_of: str = ""
+    """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
     arrived_at: float = field(default_factory=time.time)
     """Unix seconds."""
     started: float = field(default_factory=time.monotonic)

@@ -228,6 +228,7 @@ class Generation:
                 arrived_at=call.arrived_at,
                 asked_class=job.asked_class,
                 deadline_ms=call.deadline_ms,
+                retry_of=call.retry_of,
             )
         )
 
@@ -318,7 +319,7 @@ class Generation:
                 request_id=self.call.request_id,
                 submitted=self._submitted,
                 status=status,
-                finish_reason=self._finish_reason(status),
+                finish_reason=self.finish_reason(status),
                 error=error[:500],
                 delivered_tokens=self.delivered_tokens,
                 ttft_ms=None if first is None else self.call.elapsed_ms(first),
@@ -327,7 +328,8 @@ class Generation:
             )
         )
 
-    def _finish_reason(self, status: int) -> str:
+    def finish_reason(self, status: int) -> str:
+        """Of the samples, joined by "," where they differ."""
         rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
         if status == CLIENT_LEFT:
             rest = "cancelled"

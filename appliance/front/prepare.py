@@ -28,9 +28,15 @@ _NO_LIMIT = 1 << 20
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
-async def chat_job(box: Box, call: Call, body: ChatRequest) -> Job:
+def named_model(box: Box, call: Call, body: GenerationRequest) -> LoadedModel:
+    """The model that the request names. Raises `ApiError` if there is none, or it is not for this caller."""
+    call.model = body.model[:200]
+    call.stream = bool(body.stream)
+    return box.catalog.get(body.model, call.identity)
+
+
+async def chat_job(model: LoadedModel, call: Call, body: ChatRequest) -> Job:
     """Raises `ApiError`."""
-    model = _begin(box, call, body)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     token_ids = await chat_tokens(model, body.messages, variables=body.chat_template_kwargs)
@@ -48,9 +54,8 @@ async def chat_job(box: Box, call: Call, body: ChatRequest) -> Job:
     )
 
 
-async def completion_job(box: Box, call: Call, body: CompletionRequest) -> Job:
+async def completion_job(model: LoadedModel, call: Call, body: CompletionRequest) -> Job:
     """Raises `ApiError`."""
-    model = _begin(box, call, body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of", "is not supported by this server unless equal to n", "unsupported_parameter")
     if body.max_tokens == 0 and not body.echo:
@@ -123,12 +128,6 @@ def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> lis
         shown = str(wrong) if abs(wrong) < 1 << 64 else "a huge number"
         raise invalid(param, f"token id {shown} is not one of the model's, 0 to {most}")
     return token_ids
-
-
-def _begin(box: Box, call: Call, body: GenerationRequest) -> LoadedModel:
-    call.model = body.model[:200]
-    call.stream = bool(body.stream)
-    return box.catalog.get(body.model, call.identity)
 
 
 def _room(

@@ -14,11 +14,13 @@ from typing import Any
 
 from appliance.front.app import build_app
 from appliance.front.box import Box
+from appliance.front.idempotency import read_memory
 from appliance.http import HttpServer
 from appliance.messages import (
     Abort,
     Admitted,
     AttachReplica,
+    Claimed,
     Configure,
     Connection,
     CoreToFront,
@@ -44,7 +46,7 @@ class Front:
 
     def __init__(self, sock: socket.socket) -> None:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
-        self._box = Box(self._channel.send)
+        self._box = Box(self._channel.send, self._channel.send)
         _, application = build_app(self._box)
         self._server = HttpServer(application)
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
@@ -68,7 +70,11 @@ class Front:
             if generation is not None:
                 generation.admitted(message)
         elif isinstance(message, Connection):
-            self._spawn(self._server.adopt(self._take_socket(), message.peer))
+            sock = self._take_socket()
+            request = read_memory(self._channel.take_fd()) if message.has_request else b""
+            self._spawn(self._server.adopt(sock, message.peer, request))
+        elif isinstance(message, Claimed):
+            self._box.retries.take(message)
         elif isinstance(message, Refused):
             generation = self._box.active.get(message.request_id)
             if generation is not None:
@@ -95,6 +101,7 @@ class Front:
         while True:
             configure = self._latest = await self._configurations.get()
             self._box.limits = self._server.limits = configure.limits
+            self._box.retries.rules = configure.retries
             await self._box.catalog.replace(configure.models)
             self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
             self._tell()
@@ -116,6 +123,7 @@ class Front:
     async def _stop(self, grace_s: float) -> None:
         box = self._box
         box.draining = True
+        box.retries.stop()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         stopping = asyncio.create_task(self._server.stop(grace_s + _ERROR_EVENT_GRACE_S))
@@ -134,6 +142,7 @@ class Front:
 
     async def _report(self) -> None:
         while True:
+            self._box.retries.expire()
             self._tell()
             await asyncio.sleep(_REPORT_EVERY_S)
 
@@ -148,6 +157,8 @@ class Front:
                 tokens=box.tokens,
                 unauthenticated=box.unauthenticated,
                 cpu_seconds=usage.ru_utime + usage.ru_stime,
+                kept_answers=len(box.retries),
+                kept_bytes=box.retries.kept_bytes,
                 problems=box.catalog.problems,
             )
         )

@@ -9,7 +9,7 @@ from appliance.front.answers import whole_answer
 from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.errors import ApiError
-from appliance.front.generation import Generation
+from appliance.front.generation import CLIENT_LEFT, Generation
 from appliance.front.job import Job
 from appliance.front.stream import EventStream
 
@@ -25,23 +25,28 @@ class GenerationResponse(Response):
 
     def __init__(self, box: Box, call: Call, job: Job) -> None:
         super().__init__()
+        self.generation = Generation(box, call, job)
+        self.status = 500
+        """What the request ended with; also of a stream, whose head said 200."""
         self._box = box
         self._call = call
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation = Generation(self._box, self._call, self._job)
-        status, error = 500, "the front failed to answer; its journal says why"
+        generation = self.generation
+        error = "the front failed to answer; its journal says why"
         try:
             if self._job.stream:
                 failure = await self._stream(generation, scope, receive, send)
             else:
                 failure = await self._whole(generation, scope, receive, send)
-            status, error = (200, "") if failure is None else (failure.status, failure.message)
+            self.status, error = (200, "") if failure is None else (failure.status, failure.message)
+            if generation.left:
+                self.status = CLIENT_LEFT
         finally:
             if not generation.ended.is_set():
                 generation.abort(error)
-            generation.settle(status, error)
+            generation.settle(self.status, error)
             self._box.active.pop(self._call.request_id, None)
             self._call.connection.release()
 

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.front import documents
-from appliance.front.body import read_body
+from appliance.front.body import parse_body, read_body, receive_body
 from appliance.front.box import Box
 from appliance.front.call import call_of
 from appliance.front.errors import invalid
+from appliance.front.idempotency import answer
 from appliance.front.models import allows
-from appliance.front.prepare import chat_job, chat_tokens, check_token_ids, completion_job
-from appliance.front.respond import GenerationResponse
+from appliance.front.prepare import chat_job, chat_tokens, check_token_ids, completion_job, named_model
 from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from appliance.messages import ServedModel
 from appliance.scopes import routes_for
@@ -29,6 +29,18 @@ _WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
         "description": "The whole answer; with `stream`, chunks as server-sent events, then [DONE].",
         "content": {"text/event-stream": {}},
     }
+}
+
+_IDEMPOTENCY_KEY = {
+    "parameters": [
+        {
+            "name": "Idempotency-Key",
+            "in": "header",
+            "description": "A retry with the same key and body joins the first request's run, or repeats its "
+            "answer. With another body: 422.",
+            "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
+        }
+    ]
 }
 
 
@@ -62,6 +74,7 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
     router = APIRouter(responses=_errors(400, 401, 403, 408, 503), route_class=routes_for("inference"))
     with_model = _errors(404)
     with_body = _errors(404, 413, 415)
+    generated = {**with_body, **_errors(409, 422, 429), **_WHOLE_OR_STREAMED}
 
     @router.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
@@ -88,28 +101,32 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         response_model=documents.ChatCompletionDocument,
-        responses={**with_body, **_errors(429), **_WHOLE_OR_STREAMED},
-        openapi_extra=_body(ChatRequest),
+        responses=generated,
+        openapi_extra=_body(ChatRequest) | _IDEMPOTENCY_KEY,
         tags=["generation"],
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         call = call_of(request)
-        body = await read_body(request, ChatRequest, box.limits.max_body_bytes)
-        return GenerationResponse(box, call, await chat_job(box, call, body))
+        data = await receive_body(request, box.limits.max_body_bytes)
+        body = parse_body(data, ChatRequest)
+        model = named_model(box, call, body)
+        return await answer(box, request, call, data, lambda: chat_job(model, call, body))
 
     @router.post(
         "/v1/completions",
         response_model=documents.CompletionDocument,
-        responses={**with_body, **_errors(429), **_WHOLE_OR_STREAMED},
-        openapi_extra=_body(CompletionRequest),
+        responses=generated,
+        openapi_extra=_body(CompletionRequest) | _IDEMPOTENCY_KEY,
         tags=["generation"],
     )
     async def completions(request: Request) -> Response:
         """Continue prompts."""
         call = call_of(request)
-        body = await read_body(request, CompletionRequest, box.limits.max_body_bytes)
-        return GenerationResponse(box, call, await completion_job(box, call, body))
+        data = await receive_body(request, box.limits.max_body_bytes)
+        body = parse_body(data, CompletionRequest)
+        model = named_model(box, call, body)
+        return await answer(box, request, call, data, lambda: completion_job(model, call, body))
 
     @router.post(
         "/tokenize",

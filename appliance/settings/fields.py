@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from appliance.messages import Limits
+from appliance.messages import Limits, RetryRules
 from appliance.traffic.rules import QueueRules
 from engine.messages import ReplicaSpec
 
@@ -112,6 +112,23 @@ class QueueSettings(QueueRules, forbid_unknown_fields=True, kw_only=True, frozen
     """Requests that wait for their turn."""
 
 
+class IdempotencySettings(RetryRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Requests with an `Idempotency-Key`, whose retries join the run under way or get its answer again.
+    Answers are kept in memory only."""
+
+
+class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Metrics for Prometheus. `GET /metrics` on admin.sock is always there."""
+
+    listen: str | None = None
+    """HOST:PORT on which everybody who can connect gets them, e.g. "127.0.0.1:9464"."""
+    public: bool = False
+    """Whether `listen` may be another address than the loopback interface's: the metrics name tenants and
+    models."""
+    tenants: Positive = 100
+    """The most tenants with metrics of their own: the most active ones. The others are summed up."""
+
+
 class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """What a front takes from a client."""
 
@@ -145,6 +162,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     admin: AdminSettings = AdminSettings()
     queue: QueueSettings = QueueSettings()
     limits: LimitSettings = LimitSettings()
+    idempotency: IdempotencySettings = IdempotencySettings()
+    metrics: MetricsSettings = MetricsSettings()
     config_file: str = ""
     """The file that was read; not a setting."""
 

@@ -30,16 +30,22 @@ from appliance.messages import (
     Admit,
     Admitted,
     AttachReplica,
+    Claim,
+    Claimed,
     Configure,
     Connection,
     FrontReady,
     FrontReport,
     FrontToCore,
+    HandOver,
     Identities,
     Identity,
     Limits,
     Refused,
     Rejected,
+    Release,
+    Retried,
+    RetryRules,
     ServedModel,
     Settle,
     StopFront,
@@ -209,6 +215,8 @@ class Harness:
     limits: Limits = field(default_factory=Limits)
     admit: str = "at once"
     """"at once", "hold" (never) or "refuse"."""
+    claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, "run")
+    """Answers claims; with None, not now."""
     refusal: Refused | None = None
     models: list[ServedModel] = field(default_factory=list)
 
@@ -221,6 +229,11 @@ class Harness:
         self.refused: set[str] = set()
         self.rejected: list[Rejected] = []
         self.reports: list[FrontReport] = []
+        self.claimed: list[Claim] = []
+        self.releases: list[Release] = []
+        self.retried: list[Retried] = []
+        self.moved: list[tuple[HandOver, int, int]] = []
+        """With the descriptors of the connection and the request, for `give_back`."""
         self.replicas: dict[str, FakeReplica] = {}
         self.script: Script = self.sentence_script
         self.step_s = 0.001
@@ -277,6 +290,8 @@ class Harness:
 
         def forget() -> None:
             self.admits, self.settles, self.rejected = [], [], []
+            self.claimed, self.releases, self.retried = [], [], []
+            self.claims = lambda claim: Claimed(claim.scope, "run")
             self.admit, self.refusal = "at once", None
             self.script, self.step_s = self.sentence_script, 0.001
             for replica in list(self.replicas.values()):
@@ -295,7 +310,13 @@ class Harness:
             self.attach()
         self.configure()
 
-    def configure(self, ready: bool = True, reason: str = "", limits: Limits | None = None) -> None:
+    def configure(
+        self,
+        ready: bool = True,
+        reason: str = "",
+        limits: Limits | None = None,
+        retries: RetryRules = RetryRules(),  # noqa: B008
+    ) -> None:
         """Tell the front what is served."""
         served = self.models or [
             ServedModel(
@@ -308,7 +329,12 @@ class Harness:
             )
         ]
         configure = Configure(
-            front="front-0", models=served, limits=limits or self.limits, ready=ready, reason=reason
+            front="front-0",
+            models=served,
+            limits=limits or self.limits,
+            ready=ready,
+            reason=reason,
+            retries=retries,
         )
         self.call(lambda: self.channel.send(configure))
 
@@ -338,7 +364,20 @@ class Harness:
 
         return self.call(make)
 
-    def send(self, message: Abort | StopFront | Admitted) -> None:
+    def give_back(self) -> HandOver:
+        """Give the connection that the front handed over first to it again, as the core gives it to another
+        front."""
+
+        def give() -> HandOver:
+            moved, *descriptors = self.moved.pop(0)
+            self.channel.send(Connection(moved.kind, moved.peer, has_request=True), tuple(descriptors))
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return moved
+
+        return self.call(give)
+
+    def send(self, message: Abort | StopFront | Admitted | Claimed) -> None:
         """Say something as the core."""
         self.call(lambda: self.channel.send(message))
 
@@ -410,6 +449,16 @@ class Harness:
                 )
         elif isinstance(message, Settle):
             self.settles.append(message)
+        elif isinstance(message, Claim):
+            self.claimed.append(message)
+            if (answer := self.claims(message)) is not None:
+                self.channel.send(answer)
+        elif isinstance(message, Release):
+            self.releases.append(message)
+        elif isinstance(message, Retried):
+            self.retried.append(message)
+        elif isinstance(message, HandOver):
+            self.moved.append((message, self.channel.take_fd(), self.channel.take_fd()))
         elif isinstance(message, Rejected):
             self.rejected.append(message)
         elif isinstance(message, FrontReport):

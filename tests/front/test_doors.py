@@ -19,7 +19,7 @@ OPEN_PATHS = ("/health/live", "/health/ready")
 
 def routes() -> list[tuple[str, str]]:
     """(method, path) of every route of the application."""
-    app, _ = build_app(Box(lambda message: None))
+    app, _ = build_app(Box(lambda message: None, lambda message, descriptors: None))
     table = [
         (method, re.sub(r"\{[^}]*\}", "demo", route.path))
         for route in check_routes(app)

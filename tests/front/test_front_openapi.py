@@ -60,14 +60,15 @@ def test_every_operation_lists_its_errors(document: dict[str, Any]) -> None:
     for path, item in document["paths"].items():
         for method, operation in item.items():
             statuses = set(operation["responses"])
-            assert "422" not in statuses
+            assert ("422" in statuses) == ("completions" in path)
             if operation["security"]:
                 assert {"200", "400", "401", "503"} <= statuses
             if method == "post":
                 assert {"404", "413", "415"} <= statuses
                 assert operation["requestBody"]["required"]
             if "completions" in path:
-                assert "429" in statuses
+                assert {"409", "429"} <= statuses
+                assert [parameter["name"] for parameter in operation["parameters"]] == ["Idempotency-Key"]
                 assert "text/event-stream" in operation["responses"]["200"]["content"]
 
 

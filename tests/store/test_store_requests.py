@@ -45,6 +45,8 @@ FULL_END = {
     "preemptions": 1,
     "resubmissions": 2,
     "quota_tokens": 26,
+    "retry": "anew",
+    "retry_of": "req-0",
 }
 
 

@@ -1,0 +1,479 @@
+"""Requests with an Idempotency-Key: one run, whatever its client and its retries do."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.messages import Abort, Admitted, Claimed, Identity, Refused, RetryRules, StopFront
+from tests.front.harness import KEY, MODEL, Harness
+from tests.front.raw import Answer, chat, connect, events, head, read_answer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture
+def front(front: Harness) -> Iterator[Harness]:
+    """The shared front, for a tenant of this test's own: keys belong to who uses them."""
+    tenant = f"tenant-{uuid.uuid4()}"
+    front.identify(
+        keys={hashlib.sha256(KEY.encode()).hexdigest(): Identity(tenant=tenant, key_id="key_1")},
+        uids={os.getuid(): Identity(tenant=tenant)},
+    )
+    yield front
+    front.identify()
+
+
+def send(
+    sock: socket.socket, key: str, body: dict[str, Any] | None = None, path: str = CHAT, **headers: str
+) -> None:
+    data = json.dumps(chat() if body is None else body).encode()
+    known = {"Idempotency-Key": key, "Content-Length": str(len(data))}
+    sock.sendall(head("POST", path, {**known, **headers}) + data)
+
+
+def ask(front: Harness, key: str, body: dict[str, Any] | None = None, path: str = CHAT) -> Answer:
+    with connect(front) as sock:
+        send(sock, key, body, path)
+        return read_answer(sock)
+
+
+def text(answer: Answer, index: int = 0) -> str:
+    if "text/event-stream" not in answer.headers["content-type"]:
+        choice = answer.json["choices"][index]
+        return choice["message"]["content"] if "message" in choice else choice["text"]
+    pieces = [event["choices"][0] for event in events(answer)[:-1] if event["choices"]]
+    return "".join(
+        piece["delta"].get("content", "") if "delta" in piece else piece["text"]
+        for piece in pieces
+        if piece["index"] == index
+    )
+
+
+def own_releases(front: Harness) -> list[bool]:
+    """Whether they are void: the releases of what this test ran."""
+    own = {admit.request_id for admit in front.admits}
+    return [release.void for release in front.releases if release.request_id in own]
+
+
+def endless(front: Harness) -> None:
+    front.script = front.replica.script = lambda submit, sample: [50]
+
+
+BODIES = [
+    (CHAT, chat()),
+    (CHAT, chat(stream=True, n=3, stream_options={"include_usage": True})),
+    (CHAT, chat(stream=True, logprobs=True, top_logprobs=2)),
+    (COMPLETIONS, {"model": MODEL, "prompt": "quick", "echo": True, "logprobs": 1}),
+    (COMPLETIONS, {"model": MODEL, "prompt": ["quick", "brown"], "n": 2, "stream": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_retry_repeats_the_answer_and_nothing_runs_twice(
+    front: Harness, path: str, body: dict[str, Any]
+) -> None:
+    first, again = ask(front, "repeat-me", body, path), ask(front, "repeat-me", body, path)
+    assert (first.status, again.status) == (200, 200)
+    assert b"".join(first.body.split()) == b"".join(again.body.split())
+    assert len(front.admits) == 1
+    (settle,) = front.settled(1)
+    front.wait_for(lambda: len(front.retried) == 1)
+    row = front.retried[0]
+    assert (row.retry, row.retry_of, row.status) == ("repeated", settle.request_id, 200)
+    assert row.request_id == again.headers["x-request-id"] != first.headers["x-request-id"]
+    assert again.headers["idempotent-replayed"] == "true"
+    assert again.headers["x-appliance-retry-of"] == settle.request_id == first.headers["x-request-id"]
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["x-appliance-class"] == first.headers["x-appliance-class"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_64_at_once_are_one_run(front: Harness, stream: bool) -> None:
+    front.admit = "hold"
+    body = chat(stream=stream, n=2)
+    socks = [connect(front) for _ in range(64)]
+    for sock in socks:
+        send(sock, "burst", body)
+    front.wait_for(lambda: len(front.admits) == 1)
+    front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(read_answer, socks))
+    for sock in socks:
+        sock.close()
+    assert [answer.status for answer in answers] == [200] * 64
+    assert {(text(answer, 0), text(answer, 1)) for answer in answers} == {(front.text(0), front.text(1))}
+    assert len(front.admits) == len(front.claimed) == len(front.settled(1)) == 1
+    front.wait_for(lambda: len(front.retried) == 63)
+    assert {(row.retry, row.status) for row in front.retried} == {("joined", 200)}
+
+
+def test_a_retry_while_the_first_streams_gets_it_from_the_beginning(front: Harness) -> None:
+    front.replica.hold = True
+    body = chat(stream=True)
+    with connect(front) as first, connect(front) as second:
+        send(first, "join", body)
+        front.wait_for(lambda: len(front.replica.running) == 1)
+        for _ in range(5):
+            front.call(front.replica.step)
+        begun = first.recv(100)
+        assert begun
+        send(second, "join", body)
+        assert second.recv(100)[:20] == begun[:20]
+        front.replica.hold = False
+        # What was read above is gone; the rest is whole.
+        assert first.makefile("rb").read1(1) and second.makefile("rb").read1(1)
+        front.settled(1)
+    third = ask(front, "join", body)
+    assert text(third) == front.text()
+    assert len(front.admits) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_retry_after_its_client_left_joins_the_run_which_went_on(front: Harness, stream: bool) -> None:
+    front.replica.hold = True
+    body = chat(stream=stream)
+    with connect(front) as first:
+        send(first, "left", body)
+        front.wait_for(lambda: len(front.replica.running) == 1)
+        for _ in range(5):
+            front.call(front.replica.step)
+        if stream:
+            assert first.recv(1000)
+    time.sleep(0.05)
+    assert not front.settles and not front.replica.cancels
+    with connect(front) as second:
+        send(second, "left", body)
+        time.sleep(0.02)
+        front.replica.hold = False
+        answer = read_answer(second)
+    assert (answer.status, text(answer)) == (200, front.text())
+    (settle,) = front.settled(1)
+    whole = len(front.sentence_script(front.replica.submits[0], 0))
+    assert (settle.status, settle.delivered_tokens) == (200, whole)
+    assert len(front.admits) == 1
+
+
+def test_a_run_that_nobody_comes_back_for_is_cancelled_after_the_grace(front: Harness) -> None:
+    letter = front.tokenizer.encode_blocking("a", False)
+    assert len(letter) == 1
+    front.script = front.replica.script = lambda submit, sample: letter
+    front.configure(retries=RetryRules(grace_s=0.2))
+    with connect(front) as sock:
+        send(sock, "gone", chat(stream=True))
+        front.wait_for(lambda: len(front.replica.running) == 1)
+        received = b""
+        while received.count(b'"a"') < 5:
+            received += sock.recv(1 << 16)
+        front.replica.hold = True
+        time.sleep(0.1)
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            received += sock.recv(1 << 20)
+    handed = sum(len(letters) for letters in re.findall(rb'"content":"(a+)"', received))
+    front.replica.hold = False
+    (settle,) = front.settled(1)
+    front.wait_for(lambda: not front.replica.running)
+    assert (settle.status, settle.finish_reason) == (499, "cancelled")
+    # Billed is what the client was handed, not what was made for nobody.
+    assert settle.delivered_tokens == handed < front.reports[-1].tokens
+    assert own_releases(front) == [True]
+    ask(front, "gone", chat(max_tokens=1))
+    assert len(front.admits) == 2
+
+
+def test_without_a_key_a_client_that_leaves_is_cancelled_at_once(front: Harness) -> None:
+    endless(front)
+    with connect(front) as sock:
+        data = json.dumps(chat(stream=True)).encode()
+        sock.sendall(head("POST", CHAT, {"Content-Length": str(len(data))}) + data)
+        front.wait_for(lambda: len(front.replica.running) == 1)
+    assert front.settled(1)[0].status == 499
+    assert not front.claimed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_same_key_with_another_body_is_refused(front: Harness, stream: bool) -> None:
+    ask(front, "mine", chat())
+    other = chat(stream=True) if stream else chat(seed=7)
+    answer = ask(front, "mine", other)
+    assert answer.status == 422
+    assert answer.error["code"] == "idempotency_key_reused"
+    assert answer.error["param"] == "Idempotency-Key"
+    front.wait_for(lambda: len(front.rejected) == 1)
+    assert len(front.admits) == 1
+
+
+def test_another_endpoint_another_caller_and_another_key_are_other_requests(front: Harness) -> None:
+    ask(front, "k", chat())
+    ask(front, "k2", chat())
+    ask(front, "k", {"model": MODEL, "prompt": "quick"}, COMPLETIONS)
+    with connect(front, tcp=True) as sock:
+        send(sock, "k", chat(), Authorization=f"Bearer {KEY}")
+        assert "idempotent-replayed" not in read_answer(sock).headers
+    assert len(front.admits) == len({claim.scope for claim in front.claimed}) == 4
+
+
+@pytest.mark.parametrize("key", ["", "two words", "x" * 256, "ümlaut"])
+def test_a_key_that_cannot_be_one_is_refused(front: Harness, key: str) -> None:
+    answer = ask(front, key)
+    assert (answer.status, answer.error["param"]) == (400, "Idempotency-Key")
+
+
+def test_two_keys_are_refused(front: Harness) -> None:
+    with connect(front) as sock:
+        data = json.dumps(chat()).encode()
+        lines = head("POST", CHAT, {"Idempotency-Key": "a", "Content-Length": str(len(data))})
+        sock.sendall(lines[:-2] + b"Idempotency-Key: b\r\n\r\n" + data)
+        assert read_answer(sock).status == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_run_that_failed_is_run_anew(front: Harness, stream: bool) -> None:
+    front.refusal = Refused("", 0, 429, "quota_exceeded", "the quota is used up", 1.5)
+    front.admit = "refuse"
+    assert ask(front, "again", chat(stream=stream)).status == 429
+    front.admit = "at once"
+    front.claims = lambda claim: Claimed(claim.scope, "run", "the first one")
+    answer = ask(front, "again", chat(stream=stream))
+    assert (answer.status, text(answer)) == (200, front.text())
+    assert [admit.retry_of for admit in front.admits] == ["", "the first one"]
+    (release,) = front.releases
+    assert release.void
+
+
+def test_those_who_joined_a_run_that_fails_get_its_error(front: Harness) -> None:
+    front.admit = "hold"
+    socks = [connect(front) for _ in range(3)]
+    for sock in socks:
+        send(sock, "doomed")
+    front.wait_for(lambda: len(front.admits) == 1)
+    request_id = front.admits[0].request_id
+    front.refused.add(request_id)
+    front.call(lambda: front.channel.send(Refused(request_id, 0, 503, "queue_timeout", "full", 2.0)))
+    answers = [read_answer(sock) for sock in socks]
+    for sock in socks:
+        sock.close()
+    assert [answer.status for answer in answers] == [503] * 3
+    assert {answer.headers["retry-after"] for answer in answers} == {"2"}
+    front.wait_for(lambda: len(front.retried) == 2)
+    assert {row.status for row in front.retried} == {503}
+
+
+def test_a_body_that_cannot_be_run_is_refused_each_time(front: Harness) -> None:
+    body = chat(max_tokens=100_000)
+    for _ in range(2):
+        answer = ask(front, "too-long", body)
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    front.wait_for(lambda: len(front.rejected) == 2)
+    assert not front.admits and not front.retried
+
+
+def test_an_aborted_stream_is_run_anew(front: Harness) -> None:
+    endless(front)
+    with connect(front) as sock:
+        send(sock, "aborted", chat(stream=True))
+        front.wait_for(lambda: len(front.replica.running) == 1)
+        time.sleep(0.02)
+        front.send(Abort(front.admits[0].request_id, "the operator ended it"))
+        assert events(read_answer(sock))[-1]["error"]["message"] == "the operator ended it"
+    front.wait_for(lambda: len(front.releases) == 1)
+    front.script = front.replica.script = front.sentence_script
+    assert text(ask(front, "aborted", chat(stream=True))) == front.text()
+    assert len(front.admits) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_lost_replica_is_a_pause_for_all_who_wait(front: Harness, stream: bool) -> None:
+    front.replica.die_after = 5
+    front.admit = "hold"
+    body = chat(stream=stream)
+    with connect(front) as first, connect(front) as second:
+        send(first, "resubmitted", body)
+        send(second, "resubmitted", body)
+        front.wait_for(lambda: len(front.admits) == 1)
+        request_id = front.admits[0].request_id
+        front.send(Admitted(request_id, 0, front.replica.name, "salt", 1))
+        front.wait_for(lambda: len(front.admits) == 2)
+        front.attach("demo-1")
+        front.send(Admitted(request_id, 1, "demo-1", "salt", 1))
+        answers = [read_answer(first), read_answer(second)]
+    assert [text(answer) for answer in answers] == [front.text()] * 2
+    assert [admit.attempt for admit in front.admits] == [0, 1]
+
+
+# ── memory ──
+
+
+def test_answers_are_kept_for_their_time_and_within_their_bytes(front: Harness) -> None:
+    front.configure(retries=RetryRules(keep_s=0.2))
+    ask(front, "short-lived")
+    front.wait_for(lambda: bool(own_releases(front)))
+    assert own_releases(front) == [False]
+    ask(front, "short-lived")
+    assert len(front.admits) == 2
+
+    front.configure(retries=RetryRules(max_bytes=20_000))
+    for number in range(20):
+        ask(front, f"many-{number}", chat(stream=True, n=2))
+    front.wait_for(lambda: front.reports[-1].kept_answers < 3 and front.reports[-1].kept_bytes <= 20_000)
+    again = ask(front, "many-19", chat(stream=True, n=2))
+    assert "idempotent-replayed" in again.headers
+    assert "idempotent-replayed" not in ask(front, "many-0", chat(stream=True, n=2)).headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_too_long_to_be_kept_reaches_those_who_wait_and_runs_anew(
+    front: Harness, stream: bool
+) -> None:
+    front.configure(retries=RetryRules(max_bytes=3000))
+    body = chat(stream=stream, n=8)
+    front.admit = "hold"
+    with connect(front) as first, connect(front) as second:
+        for sock in (first, second):
+            send(sock, "too-big", body)
+        front.wait_for(lambda: len(front.admits) == 1)
+        front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
+        answers = [read_answer(first), read_answer(second)]
+    for answer in answers:
+        assert [text(answer, sample) for sample in range(8)] == [front.text(sample) for sample in range(8)]
+    front.admit = "at once"
+    front.settled(1)
+    assert own_releases(front) == [True]
+    ask(front, "too-big", body)
+    assert len(front.admits) == 2
+
+
+def test_a_late_follower_of_a_long_answer_gets_all_of_it(front: Harness) -> None:
+    body = {"model": MODEL, "prompt": "quick", "stream": True, "n": 64, "logprobs": 5}
+    first = ask(front, "long", body, COMPLETIONS)
+    again = ask(front, "long", body, COMPLETIONS)
+    assert len(first.body) > 300_000
+    assert first.body == again.body
+
+
+# ── another front has it ──
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("size", [1, 300_000])
+def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: bool, size: int) -> None:
+    front.claims = lambda claim: Claimed(claim.scope, "elsewhere")
+    body = chat() | {"user": "x" * size}
+    headers = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "mine"}
+    with connect(front, tcp=tcp) as sock:
+        send(sock, "moving", body, **headers)
+        front.wait_for(lambda: len(front.moved) == 1)
+        # Over there nobody knows it, or no more: it runs.
+        front.claims = lambda claim: Claimed(claim.scope, "run")
+        moved = front.give_back()
+        assert moved.kind == ("tcp" if tcp else "unix") and bool(moved.peer) == tcp
+        answer = read_answer(sock)
+        assert (answer.status, text(answer)) == (200, front.text())
+        assert answer.headers["x-request-id"].startswith("mine.")
+        # The connection goes on where it is now.
+        send(sock, "moving", body, **headers)
+        assert "idempotent-replayed" in read_answer(sock).headers
+    assert len(front.admits) == 1 and not front.rejected
+    if tcp:
+        assert front.admits[0].peer == moved.peer
+    assert front.admits[0].identity.key_id == "key_1"
+
+
+def test_a_waiting_crowd_moves_together(front: Harness) -> None:
+    front.claims = lambda claim: None
+    socks = [connect(front) for _ in range(8)]
+    for sock in socks:
+        send(sock, "crowd", chat(stream=True))
+    front.wait_for(lambda: len(front.claimed) == 1)
+    time.sleep(0.05)
+    front.send(Claimed(front.claimed[0].scope, "elsewhere"))
+    front.wait_for(lambda: len(front.moved) == 8)
+    front.claims = lambda claim: Claimed(claim.scope, "run")
+    for _ in socks:
+        front.give_back()
+    assert [text(read_answer(sock)) for sock in socks] == [front.text()] * 8
+    for sock in socks:
+        sock.close()
+    assert len(front.admits) == 1
+
+
+def test_another_body_elsewhere_is_refused(front: Harness) -> None:
+    front.claims = lambda claim: Claimed(claim.scope, "conflict")
+    answer = ask(front, "theirs")
+    assert (answer.status, answer.error["code"]) == (422, "idempotency_key_reused")
+
+
+def test_a_connection_with_further_requests_on_it_does_not_move(front: Harness) -> None:
+    front.claims = lambda claim: None
+    data = json.dumps(chat()).encode()
+    with connect(front) as sock:
+        send(sock, "pipelined")
+        sock.sendall(head("POST", CHAT, {"Content-Length": str(len(data))}) + data)
+        front.wait_for(lambda: len(front.claimed) == 1)
+        time.sleep(0.05)
+        front.send(Claimed(front.claimed[0].scope, "elsewhere"))
+        answer = read_answer(sock)
+        assert (answer.status, answer.error["code"]) == (409, "idempotency_key_in_use")
+        assert answer.headers["connection"] == "close"
+    assert not front.moved
+
+
+# ── OpenAI's client ──
+
+
+def test_openais_client_retries_with_the_same_key_and_joins(front: Harness, client: openai.OpenAI) -> None:
+    front.replica.hold = True
+    patient = client.with_options(max_retries=3, timeout=0.3)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            patient.chat.completions.create,
+            model=MODEL,
+            messages=[{"role": "user", "content": "hi"}],
+            extra_headers={"Idempotency-Key": "from-the-client"},
+        )
+        # The first attempt times out at the client; its retry asks again.
+        front.wait_for(lambda: len(front.retried) >= 0 and len(front.admits) == 1)
+        time.sleep(0.6)
+        front.replica.hold = False
+        answer = asked.result(20)
+    assert answer.choices[0].message.content == front.text()
+    assert len(front.admits) == 1
+    front.wait_for(lambda: len(front.retried) >= 1)
+    assert front.retried[-1].status == 200
+
+
+def test_openais_client_with_its_own_idempotency_header(front: Harness, client: openai.OpenAI) -> None:
+    # What its `idempotency_key` options are for: a header's name, which this API sets nowhere by default.
+    client._idempotency_header = "Idempotency-Key"
+    client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+    assert len(front.claimed) == 1
+
+
+# ── the end of the front ──
+
+
+def test_a_front_that_stops_waits_for_nobody_who_left(own_front: Callable[..., Harness]) -> None:
+    front = own_front()
+    endless(front)
+    with connect(front) as sock:
+        send(sock, "orphan", chat(stream=True))
+        front.wait_for(lambda: len(front.replica.running) == 1)
+    time.sleep(0.05)
+    assert not front.settles
+    front.send(StopFront(30.0))
+    (settle,) = front.settled(1)
+    assert settle.status == 499
+    assert front.core_closed.wait(5)
