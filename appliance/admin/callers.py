@@ -52,13 +52,18 @@ class Doorkeeper:
 
     def __init__(self, settings: AdminSettings, valid_key: KeyLookup) -> None:
         """`valid_key` finds a key that is valid now, and its tenant."""
-        self._uids = frozenset({os.geteuid(), 0, *settings.uids})
-        gids = operator_gids(settings)
-        self.gid = gids[0] if gids else None
-        """The group that the socket belongs to."""
-        self._gids = frozenset(gids)
         self._valid_key = valid_key
         self._host = socket.gethostname()
+        self.gid: int | None = None
+        """The group that the socket belongs to."""
+        self.configure(settings)
+
+    def configure(self, settings: AdminSettings) -> None:
+        """Let these be the operators from now on."""
+        gids = operator_gids(settings)
+        self.gid = gids[0] if gids else None
+        self._uids = frozenset({os.geteuid(), 0, *settings.uids})
+        self._gids = frozenset(gids)
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer | None) -> Caller:
         """The caller, who may look at least. Raises TurnedAwayError."""

@@ -44,7 +44,9 @@ _REVOKED = "its key was revoked"
 class Decisions:
     """Effective at once: fronts hear of each before the operator does."""
 
-    def __init__(self, control: ControlStore, switchboard: Switchboard, unix: UnixSettings) -> None:
+    def __init__(
+        self, control: ControlStore, switchboard: Switchboard, unix: Callable[[], UnixSettings]
+    ) -> None:
         self._control = control
         self._switchboard = switchboard
         self._unix = unix
@@ -64,12 +66,14 @@ class Decisions:
 
     def peers(self) -> list[Peer]:
         """Users and groups that need no key: those of the settings, then those that were mapped."""
-        mapped = self._control.policies.peers
+        mapped, unix = self._control.policies.peers, self._unix()
         own = [
             Peer(kind="uid", number=uid, tenant=LOCAL, source="settings")
-            for uid in sorted(local_uids(self._unix))
+            for uid in sorted(local_uids(unix))
             if ("uid", uid) not in mapped
         ]
+        if unix.uids == "any":
+            own.append(Peer(kind="any", number=-1, tenant=LOCAL, source="settings"))
         return own + [
             Peer(
                 kind=peer.kind,

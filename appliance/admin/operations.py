@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from appliance.actions import Action, CancelRequest
+from appliance.actions import Action, BeginBackup, CancelRequest
 from appliance.admin.app import ActionError
 from appliance.admin.decisions import Decisions
 from appliance.admin.status import audit_status, database_status, in_flight, status_of
-from appliance.protocol import Done, InFlight, Key, Peer, SocketStatus, Status, Tenant
+from appliance.protocol import AuditHead, Done, InFlight, Key, Peer, SocketStatus, Status, Tenant
 from appliance.settings import Settings
 from appliance.switchboard import Switchboard
 from store.audit import Actor
@@ -60,7 +60,7 @@ class Operations:
         self._history = history
         self._sockets = sockets
         self._started_at = started_at
-        self._decisions = Decisions(control, switchboard, settings.unix)
+        self._decisions = Decisions(control, switchboard, lambda: self._settings.unix)
 
     # ── showing ──
 
@@ -134,6 +134,10 @@ class Operations:
                     before={"state": before.state, "tenant": before.tenant} if before else None,
                     after={"state": "ending"},
                 )
+            case BeginBackup():
+                self._control.trail.record_head()
+                head = self._control.trail.state().head
+                return AuditHead(seq=head.seq, hash=head.hash)
         raise LookupError(f"{action.name} is in the registry and nobody does it")
 
 

@@ -31,7 +31,7 @@ def list_peers(run_dir: str | None, *, as_json: bool) -> None:
         return
     rows = [
         (
-            f"{peer.kind}:{peer.number}",
+            "any" if peer.kind == "any" else f"{peer.kind}:{peer.number}",
             printable(_called(peer)),
             printable(peer.tenant),
             "the settings" if peer.source == "settings" else "an operator",
@@ -69,6 +69,8 @@ def by_number(peer: str) -> str:
 
 
 def _called(peer: Peer) -> str:
+    if peer.kind == "any":
+        return "anybody else"
     try:
         if peer.kind == "uid":
             return pwd.getpwuid(peer.number).pw_name

@@ -192,11 +192,13 @@ def test_peers_are_listed_by_name_and_mapped_by_name_or_number(
 ) -> None:
     admin.peers = [
         Peer(kind="uid", number=0, tenant="local", source="settings"),
+        Peer(kind="any", number=-1, tenant="local", source="settings"),
         Peer(kind="gid", number=4_000_000_000, tenant="acme", source="mapped", created_at=1.79e9),
     ]
     lines = cli("peers", "list", "--run-dir", run_dir).out.splitlines()
     assert lines[1].split()[:3] == ["uid:0", "root", "local"] and lines[1].endswith("the settings")
-    assert lines[2].split()[:3] == ["gid:4000000000", "?", "acme"] and "an operator" in lines[2]
+    assert lines[2].split()[:4] == ["any", "anybody", "else", "local"]
+    assert lines[3].split()[:3] == ["gid:4000000000", "?", "acme"] and "an operator" in lines[3]
     for typed, meant in (
         ("uid:7", "uid:7"),
         ("user:root", "uid:0"),

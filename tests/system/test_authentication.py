@@ -22,9 +22,10 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from appliance.actions import ACTIONS
+from appliance.actions import ACTIONS, CreateTenant, DeleteTenant, ResumeTenant, SuspendTenant
 from appliance.admin.app import admin_app
 from appliance.admin.callers import Doorkeeper
+from appliance.client import AdminClient
 from appliance.front.app import build_app
 from appliance.front.box import Box
 from appliance.scopes import OPEN, check_routes
@@ -462,6 +463,27 @@ def test_the_admin_api_is_on_no_other_socket(box: Matrix) -> None:
             continue
         status, _ = ask(key.address, route.method, route.path, key.headers)
         assert status == 404, route
+
+
+def test_what_an_operator_decides_holds_for_the_next_connection(box: Matrix) -> None:
+    """Without waiting: connections reach a front behind the news."""
+    address = box.callers["inference"][0].address
+
+    def status(key: str) -> int:
+        return ask(address, "GET", "/v1/models", [["Authorization", f"Bearer {key}"]])[0]
+
+    with AdminClient(box.running.run_dir) as admin:
+        admin.act(CreateTenant(name="brief"))
+        for _ in range(10):
+            made = admin.create_key("brief", "brief")
+            assert {status(made.key) for _ in range(4)} == {200}
+            admin.act(SuspendTenant(name="brief"))
+            assert {status(made.key) for _ in range(4)} == {403}
+            admin.act(ResumeTenant(name="brief"))
+            assert {status(made.key) for _ in range(4)} == {200}
+            admin.revoke_key(made.id)
+            assert {status(made.key) for _ in range(4)} == {401}
+        admin.act(DeleteTenant(name="brief"))
 
 
 def test_a_keep_alive_connection_is_asked_anew_for_each_request(box: Matrix) -> None:
