@@ -46,6 +46,10 @@ class CreditAccount:
         self.tokens = 0
         self.kv_tokens = 0
         """That its cache holds."""
+        self.generated_each = 0.0
+        """Output tokens of each of its rows, on average, since its start: what a row's sequence was given
+        meanwhile, as long as only its end tells exactly."""
+        self._generated = 0
         self.rates = ReplicaRates()
 
     @property
@@ -77,6 +81,9 @@ class CreditAccount:
 
     def learn(self, report: Report) -> None:
         """Take in the replica's report: the totals that it has granted since its start, and its rates."""
+        busy = self.rows - self.available_rows
+        self.generated_each += (report.generated_tokens - self._generated) / max(1, busy)
+        self._generated = report.generated_tokens
         self.granted_rows = report.credit_rows
         self.granted_tokens = report.credit_tokens
         if not self.rows:

@@ -2,9 +2,9 @@
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each
 tenant has a counter of the service it got, divided by its weight, and the least counter is next. Service is
-charged when a request gets its turn, for what it is expected to take, and corrected by what it took. A tenant
-that had nothing waiting returns at the counter of the last turn: the least of the active ones, so that nobody
-saves up idleness.
+charged for a prompt when its request gets its turn, and for output as it is made. A tenant that had nothing
+waiting returns at the counter of the last turn: the least of the active ones, so that nobody saves up
+idleness.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Ticket(Generic[Item]):
     due: float
     """Its tenant's requests go by this: the deadline, or the time at which its class would call it late."""
     service: float
-    """What its turn is charged: weighted tokens."""
+    """Weighted tokens that it is expected to take."""
     prompt_tokens: int
     output_tokens: float
     """As expected, over all samples."""
@@ -88,8 +88,8 @@ class FairQueue(Generic[Item]):
     """The waiting requests of one class. What it is asked costs the logarithm of the tenants, or the square
     root of a tenant's requests.
 
-    A tenant is *light* while it has little running: such tenants can be asked for alone. A tenant that is
-    *held* (it runs as much as it may), and a request that is *parked* (its key does), wait aside.
+    A tenant is *light* while it has little running. A tenant that is *held* (it runs as much as it may), and
+    a request that is *parked* (its key does), wait aside.
     """
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class FairQueue(Generic[Item]):
         self.floor = 0.0
         """The counter of the last turn."""
         self._lines: dict[str, _Line[Item]] = {}
-        self._orders: tuple[list[_Entry[Item]], list[_Entry[Item]]] = ([], [])
-        """Heaps by counter, then by who has waited longer with it: of tenants, and of light ones."""
+        self._order: list[_Entry[Item]] = []
+        """A heap of tenants by counter, then by who has waited longer with it."""
         self._entries = 0
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool) -> None:
@@ -127,27 +127,25 @@ class FairQueue(Generic[Item]):
             self._extract(line, ticket)
 
     def next(self, light_only: bool = False) -> Ticket[Item] | None:
-        """Whose turn it is; with `light_only`, of the light tenants."""
-        best: _Line[Item] | None = None
-        for order in self._orders[1:] if light_only else self._orders:
-            line = _first(order)
-            if line is not None and (best is None or (line.counter, line.entry) < (best.counter, best.entry)):
-                best = line
-        return best.tickets.first() if best is not None else None
+        """Whose turn it is; with `light_only`, nobody's if that is no light tenant."""
+        line = _first(self._order)
+        if line is None or (light_only and not line.light):
+            return None
+        return line.tickets.first()
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """It gets its turn: its tenant is charged."""
+        """It gets its turn: its tenant is charged for the prompt."""
         line = self._lines[ticket.tenant]
         self.floor = max(self.floor, line.counter)
-        line.counter += ticket.service / line.weight
+        line.counter += ticket.prompt_tokens / line.weight
         self.remove(ticket)
         if line.entry:
             self._enter(line)
 
     def charge(self, tenant: str, service: float) -> None:
-        """Correct what a tenant was charged."""
+        """Charge a tenant for what was made for it, or (less than 0) correct that."""
         line = self._lines.get(tenant)
-        if line is None:
+        if line is None or not service:
             return
         line.counter += service / line.weight
         if line.entry:
@@ -168,8 +166,6 @@ class FairQueue(Generic[Item]):
         if line.entry:
             self.weight += weight - line.weight
         line.weight, line.light = weight, light
-        if line.entry:
-            self._enter(line)
 
     def hold(self, tenant: str) -> None:
         """Nothing of this tenant gets a turn."""
@@ -288,11 +284,10 @@ class FairQueue(Generic[Item]):
         """Give the line its place in the order; the entry that it had is void."""
         self._entries += 1
         line.entry = self._entries
-        order = self._orders[line.light]
-        heapq.heappush(order, (line.counter, line.entry, line))
-        if len(order) > 2 * self.tenants + 64:
-            order[:] = [entry for entry in order if entry[2].entry == entry[1]]
-            heapq.heapify(order)
+        heapq.heappush(self._order, (line.counter, line.entry, line))
+        if len(self._order) > 2 * self.tenants + 64:
+            self._order = [entry for entry in self._order if entry[2].entry == entry[1]]
+            heapq.heapify(self._order)
 
 
 def _first(order: list[_Entry[Item]]) -> _Line[Item] | None:

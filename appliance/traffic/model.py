@@ -55,6 +55,7 @@ class ModelTraffic:
         self._ends: list[tuple[float, int, Request]] = []
         """When requests that run are expected to end."""
         self._ends_pushed = 0
+        self._running: dict[str, Request] = {}
         self._tokens_per_row = 0.0
         self._taken_s = [0.0] * CLASSES
         """Service, in seconds of all replicas, that classes took since the last tick."""
@@ -202,7 +203,7 @@ class ModelTraffic:
         urgent = self.room_for(request.request_class, tenant) is not Room.ANY
         if request.ticket is not None and request.ticket.waiting:
             self.queue.take(request.ticket, now)
-            request.charged = request.ticket.service
+            request.charged = request.ticket.prompt_tokens
         background = request.request_class == BACKGROUND
         account.spend(admit.rows, admit.prompt_tokens, background=background)
         if not request.dispatched:
@@ -211,23 +212,26 @@ class ModelTraffic:
             for use in tenant.uses(request.key_id):
                 use.run(self.name, admit.rows, request.kv_tokens)
             self.reconsider(tenant, request.key_id, 1)
-        request.dispatched[account] = OnReplica(admit)
+        request.dispatched[account] = OnReplica(admit, account.generated_each)
+        self._running[request.request_id] = request
         request.tried.add(account)
         request.latest = account
         request.cached_tokens = 0
+        request.began_at = now
         self._learn_start(admit, request)
         self._expect_end(request, now + self._expected_run_s(request))
         return urgent
 
     def stop(self, request: Request) -> None:
         """Nothing of the request is on any replica any more."""
+        del self._running[request.request_id]
         tenant = self._tenants.of(request.tenant)
         for use in tenant.uses(request.key_id):
             use.leave(self.name, request.running_rows, request.kv_tokens)
         self.reconsider(tenant, request.key_id, 1)
 
-    def correct_charge(self, request: Request, service: float) -> None:
-        """The request took so much service."""
+    def charge(self, request: Request, service: float) -> None:
+        """The request took so much service in all."""
         self.queue.classes[request.request_class].charge(request.tenant, service - request.charged)
         request.charged = service
 
@@ -244,7 +248,8 @@ class ModelTraffic:
                 self._busy[number] = keep * self._busy[number] + (1 - keep) * self._taken_s[number] / passed_s
                 self._taken_s[number] = 0.0
         self._ticked_at = now
-        self._charge_outlived(now)
+        self._charge_output()
+        self._expect_longer(now)
         self.ladder.observe(self.rules, now, self.waits_s(now))
 
     def _learn_start(self, admit: Admit, request: Request) -> None:
@@ -255,17 +260,27 @@ class ModelTraffic:
             served_s = self.forecast.serving_s(admit.prompt_tokens, request.expected_tokens)
             self._taken_s[request.request_class] += served_s
 
-    def _charge_outlived(self, now: float) -> None:
-        """A request that runs for longer than was expected is charged as much again."""
+    def _charge_output(self) -> None:
+        """Charge what was made since the last time for requests that run. Only their ends tell exactly."""
+        services: list[dict[str, float]] = [{} for _ in range(CLASSES)]
+        for request in self._running.values():
+            made = 0.0
+            for account, left in request.dispatched.items():
+                made += left.rows * (account.generated_each - left.charged_each)
+                left.charged_each = account.generated_each
+            service = self.rules.output_weight * min(made, request.first.max_tokens)
+            request.charged += service
+            by_tenant = services[request.request_class]
+            by_tenant[request.tenant] = by_tenant.get(request.tenant, 0.0) + service
+        for fair, by_tenant in zip(self.queue.classes, services, strict=True):
+            for tenant, service in by_tenant.items():
+                fair.charge(tenant, service)
+
+    def _expect_longer(self, now: float) -> None:
+        """A request that has not ended as expected is expected to go on for as long again."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
-            more = min(max(1.0, request.expected_tokens), request.first.max_tokens - request.expected_tokens)
-            if more <= 0:
-                continue
-            self.correct_charge(request, request.charged + self.rules.output_weight * more)
-            request.expected_tokens += more
-            step_s = self.forecast.step_s if self.forecast.known else 0.0
-            self._expect_end(request, now + max(_LEAST_RUN_S, step_s * more / max(1, request.admit.rows)))
+            self._expect_end(request, now + max(_LEAST_RUN_S, now - (request.began_at or now)))
 
     def _expect_end(self, request: Request, end: float) -> None:
         request.ends_at = end

@@ -16,9 +16,11 @@ log = logging.getLogger(__name__)
 class OnReplica:
     """What of a request is on one replica and has not left it."""
 
-    __slots__ = ("rows", "submissions", "tokens")
+    __slots__ = ("charged_each", "rows", "submissions", "tokens")
 
-    def __init__(self, admit: Admit) -> None:
+    def __init__(self, admit: Admit, charged_each: float) -> None:
+        self.charged_each = charged_each
+        """Of `CreditAccount.generated_each`, what it was charged for or came too late for."""
         self.submissions = admit.submissions
         self.rows = admit.rows
         self.tokens = admit.prompt_tokens
@@ -62,7 +64,7 @@ class Request:
         self.kv_tokens = 0.0
         """What its tenant's use counts while it runs, as `running_rows`."""
         self.expected_tokens = 0.0
-        """Output over all samples: a guess, raised when it turns out to be too low."""
+        """Output over all samples: a guess."""
         self.charged = 0.0
         """Service that its tenant's counter has for it."""
 

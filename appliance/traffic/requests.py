@@ -570,7 +570,7 @@ class Ledger:
         """Charge its tenant what the request took. A lost replica's count is known when the request ends."""
         model = self._models.get(request.first.model)
         if model is not None and (request.settled is not None or not request.lost_counts):
-            model.correct_charge(request, request.service(self._rules.output_weight))
+            model.charge(request, request.service(self._rules.output_weight))
 
     # ── a request's end ──
 

@@ -1,0 +1,488 @@
+"""A box with GPU-like replicas in virtual time: the real ledger and the real engine scheduler, speaking the real
+messages; only the device, the channels' delays and the clients are simulated. Deterministic, and much faster
+than the hours it stands for.
+
+    box = Box(tenants=[TenantRecord(name="a", created_at=0.0, weight=2.0)])
+    box.add_replica(rows=256)
+    box.source(poisson(box, "a", per_s=50.0, shape=uniform((100, 900), (20, 200))))
+    box.run(60.0)
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
+from appliance.traffic.credits import CreditAccount
+from appliance.traffic.requests import Ledger
+from appliance.traffic.rules import QueueRules
+from engine.core import EngineCore
+from engine.messages import Output, Report, SamplingParams, StepPlan, StepTokens, Submit, sampling_rows
+from engine.scheduler import Scheduler
+from store.policies import KeyRecord, Policies, TenantRecord
+from store.requests import RequestRow
+
+FRONT = "front-0"
+MODEL = "m"
+HOP_S = 0.0001
+"""From process to process."""
+TICK_S = 0.25
+HOST_S = 0.0002
+"""What the step loop takes between two steps."""
+_PROMPT = [1] * 131_072
+_EPOCH = 1000.0
+
+
+class Shape(NamedTuple):
+    """What a request asks for and what comes of it."""
+
+    prompt: int
+    output: int
+    """Tokens that are made."""
+    max_tokens: int
+    """That the client allows."""
+
+
+class Speed(NamedTuple):
+    """Of a device: a step takes so long for itself, for each row, and for each prompt token."""
+
+    step_s: float = 0.005
+    row_s: float = 0.020 / 1024
+    prompt_token_s: float = 1 / 40_000
+
+    def of(self, plan: StepPlan) -> float:
+        """Seconds of a step."""
+        rows = len(plan.decodes) + sum(len(chunk.sample_rows) for chunk in plan.chunks)
+        prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        return self.step_s + self.row_s * rows + self.prompt_token_s * prompts
+
+
+@dataclass(eq=False)
+class Asked:
+    """A client's request, and what became of it. Times are virtual seconds."""
+
+    request_id: str
+    tenant: str
+    shape: Shape
+    arrived_at: float
+    deadline_s: float | None
+    asked_class: str
+    done: Callable[[Asked], None] | None
+    admit: Admit
+    decided_at: float | None = None
+    refused: Refused | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_token_at is not None
+        return self.first_token_at - self.arrived_at
+
+    @property
+    def met(self) -> bool:
+        """Whether it was complete by its deadline."""
+        assert self.deadline_s is not None
+        return self.ended_at is not None and self.ended_at <= self.arrived_at + self.deadline_s
+
+
+@dataclass
+class _Rows:
+    """The request log: rows by id, and whether any came twice."""
+
+    open_ids: set[str] = field(default_factory=set)
+    ended: int = 0
+    preemptions: int = 0
+    last: deque[RequestRow] = field(default_factory=lambda: deque(maxlen=1000))
+
+    def open(self, row: RequestRow) -> bool:
+        assert row.request_id not in self.open_ids
+        self.open_ids.add(row.request_id)
+        return True
+
+    def end(self, row: RequestRow) -> bool:
+        self.open_ids.discard(row.request_id)
+        self.ended += 1
+        self.preemptions += row.preemptions
+        self.last.append(row)
+        return True
+
+
+class _Step:
+    """A step on the simulated device."""
+
+    host_gap_us = 0.0
+
+    def __init__(self, device: _Device, plan: StepPlan, ends_at: float, seconds: float) -> None:
+        self._device, self._ends_at, self._seconds = device, ends_at, seconds
+        self._tokens = StepTokens([1] * len(sampling_rows(plan)), None, {})
+
+    def wait(self) -> StepTokens:
+        self._device.waited_until, self._device.step_s = self._ends_at, self._seconds
+        return self._tokens
+
+    def ready(self) -> bool:
+        return True
+
+
+class _Device:
+    """Runs plans one after another."""
+
+    def __init__(self, box: Box, speed: Speed) -> None:
+        self._box, self.speed = box, speed
+        self._busy_until = 0.0
+        self.waited_until = 0.0
+        self.step_s = 0.0
+        self.busy_s = 0.0
+
+    def launch(self, plan: StepPlan) -> _Step:
+        seconds = self.speed.of(plan)
+        begins = max(self._box.now, self._busy_until)
+        self._busy_until = begins + seconds
+        self.busy_s += seconds
+        return _Step(self, plan, self._busy_until, seconds)
+
+
+class Replica:
+    """A replica's step loop around the real scheduler."""
+
+    def __init__(
+        self,
+        box: Box,
+        name: str,
+        *,
+        rows: int,
+        step_tokens: int,
+        mixed_tokens: int | None,
+        blocks: int,
+        speed: Speed,
+    ) -> None:
+        self.box = box
+        self.account = CreditAccount(name, MODEL, "simulated")
+        self.device = _Device(box, speed)
+        self.scheduler = Scheduler(
+            max_rows=rows,
+            step_tokens=step_tokens,
+            mixed_tokens=mixed_tokens,
+            max_model_len=131_072,
+            vocab_size=10,
+            blocks=blocks,
+            prefix_cache=False,
+        )
+        self.core = EngineCore(self.scheduler, self.device)
+        self._inbox: list[Submit] = []
+        self._looping = False
+        self._steps = {False: [0, 0.0], True: [0, 0.0]}
+        self._reported_at = 0.0
+
+    def submit(self, submit: Submit) -> None:
+        """A front's submission arrives."""
+        self._inbox.append(submit)
+        if not self._looping:
+            self._looping = True
+            self._loop()
+
+    def _loop(self) -> None:
+        for submit in self._inbox:
+            self.core.submit(FRONT, submit)
+        self._inbox.clear()
+        if not self.core.has_work:
+            self._looping = False
+            self._report([])
+            return
+        self.device.waited_until = self.box.now
+        result = self.core.step()
+        if result.timing is not None:
+            steps = self._steps[result.timing.mixed]
+            steps[0] += 1
+            steps[1] += 1e3 * self.device.step_s
+
+        def emit() -> None:
+            outputs = [output for of_front in result.outputs.values() for output in of_front]
+            if outputs:
+                self.box.after(HOP_S, lambda: self.box.hear(self, outputs))
+            news = result.finished or result.credits_changed
+            if news or self.box.now - self._reported_at >= 0.5:
+                self._report(result.finished)
+            self.box.after(HOST_S, self._loop)
+
+        self.box.at(self.device.waited_until, emit)
+
+    def _report(self, finished: list) -> None:  # type: ignore[type-arg]
+        gauges = self.core.gauges()
+        (decode_steps, decode_ms), (mixed_steps, mixed_ms) = self._steps[False], self._steps[True]
+        self._steps = {False: [0, 0.0], True: [0, 0.0]}
+        report = Report(
+            step=gauges.step,
+            credit_rows=gauges.credit_rows,
+            credit_tokens=gauges.credit_tokens,
+            finished=finished,
+            running=gauges.running,
+            waiting=gauges.waiting,
+            blocks_total=gauges.blocks_total,
+            blocks_used=gauges.blocks_used,
+            preemptions=gauges.preemptions,
+            prompt_tokens=gauges.prompt_tokens,
+            cached_tokens=gauges.cached_tokens,
+            computed_tokens=gauges.computed_tokens,
+            generated_tokens=gauges.generated_tokens,
+            decode_steps=int(decode_steps),
+            step_ms=decode_ms / max(1, decode_steps),
+            mixed_steps=int(mixed_steps),
+            mixed_step_ms=mixed_ms / max(1, mixed_steps),
+        )
+        self._reported_at = self.box.now
+        self.box.after(HOP_S, lambda: self.box.ledger.report(self.account, report))
+
+
+class Box:
+    """The house in virtual time. `now` counts from 0."""
+
+    def __init__(
+        self,
+        *,
+        rules: QueueRules = QueueRules(),  # noqa: B008
+        tenants: Iterable[TenantRecord] = (),
+        keys: Iterable[KeyRecord] = (),
+        seed: int = 0,
+    ) -> None:
+        self.now = 0.0
+        self.draw = random.Random(seed)
+        self.rows = _Rows()
+        self.asked: list[Asked] = []
+        self.replicas: list[Replica] = []
+        self.served: dict[str, float] = {}
+        """Tokens computed by tenant: prompts at their first token, output as it comes, weighted."""
+        self.ledger = Ledger(
+            send=lambda front, message: self.after(HOP_S, lambda: self._front_hears(message)),
+            rows=self.rows,
+            salt=str,
+            clock=lambda: _EPOCH + self.now,
+            rules=rules,
+        )
+        self.rules = rules
+        self.ledger.set_policies(Policies(tenants, keys))
+        self.ledger.add_model(MODEL, "v1")
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = 0
+        self._in_flight: dict[str, Asked] = {}
+        self._handles: dict[int, Asked] = {}
+        self.at(0.0, self._tick)
+
+    def add_replica(
+        self,
+        *,
+        rows: int = 256,
+        step_tokens: int = 8192,
+        mixed_tokens: int | None = None,
+        blocks: int = 20_000,
+        speed: Speed = Speed(),  # noqa: B008
+    ) -> Replica:
+        """One more replica, ready at once."""
+        name = f"{MODEL}-{len(self.replicas)}"
+        replica = Replica(
+            self,
+            name,
+            rows=rows,
+            step_tokens=step_tokens,
+            mixed_tokens=mixed_tokens,
+            blocks=blocks,
+            speed=speed,
+        )
+        self.replicas.append(replica)
+        self.ledger.add_replica(replica.account)
+        replica._report([])
+        return replica
+
+    # ── time ──
+
+    def at(self, time: float, event: Callable[[], None]) -> None:
+        """Call `event` at a virtual time."""
+        self._serial += 1
+        heapq.heappush(self._events, (max(time, self.now), self._serial, event))
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Call `event` in so many virtual seconds."""
+        self.at(self.now + seconds, event)
+
+    def run(self, until: float) -> None:
+        """Let time pass until `until`."""
+        while self._events and self._events[0][0] <= until:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        self.now = until
+
+    def _tick(self) -> None:
+        self.ledger.expire()
+        self.after(TICK_S, self._tick)
+
+    # ── clients and the front ──
+
+    def ask(
+        self,
+        tenant: str,
+        shape: Shape,
+        *,
+        deadline_s: float | None = None,
+        asked_class: str = "",
+        highest_class: int = 0,
+        key_id: str = "",
+        done: Callable[[Asked], None] | None = None,
+    ) -> Asked:
+        """A client asks, and `done` is called when it has its answer or refusal."""
+        request_id = f"r{len(self.asked)}"
+        admit = Admit(
+            request_id=request_id,
+            identity=Identity(tenant=tenant, key_id=key_id, highest_class=highest_class),
+            peer="simulated",
+            endpoint="/v1/completions",
+            model=MODEL,
+            stream=True,
+            submissions=1,
+            rows=1,
+            prompt_tokens=shape.prompt,
+            max_tokens=shape.max_tokens,
+            arrived_at=_EPOCH + self.now,
+            asked_class=asked_class,
+            deadline_ms=None if deadline_s is None else 1e3 * deadline_s,
+        )
+        asked = Asked(request_id, tenant, shape, self.now, deadline_s, asked_class, done, admit)
+        self.asked.append(asked)
+        self._in_flight[request_id] = asked
+        self.after(HOP_S, lambda: self.ledger.admit(FRONT, admit))
+        return asked
+
+    def _front_hears(self, message: Admitted | Refused | Abort) -> None:
+        asked = self._in_flight.get(message.request_id)
+        if asked is None or isinstance(message, Abort):
+            return
+        asked.decided_at = self.now
+        if isinstance(message, Refused):
+            asked.refused = message
+            self._end(asked)
+            return
+        asked.admitted_at = self.now
+        replica = next(r for r in self.replicas if r.account.replica == message.replica)
+        self._serial += 1
+        handle = self._serial
+        self._handles[handle] = asked
+        submit = Submit(
+            handle=handle,
+            request_id=asked.request_id,
+            prompt_token_ids=_PROMPT[: asked.shape.prompt],
+            sampling=SamplingParams(max_tokens=asked.shape.output, ignore_eos=True),
+            priority=message.priority,
+            urgent=message.urgent,
+        )
+        self.after(HOP_S, lambda: replica.submit(submit))
+
+    def hear(self, replica: Replica, outputs: list[Output]) -> None:
+        """The front reads a step's frame."""
+        served, weight = self.served, self.rules.output_weight
+        for output in outputs:
+            asked = self._handles[output.handle]
+            tokens = len(output.token_ids)
+            if not asked.tokens and tokens:
+                asked.first_token_at = self.now
+                served[asked.tenant] = served.get(asked.tenant, 0.0) + asked.shape.prompt
+            asked.tokens += tokens
+            served[asked.tenant] = served.get(asked.tenant, 0.0) + weight * tokens
+            if output.finish:
+                del self._handles[output.handle]
+                asked.ended_at = self.now
+                self._settle(asked)
+                self._end(asked)
+
+    def _settle(self, asked: Asked) -> None:
+        settle = Settle(
+            request_id=asked.request_id,
+            submitted=True,
+            status=200,
+            finish_reason="length",
+            delivered_tokens=asked.tokens,
+            e2e_ms=1e3 * (self.now - asked.arrived_at),
+        )
+        self.after(HOP_S, lambda: self.ledger.settle(FRONT, settle))
+
+    def _end(self, asked: Asked) -> None:
+        del self._in_flight[asked.request_id]
+        if asked.done is not None:
+            asked.done(asked)
+
+
+# ── clients ──
+
+
+def poisson(
+    box: Box,
+    tenant: str,
+    per_s: float,
+    shape: Callable[[random.Random], Shape],
+    *,
+    until: float = float("inf"),
+    deadline_s: Callable[[random.Random], float] | None = None,
+    asked_class: str = "",
+) -> None:
+    """A tenant whose requests come at random, so many a second, from now on."""
+    draw = random.Random(f"{box.draw.random()} {tenant}")
+
+    def come() -> None:
+        if box.now < until:
+            deadline = None if deadline_s is None else deadline_s(draw)
+            box.ask(tenant, shape(draw), deadline_s=deadline, asked_class=asked_class)
+            box.after(draw.expovariate(per_s), come)
+
+    box.after(draw.expovariate(per_s), come)
+
+
+def backlogged(
+    box: Box,
+    tenant: str,
+    outstanding: int,
+    shape: Callable[[random.Random], Shape],
+    *,
+    asked_class: str = "",
+) -> None:
+    """A tenant that always has so many requests in the house."""
+    draw = random.Random(f"{box.draw.random()} {tenant}")
+
+    def again(asked: Asked | None = None) -> None:
+        def ask() -> None:
+            box.ask(tenant, shape(draw), asked_class=asked_class, done=again)
+
+        # Whoever is refused tries again when told to.
+        wait_s = asked.refused.retry_after_s if asked is not None and asked.refused is not None else None
+        box.after(wait_s or 0.0, ask)
+
+    for _ in range(outstanding):
+        again()
+
+
+def fixed(prompt: int, output: int) -> Callable[[random.Random], Shape]:
+    """Always the same."""
+    return lambda draw: Shape(prompt, output, output)
+
+
+def uniform(
+    prompt: tuple[int, int], output: tuple[int, int], max_tokens: int | None = None
+) -> Callable[[random.Random], Shape]:
+    """Sizes between bounds; the client allows `max_tokens`, or exactly what comes."""
+
+    def shape(draw: random.Random) -> Shape:
+        made = draw.randint(*output)
+        return Shape(draw.randint(*prompt), made, max_tokens or made)
+
+    return shape
+
+
+def percentile(values: Iterable[float], part: float) -> float:
+    """The value below which that part of all lies (nearest rank)."""
+    known = sorted(values)
+    return known[min(len(known) - 1, int(part * len(known)))]
