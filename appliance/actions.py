@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from appliance.protocol import Done, Key, NewKey, Tenant
+from appliance.protocol import AuditHead, Contents, Done, Key, NewKey, Tenant
 
 Danger = Literal["none", "confirm", "typed"]
 
@@ -172,6 +172,22 @@ class CancelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """As `requests` shows it."""
 
 
+class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Look at what is kept of a request's prompts and answers."""
+
+    request_id: str
+    """As `requests` shows it."""
+
+
+class BeginBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Record that a backup is being taken, which the command does by itself."""
+
+    path: str
+    """Where it goes."""
+    contents: bool = True
+    """Prompts and answers are in it."""
+
+
 class Action(NamedTuple):
     """One thing that an operator can do."""
 
@@ -199,6 +215,8 @@ ACTIONS: tuple[Action, ...] = (
     Action("peers.map", "Map a user or group", "none", MapPeer, Done),
     Action("peers.unmap", "Unmap", "confirm", UnmapPeer, Done),
     Action("requests.cancel", "Cancel a request", "confirm", CancelRequest, Done),
+    Action("requests.show", "Show a request's prompts and answers", "none", ShowContents, Contents),
+    Action("backup", "Take a backup", "none", BeginBackup, AuditHead),
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from store import audit, exports
-from store.audit import AuditRow, Entry, Head, Verdict
+from store.audit import INTENT, AuditRow, Entry, Head, Verdict
 from store.database import reading
 from store.errors import StoreError, explain_os
 from store.heads import HEADS_FILE, KEY_FILE, SignedHead, SigningKey, heads_in, read_key
@@ -51,6 +51,93 @@ def read_audit(path: Path, after: int = 0, limit: int = 1000) -> list[AuditRow]:
     `StoreError`."""
     with reading(path, CONTROL) as connection:
         return audit.rows(connection, after, limit)
+
+
+class ActionRecord(NamedTuple):
+    """One action: its intent and its result together. Times in ISO 8601, values as JSON text, as stored."""
+
+    seq: int | None
+    """Of its first row; None while it waits in the spool."""
+    result_seq: int | None
+    at: str
+    ended_at: str | None
+    actor: str
+    host: str | None
+    action: str
+    params: str
+    result: str | None
+    """None: there is none yet, or never will be."""
+    before: str | None
+    after: str | None
+    note: str | None
+
+
+class ActionFilter(NamedTuple):
+    """Which actions to find; None asks nothing."""
+
+    actor: str | None = None
+    """`uid:0` also finds who showed a key besides."""
+    action: str | None = None
+    """A name, or the beginning of some that ends with a dot: `keys.`."""
+    since: str | None = None
+    """Time in ISO 8601, UTC, of the first row."""
+
+
+_ACTIONS = """
+SELECT
+    first.seq, last.seq, first.at, ifnull(last.at, CASE WHEN first.phase IS NOT 'intent' THEN first.at END),
+    first.actor, first.host, first.action, first.params,
+    CASE WHEN first.phase IS 'intent' THEN last.result ELSE first.result END,
+    CASE WHEN first.phase IS 'intent' THEN last.before ELSE first.before END,
+    CASE WHEN first.phase IS 'intent' THEN last.after ELSE first.after END,
+    coalesce(last.note, first.note)
+FROM audit AS first
+LEFT JOIN audit AS last ON last.act = first.act AND last.phase = 'result' AND first.phase = 'intent'
+WHERE (first.phase IS NOT 'result'
+    OR NOT EXISTS (SELECT 1 FROM audit WHERE act = first.act AND phase = 'intent'))
+"""
+
+
+def read_actions(path: Path, wanted: ActionFilter, limit: int) -> list[ActionRecord]:
+    """The newest `limit` actions that match, oldest first, through a read-only connection. Raises a
+    `StoreError`."""
+    sql, values = _ACTIONS, []
+    if wanted.actor is not None:
+        sql += " AND (first.actor = ? OR first.actor LIKE ? || ' %')"
+        values += [wanted.actor, wanted.actor]
+    if wanted.action is not None:
+        begins = wanted.action.endswith(".")
+        sql += " AND substr(first.action, 1, length(?)) = ?" if begins else " AND first.action = ?"
+        values += [wanted.action] * (2 if begins else 1)
+    if wanted.since is not None:
+        sql += " AND first.at >= ?"
+        values.append(wanted.since)
+    with reading(path, CONTROL) as connection:
+        found = connection.execute(f"{sql} ORDER BY first.seq DESC LIMIT ?", (*values, limit)).fetchall()
+    return [ActionRecord(*row) for row in reversed(found)]
+
+
+def spooled_actions(folder: Path) -> list[ActionRecord]:
+    """The actions that wait in the spool of this folder, oldest first. Raises a `StoreError`."""
+    found: dict[str, ActionRecord] = {}
+    for entry in read_spool(folder):
+        intended = found.get(entry.act or "")
+        ended = entry.phase != INTENT
+        found[entry.act or ""] = ActionRecord(
+            seq=None,
+            result_seq=None,
+            at=intended.at if intended else entry.at,
+            ended_at=entry.at if ended else None,
+            actor=entry.actor,
+            host=entry.host,
+            action=entry.action,
+            params=entry.params,
+            result=entry.result if ended else None,
+            before=entry.before,
+            after=entry.after,
+            note="waits in the spool",
+        )
+    return list(found.values())
 
 
 def read_audit_head(path: Path) -> Head:

@@ -139,6 +139,13 @@ class HeadKeeper:
         self.newest = Head(0, "")
         self._key = key
 
+    def start(self) -> None:
+        """Make the file: that it is missing beside a chain shows that somebody took it away."""
+        try:
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
+        except OSError as error:
+            self.last_error = f"{self.path} cannot be made ({error.strerror})"
+
     def saw(self, head: Head) -> None:
         """The chain has grown to `head`. The first one that the keeper sees is recorded at once."""
         self.newest = head

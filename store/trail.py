@@ -59,6 +59,7 @@ class AuditTrail:
     def start(self) -> None:
         """Bring into the chain what a former service left: spooled entries, and a result for each intent that
         has none. Then record the head. Where the database refuses, later."""
+        self._heads.start()
         self._call(self._begin).exception()
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from appliance.cli.audit_commands import audit
 from appliance.cli.options import Config, Json, RunDir, StateDir, Yes
 from appliance.cli.tenant_commands import keys, peers, tenants
 
@@ -23,6 +24,7 @@ app.add_typer(tenants, name="tenants", rich_help_panel=None)
 app.add_typer(keys, name="keys", rich_help_panel=None)
 app.add_typer(peers, name="peers", rich_help_panel=None)
 app.add_typer(requests, name="requests", rich_help_panel=None)
+app.add_typer(audit, name="audit", rich_help_panel=None)
 
 
 class Device(StrEnum):
@@ -210,6 +212,30 @@ def requests_cancel(
     from appliance.cli.actions import perform
 
     perform(run_dir, CancelRequest(request_id=request_id), yes=yes, as_json=json)
+
+
+@app.command()
+def backup(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A new folder, or an archive (.tar, .tar.gz, .tgz); in an existing folder a new one.",
+            show_default=False,
+        ),
+    ],
+    contents: Annotated[
+        bool, typer.Option("--contents/--no-contents", help="With prompts and answers that are kept.")
+    ] = True,
+    config: Config = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Copy databases, audit and settings while the service runs, and check the copy."""
+    from appliance.cli.backup import take_backup
+
+    take_backup(run_dir, state_dir, config, path, contents=contents, as_json=json)
 
 
 @app.command()

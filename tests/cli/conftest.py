@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -71,6 +72,29 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
         sys.stderr.flush()
         return Outcome(code, *capfd.readouterr())
 
+    return run
+
+
+@pytest.fixture
+def run_unprivileged_cli(tmp_path: Path) -> Run:
+    """Runs the command in a process of a user without write rights to anything of root's."""
+
+    def run(*words: object) -> Outcome:
+        # A first run imports everything: the interpreter's own files may be closed to the other user.
+        source = (
+            "import contextlib, io, os, sys; from appliance.cli import main\n"
+            "with contextlib.redirect_stdout(io.StringIO()): main()\n"
+        )
+        if os.geteuid() == 0:
+            source += "os.setgroups([]); os.setegid(65534); os.seteuid(65534)\n"
+        source += "sys.exit(main())"
+        done = subprocess.run(
+            [sys.executable, "-c", source, *map(str, words)], capture_output=True, text=True, timeout=60
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(folder.stat().st_mode | 0o055)
     return run
 
 

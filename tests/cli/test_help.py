@@ -54,6 +54,11 @@ COMMANDS = (
     ("peers", "unmap"),
     ("requests",),
     ("requests", "cancel"),
+    ("audit",),
+    ("audit", "list"),
+    ("audit", "verify"),
+    ("audit", "export"),
+    ("backup",),
     ("chat",),
     ("doctor",),
 )
@@ -100,7 +105,7 @@ def test_every_command_explains_itself(cli: Run, command: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("command", COMMANDS[2:], ids=" ".join)
 def test_every_client_command_takes_the_run_directory(cli: Run, command: tuple[str, ...]) -> None:
-    if command not in (("keys",), ("tenants",), ("peers",)):
+    if command not in (("keys",), ("tenants",), ("peers",), ("audit",)):
         assert "--run-dir" in cli(*command, "--help").out
 
 

@@ -1,0 +1,290 @@
+"""`appliance audit`: reads the files itself, so it works whether the service runs or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from appliance.cli.failure import Failure, told
+from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
+from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.cli.times import local_short, moment
+from store import audit
+from store.audit import Head
+from store.database import reading
+from store.errors import StoreError
+from store.evidence import (
+    ActionFilter,
+    ActionRecord,
+    Findings,
+    Recorded,
+    examine,
+    examine_folder,
+    read_actions,
+    read_heads,
+    recorded_in,
+    spooled_actions,
+)
+from store.exports import lines_of
+from store.heads import KEY_FILE, SigningKey, read_key
+from store.schemas import CONTROL
+
+UNIT = "appliance.service"
+
+_COLUMNS = (
+    Column("TIME"),
+    Column("ROW", right=True),
+    Column("WHO"),
+    Column("HOST", flexible=True, drop=2),
+    Column("ACTION"),
+    Column("WITH", flexible=True, drop=1),
+    Column("RESULT", flexible=True),
+    Column("BEFORE", flexible=True, drop=4),
+    Column("AFTER", flexible=True, drop=3),
+)
+_HEAD = re.compile(r"([0-9]{1,18}):([0-9a-fA-F]{64})")
+
+
+class Place(NamedTuple):
+    """Where the chain is that a command is about."""
+
+    database: Path
+    folder: Path | None
+    """The state directory; None for a file by itself."""
+
+
+def list_actions(
+    run_dir: str | None,
+    state_dir: str | None,
+    file: str | None,
+    *,
+    limit: int,
+    actor: str | None,
+    action: str | None,
+    since: str | None,
+    as_json: bool,
+) -> None:
+    """Print actions, oldest first; then those that wait in the spool."""
+    place = _place(run_dir, state_dir, file)
+    wanted = ActionFilter(
+        actor, action, None if since is None else _iso(moment(since, "--since", ahead=False))
+    )
+    with told(StoreError):
+        found = read_actions(place.database, wanted, limit)
+        waiting = spooled_actions(place.folder) if place.folder else []
+    found += [record for record in waiting if _matches(record, wanted)]
+    if as_json:
+        print_json([_shown(record) for record in found])
+        return
+    if not found:
+        print(f"No action matches in {place.database}.", file=sys.stderr)
+        return
+    rows = [_cells(record) for record in found]
+    heading, *lines = table(_COLUMNS, rows, width=terminal_width())
+    print(paint(heading, "dim"))
+    for record, line in zip(found, lines, strict=True):
+        print(line if record.result == "ok" else paint(line, "yellow" if record.result is None else "red"))
+
+
+def verify(
+    run_dir: str | None,
+    state_dir: str | None,
+    file: str | None,
+    *,
+    heads: list[str],
+    journal: bool,
+    noted: list[str],
+    as_json: bool,
+) -> int:
+    """Hold the chain against all recorded heads and say what was found; the exit code."""
+    place = _place(run_dir, state_dir, file)
+    with told(StoreError):
+        recorded = [_noted(text) for text in noted]
+        for name in heads:
+            recorded += recorded_in(sys.stdin, "standard input") if name == "-" else read_heads(Path(name))
+        if journal:
+            recorded += _from_journal()
+        if place.folder is not None:
+            findings = examine_folder(place.folder, recorded)
+        else:
+            findings = examine(place.database, recorded)
+    if as_json:
+        print_json(_report(place, findings))
+    else:
+        _say(place, findings)
+    return 0 if findings.ok else 1
+
+
+def export(run_dir: str | None, state_dir: str | None, file: str | None, target: str | None) -> None:
+    """Write the chain to a file, whole or not at all, or to standard output."""
+    place = _place(run_dir, state_dir, file)
+    key = _key(place)
+    with told(StoreError), reading(place.database, CONTROL) as connection, _output(target) as out:
+        for line in lines_of(audit.all_rows(connection), key):
+            out.write(line)
+    if key is None:
+        print("The export is not signed: that takes read rights to the service's audit.key.", file=sys.stderr)
+
+
+# ── where ──
+
+
+def _place(run_dir: str | None, state_dir: str | None, file: str | None) -> Place:
+    if file is not None:
+        return Place(Path(file).absolute(), None)
+    folder = find_state_dir(state_dir, find_run_dir(run_dir))
+    return Place(folder / "control.db", folder)
+
+
+def _key(place: Place) -> SigningKey | None:
+    try:
+        return read_key(place.folder / KEY_FILE) if place.folder is not None else None
+    except StoreError:
+        return None
+
+
+@contextmanager
+def _output(target: str | None) -> Iterator[TextIO]:
+    if target is None:
+        yield sys.stdout
+        return
+    path = Path(target).absolute()
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        unfinished.rename(path)
+    except OSError as error:
+        raise Failure(f"{path} cannot be written ({error.strerror}): name another file") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# ── heads ──
+
+
+def _noted(text: str) -> Recorded:
+    found = _HEAD.fullmatch(text.strip())
+    if not found:
+        raise Failure(
+            f"--head {text!r} is no head: write the row's number, a colon and its hash, all 64 digits of it"
+        )
+    return Recorded(Head(int(found[1]), found[2].lower()), "--head")
+
+
+def _from_journal() -> list[Recorded]:
+    command = ["journalctl", "--quiet", "--no-pager", "--output=cat", f"--unit={UNIT}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise Failure(
+            f"journalctl cannot be run ({error.strerror}): bring the journal's output here, with --heads FILE"
+        ) from error
+    if done.returncode != 0:
+        raise Failure(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    found = recorded_in(done.stdout.splitlines(), "the journal")
+    if not found:
+        raise Failure(
+            f"the journal of this machine has no head of {UNIT} that uid {os.geteuid()} may read: use root "
+            f"or a member of systemd-journal, or leave --journal out"
+        )
+    return found
+
+
+# ── what is said ──
+
+
+def _say(place: Place, findings: Findings) -> None:
+    rows, head = findings.verdict.rows, findings.verdict.head
+    for problem in findings.problems:
+        print(paint(f"problem: {printable(problem)}", "red"))
+    for note in findings.notes:
+        print(paint(f"note: {printable(note)}", "yellow"))
+    if findings.ok:
+        against = f"{findings.heads} recorded heads" if findings.heads != 1 else "1 recorded head"
+        print(f"{place.database} is whole: {rows:,} rows, held against {against}")
+        print(f"head {head.seq}:{head.hash}")
+    else:
+        print(f"{place.database} is not what the service wrote; {rows:,} rows before the fault hold")
+
+
+def _report(place: Place, findings: Findings) -> dict[str, Any]:
+    verdict = findings.verdict
+    return {
+        "path": str(place.database),
+        "ok": findings.ok,
+        "rows": verdict.rows,
+        "head": {"seq": verdict.head.seq, "hash": verdict.head.hash},
+        "broken_seq": verdict.broken_seq,
+        "problems": findings.problems,
+        "notes": findings.notes,
+        "heads": findings.heads,
+        "vouched_seq": findings.vouched_seq,
+        "spooled": findings.spooled,
+    }
+
+
+def _cells(record: ActionRecord) -> tuple[str, ...]:
+    return (
+        local_short(datetime.fromisoformat(record.at).timestamp()),
+        "spool" if record.seq is None else str(record.seq),
+        printable(record.actor),
+        printable(record.host or ""),
+        printable(record.action),
+        _values(record.params),
+        printable("no result" if record.result is None else record.result),
+        _values(record.before),
+        _values(record.after),
+    )
+
+
+def _values(text: str | None) -> str:
+    """An object of JSON as people read it."""
+    try:
+        value = json.loads(text or "null")
+    except ValueError:
+        return printable(text or "")
+    if not isinstance(value, dict):
+        return "" if value is None else printable(str(value))
+    return printable(" ".join(f"{name}={_value(one)}" for name, one in value.items()))
+
+
+def _value(value: object) -> str:
+    return (
+        value
+        if isinstance(value, str) and value and " " not in value
+        else json.dumps(value, ensure_ascii=False)
+    )
+
+
+def _shown(record: ActionRecord) -> dict[str, Any]:
+    fields = record._asdict()
+    for name in ("params", "before", "after"):
+        with suppress(ValueError):  # somebody wrote there: shown as it is
+            fields[name] = json.loads(fields[name] or "null")
+    return fields
+
+
+def _matches(record: ActionRecord, wanted: ActionFilter) -> bool:
+    actor, action, since = wanted
+    by = actor is None or record.actor == actor or record.actor.startswith(f"{actor} ")
+    named = (
+        action is None
+        or record.action == action
+        or (action.endswith(".") and record.action.startswith(action))
+    )
+    return by and named and (since is None or record.at >= since)
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")

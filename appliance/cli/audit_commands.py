@@ -1,0 +1,107 @@
+"""The commands about the audit trail, and their options. What they do is in `appliance.cli.audit`, loaded on
+demand."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from appliance.cli.options import Json, RunDir, StateDir
+
+audit = typer.Typer(
+    help="What operators did: list it, verify that nobody changed the record, export it. Needs read rights "
+    "only, and no service.",
+    no_args_is_help=True,
+)
+
+File = Annotated[
+    str | None,
+    typer.Option(
+        "--file",
+        metavar="FILE",
+        help="This copy of control.db, instead of the service's.",
+        show_default=False,
+    ),
+]
+
+
+@audit.command("list")
+def audit_list(
+    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="At most so many.")] = 20,
+    actor: Annotated[
+        str | None, typer.Option(metavar="WHO", help="Only theirs, as uid:0.", show_default=False)
+    ] = None,
+    action: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only this, as keys.create, or all of: keys.", show_default=False),
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Not older than this span (30m, 1h, 7d) or this date.")
+    ] = None,
+    file: File = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """List actions, oldest first: who did what, and what came of it."""
+    from appliance.cli.audit import list_actions
+
+    list_actions(run_dir, state_dir, file, limit=limit, actor=actor, action=action, since=since, as_json=json)
+
+
+@audit.command("verify")
+def audit_verify(
+    heads: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Heads recorded in this text, such as a journal's; - is standard input. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    journal: Annotated[
+        bool, typer.Option("--journal", help="Heads that the journal of this machine has.")
+    ] = False,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SEQ:HASH", help="A head from your own records. May be repeated."),
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file",
+            metavar="FILE",
+            help="A copy of control.db, or an export, instead of the service's.",
+            show_default=False,
+        ),
+    ] = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Say whether the record is whole, and if not, which row is the first that is not.
+
+    Exit code 1 where it is not.
+    """
+    from appliance.cli.audit import verify
+
+    raise typer.Exit(
+        verify(run_dir, state_dir, file, heads=heads or [], journal=journal, noted=head or [], as_json=json)
+    )
+
+
+@audit.command("export")
+def audit_export(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE]", help="Default: standard output.", show_default=False),
+    ] = None,
+    file: File = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Write every row as a line of JSON, and a last line that signs them."""
+    from appliance.cli.audit import export
+
+    export(run_dir, state_dir, file, target)

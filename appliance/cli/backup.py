@@ -1,0 +1,79 @@
+"""`appliance backup`: a checked copy of the state, of a service that runs or not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from appliance.actions import BeginBackup
+from appliance.cli.failure import Failure, told
+from appliance.cli.output import of_count, print_json
+from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
+from appliance.protocol import AuditHead
+from appliance.settings import SettingsError, find_config
+from appliance.watch.quantities import of_bytes
+from store.audit import Head
+from store.backup import Backup, back_up
+from store.errors import StoreError
+from store.evidence import Recorded
+
+
+def take_backup(
+    run_dir: str | None,
+    state_dir: str | None,
+    config: str | None,
+    target: str,
+    *,
+    contents: bool,
+    as_json: bool,
+) -> None:
+    """Copy, check, and say what was copied."""
+    run = find_run_dir(run_dir, config)
+    state, path = find_state_dir(state_dir, run, config), Path(target).absolute()
+    head = _announced(run, BeginBackup(path=str(path), contents=contents))
+    with told(StoreError, SettingsError):
+        done = back_up(
+            state, path, others=_settings_files(config), recorded=_recorded(head), contents=contents
+        )
+    if as_json:
+        print_json(
+            {**done._asdict(), "path": str(done.path), "files": [file._asdict() for file in done.files]}
+        )
+        return
+    if head is None:
+        print(f"No service runs in {run}: this backup is not in its audit.", file=sys.stderr)
+    _say(done)
+
+
+def _announced(run: Path, begin: BeginBackup) -> Head | None:
+    """Have the running service record that a backup is taken; the audit's head, which the copy must hold."""
+    with AdminClient(run) as client:
+        try:
+            answer = client.act(begin)
+        except (NotAllowedError, AdminError) as error:
+            raise Failure(str(error)) from error
+        except ServiceNotRunningError:
+            return None
+    assert isinstance(answer, AuditHead)
+    return Head(answer.seq, answer.hash)
+
+
+def _recorded(head: Head | None) -> Iterable[Recorded]:
+    return [] if head is None else [Recorded(head, "the running service")]
+
+
+def _settings_files(config: str | None) -> dict[str, Path]:
+    path = find_config(config)
+    if path is None:
+        return {}
+    parts = sorted((path.parent / "conf.d").glob("*.toml"))
+    return {f"settings/{path.name}": path} | {f"settings/conf.d/{part.name}": part for part in parts}
+
+
+def _say(done: Backup) -> None:
+    width = max(len(file.name) for file in done.files)
+    for file in done.files:
+        print(f"{file.name:{width}}  {of_bytes(file.bytes):>10}  {file.sha256[:16]}…")
+    print(f"{done.path} is complete: databases sound, audit whole to row {of_count(done.audit_rows)}")

@@ -1,0 +1,220 @@
+"""`appliance audit` and `appliance backup`: what operators did, whether the record is whole, and copies."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from store.audit import Actor
+from store.control import ControlStore
+from tests.cli.conftest import Run
+
+TAIL = "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHERE name = 'audit'"
+
+
+@pytest.fixture
+def state(databases: Path) -> Path:
+    """Two keys; then a change and a refusal, with their intents."""
+    control = ControlStore(databases / "control.db")
+    control.start()
+    actor, _ = control.trail.intend(Actor("uid:7", "box"), "tenants.create", {"name": "acme", "weight": 2.0})
+    control.create_tenant(actor=actor, name="acme", changes={"weight": 2.0}).result(10)
+    actor, _ = control.trail.intend(Actor("uid:7 key:key_1", "box"), "requests.cancel", {"request_id": "r"})
+    control.trail.conclude(actor, "requests.cancel", {"request_id": "r"}, "refused: no such request").result(
+        10
+    )
+    control.close()
+    return databases
+
+
+def forge(state: Path, sql: str) -> None:
+    with closing(sqlite3.connect(state / "control.db", isolation_level=None)) as connection:
+        connection.executescript(
+            f"DROP TRIGGER audit_rows_do_not_change; DROP TRIGGER audit_rows_do_not_go; {sql}"
+        )
+
+
+def test_actions_are_listed_oldest_first_one_line_each(cli: Run, state: Path) -> None:
+    lines = cli("audit", "list", "--state-dir", state).out.splitlines()
+    assert lines[0].split()[:4] == ["TIME", "ROW", "WHO", "HOST"]
+    assert len(lines) == 5
+    assert lines[3].split()[2:6] == ["3", "uid:7", "box", "tenants.create"]
+    assert "weight=2.0" in lines[3] and " ok " in lines[3] and "name=acme" in lines[3]
+    assert "refused: no such request" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        ((), [1, 2, 3, 5]),
+        (("--limit", 1), [5]),
+        (("--actor", "uid:0"), [1, 2]),
+        (("--actor", "uid:7"), [3, 5]),
+        (("--action", "keys."), [1, 2]),
+        (("--action", "requests.cancel"), [5]),
+        (("--action", "requests"), []),
+        (("--since", "1h"), [1, 2, 3, 5]),
+        (("--since", "2100-01-01"), []),
+    ],
+)
+def test_filters_narrow_the_list(cli: Run, state: Path, flags: tuple[object, ...], rows: list[int]) -> None:
+    out = cli("audit", "list", "--state-dir", state, "--json", *flags).out
+    assert [row["seq"] for row in json.loads(out)] == rows
+
+
+def test_json_has_old_and_new_value_as_objects(cli: Run, state: Path) -> None:
+    made = json.loads(cli("audit", "list", "--state-dir", state, "--json").out)[2]
+    assert (made["seq"], made["result_seq"], made["result"]) == (3, 4, "ok")
+    assert made["params"] == {"name": "acme", "weight": 2.0}
+    assert made["before"] is None and made["after"]["weight"] == 2.0
+
+
+def test_what_waits_in_the_spool_is_listed_too(cli: Run, state: Path) -> None:
+    control = ControlStore(state / "control.db")
+    control.start()
+    limit = "PRAGMA max_page_count=1"
+    control._writer.call(lambda connection: connection.execute(limit).fetchone()).result(10)
+    actor, _ = control.trail.intend(Actor("uid:7"), "drain", {"why": "x" * 5000})
+    control.trail.conclude(actor, "drain", {"why": "x" * 5000}, "ok").result(10)
+    last = json.loads(cli("audit", "list", "--state-dir", state, "--json").out)[-1]
+    assert (last["seq"], last["action"], last["result"]) == (None, "drain", "ok")
+    assert "2 entries since" in cli("audit", "verify", "--state-dir", state).out
+    control._writer.call(
+        lambda connection: connection.execute("PRAGMA max_page_count=100000").fetchone()
+    ).result(10)
+    control.close()
+
+
+def test_a_sound_chain_is_said_to_be_whole_with_its_head(cli: Run, state: Path) -> None:
+    outcome = cli("audit", "verify", "--state-dir", state)
+    assert outcome.code == 0
+    last = outcome.out.splitlines()
+    assert "control.db is whole: 6 rows, held against" in last[-2]
+    seq, _, digest = last[-1].removeprefix("head ").partition(":")
+    assert seq == "6"
+    assert cli("audit", "verify", "--state-dir", state, "--head", f"{seq}:{digest}").code == 0
+    wrong = cli("audit", "verify", "--state-dir", state, "--head", f"5:{digest}")
+    assert wrong.code == 1 and "row 5: rewritten" in wrong.out
+
+
+def test_the_first_wrong_row_is_named_and_the_exit_code_says_so(cli: Run, state: Path) -> None:
+    forge(state, "UPDATE audit SET actor = 'uid:9' WHERE seq = 2")
+    outcome = cli("audit", "verify", "--state-dir", state, "--json")
+    found = json.loads(outcome.out)
+    assert (outcome.code, found["ok"], found["broken_seq"], found["rows"]) == (1, False, 2, 1)
+    assert found["problems"] == ["row 2: rewritten: its hash does not match its content"]
+
+
+def test_a_tail_that_was_cut_with_its_heads_shows_against_the_journals(
+    cli: Run, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = (state / "audit.heads").read_text()
+    forge(state, TAIL)
+    (state / "audit.heads").write_text("".join(line for line in heads.splitlines(True) if "seq=1 " in line))
+    assert cli("audit", "verify", "--state-dir", state).code == 0
+    journal = tmp_path / "journal.txt"
+    journal.write_text(
+        "".join(f"Nov 20 10:00:00 box appliance[1]: {line}" for line in heads.splitlines(True))
+    )
+    for given in (("--heads", journal), ("--journal",)):
+        tools = tmp_path / "bin"
+        tools.mkdir(exist_ok=True)
+        (tools / "journalctl").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {journal}\n')
+        (tools / "journalctl").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+        outcome = cli("audit", "verify", "--state-dir", state, *given)
+        assert outcome.code == 1 and "rows 4 to 6 are missing from the end" in outcome.out, given
+    assert "--unit=appliance.service" in (tmp_path / "asked").read_text()
+
+
+def test_a_journal_without_heads_is_no_proof(
+    cli: Run, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "journalctl").write_text("#!/bin/sh\n")
+    (tmp_path / "journalctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    outcome = cli("audit", "verify", "--state-dir", state, "--journal")
+    assert outcome.code == 1 and "has no head of appliance.service" in outcome.err
+
+
+@pytest.mark.parametrize("head", ["", "5", "5:abc", "x:" + "0" * 64])
+def test_a_head_that_is_none_is_refused_with_what_to_write(cli: Run, state: Path, head: str) -> None:
+    outcome = cli("audit", "verify", "--state-dir", state, "--head", head)
+    assert outcome.code == 1 and "write the row's number, a colon and its hash" in outcome.err
+
+
+def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, tmp_path: Path) -> None:
+    target = tmp_path / "audit.jsonl"
+    assert cli("audit", "export", target, "--state-dir", state) == (0, "", "")
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert (
+        cli("audit", "export", "--state-dir", state).out.splitlines()[:-1]
+        == target.read_text().splitlines()[:-1]
+    )
+    *rows, trailer = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [row["seq"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert trailer["trailer"]["rows"] == 6 and len(trailer["trailer"]["sig"]) == 64
+    assert cli("audit", "verify", "--file", target).code == 0
+    target.write_text(target.read_text().replace("acme", "evil"))
+    assert cli("audit", "verify", "--file", target).code == 1
+    (state / "audit.key").unlink()
+    assert "not signed" in cli("audit", "export", target, "--state-dir", state).err
+
+
+def test_a_copy_by_itself_is_verified_too(cli: Run, state: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.db"
+    copy.write_bytes((state / "control.db").read_bytes())
+    assert cli("audit", "verify", "--file", copy).code == 0
+    assert cli("audit", "list", "--file", copy, "--json").code == 0
+    assert cli("audit", "verify", "--file", tmp_path / "none").code == 1
+
+
+def test_reading_takes_no_write_rights(cli: Run, state: Path, run_unprivileged_cli: Run) -> None:
+    for words in (("list",), ("verify",), ("export",)):
+        outcome = run_unprivileged_cli("audit", *words, "--state-dir", state)
+        assert outcome.code == 0, outcome.err
+    assert (
+        "signatures of heads were not checked"
+        in run_unprivileged_cli("audit", "verify", "--state-dir", state).out
+    )
+
+
+# ── backup ──
+
+
+def test_a_backup_of_a_stopped_service_is_made_and_said_not_to_be_audited(
+    cli: Run, state: Path, tmp_path: Path, run_dir: Path
+) -> None:
+    target = tmp_path / "backup"
+    words = ("backup", target, "--state-dir", state, "--run-dir", run_dir)
+    outcome = cli(*words)
+    assert outcome.code == 0 and "is complete: databases sound, audit whole to row 6" in outcome.out
+    assert "this backup is not in its audit" in outcome.err
+    assert cli("audit", "verify", "--state-dir", target).code == 0
+    again = cli(*words, "--json")
+    assert again.code == 0 and json.loads(again.out)["path"].startswith(f"{target}/appliance-")
+
+
+def test_a_backup_has_the_settings(cli: Run, state: Path, tmp_path: Path, run_dir: Path) -> None:
+    config = tmp_path / "etc" / "appliance.toml"
+    (config.parent / "conf.d").mkdir(parents=True)
+    config.write_text("fronts = 1\n")
+    (config.parent / "conf.d" / "10-more.toml").write_text("fronts = 2\n")
+    target = tmp_path / "backup"
+    outcome = cli("backup", target, "--state-dir", state, "--run-dir", run_dir, "--config", config)
+    assert outcome.code == 0
+    assert (target / "settings" / "appliance.toml").read_text() == "fronts = 1\n"
+    assert (target / "settings" / "conf.d" / "10-more.toml").read_text() == "fronts = 2\n"
+
+
+def test_a_chain_that_does_not_hold_is_not_backed_up(
+    cli: Run, state: Path, tmp_path: Path, run_dir: Path
+) -> None:
+    forge(state, TAIL)
+    outcome = cli("backup", tmp_path / "backup", "--state-dir", state, "--run-dir", run_dir)
+    assert outcome.code == 1 and "rows 4 to 6 are missing" in outcome.err
+    assert not (tmp_path / "backup").exists()

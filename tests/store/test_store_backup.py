@@ -1,0 +1,189 @@
+"""Backups: of one moment, checked, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import tarfile
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from store import backup
+from store.audit import Head
+from store.contents import Content, ContentLog, read_contents
+from store.control import ControlStore, read_keys
+from store.errors import CorruptDatabaseError, StorageFaultError, StoreError
+from store.evidence import Recorded, examine_folder
+from store.requests import RequestFilter, RequestReader
+from store.schemas import CONTENTS
+from store.writer import Writer
+
+
+@pytest.fixture
+def running(history, request_row):
+    """The state directory of a service that runs: one key, one request with its prompt."""
+    folder = history.path.parent
+    control = ControlStore(folder / "control.db")
+    control.start()
+    control.create_key(actor="uid:0", name="k", tenant="default").result(10)
+    history.log.end(request_row("req-1", finished_at=1_000_001.0))
+    history.writer.flush()
+    writer = Writer(folder / "contents.db", CONTENTS, synchronous="NORMAL")
+    writer.start()
+    ContentLog(writer).keep(
+        [
+            Content(
+                request_id="req-1",
+                part="prompt",
+                number=0,
+                tenant="t",
+                created_at=1.0,
+                sha256="0" * 64,
+                bytes=2,
+                text="hi",
+            )
+        ]
+    )
+    writer.flush()
+    yield folder
+    writer.close()
+    control.close()
+
+
+def take(state: Path, target: Path, **options: object) -> backup.Backup:
+    return backup.back_up(state, target, others={}, **options)  # type: ignore[arg-type]
+
+
+def test_a_running_service_is_copied_whole_for_its_owner_only(running, tmp_path_factory):
+    settings = running / "appliance.toml"
+    settings.write_text("fronts = 2\n")
+    target = tmp_path_factory.mktemp("backups") / "one"
+    done = backup.back_up(
+        running, target, others={"settings/appliance.toml": settings, "settings/conf.d/a.toml": settings}
+    )
+    assert done.path == target and done.audit_rows == 1
+    names = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert names == {
+        *("audit.heads", "audit.key", "backup.json", "contents.db", "control.db", "history.db"),
+        *("settings/appliance.toml", "settings/conf.d/a.toml"),
+    }
+    for path in (target, *target.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert [key.name for key in read_keys(target / "control.db")] == ["k"]
+    assert [row.request_id for row in RequestReader(target / "history.db").query(RequestFilter(), 10)] == [
+        "req-1"
+    ]
+    assert read_contents(target / "contents.db", "req-1")[0].text == "hi"
+    assert examine_folder(target).ok
+    manifest = json.loads((target / "backup.json").read_text())
+    assert {file["name"] for file in manifest["files"]} == names - {"backup.json"}
+    assert manifest["audit_head"] == done.audit_head
+    with closing(sqlite3.connect(f"file:{target / 'control.db'}?mode=ro", uri=True)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+def test_a_backup_starts_a_service_that_goes_on_with_its_chain(running, tmp_path):
+    target = tmp_path / "restored"
+    take(running, target)
+    control = ControlStore(target / "control.db")
+    control.start()
+    control.create_key(actor="uid:0", name="later", tenant="default").result(10)
+    control.close()
+    findings = examine_folder(target)
+    assert findings.ok and findings.verdict.rows == 2
+
+
+def test_an_existing_folder_gets_a_backup_named_by_the_time(running, tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    done = take(running, place)
+    assert done.path.parent == place and done.path.name.startswith("appliance-2")
+    assert [path.name for path in place.iterdir()] == [done.path.name]
+
+
+@pytest.mark.parametrize("name", ["state.tar", "state.tar.gz", "state.tgz"])
+def test_an_archive_holds_one_folder_and_is_for_its_owner_only(running, tmp_path, name):
+    done = take(running, tmp_path / name, contents=False)
+    assert done.path.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(done.path) as archive:
+        assert sorted(archive.getnames()) == [
+            "state",
+            *(
+                f"state/{file}"
+                for file in ("audit.heads", "audit.key", "backup.json", "control.db", "history.db")
+            ),
+        ]
+
+
+def test_nothing_is_overwritten(running, tmp_path):
+    taken = tmp_path / "there.tar"
+    taken.write_text("mine")
+    with pytest.raises(StoreError, match=r"there\.tar exists already: name another one"):
+        take(running, taken)
+    assert taken.read_text() == "mine"
+
+
+def test_a_broken_chain_is_no_backup_and_leaves_nothing(running, tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    with pytest.raises(CorruptDatabaseError, match=r"row 2: rows 2 to 9 are missing"):
+        take(running, place / "b", recorded=[Recorded(Head(9, "1" * 64), "somewhere")])
+    assert list(place.iterdir()) == []
+
+
+def test_a_damaged_database_is_no_backup_and_leaves_nothing(running, tmp_path, history):
+    history.close()
+    with (running / "history.db").open("r+b") as file:
+        file.seek(4096 * 2)
+        file.write(b"\xff" * 4096)
+    place = tmp_path / "place"
+    place.mkdir()
+    with pytest.raises(CorruptDatabaseError, match=r"history\.db"):
+        take(running, place / "b")
+    assert list(place.iterdir()) == []
+
+
+def test_a_full_target_says_so_and_leaves_nothing(running, tiny_disk):
+    (tiny_disk / "ballast").write_bytes(b"\0" * (900 << 10))
+    with pytest.raises(StorageFaultError, match=r"free (some )?space"):
+        take(running, tiny_disk / "b")
+    assert [path.name for path in tiny_disk.iterdir()] == ["ballast"]
+
+
+def test_the_writer_does_not_wait_for_a_backup_which_is_of_one_moment(history, request_row, tmp_path):
+    folder = history.path.parent
+    control = ControlStore(folder / "control.db")
+    control.start()
+    stop = threading.Event()
+    written = []
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            # Both or none, in every copy.
+            for half in ("a", "b"):
+                history.log.end(request_row(f"req-{number}-{half}", finished_at=2_000_000.0))
+            number += 1
+            control.create_tenant(actor="uid:0", name=f"t{number}", changes={}).result(10)
+            written.append(number)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for number in range(3):
+            before = len(written)
+            target = tmp_path / f"backup-{number}"
+            done = take(folder, target)
+            assert len(written) >= before
+            assert examine_folder(target).ok
+            assert done.audit_rows >= before
+            rows = RequestReader(target / "history.db").query(RequestFilter(), 10**6)
+            assert {row.state for row in rows} <= {"ended"}
+    finally:
+        stop.set()
+        thread.join()
+    control.close()
+    assert history.writer.state().last_error is None and len(written) > 3

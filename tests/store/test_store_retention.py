@@ -1,0 +1,147 @@
+"""What is past its time goes, in small batches, and gives its room back."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from store import retention
+from store.contents import MOST_WAITING_BYTES, Content, ContentLog, read_contents
+from store.requests import RequestFilter
+from store.schemas import CONTENTS
+from store.writer import Writer
+
+
+@pytest.fixture
+def contents(tmp_path):
+    writer = Writer(tmp_path / "contents.db", CONTENTS, synchronous="NORMAL")
+    writer.start()
+    yield writer
+    writer.close()
+
+
+def content(
+    request_id: str = "req-1", tenant: str = "t", created_at: float = 0.0, text: str | None = "hello"
+) -> Content:
+    return Content(
+        request_id=request_id,
+        part="prompt",
+        number=0,
+        tenant=tenant,
+        created_at=created_at,
+        sha256="0" * 64,
+        bytes=len(text or ""),
+        text=text,
+    )
+
+
+def until_done(writer: Writer, operation: object) -> list[retention.Removed]:
+    done = []
+    while not done or done[-1].more:
+        done.append(writer.call(operation).result(10))  # type: ignore[arg-type]
+        assert len(done) < 1000
+    return done
+
+
+def test_ended_requests_go_after_their_time_in_small_batches_and_open_ones_stay(history, request_row):
+    for number in range(250):
+        history.log.end(request_row(f"req-{number}", created_at=float(number), finished_at=number + 1.0))
+    history.log.open(request_row("req-open", created_at=0.0))
+    history.log.end(request_row("req-new", created_at=1e9, finished_at=1e9 + 1))
+    history.writer.flush()
+    done = until_done(history.writer, partial(retention.remove_requests, before=200.0))
+    assert [batch.rows for batch in done if batch.rows] == [100, 100]
+    left = {row.request_id for row in history.reader.query(RequestFilter(), 1000)}
+    assert left == {"req-open", "req-new", *(f"req-{number}" for number in range(200, 250))}
+
+
+def test_the_row_that_changed_last_stays_so_that_followers_never_count_again(history, request_row):
+    for number in range(3):
+        history.log.end(request_row(f"req-{number}", created_at=0.0, finished_at=1.0))
+    history.writer.flush()
+    until_done(history.writer, partial(retention.remove_requests, before=100.0))
+    assert [row.request_id for row in history.reader.tail(10)] == ["req-2"]
+    assert history.reader.last_sequence() == 3
+
+
+def test_contents_go_after_their_tenants_time_or_the_common_one(contents):
+    log = ContentLog(contents)
+    for tenant in ("short", "long", "ever", "gone"):
+        for age in (1, 5, 9):
+            log.keep([content(f"{tenant}-{age}", tenant, created_at=100.0 - age)])
+    contents.flush()
+    before = {"short": 98.0, "long": 94.0, "ever": None}
+    until_done(contents, partial(retention.remove_contents, before=before, otherwise=92.0))
+    with closing(sqlite3.connect(contents.path)) as connection:
+        left = sorted(name for (name,) in connection.execute("SELECT request_id FROM contents"))
+    assert left == ["ever-1", "ever-5", "ever-9", "gone-1", "gone-5", "long-1", "long-5", "short-1"]
+
+
+def test_room_goes_back_to_the_disk_and_no_batch_takes_much(contents):
+    log = ContentLog(contents)
+    text = "word " * 20_000
+    for number in range(100):
+        log.keep([content(f"req-{number}", text=text, created_at=float(number))])
+        contents.flush()
+    pages = contents.call(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]).result(10)
+    done = until_done(contents, partial(retention.remove_contents, before={"t": 90.0}, otherwise=None))
+    assert sum(batch.rows for batch in done) == 90
+    most = retention.BATCH_BYTES // len(text) + 1
+    assert max(batch.rows for batch in done) <= most
+    assert max(batch.pages for batch in done) <= retention.BATCH_PAGES
+    left = contents.call(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]).result(10)
+    assert left < pages * 0.2
+    contents.close()
+    assert contents.path.stat().st_size == left * 4096
+
+
+def test_what_went_is_nowhere_in_the_file(contents):
+    log = ContentLog(contents)
+    log.keep(
+        [content("req-1", text="a most secret phrase"), content("req-2", text="another", created_at=50.0)]
+    )
+    contents.flush()
+    until_done(contents, partial(retention.remove_contents, before={"t": 10.0}, otherwise=None))
+    contents.close()
+    data = contents.path.read_bytes()
+    assert b"another" in data and b"secret phrase" not in data
+
+
+def test_contents_are_read_back_prompts_first_for_the_services_user_only(contents):
+    log = ContentLog(contents)
+    answer = Content(
+        request_id="req-1",
+        part="answer",
+        number=1,
+        tenant="t",
+        created_at=0.0,
+        sha256="1" * 64,
+        bytes=9,
+        text="[key redacted]",
+        truncated=True,
+        redactions=1,
+    )
+    log.keep([answer, content()])
+    log.keep([content("other", text=None)])
+    contents.flush()
+    assert read_contents(contents.path, "req-1") == [content(), answer]
+    assert read_contents(contents.path, "other")[0].text is None
+    for suffix in ("", "-wal", "-shm"):
+        assert contents.path.with_name(f"contents.db{suffix}").stat().st_mode & 0o777 == 0o600, suffix
+
+
+def test_texts_that_wait_take_a_bounded_share_of_memory(contents):
+    contents.close()
+    stuck = Writer(contents.path, CONTENTS, synchronous="NORMAL")  # not started: nothing is committed
+    log = ContentLog(stuck)
+    large = "x" * (MOST_WAITING_BYTES // 4)
+    kept = [log.keep([content(f"req-{number}", text=large)]) for number in range(6)]
+    assert kept == [True, True, True, False, False, False] and log.dropped == 3
+    assert log.keep([content("small")])
+    stuck.start()
+    stuck.flush()
+    assert log.keep([content("again", text=large)])
+    stuck.close()
