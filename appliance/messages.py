@@ -135,6 +135,18 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """With "run": the request id of an earlier run, whose answer is not there any more."""
 
 
+class RateLimits(msgspec.Struct, array_like=True, frozen=True):
+    """What is left of the tightest limit of its kind that a request meets; None where there is none."""
+
+    limit_requests: int | None
+    remaining_requests: int | None
+    reset_requests_s: float | None
+    """Until all of it is left again, if nothing is used."""
+    limit_tokens: int | None
+    remaining_tokens: int | None
+    reset_tokens_s: float | None
+
+
 class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     """The request's turn: submit it to `replica` now."""
 
@@ -145,10 +157,14 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     priority: int
     urgent: bool = False
     """As `Submit.urgent`."""
+    most_tokens: int | None = None
+    """Each sample may produce so many tokens only; None: as many as it asked for."""
+    rate_limits: RateLimits | None = None
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request will not run. Its row has been ended by the core; no `Settle` follows."""
+    """The request will not run. Its row has been ended by the core, and no `Settle` follows; but a request
+    that had an attempt before may have had an answer in part, and `Settle` says how much."""
 
     request_id: str
     attempt: int
@@ -156,8 +172,11 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     code: str
     message: str
     retry_after_s: float | None = None
+    kind: str = ""
+    """OpenAI's `type` of the error, where the status does not say it: "requests" or "tokens"."""
     useless: bool = False
     """To try again, as clients of OpenAI's API do by themselves."""
+    rate_limits: RateLimits | None = None
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -201,6 +220,8 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """Over all submissions, emitted output included when resuming: the token credit it spends."""
     max_tokens: int
     """The most it may generate, over all samples."""
+    may_lower: bool = False
+    """Its client did not say how long the answer may be: the core may allow less (`Admitted.most_tokens`)."""
     arrived_at: float
     """Unix seconds at which the request was read."""
     asked_class: str = ""

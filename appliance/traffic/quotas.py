@@ -1,0 +1,358 @@
+"""What tenants and keys may use, held to it before a request's turn.
+
+    reserve ──► Reservation ──► settle (what it really took) ──► close (its row has ended)
+       └──► Shortage: nothing was taken
+
+A request reserves, of its tenant's and of its key's buckets and of all of them or none, one request, and its
+prompt with the most that it may produce: however many come at once, none of them can find that it produces
+more than is left. What it did not use comes back when it is settled. Resubmissions keep the reservation.
+
+No I/O. Not thread-safe: everything belongs to the core's event loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from appliance.messages import RateLimits
+from appliance.protocol import LimitUsage
+from appliance.traffic.buckets import LIMITS, Bucket, rate_of
+from store.policies import KeyRecord, Policies, Quota
+from store.quotas import QuotaLevels, QuotaState, Used
+
+LEAST_ANSWER_TOKENS = 16
+"""An answer without `max_tokens` is made shorter where little is left, but never shorter than this: the
+request is refused instead."""
+MOST_USEFUL_WAIT_S = 120.0
+"""Clients of OpenAI's API wait no longer than this before they try again; then trying is useless."""
+
+Name = tuple[str, str]
+"""Scope ("tenant" or "key") and name."""
+
+
+class Account:
+    """The buckets of one tenant or key."""
+
+    def __init__(self, scope: str, name: str, quota: Quota, now: float) -> None:
+        self.scope = scope
+        self.name = name
+        self.quota = Quota()
+        self.buckets: dict[str, Bucket] = {}
+        """By limit."""
+        self.set_quota(quota, now)
+
+    def set_quota(self, quota: Quota, now: float) -> None:
+        """Hold to this quota from now on. A limit that was not there begins full; one that is changed keeps
+        what is left (`Bucket.set_rate`)."""
+        if quota == self.quota:
+            return
+        self.quota = quota
+        buckets, self.buckets = self.buckets, {}
+        for limit in LIMITS:
+            if (rate := rate_of(quota, limit)) is not None:
+                bucket = buckets.get(limit)
+                if bucket is None:
+                    bucket = Bucket(f"{self.scope} {self.name!r}", limit, rate, now)
+                else:
+                    bucket.set_rate(rate, now)
+                self.buckets[limit] = bucket
+
+
+class Reservation:
+    """What one request holds until its row has ended."""
+
+    __slots__ = ("max_tokens", "taken", "tokens")
+
+    def __init__(self, taken: tuple[tuple[Bucket, int], ...], prompt_tokens: int, max_tokens: int) -> None:
+        self.tokens = prompt_tokens + max_tokens
+        """Reserved; after `Quotas.settle`, charged."""
+        self.max_tokens = max_tokens
+        """The most that it may produce, over all samples."""
+        self.taken = taken
+        """From which buckets, and the number of each take."""
+
+
+class Shortage:
+    """Why a request cannot run now: the limit that holds it up for longest."""
+
+    def __init__(self, bucket: Bucket, needed: int) -> None:
+        self._bucket = bucket
+        self._needed = needed
+        self.wait_s = bucket.wait_s(needed)
+        """Until enough is left, if nobody else takes or gives back any; inf: never."""
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type` of the error."""
+        return "tokens" if self._bucket.counts_tokens else "requests"
+
+    @property
+    def useful(self) -> bool:
+        """Whether a client that waits and tries again may be served."""
+        return self.wait_s <= MOST_USEFUL_WAIT_S
+
+    @property
+    def message(self) -> str:
+        """Which limit, how much of it is used, what was asked, and when it frees."""
+        bucket, words = self._bucket, LIMITS[self._bucket.limit]
+        limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
+        head = f"{words} of {bucket.owner}: limit {limit}"
+        if self.wait_s == math.inf:
+            return (
+                f"request too large for {head} at once, requested {self._needed}: shorten the prompt or ask "
+                f"for fewer max_tokens"
+            )
+        reserved = math.ceil(bucket.held)
+        held = f" ({reserved} by requests that have not ended)" if reserved else ""
+        return (
+            f"rate limit reached for {head}, used {used}{held}, requested {self._needed}: try again in "
+            f"{duration(self.wait_s)}"
+        )
+
+
+class Quotas:
+    """All accounts. `clock` gives seconds that never jump (`time.monotonic`)."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._policies = Policies()
+        self._accounts: dict[Name, Account] = {}
+        self._tenants: dict[str, Account] = {}
+        self._keys: dict[str, Account] = {}
+        """By the ids of a key and of those that it has replaced: rotating a key gives nothing new."""
+        self._gone: set[Name] = set()
+        self._asked = False
+
+    # ── what operators decide ──
+
+    def set_policies(self, policies: Policies) -> None:
+        """Hold everybody to these quotas from now on. Cheap where nothing has changed."""
+        if policies is self._policies:
+            return
+        self._policies = policies
+        now, before = self._clock(), self._accounts
+        tenants, keys = dict(self._tenants), dict(self._keys)
+        self._accounts, self._tenants, self._keys = {}, {}, {}
+        for tenant in policies.tenants.values():
+            if _has_rates(tenant.quota):
+                known = tenants.get(tenant.name)
+                self._tenants[tenant.name] = self._open("tenant", tenant.name, tenant.quota, known, now)
+        for key in policies.keys.values():
+            latest = _latest(policies, key)
+            in_use = key.revoked_at is None or latest.revoked_at is None
+            if in_use and _has_rates(latest.quota):
+                known = self._keys.get(latest.id) or keys.get(latest.id) or keys.get(key.id)
+                self._keys[key.id] = self._open("key", latest.id, latest.quota, known, now)
+                self._keys[latest.id] = self._keys[key.id]
+        self._gone = (self._gone | before.keys()) - self._accounts.keys()
+
+    def _open(self, scope: str, name: str, quota: Quota, known: Account | None, now: float) -> Account:
+        if known is None:
+            known = Account(scope, name, quota, now)
+        else:
+            known.set_quota(quota, now)
+            if known.name != name:
+                known.name = name
+                for bucket in known.buckets.values():
+                    bucket.owner, bucket.changed = f"{scope} {name!r}", True
+        self._accounts[(scope, name)] = known
+        return known
+
+    # ── requests ──
+
+    def reserve(
+        self,
+        tenant: str,
+        key_id: str,
+        *,
+        prompt_tokens: int,
+        max_tokens: int,
+        samples: int = 1,
+        may_lower: bool = False,
+    ) -> Reservation | Shortage:
+        """Take what a request may need at most, or nothing.
+
+        `max_tokens` is over all samples. With `may_lower` (its client did not say how long the answer may be)
+        it becomes less, the same for each sample, where less is left.
+        """
+        self._asked = True
+        now = self._clock()
+        buckets = tuple(self._buckets(tenant, key_id, now))
+        if may_lower:
+            max_tokens = _lowered(buckets, prompt_tokens, max_tokens, samples)
+        needed = prompt_tokens + max_tokens
+        short = [bucket for bucket in buckets if bucket.level < (needed if bucket.counts_tokens else 1)]
+        if short:
+            shortages = [Shortage(bucket, needed if bucket.counts_tokens else 1) for bucket in short]
+            return max(shortages, key=lambda shortage: shortage.wait_s)
+        taken = tuple((bucket, bucket.take(needed if bucket.counts_tokens else 1)) for bucket in buckets)
+        return Reservation(taken, prompt_tokens, max_tokens)
+
+    def settle(self, reservation: Reservation, tokens: int) -> None:
+        """It took so many tokens, prompt and output together, and no more than were reserved: the others come
+        back. With 0, it never ran, and was no request either. To be called once."""
+        now = self._clock()
+        unused = max(0, reservation.tokens - tokens)
+        for bucket, number in reservation.taken:
+            bucket.settle(number, unused if bucket.counts_tokens else 0 if tokens else 1, now)
+        if not tokens:
+            reservation.taken = ()
+        reservation.tokens -= unused
+
+    def close(self, reservation: Reservation) -> None:
+        """The row of a settled request has ended: what it took is used. To be called once."""
+        for bucket, _ in reservation.taken:
+            bucket.let_go(reservation.tokens if bucket.counts_tokens else 1)
+        reservation.taken = ()
+
+    def rate_limits(self, tenant: str, key_id: str) -> RateLimits | None:
+        """For the headers of an answer: the tightest limit on requests and that on tokens. None without any
+        limit."""
+        buckets = list(self._buckets(tenant, key_id, self._clock()))
+        if not buckets:
+            return None
+        requests = min((b for b in buckets if not b.counts_tokens), key=_level, default=None)
+        tokens = min((b for b in buckets if b.counts_tokens), key=_level, default=None)
+        return RateLimits(*_figures(requests), *_figures(tokens))
+
+    def usage(self, scope: str, name: str) -> list[LimitUsage]:
+        """How much of its limits a tenant or key uses, for operators."""
+        account = (self._tenants if scope == "tenant" else self._keys).get(name)
+        if account is None:
+            return []
+        now = self._clock()
+        usage = []
+        for bucket in account.buckets.values():
+            bucket.refill(now)
+            capacity = bucket.rate.capacity
+            usage.append(
+                LimitUsage(
+                    limit=bucket.limit,
+                    capacity=math.floor(capacity),
+                    used=math.ceil(capacity - bucket.level),
+                    held=math.ceil(bucket.held),
+                    resets_in_s=bucket.wait_s(capacity),
+                )
+            )
+        return usage
+
+    def _buckets(self, tenant: str, key_id: str, now: float) -> Iterator[Bucket]:
+        for account in (self._tenants.get(tenant), self._keys.get(key_id)):
+            if account is not None:
+                for bucket in account.buckets.values():
+                    bucket.refill(now)
+                    yield bucket
+
+    # ── restarts ──
+
+    def news(self, now: float) -> tuple[list[QuotaLevels], list[Name]]:
+        """What is to be written down at unix time `now`: levels that have changed since the last time, and
+        who has none any more."""
+        monotonic = self._clock()
+        gone, self._gone = list(self._gone), set()
+        changed = [
+            account
+            for account in self._accounts.values()
+            if any(bucket.changed for bucket in account.buckets.values())
+        ]
+        if not changed and self._asked:
+            # Says up to which row of the request log the others are right, so that a start reads few of them.
+            changed = list(self._accounts.values())[:1]
+        self._asked = False
+        return [_levels(account, monotonic, now) for account in changed], gone
+
+    def remember(self) -> None:
+        """What `news` gave was not written: all of it is news again."""
+        for account in self._accounts.values():
+            for bucket in account.buckets.values():
+                bucket.changed = True
+
+    def restore(self, state: QuotaState, now: float) -> None:
+        """Go on at unix time `now` where the last run ended. To be called after the first `set_policies`."""
+        known: dict[Account, QuotaLevels] = {}
+        for levels in state.levels:
+            account = (self._tenants if levels.scope == "tenant" else self._keys).get(levels.name)
+            if account is not None:
+                known[account] = levels
+            if (levels.scope, levels.name) not in self._accounts:
+                self._gone.add((levels.scope, levels.name))
+        used: dict[Account, list[Used]] = {}
+        for one in state.used:
+            for account in (self._tenants.get(one.tenant), self._keys.get(one.key_id)):
+                if account is not None:
+                    used.setdefault(account, []).append(one)
+        for account in self._accounts.values():
+            for limit, bucket in account.buckets.items():
+                level = getattr(known[account], limit) if account in known else None
+                at = now if level is None else known[account].at
+                _replay(bucket, level, at, used.get(account, []), now)
+                bucket.updated_at = self._clock()
+        self.remember()
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it, never too short: "12ms", "8s", "6m0s", "1h0m30s"."""
+    if seconds < 1.0:
+        milliseconds = math.ceil(seconds * 1000.0)
+        return f"{milliseconds}ms" if 0 < milliseconds < 1000 else f"{milliseconds // 1000}s"
+    whole = math.ceil(seconds)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours}h{minutes}m{rest}s"
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+def _has_rates(quota: Quota) -> bool:
+    return any(getattr(quota, limit) is not None for limit in LIMITS)
+
+
+def _latest(policies: Policies, key: KeyRecord) -> KeyRecord:
+    """The key that stands in this one's place after every rotation."""
+    while key.replaced_by is not None and (successor := policies.keys.get(key.replaced_by)) is not None:
+        key = successor
+    return key
+
+
+def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
+    """The most to produce with what is left of every limit on tokens."""
+    left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
+    if prompt_tokens + max_tokens <= left:
+        return max_tokens
+    each = max(LEAST_ANSWER_TOKENS, math.floor(left - prompt_tokens) // samples)
+    return min(max_tokens, each * samples)
+
+
+def _level(bucket: Bucket) -> float:
+    return bucket.level
+
+
+def _figures(bucket: Bucket | None) -> tuple[int, int, float] | tuple[None, None, None]:
+    if bucket is None:
+        return None, None, None
+    capacity = bucket.rate.capacity
+    return math.floor(capacity), max(0, math.floor(bucket.level)), bucket.wait_s(capacity)
+
+
+def _levels(account: Account, monotonic: float, now: float) -> QuotaLevels:
+    settled = {}
+    for limit, bucket in account.buckets.items():
+        bucket.refill(monotonic)
+        bucket.changed = False
+        settled[limit] = bucket.settled
+    return QuotaLevels(scope=account.scope, name=account.name, at=now, **settled)
+
+
+def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used], now: float) -> None:
+    """Bring a bucket from the level that it had at unix time `at` (None: full) to `now`, through what was
+    used meanwhile."""
+    moment = min(at, now)
+    left = bucket.rate.capacity if level is None else level
+    for one in used:
+        # What was reserved before the snapshot is not in its level: taken first, before the level is cut off.
+        if one.at > moment:
+            later = min(one.at, now)
+            left = min(bucket.rate.capacity, left + (later - moment) * bucket.rate.per_s)
+            moment = later
+        left -= one.tokens if bucket.counts_tokens else 1
+    bucket.level = min(bucket.rate.capacity, left + (now - moment) * bucket.rate.per_s)
