@@ -26,7 +26,7 @@ from appliance.messages import ServedModel
 from appliance.models.registry import describe
 from appliance.models.replicas import Launch
 from appliance.rundir import RunDirError, RunDirLock, prepare_directories
-from appliance.settings import Settings, SettingsError
+from appliance.settings import Fault, Place, Settings, SettingsError
 from appliance.switchboard import Switchboard
 from engine.client import ReplicaGroup
 from store.control import ControlStore
@@ -151,9 +151,12 @@ def _describe_models(settings: Settings) -> list[ServedModel]:
             models.append(describe(name, model))
         except OSError as error:
             raise SettingsError(
-                f"models.{name}.folder = {model.folder!r} cannot be used: {error.filename}: "
-                f"{error.strerror}; name the folder of a Hugging Face checkpoint (config.json, "
-                f"tokenizer.json, *.safetensors)"
+                Fault(
+                    place=Place(settings.config_file or "default"),
+                    field=f"models.{name}.folder",
+                    what=f"models.{name}.folder = {model.folder!r} cannot be used: {error.filename}: {error.strerror}",
+                    remedy="name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors)",
+                )
             ) from error
         log.info("model %s: %s (version %s)", name, model.folder, models[-1].version)
     return models

@@ -1,6 +1,6 @@
-"""A box with GPU-like replicas in virtual time: the real ledger and the real engine scheduler, speaking the real
-messages; only the device, the channels' delays and the clients are simulated. Deterministic, and much faster
-than the hours it stands for.
+"""A box with GPU-like replicas in virtual time: the real ledger and the real engine scheduler, speaking the
+real messages; only the device, the channels' delays and the clients are simulated. Deterministic, and much
+faster than the hours it stands for.
 
     box = Box(tenants=[TenantRecord(name="a", created_at=0.0, weight=2.0)])
     box.add_replica(rows=256)

@@ -1,0 +1,163 @@
+"""Takes secrets out of texts that the request log is to keep.
+
+What a text costs is proportional to its length, whatever is in it: each pattern begins at something rare (an
+`@`, a `://`) or is a long word whose beginning tells, and looks at a bounded neighbourhood. So operators add
+beginnings of words (`[log] secret_prefixes`), not regular expressions.
+
+It finds what has the form of a secret. A password in plain prose has none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+KINDS = ("keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards")
+"""What can be taken out."""
+
+_KEY_PREFIXES = (
+    *("ak-", "sk-", "pk-", "rk-", "sk_live_", "sk_test_", "rk_live_", "rk_test_"),
+    *("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "npm_", "pypi-"),
+    *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "ASIA", "AIza", "ya29.", "SG."),
+)
+_PIECE_CHARS = 16 << 10
+_WORD = re.compile(r"[A-Za-z0-9_.~+-]{16,}")
+_SHORTER_WORD = re.compile(r"[A-Za-z0-9_.~+-]{8,}")
+_BEARER = re.compile(r"\b(bearer|basic)([ \t]{1,4})([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/@]{1,256})@")
+_ASSIGNED = re.compile(
+    r"""(pass(?:word|wd|phrase)|secret|token|api[_-]?key|access[_-]?key)"""
+    r"""(["']?[ \t]{0,3}[=:][ \t]{0,3}["']?)([^\s"',;]{6,512})""",
+    re.IGNORECASE,
+)
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----.*?"
+    r"(?:-----END [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----|\Z)",
+    re.DOTALL,
+)
+_BEFORE_AT = re.compile(r"[A-Za-z0-9._%+-]{1,64}")
+_AFTER_AT = re.compile(r"(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b")
+_CARD = re.compile(r"(?<![0-9.-])(?:[0-9][ -]?){12,18}[0-9](?![0-9])")
+
+
+class Redacted(NamedTuple):
+    """A text without its secrets."""
+
+    text: str
+    secrets: int
+    """How many were taken out."""
+
+
+class Redactor:
+    """Takes out the kinds of secrets that it was told."""
+
+    def __init__(self, kinds: Iterable[str] = KINDS[:4], prefixes: Iterable[str] = ()) -> None:
+        """`kinds` of KINDS; `prefixes`: what words begin with that are secrets too.
+
+        Raises ValueError for a kind that there is not.
+        """
+        wanted = set(kinds)
+        if unknown := wanted - set(KINDS):
+            raise ValueError(f"{sorted(unknown)[0]!r} cannot be redacted: there are {', '.join(KINDS)}")
+        own = tuple(prefixes)
+        steps: dict[str, Callable[[str], tuple[str, int]]] = {
+            "passwords": _without_passwords,
+            "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
+            "keys": _without_keys,
+            "emails": _without_emails,
+            "cards": _without_cards,
+        }
+        self._across_lines = "private_keys" in wanted
+        self._steps = [step for kind, step in steps.items() if kind in wanted]
+        if own:
+            self._steps.append(lambda text: _without_words(text, _SHORTER_WORD, own, "[secret redacted]"))
+
+    def redact(self, text: str) -> Redacted:
+        """The text with each secret replaced by a word in brackets that says what it was."""
+        kept: list[str] = []
+        total = 0
+        if self._across_lines:
+            text, total = _without_private_keys(text)
+        for piece in _pieces(text):
+            for step in self._steps:
+                piece, count = step(piece)
+                total += count
+            kept.append(piece)
+        return Redacted("".join(kept), total)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text in parts that end with a line: no step but that of private keys looks over its end, and
+    between two calls of the regular expression engine other threads have their turn."""
+    begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)
+        yield text[begin:end]
+        begin = end
+
+
+def _without_private_keys(text: str) -> tuple[str, int]:
+    return _PRIVATE_KEY.subn("[private key redacted]", text)
+
+
+def _without_keys(text: str) -> tuple[str, int]:
+    return _without_words(text, _WORD, _KEY_PREFIXES, "[key redacted]")
+
+
+def _without_words(text: str, words: re.Pattern[str], prefixes: tuple[str, ...], put: str) -> tuple[str, int]:
+    count = 0
+
+    def replaced(match: re.Match[str]) -> str:
+        nonlocal count
+        word = match[0]
+        # A JSON Web Token is three words with dots between; the first is JSON, and begins with {".
+        if not word.startswith(prefixes) and not (word.startswith("eyJ") and word.count(".") == 2):
+            return word
+        count += 1
+        return put
+
+    return words.sub(replaced, text), count
+
+
+def _without_passwords(text: str) -> tuple[str, int]:
+    text, in_urls = _URL_PASSWORD.subn(r"\1[password redacted]@", text)
+    text, assigned = _ASSIGNED.subn(r"\1\2[password redacted]", text)
+    return text, in_urls + assigned
+
+
+def _without_emails(text: str) -> tuple[str, int]:
+    pieces: list[str] = []
+    count = taken = 0
+    at = text.find("@")
+    while at >= 0:
+        # Backwards from the @, so that nothing is looked at twice.
+        before = _BEFORE_AT.match(text[max(taken, at - 64) : at][::-1])
+        after = _AFTER_AT.match(text, at + 1)
+        if before is not None and after is not None:
+            pieces += (text[taken : at - before.end()], "[e-mail redacted]")
+            taken = after.end()
+            count += 1
+        at = text.find("@", at + 1)
+    return "".join([*pieces, text[taken:]]), count
+
+
+def _without_cards(text: str) -> tuple[str, int]:
+    count = 0
+
+    def replaced(match: re.Match[str]) -> str:
+        nonlocal count
+        digits = [int(character) for character in match[0] if character.isdigit()]
+        if not _luhn(digits):
+            return match[0]
+        count += 1
+        return "[card number redacted]"
+
+    return _CARD.sub(replaced, text), count
+
+
+def _luhn(digits: list[int]) -> bool:
+    doubled = [
+        digit if place % 2 == 0 else digit * 2 - 9 * (digit > 4) for place, digit in enumerate(digits[::-1])
+    ]
+    return sum(doubled) % 10 == 0
