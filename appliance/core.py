@@ -154,8 +154,10 @@ def _describe_models(settings: Settings) -> list[ServedModel]:
                 Fault(
                     place=Place(settings.config_file or "default"),
                     field=f"models.{name}.folder",
-                    what=f"models.{name}.folder = {model.folder!r} cannot be used: {error.filename}: {error.strerror}",
-                    remedy="name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors)",
+                    what=f"models.{name}.folder = {model.folder!r} cannot be used: "
+                    f"{error.filename}: {error.strerror}",
+                    remedy="name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
+                    "*.safetensors)",
                 )
             ) from error
         log.info("model %s: %s (version %s)", name, model.folder, models[-1].version)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from appliance.watch.findings import Finding
 from appliance.watch.quantities import of_bytes
-from store.evidence import verify_audit
 from store.database import open_readonly
 from store.errors import StoreError
+from store.evidence import verify_audit
 from store.migrations import Schema
 from store.requests import RequestFilter, RequestReader
 from store.schemas import CONTROL, HISTORY
