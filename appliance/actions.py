@@ -7,12 +7,12 @@ holds what each one does.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from appliance.protocol import AuditHead, Contents, Done, Key, NewKey, Tenant
+from appliance.protocol import AuditHead, Contents, Done, DrainStatus, Key, NewKey, Reloaded, Tenant
 
 Danger = Literal["none", "confirm", "typed"]
 
@@ -165,6 +165,28 @@ class UnmapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """As uid:1000 or gid:100."""
 
 
+class DrainService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Take nothing new, and finish what was accepted."""
+
+    model: str | None = None
+    """Only this model; null: the whole service."""
+    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 120.0
+    """What still runs after so many seconds is ended with an error."""
+    queue: bool = False
+    """Let new requests wait until service is resumed, instead of refusing them."""
+
+
+class ResumeService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Leave off or end a drain: take requests again, those that waited first."""
+
+    model: str | None = None
+    """As it was drained."""
+
+
+class ReloadConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Read the settings files again and apply what changed."""
+
+
 class CancelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """End a request now; its client gets an error."""
 
@@ -214,6 +236,9 @@ ACTIONS: tuple[Action, ...] = (
     Action("keys.revoke", "Revoke a key", "confirm", RevokeKey, Done),
     Action("peers.map", "Map a user or group", "none", MapPeer, Done),
     Action("peers.unmap", "Unmap", "confirm", UnmapPeer, Done),
+    Action("drain", "Drain", "confirm", DrainService, DrainStatus),
+    Action("resume", "Resume", "none", ResumeService, Done),
+    Action("config.reload", "Reload the settings", "none", ReloadConfig, Reloaded),
     Action("requests.cancel", "Cancel a request", "confirm", CancelRequest, Done),
     Action("requests.show", "Show a request's prompts and answers", "none", ShowContents, Contents),
     Action("backup", "Take a backup", "none", BeginBackup, AuditHead),

@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from appliance.actions import CancelRequest, CreateKey, RevokeKey, action_of
-from appliance.protocol import Done, ErrorBody, InFlight, Key, NewKey, Peer, Status, Tenant
+from appliance.actions import CancelRequest, CreateKey, DrainService, ResumeService, RevokeKey, action_of
+from appliance.protocol import (
+    Configuration,
+    Done,
+    DrainStatus,
+    ErrorBody,
+    InFlight,
+    Key,
+    NewKey,
+    Peer,
+    Status,
+    Tenant,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -81,6 +92,10 @@ class AdminClient:
         """Users and groups of the box that need no key."""
         return self._call("GET", "/peers", list[Peer])
 
+    def configuration(self) -> Configuration:
+        """The settings that hold, and where each was said."""
+        return self._call("GET", "/config", Configuration)
+
     def create_key(self, name: str, tenant: str = "default", expires_at: float | None = None) -> NewKey:
         """Make a bearer key; its secret is in the answer and nowhere else."""
         return self._expect(CreateKey(name=name, tenant=tenant, expires_at=expires_at), NewKey)
@@ -88,6 +103,14 @@ class AdminClient:
     def revoke_key(self, key_id: str) -> Done:
         """Make a key worthless, for good."""
         return self._expect(RevokeKey(id=key_id), Done)
+
+    def drain(self, drain: DrainService) -> DrainStatus:
+        """Begin a drain; `status().drains` tells how it gets on."""
+        return self._expect(drain, DrainStatus)
+
+    def resume(self, resume: ResumeService) -> Done:
+        """Leave off or end a drain."""
+        return self._expect(resume, Done)
 
     def cancel_request(self, request_id: str) -> Done:
         """End a request now."""

@@ -7,9 +7,11 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import os
 import resource
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,16 +20,16 @@ from pathlib import Path
 from appliance.admin.callers import Doorkeeper, keys_of
 from appliance.admin.operations import Operations
 from appliance.admin.server import AdminServer
-from appliance.fronts import Dealer
 from appliance.identities import IdentityTable
-from appliance.listeners import Listener, ListenError, bind_tcp, bind_unix
+from appliance.listeners import Doors, ListenError
 from appliance.logs import configure_logging
-from appliance.messages import ServedModel
-from appliance.models.registry import describe
 from appliance.models.replicas import Launch
+from appliance.notifier import Notifier
+from appliance.reload import Applier, Reloader, describe_models
 from appliance.rundir import RunDirError, RunDirLock, prepare_directories
-from appliance.settings import Fault, Place, Settings, SettingsError
+from appliance.settings import Flags, Loaded, Settings, SettingsError, read_settings
 from appliance.switchboard import Switchboard
+from appliance.systemd import Manager
 from engine.client import ReplicaGroup
 from store.control import ControlStore
 from store.errors import StoreError
@@ -38,29 +40,44 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 
-def run(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit code. Must be called on the main thread."""
+def run(flags: Flags) -> int:
+    """Serve until SIGTERM or SIGINT; the process's exit code: 0, 1, or 78 for settings that cannot be used
+    (sysexits' EX_CONFIG, so that a service manager need not try again). Must be called on the main thread."""
     import uvloop
 
-    configure_logging(settings.log_level)
+    def read() -> Loaded:
+        return read_settings(flags)
+
     try:
+        loaded = read()
+        configure_logging(loaded.settings.log_level)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings))
-    except (SettingsError, RunDirError, ListenError, StoreError) as error:
+            runner.run(serve(loaded, reread=read, manager=Manager()))
+    except SettingsError as error:
+        print(f"appliance: {error}", file=sys.stderr)
+        return os.EX_CONFIG
+    except (RunDirError, ListenError, StoreError) as error:
         log.error("%s", error)
         return 1
     return 0
 
 
 async def serve(
-    settings: Settings, *, launch: Launch = ReplicaGroup.launch, front_module: str = "appliance.front"
+    loaded: Loaded,
+    *,
+    reread: Callable[[], Loaded],
+    manager: Manager,
+    launch: Launch = ReplicaGroup.launch,
+    front_module: str = "appliance.front",
 ) -> None:
-    """Be the service of `settings.run_dir` until SIGTERM or SIGINT, which drain it; a second one hurries.
+    """Be the service of the settings' run directory until SIGTERM or SIGINT, which drain it; a second one
+    hurries. SIGHUP applies what `reread` finds.
 
-    Raises RunDirError, SettingsError, ListenError or a StoreError when it cannot start. `launch` and
-    `front_module` say what replicas and fronts are made of.
+    Raises RunDirError, SettingsError, ListenError or a StoreError when it cannot start. `manager` is the
+    service manager that started the process; `launch` and `front_module` say what replicas and fronts are
+    made of.
     """
-    started_at = time.time()
+    started_at, settings = time.time(), loaded.settings
     stop, hurry = _signals()
     _raise_descriptor_limit()
     with contextlib.ExitStack() as held:
@@ -76,28 +93,73 @@ async def serve(
         request_log = RequestLog(history)
         request_log.seal_open_rows("the service ended without a word").add_done_callback(_say_sealed)
 
+        identities = IdentityTable(lambda: control.policies, settings.unix)
         switchboard = Switchboard(
             settings,
-            _describe_models(settings),
+            describe_models(settings),
             rows=request_log,
             salt=cache_salts(control),
             clock=time.time,
-            identities=IdentityTable(lambda: control.policies, settings.unix),
+            identities=identities,
             launch=launch,
             front_module=front_module,
         )
-        listeners = _listen(settings, switchboard.dealer, held)
-        admin = AdminServer(settings.admin_socket, settings.unix.admin_mode)
-        operations = Operations(settings, switchboard, control, history, [*listeners, admin], started_at)
-        await admin.start(operations, Doorkeeper(settings.admin, keys_of(control)))
+        doors = Doors(manager.sockets, settings, switchboard.dealer)
+        held.callback(doors.close)
+        doorkeeper = Doorkeeper(settings.admin, keys_of(control))
+        admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, doors.admin)
+        reloader = Reloader(
+            loaded, reread, switchboard, doors, _appliers(switchboard, identities, doorkeeper, admin)
+        )
+        operations = Operations(switchboard, control, history, reloader, doors, admin, started_at)
+        await admin.start(operations, doorkeeper)
+        notifier = Notifier(manager, switchboard, lambda: max(control.stalled_s, history.stalled_s))
+        held.callback(notifier.close)
         try:
-            switchboard.start(listeners)
+            switchboard.start(doors.listeners)
+            notifier.start()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, operations.hang_up)
             await stop.wait()
-            log.info("stopping: running requests get %g s", settings.drain_grace_s)
+            log.info("stopping: running requests get %g s", switchboard.settings.drain_grace_s)
         finally:
-            await switchboard.drain(settings.drain_grace_s, hurry)
+            notifier.begin_stop()
+            await switchboard.stop(hurry)
             await admin.stop()
     log.info("stopped")
+
+
+def _appliers(
+    switchboard: Switchboard, identities: IdentityTable, doorkeeper: Doorkeeper, admin: AdminServer
+) -> dict[str, Applier]:
+    """What a reload does for each top-level setting that has changed. Most are read when they are needed."""
+
+    def unix(settings: Settings) -> None:
+        identities.unix = settings.unix
+        switchboard.tell_identities()
+        admin.change(settings.unix.admin_mode, doorkeeper.gid)
+
+    def operators(settings: Settings) -> None:
+        doorkeeper.configure(settings.admin)
+        admin.change(settings.unix.admin_mode, doorkeeper.gid)
+
+    def queue(settings: Settings) -> None:
+        switchboard.ledger.set_rules(settings.queue)
+
+    def nothing(settings: Settings) -> None:
+        pass
+
+    return {
+        "fronts": lambda settings: switchboard.set_fronts(settings.fronts),
+        "drain_grace_s": nothing,
+        "drain_notice_s": nothing,
+        "hang_timeout_s": lambda settings: switchboard.set_timeouts(),
+        "load_timeout_s": lambda settings: switchboard.set_timeouts(),
+        "log_level": lambda settings: logging.getLogger().setLevel(settings.log_level.upper()),
+        "unix": unix,
+        "admin": operators,
+        "queue": queue,
+        "limits": nothing,  # fronts are told of any that are new
+    }
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -142,38 +204,6 @@ def cache_salts(control: ControlStore) -> Callable[[str], str]:
         return hmac.new(secret, owner.encode(), hashlib.sha256).hexdigest()[:32]
 
     return salt
-
-
-def _describe_models(settings: Settings) -> list[ServedModel]:
-    models = []
-    for name, model in settings.models.items():
-        try:
-            models.append(describe(name, model))
-        except OSError as error:
-            raise SettingsError(
-                Fault(
-                    place=Place(settings.config_file or "default"),
-                    field=f"models.{name}.folder",
-                    what=f"models.{name}.folder = {model.folder!r} cannot be used: "
-                    f"{error.filename}: {error.strerror}",
-                    remedy="name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
-                    "*.safetensors)",
-                )
-            ) from error
-        log.info("model %s: %s (version %s)", name, model.folder, models[-1].version)
-    return models
-
-
-def _listen(settings: Settings, dealer: Dealer, held: contextlib.ExitStack) -> list[Listener]:
-    """The API's sockets, which end with `held`."""
-    listeners = [Listener("api", bind_unix(settings.api_socket, settings.unix.api_mode), dealer)]
-    held.callback(listeners[0].close)
-    if (address := settings.address()) is not None:
-        listeners.append(Listener("tcp", bind_tcp(*address), dealer))
-        held.callback(listeners[1].close)
-    for listener in listeners:
-        log.info("%s listens on %s", listener.name, listener.address)
-    return listeners
 
 
 def _say_sealed(sealed: Future[int]) -> None:

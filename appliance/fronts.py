@@ -91,9 +91,9 @@ class Front:
         self.restarts = 0
         self.last_error = ""
         self._events = events
-        self._hang_timeout_s = hang_timeout_s
+        self.hang_timeout_s = hang_timeout_s
         self._module = module
-        self._log_level = log_level
+        self.log_level = log_level
         self._backoff = Backoff()
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -126,6 +126,11 @@ class Front:
         return self._report.problems if self._report is not None else {}
 
     @property
+    def configured(self) -> int:
+        """The last configuration that it said it has taken in."""
+        return self._report.configured if self._report is not None else 0
+
+    @property
     def _silent_s(self) -> float:
         return time.monotonic() - self._last_sign
 
@@ -144,7 +149,7 @@ class Front:
                     *module_command(self._module),
                     *("--channel", str(theirs.fileno())),
                     *("--name", self.name),
-                    *("--log-level", self._log_level),
+                    *("--log-level", self.log_level),
                 ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -218,7 +223,7 @@ class Front:
 
     def check(self) -> None:
         """Kill it if it hangs. To be called about once a second."""
-        if self.state == "ready" and self._silent_s > self._hang_timeout_s:
+        if self.state == "ready" and self._silent_s > self.hang_timeout_s:
             self.kill(f"it gave no sign of life for {self._silent_s:.0f} s")
 
     def _message(self, message: FrontToCore) -> None:
@@ -292,7 +297,7 @@ class Front:
             status.detail = f"silent for {self._silent_s:.0f} s: it gets no connections"
         report = self._report
         if report is not None:
-            for field in report.__struct_fields__:
+            for field in set(report.__struct_fields__) & set(status.__struct_fields__):
                 setattr(status, field, getattr(report, field))
             if report.tokens:
                 status.cpu_us_per_token = report.cpu_seconds * 1e6 / report.tokens

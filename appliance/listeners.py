@@ -1,6 +1,9 @@
-"""The API's listening sockets. The core accepts and deals each connection to a front.
+"""The listening sockets, and who reads them. The core accepts on the API's and deals each connection to a
+front.
 
-While no front takes connections the listener is not read: clients wait in its backlog, nobody is turned away.
+While no front takes connections a listener is not read: clients wait in its backlog, nobody is turned away.
+Sockets that the service manager opened outlive the service: who connects between two lives of it waits for
+the next.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from appliance.fronts import Dealer
 from appliance.messages import Connection
 from appliance.protocol import SocketStatus
 from appliance.rundir import remove_socket
+from appliance.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +45,7 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
         remove_socket(path)
         sock.bind(str(path))
         # Nobody can connect before listen(), so the mode is never wider than asked for.
-        if gid is not None:
-            _give(path, gid)
-        os.chmod(path, int(mode, 8))
+        set_access(path, mode, gid)
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
@@ -77,18 +79,23 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _give(path: Path, gid: int) -> None:
-    try:
-        os.chown(path, -1, gid)
-    except PermissionError:
-        log.warning("%s cannot be given to group %d: the service's user is not in it", path, gid)
+def set_access(path: Path, mode: str, gid: int | None) -> None:
+    """Give the socket to a group, if this process may do that, and set its file mode (octal)."""
+    if gid is not None:
+        try:
+            os.chown(path, -1, gid)
+        except PermissionError:
+            log.warning("%s cannot be given to group %d: the service's user is not in it", path, gid)
+    os.chmod(path, int(mode, 8))
 
 
 class Listener:
     """One listening socket whose connections go to the dealer. Takes the socket over."""
 
-    def __init__(self, name: str, sock: socket.socket, dealer: Dealer) -> None:
+    def __init__(self, name: str, sock: socket.socket, dealer: Dealer, *, lasting: bool = False) -> None:
+        """`lasting`: the service manager made the socket, and keeps it when the service ends."""
         self.name = name
+        self.lasting = lasting
         self.accepted = 0
         self._sock = sock
         self._kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
@@ -97,11 +104,12 @@ class Listener:
         self._dealer = dealer
         self._reading = False
         self._pause: asyncio.TimerHandle | None = None
+        self._stopping = False
         self.closed = False
 
     def update(self) -> None:
         """Read the socket if a front takes connections, else leave them in the backlog."""
-        wanted = not self.closed and self._pause is None and self._dealer.open
+        wanted = not (self.closed or self._stopping) and self._pause is None and self._dealer.open
         if wanted != self._reading:
             self._reading = wanted
             loop = asyncio.get_running_loop()
@@ -110,15 +118,22 @@ class Listener:
             else:
                 loop.remove_reader(self._sock.fileno())
 
+    def begin_stop(self) -> None:
+        """A socket that outlives the service is read no more: who connects waits for the next one. On its own
+        sockets the service goes on answering."""
+        if self.lasting:
+            self._stopping = True
+            self.update()
+
     def close(self) -> None:
-        """Stop listening and remove the socket's file."""
+        """Stop listening, and remove the socket's file if it is the service's own."""
         if self.closed:
             return
         self.closed = True
         if self._pause is not None:
             self._pause.cancel()
         self.update()
-        if self._path is not None:
+        if self._path is not None and not self.lasting:
             remove_socket(self._path)
         self._sock.close()
 
@@ -158,3 +173,95 @@ def _address(name: str | tuple[object, ...]) -> str:
         host, port = name[:2]
         return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
     return name
+
+
+class Doors:
+    """The service's sockets: those that the service manager opened for it, and its own."""
+
+    def __init__(self, given: list[socket.socket], settings: Settings, dealer: Dealer) -> None:
+        """Sort what was given and open what is missing. Raises ListenError."""
+        self.listeners: list[Listener] = []
+        """Of the API."""
+        self.admin: socket.socket | None = None
+        """The operators' socket, if it was given."""
+        self._dealer = dealer
+        try:
+            for sock in given:
+                self._sort(sock, settings)
+            if not any(listener.name == "api" for listener in self.listeners):
+                self._add("api", bind_unix(settings.api_socket, settings.unix.api_mode))
+            if (opened := self._bind(settings)) is not None:
+                self._add("tcp", opened)
+        except ListenError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop listening. The operators' socket is the admin server's to close."""
+        for listener in self.listeners:
+            listener.close()
+
+    def prepare(self, settings: Settings) -> socket.socket | None:
+        """Open the address that `settings` name and the present ones do not, if there is one: `change` takes
+        it. Raises ListenError; nothing has changed then."""
+        return self._bind(settings)
+
+    def change(self, settings: Settings, opened: socket.socket | None) -> None:
+        """Listen where `settings` say, in their modes. Connections that exist go on."""
+        wanted = settings.address()
+        for listener in [one for one in self.listeners if one.name == "tcp" and not one.lasting]:
+            if wanted is None or not _listens(listener.address, wanted):
+                listener.close()
+                self.listeners.remove(listener)
+                log.info("tcp does not listen on %s any more", listener.address)
+        if opened is not None:
+            self._add("tcp", opened).update()
+        for listener in self.listeners:
+            if listener.name == "api" and not listener.lasting:
+                os.chmod(listener.address, int(settings.unix.api_mode, 8))
+
+    def _add(self, name: str, sock: socket.socket, *, lasting: bool = False) -> Listener:
+        listener = Listener(name, sock, self._dealer, lasting=lasting)
+        self.listeners.append(listener)
+        by = " (opened by the service manager)" if lasting else ""
+        log.info("%s listens on %s%s", name, listener.address, by)
+        return listener
+
+    def _bind(self, settings: Settings) -> socket.socket | None:
+        wanted = settings.address()
+        if wanted is None or any(
+            listener.name == "tcp" and _listens(listener.address, wanted) for listener in self.listeners
+        ):
+            return None
+        return bind_tcp(*wanted)
+
+    def _sort(self, sock: socket.socket, settings: Settings) -> None:
+        name = sock.getsockname()
+        if sock.type != socket.SOCK_STREAM or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise ListenError(
+                f"the service manager gave {name!r}, which does not listen for connections: use ListenStream="
+            )
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            self._add("tcp", sock, lasting=True)
+            return
+        known = {str(settings.api_socket): "api", str(settings.admin_socket): "admin"}
+        if name not in known:
+            raise ListenError(
+                f"the service manager gave {name}, and the service's sockets are {' and '.join(known)}: make "
+                f"ListenStream= and run_dir agree"
+            )
+        if known[name] == "api":
+            self._add("api", sock, lasting=True)
+        else:
+            self.admin = sock
+
+
+def _listens(address: str, wanted: tuple[str, int]) -> bool:
+    """Whether a listener on `address` is the one that is wanted; a port of 0 is any."""
+    host, port = wanted
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+    except OSError:
+        return False
+    return address == _address(found) or (port == 0 and address.rpartition(":")[0] == _address(found)[:-2])

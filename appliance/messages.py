@@ -97,12 +97,17 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """First to a front, and again whenever the served models change."""
 
     front: str
+    serial: int = 0
+    """Counts up; the front reports the last one that it has taken in."""
     models: list[ServedModel]
     limits: Limits
     ready: bool
     """Whether at least one replica of each model answers: what `/health/ready` says."""
     reason: str = ""
     """Why it is not ready, in words."""
+    silent: dict[str, str] = {}
+    """The models that do not answer, and why: what `/health/ready?model=NAME` says."""
+    log_level: str = "info"
     retries: RetryRules = RetryRules()
 
 
@@ -344,6 +349,8 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """What these take."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name: a tokenizer that cannot be read."""
+    configured: int = 0
+    """`serial` of the last `Configure` that holds for whoever asks this front."""
 
 
 CoreToFront = (

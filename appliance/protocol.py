@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from store.policies import Quota
@@ -46,7 +48,8 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
 
     name: str
     state: str
-    """"starting", "loading", "ready", "restarting", "failed" or "stopped"."""
+    """"starting", "loading", "ready", "draining" (finishes what it has), "restarting", "failed" or
+    "stopped"."""
     detail: str = ""
     """The state in words, e.g. "loading weights 43%"."""
     fraction: float | None = None
@@ -107,12 +110,62 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     created: int
     """Unix seconds."""
     state: str
-    """"ready" (apps get answers), "loading", "restarting" or "failed" (apps are refused at once)."""
+    """"ready" (apps get answers), "loading", "restarting", or (apps are refused at once) "failed", "draining"
+    or "drained"."""
     detail: str = ""
     """The state in words; of a failed model, why."""
     max_model_len: int = 0
     queued: int = 0
     replicas: list[ReplicaStatus] = []
+
+
+class Configuration(msgspec.Struct, kw_only=True):
+    """Settings as they hold, and where each was said."""
+
+    files: list[str]
+    """Those that were read, in order."""
+    settings: dict[str, Any]
+    """As in the files, complete."""
+    places: dict[str, str]
+    """By setting: FILE:LINE, a flag of the command line, or "default"."""
+
+
+class Reloaded(msgspec.Struct, kw_only=True):
+    """What a reload of the settings did."""
+
+    changed: list[str]
+    """Settings that are others now, with the old and the new value."""
+    models: list[str]
+    """What that means for models: what loads, is replaced or goes."""
+    at_restart: list[str]
+    """Settings that differ in the files and hold only after a restart."""
+
+
+class DrainStatus(msgspec.Struct, kw_only=True):
+    """One drain, from its beginning until service is resumed."""
+
+    model: str | None
+    """Of which it is; null: of the whole service."""
+    state: str
+    """"announced" (not ready, but still taking), "draining" or "drained" (nothing runs)."""
+    grace_s: float
+    """What still runs then is ended."""
+    queue: bool
+    """New requests wait until service is resumed, instead of being refused."""
+    started_at: float
+    """Unix seconds."""
+    elapsed_s: float
+    running: int
+    queued: int
+    """Requests that it waits for: those that run, and those that waited when it began."""
+    held: int
+    """New requests that wait until service is resumed."""
+    tokens_left: int
+    """Output tokens that these are expected to take yet, by what answers took lately."""
+    eta_s: float | None = None
+    """Until they have ended, by the measured rates; null while nothing was measured."""
+    ended: int = 0
+    """Requests that were ended when the grace was over."""
 
 
 class ClassStatus(msgspec.Struct, kw_only=True):
@@ -226,7 +279,7 @@ class Status(msgspec.Struct, kw_only=True):
     """Unix seconds."""
     uptime_s: float
     state: str
-    """"starting", "ready", "degraded" (something does not answer) or "draining"."""
+    """"starting", "ready", "degraded" (something does not answer), "draining" or "drained"."""
     reason: str = ""
     """Why it is not ready."""
     config_file: str
@@ -239,6 +292,7 @@ class Status(msgspec.Struct, kw_only=True):
     databases: list[DatabaseStatus]
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
     problems: list[Problem]
+    drains: list[DrainStatus] = []
 
 
 class InFlight(msgspec.Struct, kw_only=True):

@@ -7,13 +7,15 @@ may ask, and hands each word on a request to the ledger. It decides nothing itse
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
+from appliance.drain import STOPPING, Drain, DrainError, Drains
 from appliance.fronts import Dealer, Front
 from appliance.identities import IdentityTable, changes
 from appliance.listeners import Listener
@@ -33,7 +35,7 @@ from appliance.messages import (
     ServedModel,
     Settle,
 )
-from appliance.models.registry import describe
+from appliance.models.fleet import Fleet
 from appliance.models.replicas import Launch, Replica
 from appliance.problems import Problems
 from appliance.settings import Settings
@@ -47,8 +49,11 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _ENGINE_CANCEL_S = 2.0
+_ANNOUNCE_S = 2.0
+"""A front that has not said by then that it knows is busy, or dying."""
+_CLOSE_S = 1.0
 _LAST_WORDS_S = 3.0
-"""For a front to tell its clients that their requests were aborted."""
+"""For fronts to close their connections, and the most that it may take."""
 
 
 class Switchboard:
@@ -67,7 +72,6 @@ class Switchboard:
         front_module: str = "appliance.front",
     ) -> None:
         self.problems = Problems()
-        self.models = {model.name: model for model in models}
         self.ledger = Ledger(
             send=self._send,
             rows=rows,
@@ -75,85 +79,89 @@ class Switchboard:
             clock=clock,
             rules=settings.queue,
         )
-        for model in models:
-            self.ledger.add_model(model.name, model.version)
-        hang_timeout_s = settings.hang_timeout_s
-        self.fronts = [
-            Front(
-                number,
-                self,
-                hang_timeout_s=hang_timeout_s,
-                log_level=settings.log_level,
-                module=front_module,
-            )
-            for number in range(settings.fronts)
-        ]
-        self.replicas = [
-            Replica(
-                name,
-                model.spec(f"{name}-{number}"),
-                self,
-                run_dir=Path(settings.run_dir),
-                hang_timeout_s=hang_timeout_s,
-                load_timeout_s=settings.load_timeout_s,
-                launch=launch,
-            )
-            for name, model in settings.models.items()
-            for number in range(model.replicas)
-        ]
+        self.fleet = Fleet(
+            settings,
+            models,
+            ledger=self.ledger,
+            events=self,
+            problems=self.problems,
+            tell=self.tell_configuration,
+            launch=launch,
+        )
+        self.settings = settings
+        self.fronts: list[Front] = []
         self.dealer = Dealer(self.fronts)
         self.claims = Claims(time.monotonic, settings.idempotency.keep_s)
         self.listeners: list[Listener] = []
-        self.draining = False
-        self._limits = settings.limits
-        self._retry_rules = settings.idempotency
-        self._model_settings = settings.models
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.drains = Drains(self)
+        self.stopping: Drain | None = None
+        """The service's own drain, once it was told to stop."""
         self._identities = identities
         self._told_identities: Identities | None = None
         self._told_policies: Policies | None = None
-        self._told_models: tuple[list[ServedModel], str] | None = None
+        self._told: Configure | None = None
+        self._serial = 0
         self._by_name: dict[str, Front] = {}
         self._tick_timer: asyncio.TimerHandle | None = None
+        self._front_module = front_module
+        self._leaving: set[Front] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.set_fronts(settings.fronts)
+
+    @property
+    def models(self) -> dict[str, ServedModel]:
+        """The served models, as fronts know them."""
+        return self.fleet.models
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Of all models."""
+        return self.fleet.replicas
 
     # ── start and stop ──
 
     def start(self, listeners: list[Listener]) -> None:
         """Start every process; connections are taken as soon as a front is ready."""
         self.listeners = listeners
-        self._tell_models()
+        self.tell_configuration()
         # Replicas first: theirs is the longer way.
-        for replica in self.replicas:
-            replica.start()
+        self.fleet.start()
         for front in self.fronts:
             front.start()
         self._tick()
 
-    async def drain(self, grace_s: float, hurry: asyncio.Event) -> None:
-        """Take nothing new, let what runs finish within the grace (or until `hurry`), then end everything.
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """Drain the service (until `hurry`), then end everything. What comes meanwhile is refused; on sockets
+        that outlive the service it waits for its successor.
 
         Afterwards every process is gone and every request has ended.
         """
-        self.draining = True
-        self.ledger.close(None, "the service is stopping")
+        settings = self.settings
+        self.drains.leave_off()
+        self.stopping = Drain(
+            self,
+            None,
+            why=STOPPING,
+            grace_s=settings.drain_grace_s,
+            notice_s=settings.drain_notice_s,
+            hurry=hurry,
+        )
+        for listener in self.listeners:
+            listener.begin_stop()
+        await self.stopping.run()
         for listener in self.listeners:
             listener.close()
-        self._tell_models()
         for front in self.fronts:
-            front.begin_stop(grace_s)
+            front.begin_stop(_CLOSE_S)
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
-        await _first_of(ended, hurry, grace_s)
-        if not ended.done():
-            if aborted := self.ledger.abort_all("the service is stopping"):
-                log.warning("%d requests did not finish in time", aborted)
-            await _first_of(ended, None, _LAST_WORDS_S)
+        await asyncio.wait([ended], timeout=_LAST_WORDS_S)
         for front in self.fronts:
             if front.pid is not None:
                 log.warning("%s (pid %d) did not end in time: killed", front.name, front.pid)
                 front.kill("it did not end in time")
         await ended
         await self._until_counted(1.0)
-        await asyncio.gather(*(replica.stop(2.0) for replica in self.replicas))
+        await self.fleet.stop()
         if self._tick_timer is not None:
             self._tick_timer.cancel()
         if len(self.ledger):
@@ -170,8 +178,7 @@ class Switchboard:
         self.ledger.expire()
         for front in self.fronts:
             front.check()
-        for replica in self.replicas:
-            replica.check()
+        self.fleet.check()
         self.update_listeners()
         self.tell_identities()
 
@@ -197,17 +204,52 @@ class Switchboard:
 
     def readiness(self) -> str:
         """Why not every model answers; empty when all do."""
-        if self.draining:
-            return "the service is stopping"
-        waits = []
-        for name in self.models:
-            replicas = [replica for replica in self.replicas if replica.model == name]
-            if not any(replica.account for replica in replicas):
-                states = ", ".join(f"{replica.name} is {replica.word}" for replica in replicas)
-                waits.append(f"model {name!r} does not answer ({states})")
-            elif problem := self.front_trouble(name):
-                waits.append(f"model {name!r} does not answer ({problem})")
-        return "; ".join(waits)
+        return self._closed() or "; ".join(filter(None, map(self.silence, self.models)))
+
+    def started(self) -> bool:
+        """Whether what the service is for is there: a front, and every pinned model."""
+        fronts = any(front.state == "ready" for front in self.fronts)
+        return fronts and not any(map(self.silence, self.fleet.pinned()))
+
+    def loading(self) -> bool:
+        """Whether a pinned model is on its way: starting or loading, and not given up for now."""
+        pinned = set(self.fleet.pinned())
+        return any(r.model in pinned and r.state in ("starting", "loading") for r in self.replicas)
+
+    def headline(self) -> str:
+        """The service in a line, as `systemctl status` shows it."""
+        figures = self.ledger.figures()
+        work = f"{figures.running} requests run, {figures.waiting} wait"
+        closing = self.stopping or self.drains.of(None)
+        if closing is not None:
+            return f"{closing.state_word}: {work}"
+        loading = [
+            f"{replica.name} {replica.detail or replica.state}"
+            for replica in self.replicas
+            if replica.state in ("starting", "loading")
+        ]
+        if reason := self.readiness():
+            return f"loading: {', '.join(loading)}" if loading else f"not ready: {reason}"
+        models = f"{len(self.models)} model{'s' if len(self.models) != 1 else ''}"
+        return f"ready: {models}, {work}"
+
+    def silence(self, model: str) -> str:
+        """Why the model does not answer; empty when it does."""
+        if drain := self.drains.of(model):
+            return f"model {model!r} is {drain.state_word}"
+        replicas = self.fleet.of(model)
+        if not any(replica.account for replica in replicas):
+            states = ", ".join(f"{replica.name} is {replica.word}" for replica in replicas)
+            return f"model {model!r} does not answer ({states or 'it has no replica now'})"
+        problem = self.front_trouble(model)
+        return f"model {model!r} does not answer ({problem})" if problem else ""
+
+    def _closed(self) -> str:
+        """Why nothing new is taken at all; empty if it is."""
+        if self.stopping is not None:
+            return STOPPING
+        drain = self.drains.of(None)
+        return f"the service is {drain.state_word}" if drain is not None else ""
 
     def front_trouble(self, model: str) -> str:
         """Why a front cannot serve the model; empty when all can."""
@@ -217,33 +259,119 @@ class Switchboard:
                 troubled.setdefault(front.problems[model], []).append(front.name)
         return "; ".join(f"{', '.join(names)}: {why}" for why, names in troubled.items())
 
-    def _tell_models(self) -> None:
-        reason = self.readiness()
-        if (known := (list(self.models.values()), reason)) == self._told_models:
-            return
-        if self._told_models is not None and bool(self._told_models[1]) != bool(reason):
-            log.info("not ready: %s", reason) if reason else log.info("ready: every model answers")
-        self._told_models = known
+    def tell_configuration(self) -> None:
+        """Tell the fronts what is served, if that is not what they were told last."""
+        told, now = self._told, self._configuration()
+        if told is not None:
+            if msgspec.structs.replace(told, serial=0) == now:
+                return
+            if told.ready != now.ready:
+                log.info("ready: every model answers") if now.ready else log.info("not ready: %s", now.reason)
+        self._serial += 1
+        self._told = msgspec.structs.replace(now, serial=self._serial)
         for front in self.fronts:
-            front.configure(self._configure(front))
+            self._configure(front)
 
-    def _configure(self, front: Front) -> Configure:
-        reason = self.readiness()
-        models = list(self.models.values())
+    def _configure(self, front: Front) -> None:
+        if self._told is not None:
+            front.configure(msgspec.structs.replace(self._told, front=front.name))
+
+    def _configuration(self) -> Configure:
+        reason, closed = self.readiness(), self._closed()
+        silent = {name: why for name in self.models if (why := closed or self.silence(name))}
         return Configure(
-            front=front.name,
-            models=models,
-            limits=self._limits,
+            front="",
+            models=list(self.models.values()),
+            limits=self.settings.limits,
             ready=not reason,
             reason=reason,
-            retries=self._retry_rules,
+            silent=silent,
+            log_level=self.settings.log_level,
+            retries=self.settings.idempotency,
         )
+
+    async def announce(self) -> None:
+        """Tell every front what is ready, and return when they say that they know."""
+        self.tell_configuration()
+        deadline = time.monotonic() + _ANNOUNCE_S
+        while time.monotonic() < deadline and any(
+            front.state == "ready" and front.configured < self._serial for front in self.fronts
+        ):
+            await asyncio.sleep(0.005)
+
+    # ── changes while it runs ──
+
+    def drain(self, model: str | None, *, grace_s: float, hold: bool) -> Drain:
+        """Begin an operator's drain. Raises DrainError."""
+        if self.stopping is not None:
+            raise DrainError(f"{STOPPING}: nothing else can be drained")
+        if model is not None and model not in self.models:
+            raise DrainError(f"there is no model {model!r}: there are {', '.join(self.models) or 'none'}")
+        name = "the service" if model is None else f"model {model!r}"
+        why = f"{name} is draining: an operator took it out of service for now"
+        drain = Drain(
+            self,
+            model,
+            why=why,
+            grace_s=grace_s,
+            notice_s=self.settings.drain_notice_s,
+            hold=hold,
+        )
+        self.drains.begin(drain)
+        return drain
+
+    def resume(self, model: str | None) -> Drain:
+        """End an operator's drain. Raises DrainError."""
+        if self.stopping is not None:
+            raise DrainError(f"{STOPPING}: it cannot be kept from it")
+        drain = self.drains.end(model)
+        self.tell_configuration()
+        return drain
+
+    def set_timeouts(self) -> None:
+        """Take the times after which what hangs is killed from the settings."""
+        for front in self.fronts:
+            front.hang_timeout_s = self.settings.hang_timeout_s
+        for replica in self.replicas:
+            replica.hang_timeout_s = self.settings.hang_timeout_s
+            replica.load_timeout_s = self.settings.load_timeout_s
+
+    def set_fronts(self, count: int) -> None:
+        """Have so many fronts; those that are too many finish what streams first."""
+        staying = [front for front in self.fronts if front not in self._leaving]
+        for front in staying[count:]:
+            self._leaving.add(front)
+            front.begin_stop(self.settings.drain_grace_s)
+            self._run(self._forget(front))
+        numbers = {front.number for front in self.fronts}
+        free = (number for number in itertools.count() if number not in numbers)
+        for _ in range(count - len(staying)):
+            front = Front(
+                next(free),
+                self,
+                hang_timeout_s=self.settings.hang_timeout_s,
+                log_level=self.settings.log_level,
+                module=self._front_module,
+            )
+            self.fronts.append(front)
+            if self._tick_timer is not None:
+                front.start()
+
+    async def _forget(self, front: Front) -> None:
+        await front.ended()
+        self.fronts.remove(front)
+        self._leaving.discard(front)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # ── fronts (FrontEvents) ──
 
     def front_started(self, front: Front) -> None:
         self._by_name[front.name] = front
-        front.configure(self._configure(front))
+        self._configure(front)
         front.send(self._told_identities or self._identities.current())
         for replica in self.replicas:
             if replica.account is not None:
@@ -283,7 +411,7 @@ class Switchboard:
         for model, why in front.problems.items():
             if problems.get(model) != why:
                 self.problems.note(front.name, f"model {model!r} cannot be used: {why}")
-        self._tell_models()
+        self.tell_configuration()
 
     def front_lost(self, front: Front, name: str) -> None:
         del self._by_name[name]
@@ -291,7 +419,7 @@ class Switchboard:
         if lost := self.claims.lose_front(name):
             log.warning("%s had %d answers for retries of requests: these run anew", name, lost)
         self.update_listeners()
-        self._tell_models()
+        self.tell_configuration()
 
     def front_problem(self, front: Front, what: str) -> None:
         self.problems.note(front.name, what)
@@ -299,52 +427,24 @@ class Switchboard:
     # ── replicas (ReplicaEvents) ──
 
     def replica_starting(self, replica: Replica) -> None:
-        # Its folder may hold other files than it did for the life before.
-        task = asyncio.get_running_loop().create_task(self._describe(replica, replica.lives))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _describe(self, replica: Replica, life: int) -> None:
-        try:
-            model = await asyncio.to_thread(describe, replica.model, self._model_settings[replica.model])
-        except OSError:
-            return  # the engine, which reads the same folder, says what is wrong with it
-        if replica.lives == life:
-            replica.described = model
-            if replica.account is not None:
-                self._learn(replica)
-                self._tell_models()
-
-    def _learn(self, replica: Replica) -> None:
-        """What a ready replica and its folder say about their model."""
-        model, info = replica.described or self.models[replica.model], replica.info
-        if info is not None:
-            model = msgspec.structs.replace(
-                model, max_model_len=info.max_model_len, vocab_size=info.vocab_size
-            )
-        if model.version != self.models[model.name].version:
-            log.info("model %s: version %s from now on", model.name, model.version)
-        self.models[model.name] = model
-        self.ledger.set_version(model.name, model.version)
-        if replica.account is not None:
-            replica.account.version = model.version
+        self.fleet.look_at_folder(replica)
 
     def replica_ready(self, replica: Replica) -> None:
-        self._learn(replica)
+        self.fleet.learn(replica)
         self.ledger.recover_model(replica.model)
         for front in self._by_name.values():
             self._attach(front, replica)
         if replica.account is not None:
             # Only now: an `Admitted` must find the front's channel to its replica in place.
             self.ledger.add_replica(replica.account)
-        self._tell_models()
+        self.tell_configuration()
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
         if replica.account is not None:
             self.ledger.report(replica.account, report)
         for name in report.fronts_gone:
             front = self._by_name.get(name)
-            if front is not None and not self.draining:
+            if front is not None and self.stopping is None:
                 # Either it is dying too, or it is of no use without the replica.
                 front.kill_soon(f"it closed its channel to {replica.name}")
 
@@ -361,7 +461,7 @@ class Switchboard:
             self.ledger.fail_model(replica.model, replica.failure)
         else:
             self.ledger.recover_model(replica.model)
-        self._tell_models()
+        self.tell_configuration()
 
     def _attach(self, front: Front, replica: Replica) -> None:
         if replica.group is not None:
@@ -387,14 +487,3 @@ class Switchboard:
         known = self._by_name.get(front)
         if known is not None:
             known.send(message)
-
-
-async def _first_of(ended: asyncio.Future[list[None]], hurry: asyncio.Event | None, timeout_s: float) -> None:
-    """Wait for the first of three."""
-    waits: list[asyncio.Future[object]] = [ended]  # type: ignore[list-item]
-    hurried = asyncio.ensure_future(hurry.wait()) if hurry is not None else None
-    if hurried is not None:
-        waits.append(hurried)  # type: ignore[arg-type]
-    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    if hurried is not None:
-        hurried.cancel()

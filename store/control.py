@@ -103,6 +103,11 @@ class ControlStore:
         """How the writer is doing."""
         return self._writer.state()
 
+    @property
+    def stalled_s(self) -> float:
+        """For how long the writer has been at one piece of work."""
+        return self._writer.stalled_s
+
     # ── reading, from memory ──
 
     @property

@@ -122,6 +122,7 @@ class Writer:
         self._failing_since: float | None = None
         self._retry_at = 0.0
         self._retry_s = _FIRST_RETRY_S
+        self._busy_since: float | None = None
         self._committed_rows = 0
         self._dropped_rows = 0
         self._rejected_rows = 0
@@ -201,6 +202,13 @@ class Writer:
                 rejected_rows=self._rejected_rows,
             )
 
+    @property
+    def stalled_s(self) -> float:
+        """For how long the thread has been at one piece of work: a disk that does not even fail. 0 while it
+        waits for more."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def _enqueue(self, item: _Item) -> bool:
         with self._condition:
             closed = self._close_by is not None
@@ -235,7 +243,9 @@ class Writer:
             return
         self._opened.set_result(None)
         while (batch := self._wait_for_batch()) is not None:
+            self._busy_since = time.monotonic()
             self._write(batch)
+            self._busy_since = None
         self._give_up_the_rest()
         if self._database is not None:
             self._database.close()

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from appliance.actions import ACTIONS, Action
 from appliance.admin.callers import Caller, Doorkeeper, TurnedAwayError
-from appliance.protocol import ErrorBody, InFlight, Key, Peer, Status, Tenant
+from appliance.protocol import Configuration, ErrorBody, InFlight, Key, Peer, Status, Tenant
 from appliance.scopes import InsufficientScopeError, check_routes, routes_for
 from store.audit import Actor
 
@@ -40,6 +40,7 @@ class Backend(Protocol):
     def keys(self) -> list[Key]: ...
     def tenants(self) -> list[Tenant]: ...
     def peers(self) -> list[Peer]: ...
+    def configuration(self) -> Configuration: ...
     async def act(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct: ...
 
 
@@ -69,6 +70,7 @@ def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
     shows("/keys", backend.keys, list[Key], "All keys, without their secrets")
     shows("/tenants", backend.tenants, list[Tenant], "All tenants")
     shows("/peers", backend.peers, list[Peer], "Users and groups of the box that need no key")
+    shows("/config", backend.configuration, Configuration, "The settings that hold, and where each was said")
     for action in ACTIONS:
         _add_action(acting, document, backend, action)
 

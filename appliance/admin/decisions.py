@@ -29,7 +29,6 @@ from appliance.actions import (
 from appliance.identities import local_uids
 from appliance.messages import Identity
 from appliance.protocol import Done, Key, NewKey, Peer, Tenant
-from appliance.settings import UnixSettings
 from appliance.switchboard import Switchboard
 from store.audit import Actor
 from store.control import ControlStore, CreatedKey
@@ -44,12 +43,9 @@ _REVOKED = "its key was revoked"
 class Decisions:
     """Effective at once: fronts hear of each before the operator does."""
 
-    def __init__(
-        self, control: ControlStore, switchboard: Switchboard, unix: Callable[[], UnixSettings]
-    ) -> None:
+    def __init__(self, control: ControlStore, switchboard: Switchboard) -> None:
         self._control = control
         self._switchboard = switchboard
-        self._unix = unix
 
     # ── showing ──
 
@@ -66,7 +62,7 @@ class Decisions:
 
     def peers(self) -> list[Peer]:
         """Users and groups that need no key: those of the settings, then those that were mapped."""
-        mapped, unix = self._control.policies.peers, self._unix()
+        mapped, unix = self._control.policies.peers, self._switchboard.settings.unix
         own = [
             Peer(kind="uid", number=uid, tenant=LOCAL, source="settings")
             for uid in sorted(local_uids(unix))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
-from appliance.actions import Action, BeginBackup, CancelRequest
+from appliance.actions import Action, BeginBackup, CancelRequest, ReloadConfig, action_named
 from appliance.admin.app import ActionError
 from appliance.admin.decisions import Decisions
+from appliance.admin.server import AdminServer
 from appliance.admin.status import audit_status, database_status, in_flight, status_of
-from appliance.protocol import AuditHead, Done, InFlight, Key, Peer, SocketStatus, Status, Tenant
-from appliance.settings import Settings
+from appliance.admin.steering import Steering
+from appliance.listeners import Doors
+from appliance.protocol import AuditHead, Configuration, Done, InFlight, Key, Peer, Status, Tenant
+from appliance.reload import Reloader
 from appliance.switchboard import Switchboard
 from store.audit import Actor
 from store.control import ControlStore
@@ -25,12 +28,6 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3.0
-
-
-class HasStatus(Protocol):
-    """A listening socket."""
-
-    def status(self) -> SocketStatus: ...
 
 
 class Effect(NamedTuple):
@@ -47,29 +44,32 @@ class Operations:
 
     def __init__(
         self,
-        settings: Settings,
         switchboard: Switchboard,
         control: ControlStore,
         history: Writer,
-        sockets: Sequence[HasStatus],
+        reloader: Reloader,
+        doors: Doors,
+        admin: AdminServer,
         started_at: float,
     ) -> None:
-        self._settings = settings
         self._switchboard = switchboard
         self._control = control
         self._history = history
-        self._sockets = sockets
+        self._reloader = reloader
+        self._doors = doors
+        self._admin = admin
         self._started_at = started_at
-        self._decisions = Decisions(control, switchboard, lambda: self._settings.unix)
+        self._decisions = Decisions(control, switchboard)
+        self._steering = Steering(switchboard, reloader)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # ── showing ──
 
     def status(self) -> Status:
         """Everything that `appliance status` shows."""
         return status_of(
-            self._settings,
             self._switchboard,
-            sockets=[sock.status() for sock in self._sockets],
+            sockets=[*(listener.status() for listener in self._doors.listeners), self._admin.status()],
             databases=[
                 database_status(self._control.path, self._control.state()),
                 database_status(self._history.path, self._history.state()),
@@ -94,7 +94,22 @@ class Operations:
         """Users and groups that need no key."""
         return self._decisions.peers()
 
+    def configuration(self) -> Configuration:
+        """The settings that hold, and where each was said."""
+        return self._reloader.configuration()
+
     # ── doing ──
+
+    def hang_up(self) -> None:
+        """SIGHUP: have the settings read again, as an action whose result is in the log."""
+
+        async def reload() -> None:
+            with contextlib.suppress(ActionError):
+                await self.act(Actor("signal:SIGHUP"), action_named("config.reload"), ReloadConfig())
+
+        task = asyncio.get_running_loop().create_task(reload())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def act(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct:
         """Do it. Raises ActionError."""
@@ -124,6 +139,9 @@ class Operations:
         decided = await self._decisions.perform(actor, parameters)
         if decided is not None:
             return decided
+        steered = await self._steering.perform(parameters)
+        if steered is not None:
+            return Effect(*steered)
         match parameters:
             case CancelRequest(request_id=request_id):
                 before = next((one for one in self.in_flight() if one.request_id == request_id), None)

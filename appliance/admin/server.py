@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 from appliance.admin.app import Backend, admin_app
 from appliance.admin.callers import Doorkeeper
 from appliance.http import HttpServer
-from appliance.listeners import bind_unix
+from appliance.listeners import bind_unix, set_access
 from appliance.messages import Limits
 from appliance.protocol import SocketStatus
 from appliance.rundir import remove_socket
@@ -19,22 +20,31 @@ _MOST_BODY_BYTES = 64 << 10
 class AdminServer:
     """The admin socket, from `start` to `stop`."""
 
-    def __init__(self, path: Path, mode: str) -> None:
+    def __init__(self, path: Path, mode: str, given: socket.socket | None = None) -> None:
+        """`given` is the socket where the service manager made it, and keeps it when the service ends."""
         self._path = path
         self._mode = mode
+        self._given = given
         self._server: HttpServer | None = None
 
     async def start(self, backend: Backend, doorkeeper: Doorkeeper) -> None:
         """Listen. Raises ListenError."""
         _, app = admin_app(backend, doorkeeper)
-        sock = bind_unix(self._path, self._mode, doorkeeper.gid)
+        sock = self._given or bind_unix(self._path, self._mode, doorkeeper.gid)
         limits = Limits(max_body_bytes=_MOST_BODY_BYTES, max_connections=_MOST_CONNECTIONS)
         self._server = HttpServer(app, limits)
         await self._server.listen(sock)
 
+    def change(self, mode: str, gid: int | None) -> None:
+        """Have the socket in this mode, and of this group."""
+        self._mode = mode
+        if self._given is None and self._server is not None:
+            set_access(self._path, mode, gid)
+
     async def stop(self) -> None:
-        """Finish what is being answered and remove the socket."""
-        remove_socket(self._path)
+        """Finish what is being answered and remove the socket if it is the service's own."""
+        if self._given is None:
+            remove_socket(self._path)
         if self._server is not None:
             await self._server.stop(1.0)
 

@@ -11,16 +11,18 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from appliance.drain import Drain
 from appliance.protocol import (
     AuditStatus,
     DatabaseStatus,
+    DrainStatus,
     InFlight,
     ModelStatus,
     QueueStatus,
+    ReplicaStatus,
     SocketStatus,
     Status,
 )
-from appliance.settings import Settings
 from appliance.switchboard import Switchboard
 from store.trail import TrailState
 from store.writer import WriterState
@@ -56,7 +58,6 @@ def audit_status(state: TrailState) -> AuditStatus:
 
 
 def status_of(
-    settings: Settings,
     switchboard: Switchboard,
     *,
     sockets: Iterable[SocketStatus],
@@ -65,7 +66,7 @@ def status_of(
     started_at: float,
 ) -> Status:
     """Everything that `appliance status` shows."""
-    figures = switchboard.ledger.figures()
+    settings, figures = switchboard.settings, switchboard.ledger.figures()
     reason = switchboard.readiness()
     models = _models(switchboard)
     fronts = [front.status() for front in switchboard.fronts]
@@ -96,7 +97,32 @@ def status_of(
         databases=databases,
         audit=audit,
         problems=switchboard.problems.recent(),
+        drains=[drain_status(switchboard, drain) for drain in _drains(switchboard)],
     )
+
+
+def drain_status(switchboard: Switchboard, drain: Drain) -> DrainStatus:
+    """A drain, as operators see it."""
+    left = switchboard.ledger.remaining(drain.model)
+    return DrainStatus(
+        model=drain.model,
+        state=drain.state,
+        grace_s=drain.grace_s,
+        queue=drain.hold,
+        started_at=drain.started_at,
+        elapsed_s=time.time() - drain.started_at,
+        running=left.running,
+        queued=left.queued,
+        held=switchboard.ledger.held(drain.model),
+        tokens_left=left.tokens,
+        eta_s=left.seconds,
+        ended=drain.ended,
+    )
+
+
+def _drains(switchboard: Switchboard) -> list[Drain]:
+    own = [switchboard.stopping] if switchboard.stopping is not None else []
+    return [*own, *switchboard.drains]
 
 
 def in_flight(switchboard: Switchboard) -> list[InFlight]:
@@ -123,8 +149,8 @@ def in_flight(switchboard: Switchboard) -> list[InFlight]:
 
 def _state(switchboard: Switchboard, reason: str, fronts: list[str], sick: bool) -> str:
     """In a word; `sick`: something is wrong with the store."""
-    if switchboard.draining:
-        return "draining"
+    if (closing := switchboard.stopping or switchboard.drains.of(None)) is not None:
+        return closing.state_word
     replicas = [replica.word for replica in switchboard.replicas]
     broken = {"failed", "restarting"} & {*replicas, *fronts}
     broken_fronts = any(front.problems for front in switchboard.fronts)
@@ -136,22 +162,35 @@ def _state(switchboard: Switchboard, reason: str, fronts: list[str], sick: bool)
 def _models(switchboard: Switchboard) -> list[ModelStatus]:
     statuses = []
     for model in switchboard.models.values():
-        replicas = [replica.status() for replica in switchboard.replicas if replica.model == model.name]
-        # The best of its replicas is what apps meet.
-        order = ("ready", "loading", "starting", "restarting", "failed", "stopped")
-        best = min(replicas, key=lambda replica: order.index(replica.state))
+        replicas = [replica.status() for replica in switchboard.fleet.of(model.name)]
         failure = switchboard.ledger.failure(model.name) or switchboard.front_trouble(model.name)
+        state, detail = _model_state(switchboard, model.name, replicas)
         statuses.append(
             ModelStatus(
                 name=model.name,
                 folder=model.folder,
                 version=model.version,
                 created=model.created,
-                state="failed" if failure else "loading" if best.state == "starting" else best.state,
-                detail=failure or best.detail,
+                state="failed" if failure else state,
+                detail=failure or detail,
                 max_model_len=model.max_model_len,
                 queued=switchboard.ledger.queued(model.name),
                 replicas=replicas,
             )
         )
     return statuses
+
+
+def _model_state(switchboard: Switchboard, model: str, replicas: list[ReplicaStatus]) -> tuple[str, str]:
+    """A model in a word, and in words."""
+    if (drain := switchboard.drains.of(model)) is not None:
+        return drain.state_word, "taken out of service: appliance resume --model NAME takes it back"
+    # The best of its replicas is what apps meet.
+    order = ("ready", "draining", "loading", "starting", "restarting", "failed", "stopped")
+    best = min(replicas, key=lambda replica: order.index(replica.state), default=None)
+    if best is None:
+        return "loading", "its replica is being replaced"
+    coming = [replica.name for replica in replicas if replica.state in ("starting", "loading")]
+    if best.state == "ready":
+        return "ready", f"{', '.join(coming)} loads" if coming else best.detail
+    return ("loading" if best.state in ("starting", "draining") else best.state), best.detail

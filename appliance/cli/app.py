@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from appliance.cli.audit_commands import audit
+from appliance.cli.operating_commands import config, drain, resume
 from appliance.cli.options import Config, Json, RunDir, StateDir, Yes
 from appliance.cli.tenant_commands import keys, peers, tenants
 
@@ -20,6 +21,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 requests = typer.Typer(help="Read the request log, oldest first.", invoke_without_command=True)
+app.command("drain")(drain)
+app.command("resume")(resume)
+app.add_typer(config, name="config", rich_help_panel=None)
 app.add_typer(tenants, name="tenants", rich_help_panel=None)
 app.add_typer(keys, name="keys", rich_help_panel=None)
 app.add_typer(peers, name="peers", rich_help_panel=None)

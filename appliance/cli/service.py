@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +14,24 @@ if TYPE_CHECKING:
     from appliance.client import AdminClient
 
 
+SYSTEM_RUN_DIR = Path("/run/appliance")
+"""Of a service that systemd runs."""
+_SOCKET = "admin.sock"
+
+
 def find_run_dir(flag: str | None, config: str | None = None) -> Path:
-    """The run directory: the flag's, the settings file's, or the default.
+    """The run directory: the flag's, the settings file's, the default, or that of the box's own service.
 
     Reads nothing else of the settings: a model's folder that went away must not keep an operator from the
     service that runs.
     """
     from appliance.settings import default_run_dir
 
-    return Path(flag or _from_file("run_dir", config) or default_run_dir()).absolute()
+    named = flag or _from_file("run_dir", config)
+    if named:
+        return Path(named).absolute()
+    own = Path(default_run_dir()).absolute()
+    return SYSTEM_RUN_DIR if _SOCKET in _names(SYSTEM_RUN_DIR) - _names(own) else own
 
 
 def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -> Path:
@@ -74,17 +82,20 @@ def _not_running(socket: Path, run_dir: Path, why: str) -> str:
     return not_there(socket, run_dir) if absent else why
 
 
+def _names(folder: Path) -> set[str]:
+    try:
+        return set(os.listdir(folder))
+    except OSError:
+        return set()
+
+
 def _from_file(name: str, config: str | None) -> str | None:
-    from appliance.settings import SettingsError, find_config
+    from appliance.settings import SettingsError, find_config, read_tables
 
     with told(SettingsError):
         path = find_config(config)
-    if path is None:
-        return None
     try:
-        value = tomllib.loads(path.read_text(encoding="utf-8")).get(name)
-    except (OSError, ValueError) as error:
-        raise Failure(
-            f"{path} cannot be read ({error}): mend it, or name the directory with --{name.replace('_', '-')}"
-        ) from error
+        value = read_tables(path).values.get(name)
+    except SettingsError as error:
+        raise Failure(f"{error}: mend it, or name the directory with --{name.replace('_', '-')}") from error
     return value if isinstance(value, str) else None

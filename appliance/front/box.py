@@ -38,6 +38,8 @@ class Box:
         """Admitted or waiting for it, by request id."""
         self.ready = False
         self.not_ready_reason = "the front has not been configured yet"
+        self.silent_models: dict[str, str] = {}
+        """Models that do not answer, and why."""
         self.draining = False
         self.requests = 0
         self.tokens = 0

@@ -23,11 +23,15 @@ def health_routes(box: Box) -> APIRouter:
         return _answer(200, "live", None)
 
     @router.get("/health/ready", response_model=HealthDocument, responses={503: {"model": HealthDocument}})
-    async def ready() -> Response:
-        """Whether a request would be answered now; if not, why."""
+    async def ready(model: str | None = None) -> Response:
+        """Whether a request would be answered now, to each model or to the one named; if not, why."""
         reason = ""
         if box.draining:
             reason = "the service is stopping"
+        elif model is not None:
+            reason = box.silent_models.get(model) or box.catalog.problems.get(model, "")
+            if not reason and not box.catalog.serves(model):
+                reason = f"there is no model {model!r}"
         elif not box.ready:
             reason = box.not_ready_reason or "no reason was given"
         elif box.catalog.problem:

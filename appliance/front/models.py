@@ -60,6 +60,10 @@ class Catalog:
         """Why a model cannot be used, in words; empty when all can."""
         return "; ".join(f"model {name}: {reason}" for name, reason in self._broken.items())
 
+    def serves(self, name: str) -> bool:
+        """Whether it has a model of this name."""
+        return name in self._models
+
     async def replace(self, served: list[ServedModel]) -> None:
         """Serve exactly these; the former ones answer until the new ones are loaded."""
         models: dict[str, LoadedModel] = {}

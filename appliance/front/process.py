@@ -51,6 +51,7 @@ class Front:
         self._server = HttpServer(application)
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None
+        self._configured = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.ended = asyncio.Event()
         """It was told to stop, and has."""
@@ -104,6 +105,9 @@ class Front:
             self._box.retries.rules = configure.retries
             await self._box.catalog.replace(configure.models)
             self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
+            self._box.silent_models = configure.silent
+            self._configured = configure.serial
+            logging.getLogger().setLevel(configure.log_level.upper())
             self._tell()
             if not told:
                 told = True
@@ -160,6 +164,7 @@ class Front:
                 kept_answers=len(box.retries),
                 kept_bytes=box.retries.kept_bytes,
                 problems=box.catalog.problems,
+                configured=self._configured,
             )
         )
 

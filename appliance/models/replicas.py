@@ -15,6 +15,7 @@ from appliance.backoff import Backoff
 from appliance.messages import ServedModel
 from appliance.protocol import ReplicaStatus, precision
 from appliance.rundir import new_meeting
+from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
 from engine.client import ReplicaGroup
 from engine.messages import Fatal, Progress, RankOutbound, Ready, ReplicaInfo, ReplicaSpec, Report
@@ -59,13 +60,15 @@ class Replica:
 
     States: "starting" → "loading" → "ready" → (death) "restarting" → "starting" …; "failed" instead of
     "restarting" when its checkpoint is bad, or the memory or device that it needs were missing twice in a
-    row: then it is tried again ever more seldom; "stopped" at the end.
+    row: then it is tried again ever more seldom; "stopped" at the end. One that is `retiring` is shown as
+    "draining" while it is ready.
     """
 
     def __init__(
         self,
         model: str,
-        spec: ReplicaSpec,
+        settings: ModelSettings,
+        name: str,
         events: ReplicaEvents,
         *,
         run_dir: Path,
@@ -74,8 +77,10 @@ class Replica:
         launch: Launch = ReplicaGroup.launch,
     ) -> None:
         self.model = model
-        self.spec = spec
-        self.name = spec.replica
+        self.name = name
+        self.settings = settings
+        """Those that it was made with."""
+        self.spec = settings.spec(name)
         self.state = "stopped"
         self.detail = ""
         self.fraction: float | None = None
@@ -90,11 +95,13 @@ class Replica:
         self.info: ReplicaInfo | None = None
         self.account: CreditAccount | None = None
         """Of the present life, while ready."""
+        self.retiring = False
+        """It finishes what it has, and is not started again."""
+        self.hang_timeout_s = hang_timeout_s
+        self.load_timeout_s = load_timeout_s
         self._events = events
         self._run_dir = run_dir
         self._launch = launch
-        self._hang_timeout_s = hang_timeout_s
-        self._load_timeout_s = load_timeout_s
         self._backoff = Backoff()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._foreseen = 0
@@ -151,9 +158,9 @@ class Replica:
     def check(self) -> None:
         """Kill it if it hangs. To be called about once a second."""
         silent_s = time.monotonic() - self._last_sign
-        if self.state == "ready" and silent_s > self._hang_timeout_s:
+        if self.state == "ready" and silent_s > self.hang_timeout_s:
             self.kill(f"it gave no sign of life for {silent_s:.0f} s")
-        elif self.state in ("starting", "loading") and silent_s > self._load_timeout_s:
+        elif self.state in ("starting", "loading") and silent_s > self.load_timeout_s:
             at = f" at {self.detail!r}" if self.detail else ""
             self.kill(
                 f"it reported no progress for {silent_s:.0f} s while {self.state}{at}: if that is how slow "
@@ -207,7 +214,8 @@ class Replica:
         if was_ready:
             self._events.replica_lost(self)
         self.account = self.info = self._report = None
-        if self._stopping:
+        if self._stopping or self.retiring:
+            self.state, self.detail = "stopped", ""
             return
         self.last_error = self._fatal.message if self._fatal else reason
         self._events.replica_problem(self, self.last_error)
@@ -234,7 +242,7 @@ class Replica:
         """As operators see it."""
         status = ReplicaStatus(
             name=self.name,
-            state=self.state,
+            state="draining" if self.retiring and self.state == "ready" else self.state,
             detail=self._detail(),
             fraction=self.fraction,
             pids=self.group.pids if self.group else [],

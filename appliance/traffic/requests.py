@@ -32,6 +32,7 @@ from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import expected_tokens
 from appliance.traffic.overload import DROP_BACKGROUND
 from appliance.traffic.queue import BACKGROUND
+from appliance.traffic.remaining import Remaining, remaining
 from appliance.traffic.request import Request, rejected_row, retried_row, row_of
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.tenants import Tenants
@@ -141,6 +142,10 @@ class Ledger:
         """Take requests for this model from now on."""
         self._models[name] = ModelTraffic(name, version, self._rules, self._tenants)
 
+    def knows(self, name: str) -> bool:
+        """Whether requests for this model are taken."""
+        return name in self._models
+
     def remove_model(self, name: str) -> None:
         """Take no more requests for this model; those that wait are refused. Its replicas must be lost."""
         held = [request for request in self._held.values() if request.first.model == name]
@@ -148,6 +153,8 @@ class Ledger:
         for request in waiting:
             self._unqueue(request)
         del self._models[name]
+        for tenant in self._tenants:
+            tenant.held_at.discard(name)
         for request in waiting:
             self._refuse_unknown(request)
 
@@ -308,6 +315,14 @@ class Ledger:
             for request in self._requests.values()
             if request.request_id not in self._held and model in (None, request.first.model)
         ]
+
+    def remaining(self, model: str | None = None) -> Remaining:
+        """What is left to do of the unfinished requests (of `model`, None: of all)."""
+        now, total = self._clock(), Remaining()
+        for name, traffic in self._models.items():
+            if model in (None, name):
+                total = total.beside(remaining(self.unfinished(name), traffic.forecast, now))
+        return total
 
     def held(self, model: str | None = None) -> int:
         """How many requests are held (for `model`, None: for any)."""

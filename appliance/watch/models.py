@@ -6,18 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from appliance.models.fit import UnfitError, fit
 from appliance.protocol import ModelStatus, precision
 from appliance.settings import ModelSettings
 from appliance.watch.findings import Finding, Level
 from appliance.watch.gpus import Gpu
 from appliance.watch.quantities import of_bytes
-from engine import sizing
 from engine.messages import BLOCK_TOKENS
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-CPU_MOST_KV_BYTES = 2 << 30
-"""The engine's own bound for KV on a CPU, all ranks together (`engine.memory`)."""
 
 
 def configured_models(
@@ -85,63 +83,28 @@ def _files(model: ModelSettings) -> Iterator[str]:
 
 
 def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Finding:
-    ranks = model.tensor_parallel_size
-    on_gpu = model.device == "cuda" or (model.device == "auto" and bool(gpus))
-    if on_gpu and len(gpus) < ranks:
-        return _finding(
-            name,
-            "problem",
-            f"tensor_parallel_size = {ranks} needs as many GPUs, and there are {len(gpus)}",
-            f"lower it to {len(gpus)}" if gpus else 'set device = "cpu"',
-        )
-    memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
-    usable = int(memory * model.memory_fraction)
     try:
-        config = sizing.read_config(model.folder)
-        longest = config.resolve_length(model.max_model_len)
-        dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
-        weights = sizing.FP8 if config.fp8 or model.weights == sizing.FP8 else dtype
-        kv_dtype = model.kv_dtype if model.kv_dtype != "auto" else dtype
-        predicted = sizing.predict(
-            config,
-            dtype=dtype,
-            weights=weights,
-            kv_dtype=kv_dtype,
-            tensor_parallel_size=ranks,
-            max_rows=model.max_rows,
-            step_tokens=model.step_tokens,
-            max_model_len=longest,
-            blocks=None,
-            on_gpu=on_gpu,
-        )
-    except Exception as error:  # the engine's errors say what is wrong with the checkpoint or the request
-        text, _, remedy = str(error).rpartition("; ")
-        return _finding(
-            name, "problem", text or str(error), remedy if text else "mend the model's folder or settings"
-        )
-    room = max(0, usable - predicted.fixed_bytes)
-    if model.kv_blocks is not None:
-        blocks = model.kv_blocks
-    else:
-        blocks = (room if on_gpu else min(room, CPU_MOST_KV_BYTES // ranks)) // predicted.kv_bytes_per_block
-    needed = predicted.fixed_bytes + blocks * predicted.kv_bytes_per_block
+        found = fit(model, gpus, available_bytes)
+    except UnfitError as error:
+        return _finding(name, "problem", str(error), error.remedy)
+    ranks, longest = model.tensor_parallel_size, found.longest
     text = (
-        f"{config.model_type}, {sizing.parameters(config) / 1e6:,.1f} M parameters in "
-        f"{precision(dtype, weights, kv_dtype)}: weights {of_bytes(predicted.weight_bytes)}, working memory "
-        f"{of_bytes(predicted.fixed_bytes - predicted.weight_bytes)}, {blocks:,} KV blocks "
-        f"{of_bytes(needed - predicted.fixed_bytes)}; {of_bytes(usable)} usable"
+        f"{found.model_type}, {found.parameters / 1e6:,.1f} M parameters in "
+        f"{precision(found.dtype, found.weights, found.kv_dtype)}: weights {of_bytes(found.weight_bytes)}, "
+        f"working memory {of_bytes(found.fixed_bytes - found.weight_bytes)}, {found.blocks:,} KV blocks "
+        f"{of_bytes(found.kv_bytes)}; {of_bytes(found.usable_bytes)} usable"
         f"{f' on each of {ranks} ranks' if ranks > 1 else ''}"
     )
-    if needed > usable:
+    if found.needed_bytes > found.usable_bytes:
         return _finding(
             name,
             "problem",
             f"does not fit: {text}",
             "lower kv_blocks or max_rows, use more ranks, or free memory",
         )
-    if blocks * BLOCK_TOKENS >= longest:
+    fitting = found.blocks * BLOCK_TOKENS
+    if fitting >= longest:
         return _finding(name, "ok", text)
-    fitting = blocks * BLOCK_TOKENS
     if fitting and model.max_model_len is None:
         return _finding(
             name,

@@ -19,12 +19,13 @@ import pytest
 from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
 from appliance.listeners import bind_unix
+from appliance.models.fit import CPU_MOST_KV_BYTES
 from appliance.protocol import Problem
 from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
 from appliance.watch.findings import Examination, Finding
 from appliance.watch.gpus import Gpu, GpuReport
-from appliance.watch.models import CPU_MOST_KV_BYTES, running_models
+from appliance.watch.models import running_models
 from engine import memory
 from store.requests import RequestReader
 from tests.cli.conftest import History, Run, a_row, a_status

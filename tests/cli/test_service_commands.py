@@ -16,7 +16,7 @@ import pytest
 from appliance.cli.output import cells
 from appliance.cli.status import status_lines
 from appliance.protocol import Key, Status
-from appliance.settings import Settings
+from appliance.settings import Flags, load_settings
 from tests.cli.conftest import Run, a_status
 from tests.cli.servers import AdminService
 
@@ -246,8 +246,8 @@ def on_a_terminal(*words: str, environ: dict[str, str]) -> str:
 def test_flags_of_serve_reach_the_core(
     cli: Run, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[Settings] = []
-    monkeypatch.setattr("appliance.core.run", lambda settings: started.append(settings) or 0)
+    started: list[Flags] = []
+    monkeypatch.setattr("appliance.core.run", lambda flags: started.append(flags) or 0)
     outcome = cli(
         *("serve", "--model", f"a={tmp_path}", "--model", f"b={run_dir}", "--listen", "127.0.0.1:8080"),
         *("--run-dir", run_dir, "--state-dir", tmp_path, "--fronts", 2, "--device", "cpu"),
@@ -256,7 +256,8 @@ def test_flags_of_serve_reach_the_core(
         *("--step-tokens", 256, "--kv-blocks", 99, "--max-model-len", 512, "--log-level", "debug"),
     )
     assert outcome.code == 0
-    (settings,) = started
+    (flags,) = started
+    settings = load_settings(flags)
     assert (settings.listen, settings.fronts, settings.log_level) == ("127.0.0.1:8080", 2, "debug")
     assert {name: model.folder for name, model in settings.models.items()} == {
         "a": str(tmp_path),
@@ -272,5 +273,6 @@ def test_flags_of_serve_reach_the_core(
 
 def test_settings_that_cannot_be_used_are_told_in_a_line(cli: Run) -> None:
     outcome = cli("serve", "--model", "a=/no/such/folder")
-    assert outcome.code == 1 and "/no/such/folder" in outcome.err and "Traceback" not in outcome.err
+    # 78 is EX_CONFIG: a service manager need not try again.
+    assert outcome.code == 78 and "/no/such/folder" in outcome.err and "Traceback" not in outcome.err
     assert len(outcome.err.splitlines()) == 1

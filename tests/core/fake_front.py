@@ -121,10 +121,12 @@ class FakeFront:
         self.calls: dict[str, Call] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.models: list[ServedModel] = []
+        self.configured = 0
 
     def hear(self, message: CoreToFront) -> None:
         if isinstance(message, Configure):
             first, self.name, self.models = not self.name, message.front, message.models
+            self.configured = message.serial
             if first:
                 self.channel.send(FrontReady())
         elif isinstance(message, AttachReplica):
@@ -183,6 +185,7 @@ class FakeFront:
                     unauthenticated=0,
                     cpu_seconds=0.001,
                     problems=self.problems(),
+                    configured=self.configured,
                 )
             )
             await asyncio.sleep(0.1)

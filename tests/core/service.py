@@ -10,16 +10,19 @@ import uvloop
 
 from appliance.core import serve
 from appliance.logs import configure_logging
-from appliance.settings import Flags, load_settings
+from appliance.settings import Flags, read_settings
+from appliance.systemd import Manager
 from engine.client import ReplicaGroup
 
 
 def main() -> None:
-    settings = load_settings(Flags(config=sys.argv[1]))
+    read = partial(read_settings, Flags(config=sys.argv[1]))
     configure_logging("info")
     launch = partial(ReplicaGroup.launch, module="tests.core.fake_replica")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, launch=launch, front_module="tests.core.fake_front"))
+        runner.run(
+            serve(read(), reread=read, manager=Manager(), launch=launch, front_module="tests.core.fake_front")
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,112 @@
+"""`appliance config`: the settings checked, shown and read again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from appliance.actions import ReloadConfig
+from appliance.cli.actions import perform
+from appliance.cli.failure import Failure, told
+from appliance.cli.output import paint, print_json, printable
+from appliance.cli.service import find_run_dir
+from appliance.protocol import Configuration, Reloaded
+from appliance.settings import Fault, Flags, SettingsError, dotted, read_settings
+from appliance.settings.table import as_table
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """What `config check --json` prints."""
+
+    files: list[str]
+    faults: list[Fault]
+
+
+def check(file: str | None, *, as_json: bool) -> int:
+    """Read the settings as a service would and say what is wrong; the exit code."""
+    faults: tuple[Fault, ...] = ()
+    files: list[str] = []
+    try:
+        files = [str(path) for path in read_settings(Flags(config=file)).files]
+    except SettingsError as error:
+        faults = error.faults
+    if as_json:
+        print_json(Verdict(files=files, faults=list(faults)))
+    elif faults:
+        for fault in faults:
+            print(printable(str(fault)))
+    else:
+        print(f"ok: {', '.join(map(printable, files)) or 'no file: defaults'}")
+    return 1 if faults else 0
+
+
+def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool) -> None:
+    """Print the settings of the running service; of a file where one is named or no service runs."""
+    running = None if config is not None else _of_service(run_dir)
+    if running is None:
+        with told(SettingsError):
+            found = as_table(read_settings(Flags(config=config)))
+    else:
+        found = running
+    if as_json:
+        print_json(found)
+        return
+    whose = "of the running service" if running is not None else "as a service would start with them"
+    files = ", ".join(map(printable, found.files)) or "no file"
+    print(paint(f"# {whose}: {files}", "dim"))
+    for text in toml_lines(found.settings, found.places if origin else {}):
+        print(text)
+
+
+def reload(run_dir: str | None, *, as_json: bool) -> None:
+    """Have the service reload, and print what it did. Raises Failure when it refuses."""
+    perform(run_dir, ReloadConfig(), yes=True, as_json=as_json, show=_show_reloaded)
+
+
+def toml_lines(
+    table: Mapping[str, Any], places: Mapping[str, str], path: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """A table of settings as TOML, each with its place where `places` has one; unset ones as comments."""
+    plain = {name: value for name, value in table.items() if not isinstance(value, dict)}
+    width = max((len(_assignment(name, value)) for name, value in plain.items()), default=0)
+    if path and plain:
+        yield ""
+        yield f"[{dotted(path)}]"
+    for name, value in plain.items():
+        place = places.get(dotted((*path, name)))
+        text = printable(_assignment(name, value))
+        yield f"{text:{width}}  {paint(f'# {printable(place)}', 'dim')}" if place else text
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from toml_lines(value, places, (*path, name))
+
+
+def _assignment(name: str, value: Any) -> str:
+    if value is None:
+        return f"# {dotted((name,))} is unset"
+    return f"{dotted((name,))} = {msgspec.json.encode(value).decode()}"
+
+
+def _of_service(run_dir: str | None) -> Configuration | None:
+    from appliance.client import AdminClient, AdminError, ServiceNotRunningError
+
+    with AdminClient(find_run_dir(run_dir), key=os.environ.get("APPLIANCE_ADMIN_KEY") or None) as client:
+        try:
+            return client.configuration()
+        except ServiceNotRunningError:
+            return None
+        except AdminError as error:
+            raise Failure(str(error)) from error
+
+
+def _show_reloaded(reloaded: Reloaded) -> None:
+    lines = [*reloaded.changed, *reloaded.models]
+    for text in lines:
+        print(printable(text))
+    for text in reloaded.at_restart:
+        print(paint(f"{printable(text)} (holds after a restart)", "yellow"))
+    if not lines and not reloaded.at_restart:
+        print("nothing has changed")

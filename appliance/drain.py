@@ -1,0 +1,157 @@
+"""Drains: take nothing new, finish what was accepted. Of a model, or of the whole service.
+
+Readiness goes first: new work is refused only once every front says "not ready", and gateways had a moment to
+see it. What runs or waits when a drain begins is finished; what still runs when its grace is over is ended
+with an error. An operator's drain lasts until it is resumed; the service's own stop is one that never is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from appliance.traffic.requests import Ledger
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.02
+_LAST_WORDS_S = 3.0
+"""For fronts to tell their clients that their requests were ended."""
+
+STOPPING = "the service is stopping"
+
+
+class House(Protocol):
+    """What a drain works on."""
+
+    ledger: Ledger
+
+    async def announce(self) -> None:
+        """Tell every front what is ready, and return when they say that they know."""
+
+
+class Drain:
+    """One drain. `run` brings it to its end; cancel that to leave off in the middle."""
+
+    def __init__(
+        self,
+        house: House,
+        model: str | None,
+        *,
+        why: str,
+        grace_s: float,
+        notice_s: float,
+        hold: bool = False,
+        hurry: asyncio.Event | None = None,
+    ) -> None:
+        """`model` None is the whole service; `why` is what clients are told; new requests are held instead of
+        refused with `hold`; `hurry` ends every wait at once."""
+        self.model = model
+        self.why = why
+        self.grace_s = grace_s
+        self.hold = hold
+        self.state = "announced"
+        """"announced" (not ready, but still taking), "draining" or "drained"."""
+        self.started_at = time.time()
+        self.ended = 0
+        """Requests that did not finish within the grace and were ended."""
+        self._house = house
+        self._notice_s = notice_s
+        self._announced = False
+        self._hurry = hurry or asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        """Of what it drains."""
+        return "the service" if self.model is None else f"model {self.model!r}"
+
+    @property
+    def state_word(self) -> str:
+        """As operators and gateways read it: "draining" or "drained"."""
+        return "drained" if self.state == "drained" else "draining"
+
+    def replaces(self, former: Drain) -> None:
+        """Go on where `former` is, with this one's grace."""
+        self.started_at = former.started_at
+        self._announced = former.state != "announced"
+
+    async def run(self) -> None:
+        """From the announcement to "drained"."""
+        ledger = self._house.ledger
+        if not self._announced:
+            await self._house.announce()
+            await self._until(lambda: False, self._notice_s)
+        ledger.close(self.model, self.why, hold=self.hold)
+        self.state = "draining"
+        log.info(
+            "%s drains: %d requests get %g s", self.name, len(ledger.unfinished(self.model)), self.grace_s
+        )
+        if not await self._until(self._empty, self.grace_s):
+            self.ended = ledger.abort_all(self.why, self.model)
+            log.warning("%s: %d requests did not finish in time", self.name, self.ended)
+            self._hurry = asyncio.Event()
+            await self._until(self._empty, _LAST_WORDS_S)
+        self.state = "drained"
+        log.info("%s is drained after %.1f s", self.name, time.time() - self.started_at)
+
+    def _empty(self) -> bool:
+        return not self._house.ledger.unfinished(self.model)
+
+    async def _until(self, true: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for it, for so long, or until somebody hurries; whether it came true."""
+        deadline = time.monotonic() + timeout_s
+        while not (came := true()) and time.monotonic() < deadline and not self._hurry.is_set():
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return came
+
+
+class DrainError(Exception):
+    """A drain that cannot begin or end; the message says why and what to do."""
+
+
+class Drains:
+    """The operators' drains: at most one of each model and one of the service."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._active: dict[str | None, Drain] = {}
+        self._tasks: dict[str | None, asyncio.Task[None]] = {}
+
+    def __iter__(self) -> Iterator[Drain]:
+        return iter(self._active.values())
+
+    def of(self, model: str | None) -> Drain | None:
+        """The drain of the model, or (None) the service."""
+        return self._active.get(model)
+
+    def begin(self, drain: Drain) -> None:
+        """Run it; a drain of the same is replaced, so a grace can be changed under way."""
+        if (former := self._active.get(drain.model)) is not None:
+            drain.replaces(former)
+            self._forget(drain.model)
+        self._active[drain.model] = drain
+        self._tasks[drain.model] = asyncio.get_running_loop().create_task(drain.run())
+
+    def end(self, model: str | None) -> Drain:
+        """Leave it off, or end it: requests are taken again, what was held first. Raises DrainError."""
+        drain = self._active.get(model)
+        if drain is None:
+            name = "the service" if model is None else f"model {model!r}"
+            others = ", ".join(other.name for other in self._active.values()) or "nothing"
+            raise DrainError(f"{name} is not draining ({others} is): name what is with --model")
+        self._forget(model)
+        self._house.ledger.open(model)
+        return drain
+
+    def leave_off(self) -> None:
+        """Stop working on every drain; what is closed stays closed."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _forget(self, model: str | None) -> None:
+        self._active.pop(model, None)
+        if (task := self._tasks.pop(model, None)) is not None:
+            task.cancel()

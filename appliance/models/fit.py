@@ -1,0 +1,129 @@
+"""Whether a model's replica fits into memory, as `engine.sizing` predicts it. Nothing is loaded for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.settings import ModelSettings
+from appliance.watch.gpus import Gpu, find_gpus
+from appliance.watch.quantities import of_bytes
+from engine import sizing
+
+CPU_MOST_KV_BYTES = 2 << 30
+"""The engine's own bound for KV on a CPU, all ranks together (`engine.memory`)."""
+
+
+class UnfitError(Exception):
+    """A model that cannot run here; `remedy` says what to do."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """One replica's memory, by rank, in bytes."""
+
+    model_type: str
+    parameters: int
+    on_gpu: bool
+    dtype: str
+    weights: str
+    kv_dtype: str
+    longest: int
+    """The longest sequence that the settings or the checkpoint allow, in tokens."""
+    blocks: int
+    """Of the KV cache: as the settings say, or as many as fit."""
+    usable_bytes: int
+    weight_bytes: int
+    fixed_bytes: int
+    """Weights and working memory."""
+    block_bytes: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.blocks * self.block_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.fixed_bytes + self.kv_bytes
+
+
+def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
+    """Predict it. `available_bytes` is what a model on the CPU may have; of a GPU all memory counts as free.
+
+    Raises UnfitError for a checkpoint or settings that cannot be run at all.
+    """
+    ranks = model.tensor_parallel_size
+    on_gpu = model.device == "cuda" or (model.device == "auto" and bool(gpus))
+    if on_gpu and len(gpus) < ranks:
+        raise UnfitError(
+            f"tensor_parallel_size = {ranks} needs as many GPUs, and there are {len(gpus)}",
+            f"lower it to {len(gpus)}" if gpus else 'set device = "cpu"',
+        )
+    memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
+    usable = int(memory * model.memory_fraction)
+    try:
+        config = sizing.read_config(model.folder)
+        longest = config.resolve_length(model.max_model_len)
+        dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
+        weights = sizing.FP8 if config.fp8 or model.weights == sizing.FP8 else dtype
+        kv_dtype = model.kv_dtype if model.kv_dtype != "auto" else dtype
+        predicted = sizing.predict(
+            config,
+            dtype=dtype,
+            weights=weights,
+            kv_dtype=kv_dtype,
+            tensor_parallel_size=ranks,
+            max_rows=model.max_rows,
+            step_tokens=model.step_tokens,
+            max_model_len=longest,
+            blocks=None,
+            on_gpu=on_gpu,
+        )
+    except Exception as error:  # the engine's errors say what is wrong with the checkpoint or the request
+        text, _, remedy = str(error).rpartition("; ")
+        raise UnfitError(
+            text or str(error), remedy if text else "mend the model's folder or settings"
+        ) from error
+    room = max(0, usable - predicted.fixed_bytes)
+    most = room if on_gpu else min(room, CPU_MOST_KV_BYTES // ranks)
+    return Fit(
+        model_type=config.model_type,
+        parameters=sizing.parameters(config),
+        on_gpu=on_gpu,
+        dtype=dtype,
+        weights=weights,
+        kv_dtype=kv_dtype,
+        longest=longest,
+        blocks=model.kv_blocks if model.kv_blocks is not None else most // predicted.kv_bytes_per_block,
+        usable_bytes=usable,
+        weight_bytes=predicted.weight_bytes,
+        fixed_bytes=predicted.fixed_bytes,
+        block_bytes=predicted.kv_bytes_per_block,
+    )
+
+
+def why_not_beside(model: ModelSettings) -> str:
+    """Why a replica with these settings cannot run beside what runs now; empty if it can.
+
+    On a GPU it needs what it would have if it were alone: one that has to share gets a smaller cache for
+    good. Asks NVML and the kernel: not for the event loop.
+    """
+    import psutil
+
+    gpus, ranks = find_gpus().gpus, model.tensor_parallel_size
+    available = int(psutil.virtual_memory().available)
+    try:
+        wanted = fit(model, gpus, available)
+    except UnfitError:
+        return ""  # its load fails at once and says why, while what runs goes on
+    if wanted.on_gpu:
+        free = min(gpu.memory_bytes - gpu.used_bytes for gpu in gpus[:ranks])
+    else:
+        free = wanted.usable_bytes
+    if wanted.needed_bytes <= free and wanted.blocks:
+        return ""
+    where = "of the GPU's memory" if wanted.on_gpu else "of the host's memory"
+    return f"it needs {of_bytes(wanted.needed_bytes)} a rank, and {of_bytes(free)} {where} are free"

@@ -1,0 +1,79 @@
+"""What systemd and the service tell each other: sockets that were opened for it, its state, its watchdog.
+
+The protocols are sd_listen_fds(3), sd_notify(3) and sd_watchdog_enabled(3). Without systemd nothing happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import MutableMapping
+
+log = logging.getLogger(__name__)
+
+_FIRST_DESCRIPTOR = 3
+
+
+class Manager:
+    """The service manager that started this process, if one did."""
+
+    def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Takes what is for this process out of `environ`: its children must not speak in its name."""
+        self.sockets = _take_sockets(environ)
+        """Listening sockets that the manager opened; whoever takes them over closes them."""
+        self.watchdog_s = _watchdog_s(environ)
+        """It wants a sign of life at least this often; None: never."""
+        self._socket: socket.socket | None = None
+        address = environ.pop("NOTIFY_SOCKET", "")
+        if address:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setblocking(False)
+            try:
+                self._socket.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+            except OSError as error:
+                log.warning("the service manager does not listen on %s: %s", address, error.strerror)
+                self.close()
+
+    @property
+    def listens(self) -> bool:
+        """Whether anybody hears what is told."""
+        return self._socket is not None
+
+    def tell(self, **state: str | int) -> None:
+        """Say something, such as READY=1 or STATUS="loading"."""
+        if self._socket is None:
+            return
+        text = "\n".join(f"{name}={_one_line(str(value))}" for name, value in state.items())
+        try:
+            self._socket.send(text.encode("utf-8", "replace"))
+        except OSError as error:
+            log.debug("the service manager did not take %s: %s", text, error)
+
+    def close(self) -> None:
+        """Say nothing more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _take_sockets(environ: MutableMapping[str, str]) -> list[socket.socket]:
+    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "")
+    environ.pop("LISTEN_FDNAMES", None)
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return []
+    taken = []
+    for descriptor in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(count)):
+        os.set_inheritable(descriptor, False)
+        taken.append(socket.socket(fileno=descriptor))
+    return taken
+
+
+def _watchdog_s(environ: MutableMapping[str, str]) -> float | None:
+    pid, usec = environ.pop("WATCHDOG_PID", ""), environ.pop("WATCHDOG_USEC", "")
+    meant = pid in ("", str(os.getpid()))
+    return int(usec) / 1e6 if meant and usec.isdecimal() and int(usec) else None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
