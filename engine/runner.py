@@ -32,8 +32,7 @@ from engine.parallel import Ranks
 from engine.profiling import profile_cuda
 from engine.sampler import LOGPROB_ROWS, SampledStep, Sampler
 from engine.sizing import EXPANSION_BLOCKS, FP8, Sizing, kv_bytes_per_block, parameters, predict
-from kernels import select_backend
-from kernels.draws import select_sampling
+from kernels import select_backend, select_sampling
 
 if TYPE_CHECKING:
     from engine.graphs import DecodeGraphs

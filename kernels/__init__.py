@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from kernels.draws import SamplingOps
+
 PAGE_TOKENS = 64
 """Tokens in a block of the KV pool."""
 
@@ -194,3 +196,14 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
     from kernels import reference
 
     return reference
+
+
+def select_sampling(backend: str) -> SamplingOps:
+    """The operations of sampling that belong to a backend's name (`Ops.name`)."""
+    if backend == "cuda":
+        from kernels.triton import sampling as triton_sampling
+
+        return triton_sampling
+    from kernels import sampling
+
+    return sampling

@@ -1,4 +1,4 @@
-"""What sampling reads, and who computes it: the seam between the engine's sampler and the kernels.
+"""What sampling reads and what it offers: the seam between the engine's sampler and the kernels.
 
 `kernels.sampling` is plain torch, for CPUs and as the oracle; `kernels.triton.sampling` needs no sort. Both
 mean the same: the noise of `kernels.sampling`; penalties, then bias, then bans (`edit`); then, in rows that
@@ -108,14 +108,3 @@ class SamplingOps(Protocol):
         bias, banned: no pair of row and token twice within one of them; a row of -1 is padding. Token ids are
         of the whole vocabulary (`first` must be 0).
         """
-
-
-def select_sampling(backend: str) -> SamplingOps:
-    """The operations that belong to a backend's name (`kernels.Ops.name`)."""
-    if backend == "cuda":
-        from kernels.triton import sampling as triton_sampling
-
-        return triton_sampling
-    from kernels import sampling
-
-    return sampling

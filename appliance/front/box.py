@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance.front.errors import ApiError
 from appliance.front.identity import Directory
 from appliance.front.models import Catalog
 from appliance.front.replicas import Replicas
 from appliance.front.retries import Retries
-from appliance.messages import FrontToCore, HandOver, Limits, Rejected
+from appliance.messages import Admitted, FrontToCore, HandOver, Limits, Refused, Rejected
 
 if TYPE_CHECKING:
     from appliance.front.call import Call
-    from appliance.front.generation import Generation
+
+
+class Running(Protocol):
+    """A request that the core was asked to admit, and what the core may say of it."""
+
+    def admitted(self, message: Admitted) -> None: ...
+    def refused(self, message: Refused) -> None: ...
+    def abort(self, message: str) -> None: ...
 
 
 class Box:
@@ -34,7 +41,7 @@ class Box:
         self.directory = Directory()
         self.replicas = Replicas()
         self.retries = Retries(to_core)
-        self.active: dict[str, Generation] = {}
+        self.active: dict[str, Running] = {}
         """Admitted or waiting for it, by request id."""
         self.ready = False
         self.not_ready_reason = "the front has not been configured yet"

@@ -13,7 +13,8 @@ from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
 from engine.parallel import single
 from engine.sampler import Sampler
 from engine.sampling_tables import Needs
-from kernels.draws import Variant, select_sampling
+from kernels import select_sampling
+from kernels.draws import Variant
 from tests.demo_model.asking import END, engine, questions
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,8 @@ from engine.parallel import Ranks, single
 from engine.sampler import SampledStep, Sampler
 from kernels import draws as seam
 from kernels import sampling as twin
-from kernels.draws import SamplingOps, Variant, select_sampling
+from kernels import select_sampling
+from kernels.draws import SamplingOps, Variant
 from tests.engine.running.test_sampling_ops import chi_square
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
