@@ -20,6 +20,7 @@ from pathlib import Path
 from appliance.admin.callers import Doorkeeper, keys_of
 from appliance.admin.operations import Operations
 from appliance.admin.server import AdminServer
+from appliance.contents import ContentKeeper
 from appliance.identities import IdentityTable
 from appliance.listeners import Doors, ListenError
 from appliance.logs import configure_logging
@@ -33,8 +34,9 @@ from appliance.systemd import Manager
 from engine.client import ReplicaGroup
 from store.control import ControlStore
 from store.errors import StoreError
+from store.migrations import Schema
 from store.requests import RequestLog
-from store.schemas import HISTORY
+from store.schemas import CONTENTS, HISTORY
 from store.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -89,7 +91,8 @@ async def serve(
         control = ControlStore(state_dir / "control.db")
         control.start()
         held.callback(control.close)
-        history = held.enter_context(_history(state_dir / "history.db"))
+        history = held.enter_context(_database(state_dir / "history.db", HISTORY))
+        contents = held.enter_context(_database(state_dir / "contents.db", CONTENTS))
         request_log = RequestLog(history)
         request_log.seal_open_rows("the service ended without a word").add_done_callback(_say_sealed)
 
@@ -111,9 +114,14 @@ async def serve(
         reloader = Reloader(
             loaded, reread, switchboard, doors, _appliers(switchboard, identities, doorkeeper, admin)
         )
-        operations = Operations(switchboard, control, history, reloader, doors, admin, started_at)
+        kept = ContentKeeper(contents, lambda: control.policies)
+        operations = Operations(
+            switchboard, control, [history, contents], kept, reloader, doors, admin, started_at
+        )
         await admin.start(operations, doorkeeper)
-        notifier = Notifier(manager, switchboard, lambda: max(control.stalled_s, history.stalled_s))
+        notifier = Notifier(
+            manager, switchboard, lambda: max(control.stalled_s, history.stalled_s, contents.stalled_s)
+        )
         held.callback(notifier.close)
         try:
             switchboard.start(doors.listeners)
@@ -182,8 +190,8 @@ def _raise_descriptor_limit() -> None:
 
 
 @contextlib.contextmanager
-def _history(path: Path) -> Iterator[Writer]:
-    writer = Writer(path, HISTORY, synchronous="NORMAL")
+def _database(path: Path, schema: Schema) -> Iterator[Writer]:
+    writer = Writer(path, schema, synchronous="NORMAL")
     writer.start()
     try:
         yield writer

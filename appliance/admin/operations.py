@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 import msgspec
 
-from appliance.actions import Action, BeginBackup, CancelRequest, ReloadConfig, action_named
+from appliance.actions import Action, BeginBackup, CancelRequest, ReloadConfig, ShowContents, action_named
 from appliance.admin.app import ActionError
 from appliance.admin.decisions import Decisions
 from appliance.admin.server import AdminServer
 from appliance.admin.status import audit_status, database_status, in_flight, status_of
 from appliance.admin.steering import Steering
+from appliance.contents import ContentKeeper
 from appliance.listeners import Doors
 from appliance.protocol import AuditHead, Configuration, Done, InFlight, Key, Peer, Status, Tenant
 from appliance.reload import Reloader
@@ -46,15 +48,18 @@ class Operations:
         self,
         switchboard: Switchboard,
         control: ControlStore,
-        history: Writer,
+        writers: Sequence[Writer],
+        contents: ContentKeeper,
         reloader: Reloader,
         doors: Doors,
         admin: AdminServer,
         started_at: float,
     ) -> None:
+        """`writers` are those of the databases beside the control database."""
         self._switchboard = switchboard
         self._control = control
-        self._history = history
+        self._writers = writers
+        self._contents = contents
         self._reloader = reloader
         self._doors = doors
         self._admin = admin
@@ -72,7 +77,7 @@ class Operations:
             sockets=[*(listener.status() for listener in self._doors.listeners), self._admin.status()],
             databases=[
                 database_status(self._control.path, self._control.state()),
-                database_status(self._history.path, self._history.state()),
+                *(database_status(writer.path, writer.state()) for writer in self._writers),
             ],
             audit=audit_status(self._control.trail.state()),
             started_at=self._started_at,
@@ -152,6 +157,8 @@ class Operations:
                     before={"state": before.state, "tenant": before.tenant} if before else None,
                     after={"state": "ending"},
                 )
+            case ShowContents(request_id=request_id):
+                return await self._contents.show(request_id)
             case BeginBackup():
                 self._control.trail.record_head()
                 head = self._control.trail.state().head

@@ -218,6 +218,20 @@ def requests_cancel(
     perform(run_dir, CancelRequest(request_id=request_id), yes=yes, as_json=json)
 
 
+@requests.command("show")
+def requests_show(
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="As `requests` shows it.", show_default=False)
+    ],
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    """Show what is kept of a request's prompts and answers. It is in the audit who looked."""
+    from appliance.cli.contents import show_contents
+
+    show_contents(run_dir, request_id, as_json=json)
+
+
 @app.command()
 def backup(
     path: Annotated[

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.protocol import Done, ErrorBody, Key, NewKey, Peer, Status, Tenant
+from appliance.protocol import Contents, Done, ErrorBody, Key, NewKey, Peer, Status, Tenant
 from store.policies import Quota
 
 
@@ -73,6 +73,7 @@ class AdminService(_Service):
         self.authorization: str | None = None
         """Of the latest request."""
         self.actions: list[tuple[str, Any]] = []
+        self.contents: Contents | None = None
         super().__init__(path)
 
     def get(self, handler: _Handler) -> None:
@@ -110,6 +111,8 @@ class AdminService(_Service):
             result = self.keys[0]
         elif name in ("tenants.create", "tenants.set"):
             result = a_tenant(parameters["name"])
+        elif name == "requests.show":
+            result = self.contents
         elif parameters.get("id") == "key_0":
             handler.answer(msgspec.json.encode(ErrorBody(message="no key has id 'key_0'")), 404)
             return

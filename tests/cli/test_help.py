@@ -54,6 +54,7 @@ COMMANDS = (
     ("peers", "unmap"),
     ("requests",),
     ("requests", "cancel"),
+    ("requests", "show"),
     ("audit",),
     ("audit", "list"),
     ("audit", "verify"),

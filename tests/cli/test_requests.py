@@ -13,9 +13,11 @@ import pytest
 
 from appliance.cli.output import Layout, cells, printable, shorten
 from appliance.cli.requests import _COLUMNS, _ROOM, _cells, _ends
+from appliance.protocol import Contents, KeptText
 from appliance.rundir import RunDirLock
 from store.requests import RequestFilter, RequestReader
 from tests.cli.conftest import History, Run, a_row
+from tests.cli.servers import AdminService
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -224,3 +226,25 @@ def test_a_table_never_exceeds_the_terminal_and_keeps_what_matters(width: int) -
 def test_what_is_cut_says_so(text: str, width: int, short: str) -> None:
     assert shorten(text, width) == short
     assert cells(shorten(text, width)) <= width
+
+
+def test_a_conversation_is_shown_by_its_messages_without_what_steers_a_terminal(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
+    conversation = '[{"role":"system","content":"Be\\nbrief"},{"role":"user","content":"\\u001b[2J hi"}]'
+    texts = [
+        KeptText(part="prompt", number=0, sha256="ab" * 32, bytes=1234, text=conversation, redactions=1),
+        KeptText(part="answer", number=0, sha256="cd" * 32, bytes=5, text="Hello", truncated=True),
+    ]
+    admin.contents = Contents(request_id="req-1", tenant="acme", created_at=1.79e9, goes_at=None, texts=texts)
+    code, out, _ = cli("requests", "show", "req-1", "--run-dir", run_dir)
+    assert code == 0 and admin.actions == [("requests.show", {"request_id": "req-1"})]
+    lines = out.splitlines()
+    assert lines[0].startswith("req-1 of tenant acme, ") and lines[0].endswith("; kept for ever")
+    assert f"prompt 0: 1,234 bytes, sha256 {'ab' * 32}; 1 secret taken out" in lines
+    assert "[system] Be" in lines and "brief" in lines and "[user]  [2J hi" in lines
+    assert f"answer 0: 5 bytes, sha256 {'cd' * 32}; its beginning only" in lines and lines[-1] == "Hello"
+    assert (
+        json.loads(cli("requests", "show", "req-1", "--run-dir", run_dir, "--json").out)["texts"][1]["bytes"]
+        == 5
+    )

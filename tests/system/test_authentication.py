@@ -56,6 +56,7 @@ ADMIN_RULES = {
     ("GET", "/keys"): "read",
     ("GET", "/tenants"): "read",
     ("GET", "/peers"): "read",
+    ("GET", "/config"): "read",
 } | {("POST", f"/actions/{action.name}"): "admin" for action in ACTIONS}
 
 SERVERS = {"appliance/front/process.py", "appliance/admin/server.py"}

@@ -1,0 +1,57 @@
+"""`appliance requests show`: what is kept of a request's prompts and answers, through the service."""
+
+from __future__ import annotations
+
+import msgspec
+
+from appliance.actions import ShowContents
+from appliance.cli.actions import perform
+from appliance.cli.output import paint, printable
+from appliance.cli.times import local
+from appliance.protocol import Contents, KeptText
+
+
+class _Message(msgspec.Struct):
+    """One of a conversation."""
+
+    role: str
+    content: str
+    name: str = ""
+
+
+def show_contents(run_dir: str | None, request_id: str, *, as_json: bool) -> None:
+    """Ask the service, which writes down that somebody did, and print it."""
+    perform(run_dir, ShowContents(request_id=request_id), yes=True, as_json=as_json, show=_say)
+
+
+def _say(contents: Contents) -> None:
+    goes = "for ever" if contents.goes_at is None else f"until {local(contents.goes_at)}"
+    print(f"{contents.request_id} of tenant {contents.tenant}, {local(contents.created_at)}; kept {goes}")
+    for text in contents.texts:
+        print()
+        print(paint(f"{text.part} {text.number}: {_described(text)}", "dim"))
+        if text.text is not None:
+            print("\n".join(_lines(text.text)))
+
+
+def _described(text: KeptText) -> str:
+    parts = [f"{text.bytes:,} bytes, sha256 {text.sha256}"]
+    if text.redactions:
+        parts.append(f"{text.redactions} secret{'s' if text.redactions != 1 else ''} taken out")
+    if text.truncated:
+        parts.append("its beginning only")
+    return "; ".join(parts)
+
+
+def _lines(text: str) -> list[str]:
+    """A conversation by its messages; any other text as it is. Without what would steer a terminal."""
+    try:
+        messages = msgspec.json.decode(text, type=list[_Message])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return [*map(printable, text.split("\n"))]
+    lines = []
+    for message in messages:
+        role = f"{message.role} ({message.name})" if message.name else message.role
+        first, *rest = message.content.split("\n")
+        lines += [f"[{printable(role)}] {printable(first)}", *map(printable, rest)]
+    return lines
