@@ -20,15 +20,17 @@ from pathlib import Path
 from appliance.admin.callers import Doorkeeper, keys_of
 from appliance.admin.operations import Operations
 from appliance.admin.server import AdminServer
+from appliance.appliers import appliers
 from appliance.contents import ContentKeeper
 from appliance.identities import IdentityTable
 from appliance.listeners import Doors, ListenError
 from appliance.logs import configure_logging
+from appliance.models.registry import describe_models
 from appliance.models.replicas import Launch
 from appliance.notifier import Notifier
-from appliance.reload import Applier, Reloader, describe_models
+from appliance.reload import Reloader
 from appliance.rundir import RunDirError, RunDirLock, prepare_directories
-from appliance.settings import Flags, Loaded, Settings, SettingsError, read_settings
+from appliance.settings import Flags, Loaded, SettingsError, read_settings
 from appliance.switchboard import Switchboard
 from appliance.systemd import Manager
 from engine.client import ReplicaGroup
@@ -99,7 +101,7 @@ async def serve(
         identities = IdentityTable(lambda: control.policies, settings.unix)
         switchboard = Switchboard(
             settings,
-            describe_models(settings),
+            describe_models(loaded),
             rows=request_log,
             salt=cache_salts(control),
             clock=time.time,
@@ -112,7 +114,7 @@ async def serve(
         doorkeeper = Doorkeeper(settings.admin, keys_of(control))
         admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, doors.admin)
         reloader = Reloader(
-            loaded, reread, switchboard, doors, _appliers(switchboard, identities, doorkeeper, admin)
+            loaded, reread, switchboard, doors, appliers(switchboard, identities, doorkeeper, admin)
         )
         kept = ContentKeeper(contents, lambda: control.policies)
         operations = Operations(
@@ -134,40 +136,6 @@ async def serve(
             await switchboard.stop(hurry)
             await admin.stop()
     log.info("stopped")
-
-
-def _appliers(
-    switchboard: Switchboard, identities: IdentityTable, doorkeeper: Doorkeeper, admin: AdminServer
-) -> dict[str, Applier]:
-    """What a reload does for each top-level setting that has changed. Most are read when they are needed."""
-
-    def unix(settings: Settings) -> None:
-        identities.unix = settings.unix
-        switchboard.tell_identities()
-        admin.change(settings.unix.admin_mode, doorkeeper.gid)
-
-    def operators(settings: Settings) -> None:
-        doorkeeper.configure(settings.admin)
-        admin.change(settings.unix.admin_mode, doorkeeper.gid)
-
-    def queue(settings: Settings) -> None:
-        switchboard.ledger.set_rules(settings.queue)
-
-    def nothing(settings: Settings) -> None:
-        pass
-
-    return {
-        "fronts": lambda settings: switchboard.set_fronts(settings.fronts),
-        "drain_grace_s": nothing,
-        "drain_notice_s": nothing,
-        "hang_timeout_s": lambda settings: switchboard.set_timeouts(),
-        "load_timeout_s": lambda settings: switchboard.set_timeouts(),
-        "log_level": lambda settings: logging.getLogger().setLevel(settings.log_level.upper()),
-        "unix": unix,
-        "admin": operators,
-        "queue": queue,
-        "limits": nothing,  # fronts are told of any that are new
-    }
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:

@@ -131,7 +131,7 @@ class Drains:
         """Run it; a drain of the same is replaced, so a grace can be changed under way."""
         if (former := self._active.get(drain.model)) is not None:
             drain.replaces(former)
-            self._forget(drain.model)
+            self.forget(drain.model)
         self._active[drain.model] = drain
         self._tasks[drain.model] = asyncio.get_running_loop().create_task(drain.run())
 
@@ -142,7 +142,7 @@ class Drains:
             name = "the service" if model is None else f"model {model!r}"
             others = ", ".join(other.name for other in self._active.values()) or "nothing"
             raise DrainError(f"{name} is not draining ({others} is): name what is with --model")
-        self._forget(model)
+        self.forget(model)
         self._house.ledger.open(model)
         return drain
 
@@ -151,7 +151,8 @@ class Drains:
         for task in self._tasks.values():
             task.cancel()
 
-    def _forget(self, model: str | None) -> None:
+    def forget(self, model: str | None) -> None:
+        """Know nothing more of its drain. What it closed stays closed."""
         self._active.pop(model, None)
         if (task := self._tasks.pop(model, None)) is not None:
             task.cancel()

@@ -9,10 +9,12 @@ the next.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import socket
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from appliance.fronts import Dealer
@@ -59,15 +61,18 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
     return sock
 
 
-def bind_tcp(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ListenError."""
+def bind_tcp(host: str, port: int, *, beside: Iterable[Listener] = ()) -> socket.socket:
+    """A listening TCP socket, whose address may overlap those of `beside`. Raises ListenError."""
+    sharing = [listener.socket for listener in beside]
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(_BACKLOG)
+            # For this moment only: nobody else shall share an address with the service by mistake.
+            with _shared(sock, *sharing):
+                sock.bind(address)
+                sock.listen(_BACKLOG)
         except OSError:
             sock.close()
             raise
@@ -77,6 +82,29 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         ) from error
     sock.setblocking(False)
     return sock
+
+
+@contextlib.contextmanager
+def _shared(*sockets: socket.socket) -> Iterator[None]:
+    """Let these have addresses that overlap."""
+    if len(sockets) < 2:
+        yield
+        return
+    for sock in sockets:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        yield
+    finally:
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+
+
+def change_access(path: Path, mode: str, gid: int | None = None) -> None:
+    """As `set_access`, of a socket in use: what cannot be done is logged."""
+    try:
+        set_access(path, mode, gid)
+    except OSError as error:
+        log.error("%s cannot have mode %s (%s)", path, mode, error.strerror)
 
 
 def set_access(path: Path, mode: str, gid: int | None) -> None:
@@ -97,7 +125,7 @@ class Listener:
         self.name = name
         self.lasting = lasting
         self.accepted = 0
-        self._sock = sock
+        self.socket = sock
         self._kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
         self._path = Path(sock.getsockname()) if self._kind == "unix" else None
         self.address = _address(sock.getsockname())
@@ -114,9 +142,9 @@ class Listener:
             self._reading = wanted
             loop = asyncio.get_running_loop()
             if wanted:
-                loop.add_reader(self._sock.fileno(), self._accept)
+                loop.add_reader(self.socket.fileno(), self._accept)
             else:
-                loop.remove_reader(self._sock.fileno())
+                loop.remove_reader(self.socket.fileno())
 
     def begin_stop(self) -> None:
         """A socket that outlives the service is read no more: who connects waits for the next one. On its own
@@ -135,7 +163,7 @@ class Listener:
         self.update()
         if self._path is not None and not self.lasting:
             remove_socket(self._path)
-        self._sock.close()
+        self.socket.close()
 
     def status(self) -> SocketStatus:
         """As operators see it."""
@@ -148,7 +176,7 @@ class Listener:
                 self.update()
                 return
             try:
-                connection, peer = self._sock.accept()
+                connection, peer = self.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -204,12 +232,12 @@ class Doors:
     def prepare(self, settings: Settings) -> socket.socket | None:
         """Open the address that `settings` name and the present ones do not, if there is one: `change` takes
         it. Raises ListenError; nothing has changed then."""
-        return self._bind(settings)
+        return self._bind(settings, beside=self._own_tcp())
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
         """Listen where `settings` say, in their modes. Connections that exist go on."""
         wanted = settings.address()
-        for listener in [one for one in self.listeners if one.name == "tcp" and not one.lasting]:
+        for listener in self._own_tcp():
             if wanted is None or not _listens(listener.address, wanted):
                 listener.close()
                 self.listeners.remove(listener)
@@ -218,7 +246,10 @@ class Doors:
             self._add("tcp", opened).update()
         for listener in self.listeners:
             if listener.name == "api" and not listener.lasting:
-                os.chmod(listener.address, int(settings.unix.api_mode, 8))
+                change_access(Path(listener.address), settings.unix.api_mode)
+
+    def _own_tcp(self) -> list[Listener]:
+        return [listener for listener in self.listeners if listener.name == "tcp" and not listener.lasting]
 
     def _add(self, name: str, sock: socket.socket, *, lasting: bool = False) -> Listener:
         listener = Listener(name, sock, self._dealer, lasting=lasting)
@@ -227,13 +258,13 @@ class Doors:
         log.info("%s listens on %s%s", name, listener.address, by)
         return listener
 
-    def _bind(self, settings: Settings) -> socket.socket | None:
+    def _bind(self, settings: Settings, beside: Iterable[Listener] = ()) -> socket.socket | None:
         wanted = settings.address()
         if wanted is None or any(
             listener.name == "tcp" and _listens(listener.address, wanted) for listener in self.listeners
         ):
             return None
-        return bind_tcp(*wanted)
+        return bind_tcp(*wanted, beside=beside)
 
     def _sort(self, sock: socket.socket, settings: Settings) -> None:
         name = sock.getsockname()

@@ -10,23 +10,27 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
+from appliance.appliers import Applier
+from appliance.drain import STOPPING
 from appliance.listeners import Doors
 from appliance.messages import ServedModel
-from appliance.models.registry import describe
+from appliance.models.registry import describe_models
 from appliance.protocol import Configuration, Reloaded
-from appliance.settings import Fault, Loaded, Place, Settings, SettingsError, dotted
+from appliance.settings import Fault, Loaded, Place, Settings, SettingsError
+from appliance.settings.files import DROP_INS
 from appliance.settings.table import as_table, differences
 from appliance.switchboard import Switchboard
 
 log = logging.getLogger(__name__)
 
-Applier = Callable[[Settings], None]
-"""Makes a part of the running service do what the settings say now. Must not fail."""
-
-AT_RESTART = frozenset({"run_dir", "state_dir"})
+AT_RESTART = frozenset({"run_dir", "state_dir", "metrics"})
 """Top-level settings that a running service cannot change."""
 BY_THEMSELVES = frozenset({"models", "listen"})
 """Those that have their own way, below; every other has an applier."""
+
+
+class ReloadError(Exception):
+    """The service is in no state to reload; the message says why."""
 
 
 class Reloader:
@@ -53,19 +57,21 @@ class Reloader:
         return as_table(self._loaded)
 
     async def reload(self) -> Reloaded:
-        """Do it. Raises SettingsError or ListenError, and then nothing has changed."""
+        """Do it. Raises SettingsError, ListenError or ReloadError, and then nothing has changed."""
         async with self._one_at_a_time:
+            former = self._loaded
             loaded = await asyncio.to_thread(self._reread)
-            present, wanted = self._loaded.settings, loaded.settings
-            changes = list(differences(present, wanted))
-            for name in AT_RESTART:
-                setattr(wanted, name, getattr(present, name))
-            served = await asyncio.to_thread(describe_models, wanted, present)
-            opened = self._doors.prepare(wanted)
+            check_still_there(former, loaded)
+            changes = list(differences(former.settings, loaded.settings))
             waiting = [change for change in changes if change.path[0] in AT_RESTART]
             applied = [change for change in changes if change not in waiting]
-            said = self._apply(wanted, {change.path[0] for change in applied}, served)
-            self._doors.change(wanted, opened)
+            loaded = _until_restart(loaded, former)
+            served = await asyncio.to_thread(describe_models, loaded, former.settings)
+            if self._switchboard.stopping is not None:
+                raise ReloadError(f"{STOPPING}: its settings are not read again")
+            opened = self._doors.prepare(loaded.settings)
+            said = self._apply(loaded.settings, {change.path[0] for change in applied}, served)
+            self._doors.change(loaded.settings, opened)
             self._loaded = loaded
             for line in (*map(str, applied), *said):
                 log.info("reload: %s", line)
@@ -76,32 +82,30 @@ class Reloader:
         switchboard.settings = switchboard.fleet.settings = wanted
         for name in sorted(names - BY_THEMSELVES):
             self._appliers[name](wanted)
-        said = switchboard.fleet.change(wanted.models, served) if "models" in names else []
+        said = switchboard.change_models(wanted.models, served)
         switchboard.tell_configuration()
         return said
 
 
-def describe_models(settings: Settings, present: Settings | None = None) -> list[ServedModel]:
-    """The models that `present` does not have, or has in another folder, as fronts need to know them.
+def check_still_there(former: Loaded, loaded: Loaded) -> None:
+    """A settings file that went away must not turn every model off. Raises SettingsError."""
+    if not former.files or (gone := former.files[0]) in loaded.files:
+        return
+    if gone.parent.name == DROP_INS and loaded.files:
+        return
+    raise SettingsError(
+        Fault(
+            place=Place(str(gone)),
+            what="the service runs with this file, and it is gone",
+            remedy="put it back, or restart the service to do without it",
+        )
+    )
 
-    Raises SettingsError for a folder that cannot be read."""
-    served = []
-    for name, model in settings.models.items():
-        known = present.models.get(name) if present is not None else None
-        if known is not None and known.folder == model.folder:
-            continue
-        try:
-            served.append(describe(name, model))
-        except OSError as error:
-            raise SettingsError(
-                Fault(
-                    place=Place(settings.config_file or "the defaults"),
-                    field=dotted(("models", name, "folder")),
-                    what=f"models.{name}.folder = {model.folder!r} cannot be used: {error.filename}: "
-                    f"{error.strerror}",
-                    remedy="name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
-                    "*.safetensors)",
-                )
-            ) from error
-        log.info("model %s: %s (version %s)", name, model.folder, served[-1].version)
-    return served
+
+def _until_restart(loaded: Loaded, former: Loaded) -> Loaded:
+    """`loaded`, but what only a restart changes is as it was."""
+    for name in AT_RESTART:
+        setattr(loaded.settings, name, getattr(former.settings, name))
+    places = {path: place for path, place in loaded.places.items() if path[0] not in AT_RESTART}
+    places |= {path: place for path, place in former.places.items() if path[0] in AT_RESTART}
+    return loaded._replace(places=places)

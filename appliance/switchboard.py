@@ -38,7 +38,7 @@ from appliance.messages import (
 from appliance.models.fleet import Fleet
 from appliance.models.replicas import Launch, Replica
 from appliance.problems import Problems
-from appliance.settings import Settings
+from appliance.settings import ModelSettings, Settings
 from appliance.traffic.claims import Claims
 from appliance.traffic.requests import Ledger, RowSink
 from engine.client import ReplicaGroup
@@ -327,6 +327,13 @@ class Switchboard:
         drain = self.drains.end(model)
         self.tell_configuration()
         return drain
+
+    def change_models(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
+        """Serve these models from now on, as `Fleet.change` says."""
+        for drain in list(self.drains):
+            if drain.model is not None and drain.model not in wanted:
+                self.drains.forget(drain.model)
+        return self.fleet.change(wanted, served)
 
     def set_timeouts(self) -> None:
         """Take the times after which what hangs is killed from the settings."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from appliance.admin.app import Backend, admin_app
 from appliance.admin.callers import Doorkeeper
 from appliance.http import HttpServer
-from appliance.listeners import bind_unix, set_access
+from appliance.listeners import bind_unix, change_access
 from appliance.messages import Limits
 from appliance.protocol import SocketStatus
 from appliance.rundir import remove_socket
@@ -39,7 +39,7 @@ class AdminServer:
         """Have the socket in this mode, and of this group."""
         self._mode = mode
         if self._given is None and self._server is not None:
-            set_access(self._path, mode, gid)
+            change_access(self._path, mode, gid)
 
     async def stop(self) -> None:
         """Finish what is being answered and remove the socket if it is the service's own."""

@@ -9,7 +9,7 @@ from appliance.admin.status import drain_status
 from appliance.drain import DrainError
 from appliance.listeners import ListenError
 from appliance.protocol import Done
-from appliance.reload import Reloader
+from appliance.reload import Reloader, ReloadError
 from appliance.settings import SettingsError
 from appliance.switchboard import Switchboard
 from store.errors import ConflictError
@@ -44,7 +44,7 @@ class Steering:
                 case ReloadConfig():
                     reloaded = await self._reloader.reload()
                     return reloaded, None, msgspec.to_builtins(reloaded)
-        except DrainError as error:
+        except (DrainError, ReloadError) as error:
             raise ConflictError(str(error)) from error
         except (SettingsError, ListenError) as error:
             raise ValueError(str(error)) from error

@@ -60,6 +60,9 @@ class Fleet:
         self._launch = launch
         self._numbers: dict[str, int] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
+        self._retirements: dict[Replica, asyncio.Task[None]] = {}
+        self._given_up: set[str] = set()
+        """Models whose wanted settings could not be loaded: they run with the former ones."""
         self._tasks: set[asyncio.Task[None]] = set()
         for model in served:
             ledger.add_model(model.name, model.version)
@@ -74,7 +77,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """End every replica."""
-        for task in self._changes.values():
+        for task in (*self._changes.values(), *self._retirements.values()):
             task.cancel()
         await asyncio.gather(*(replica.stop(_STOP_S) for replica in self.replicas))
 
@@ -132,14 +135,16 @@ class Fleet:
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
         """Serve these models with these settings from now on; what that means, in words, by model.
 
-        `served` describes at least those that are new. What is as it was is not touched.
+        `served` describes at least those that are new. What is as it was is not touched; what could not be
+        loaded is tried again.
         """
         described = {model.name: model for model in served}
         former, self._wanted = self._wanted, dict(wanted)
         said = []
         for name in sorted(wanted.keys() | former.keys()):
-            if wanted.get(name) == former.get(name):
+            if wanted.get(name) == former.get(name) and name not in self._given_up:
                 continue
+            self._given_up.discard(name)
             if name in wanted and name not in self.models:
                 self._take_up(described[name])
             said.append(f"model {name}: {self._plan(name, former.get(name), wanted.get(name))}")
@@ -154,6 +159,8 @@ class Fleet:
             return f"is removed; what runs gets {self.settings.drain_grace_s:g} s"
         if former is None:
             return f"is new and loads ({wanted.replicas} replica{'s' if wanted.replicas > 1 else ''})"
+        if former == wanted:
+            return "its settings, which could not be loaded, are tried again"
         if former.spec("") == wanted.spec(""):
             if former.replicas != wanted.replicas:
                 return f"{former.replicas} → {wanted.replicas} replicas"
@@ -165,6 +172,9 @@ class Fleet:
         self._ledger.open(model.name)
         if not self._ledger.knows(model.name):
             self._ledger.add_model(model.name, model.version)
+        for replica in self.of(model.name):
+            if replica.account is not None:
+                self.learn(replica)  # it was about to be removed
 
     async def _bring_about(self, name: str) -> None:
         """Until the model is as wanted, or cannot be."""
@@ -173,58 +183,68 @@ class Fleet:
                 pass
         except Exception:
             log.exception("model %s: the change of its settings failed", name)
+            self._given_up.add(name)
             self._problems.note(name, "the change of its settings failed: see the log")
 
     async def _next_step(self, name: str) -> bool:
-        """Do one thing; False when nothing is left to do."""
+        """Do one thing; False when nothing is left to do, or can be."""
+        for replica in self.of(name):
+            if replica.retiring:
+                await self._retire(replica)  # the change before this one began it
         wanted = self._wanted.get(name)
         if wanted is None:
             await self._remove(name)
             return False
-        mine = [replica for replica in self.of(name) if not replica.retiring]
-        good = [replica for replica in mine if replica.spec == wanted.spec(replica.name)]
-        stale = [replica for replica in mine if replica not in good]
-        if len(good) > wanted.replicas:
+        serving_first = sorted(self.of(name), key=lambda replica: replica.account is None)
+        good = [replica for replica in serving_first if replica.spec == wanted.spec(replica.name)]
+        stale = [replica for replica in serving_first if replica not in good]
+        if stale and stale[-1].account is None:
+            await self._retire(stale[-1])
+        elif len(good) > wanted.replicas:
             await self._retire(good[-1])
-        elif len(good) == wanted.replicas:
-            if not stale:
-                return False
-            await self._retire(stale[0])
-        elif not stale:
+        elif stale:
+            return await self._succeed(stale[0], good, wanted)
+        elif len(good) < wanted.replicas:
             self._new(name, wanted).start()
         else:
-            return await self._succeed(stale[0], wanted)
+            return False
         return True
 
-    async def _succeed(self, old: Replica, wanted: ModelSettings) -> bool:
+    async def _succeed(self, old: Replica, good: list[Replica], wanted: ModelSettings) -> bool:
         """Put a replica with the wanted settings in the place of `old`. False if that cannot be."""
-        why_not = ""
-        if old.account is not None:
-            why_not = await asyncio.to_thread(why_not_beside, wanted)
-            if why_not:
+        if len(good) < wanted.replicas:
+            if why_not := await asyncio.to_thread(why_not_beside, wanted):
                 log.warning("%s is stopped before its successor loads: %s", old.name, why_not)
                 self._problems.note(old.name, f"it was stopped before its successor loaded: {why_not}")
-        if old.account is None or why_not:
-            await self._retire(old)
-            self._new(old.model, wanted).start()
-            return True
-        new = self._new(old.model, wanted)
-        log.info("%s takes the place of %s, which serves until then", new.name, old.name)
-        new.start()
-        while new.account is None:
-            if new.failure or new.restarts >= _TRIES:
-                self._problems.note(
-                    new.name, f"the new settings cannot be loaded, {old.name} stays: {new.last_error}"
-                )
-                await self._retire(new)
-                return False
-            await asyncio.sleep(_LOOK_EVERY_S)
+                await self._retire(old)
+                return True
+            new = self._new(old.model, wanted)
+            log.info("%s takes the place of %s, which serves until then", new.name, old.name)
+            new.start()
+            good = [*good, new]
+        for new in good:
+            while new.account is None:
+                if new.failure or new.restarts >= _TRIES:
+                    self._given_up.add(old.model)
+                    self._problems.note(
+                        new.name, f"the new settings cannot be loaded, {old.name} stays: {new.last_error}"
+                    )
+                    await self._retire(new)
+                    return False
+                await asyncio.sleep(_LOOK_EVERY_S)
         await self._retire(old)
         return True
 
     async def _retire(self, replica: Replica) -> None:
-        """Give it nothing more, let it finish, and end it. What it does not finish in time while nobody
-        serves in its place goes on at its successor."""
+        """Give it nothing more, let it finish, and end it: to the end, though the change may be overtaken."""
+        if (task := self._retirements.get(replica)) is None:
+            task = asyncio.get_running_loop().create_task(self._end(replica))
+            self._retirements[replica] = task
+            task.add_done_callback(lambda _: self._retirements.pop(replica))
+        await asyncio.shield(task)
+
+    async def _end(self, replica: Replica) -> None:
+        """What it does not finish in time while nobody serves in its place goes on at its successor."""
         replica.retiring = True
         self._tell()
         account = replica.account

@@ -4,14 +4,48 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from appliance.messages import ServedModel
-from appliance.settings import ModelSettings
+from appliance.settings import Fault, Loaded, ModelSettings, Place, Settings, SettingsError, dotted
+
+log = logging.getLogger(__name__)
 
 _WHOLE_BYTES = 32 << 20
 _SAMPLE_BYTES = 1 << 20
+
+
+def describe_models(loaded: Loaded, former: Settings | None = None) -> list[ServedModel]:
+    """The models that `former` does not have, or has in another folder, as fronts need to know them.
+
+    Raises SettingsError for folders that cannot be read.
+    """
+    served, faults = [], []
+    for name, model in loaded.settings.models.items():
+        known = former.models.get(name) if former is not None else None
+        if known is not None and known.folder == model.folder:
+            continue
+        try:
+            served.append(describe(name, model))
+        except OSError as error:
+            path = ("models", name, "folder")
+            faults.append(
+                Fault(
+                    place=loaded.places.get(path, Place("default")),
+                    field=dotted(path),
+                    what=f"models.{name}.folder = {model.folder!r} cannot be used: {error.filename}: "
+                    f"{error.strerror}",
+                    remedy="name the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
+                    "*.safetensors)",
+                )
+            )
+    if faults:
+        raise SettingsError(*faults)
+    for described in served:
+        log.info("model %s: %s (version %s)", described.name, described.folder, described.version)
+    return served
 
 
 def describe(name: str, settings: ModelSettings) -> ServedModel:

@@ -91,6 +91,11 @@ class Call:
         if output.finish:
             self.end(200, output.finish)
 
+    def cancel(self) -> None:
+        for (replica, handle), call in self.front.handles.items():
+            if call is self:
+                self.front.replicas[replica].cancel(handle)
+
     def end(self, status: int, how: str) -> None:
         if self.front.calls.pop(self.admit.request_id, None) is None:
             return
@@ -149,6 +154,7 @@ class FakeFront:
                 del self.calls[message.request_id]
                 call.hang_up(f"refused {message.status} {message.message}")
             elif isinstance(message, Abort):
+                call.cancel()
                 call.end(503, f"aborted {message.message}")
 
     def lost(self, name: str, handles: list[int]) -> None:

@@ -1,0 +1,62 @@
+"""What a reload does in the running service for each top-level setting that has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from appliance.admin.callers import Doorkeeper
+from appliance.admin.server import AdminServer
+from appliance.identities import IdentityTable
+from appliance.settings import Settings
+from appliance.switchboard import Switchboard
+
+Applier = Callable[[Settings], None]
+"""Makes a part of the running service do what the settings say now. Must not fail."""
+
+
+def appliers(
+    switchboard: Switchboard, identities: IdentityTable, doorkeeper: Doorkeeper, admin: AdminServer
+) -> dict[str, Applier]:
+    """By setting. Those that `appliance.reload` sees to itself are not here."""
+
+    def fronts(settings: Settings) -> None:
+        switchboard.set_fronts(settings.fronts)
+
+    def timeouts(settings: Settings) -> None:
+        switchboard.set_timeouts()
+
+    def log_level(settings: Settings) -> None:
+        logging.getLogger().setLevel(settings.log_level.upper())
+
+    def unix(settings: Settings) -> None:
+        identities.unix = settings.unix
+        switchboard.tell_identities()
+        admin.change(settings.unix.admin_mode, doorkeeper.gid)
+
+    def operators(settings: Settings) -> None:
+        doorkeeper.configure(settings.admin)
+        admin.change(settings.unix.admin_mode, doorkeeper.gid)
+
+    def queue(settings: Settings) -> None:
+        switchboard.ledger.set_rules(settings.queue)
+
+    def idempotency(settings: Settings) -> None:
+        switchboard.claims.keep_s = settings.idempotency.keep_s
+
+    def nothing(settings: Settings) -> None:
+        """It is read when it is needed, or fronts are told of it whenever it is new."""
+
+    return {
+        "fronts": fronts,
+        "drain_grace_s": nothing,
+        "drain_notice_s": nothing,
+        "hang_timeout_s": timeouts,
+        "load_timeout_s": timeouts,
+        "log_level": log_level,
+        "unix": unix,
+        "admin": operators,
+        "queue": queue,
+        "limits": nothing,
+        "idempotency": idempotency,
+    }

@@ -1,0 +1,335 @@
+"""Reloading the settings of a running service: what changed is applied, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.actions import DrainService, ReloadConfig, ResumeService
+from appliance.appliers import appliers
+from appliance.client import AdminError
+from appliance.protocol import Reloaded, ReplicaStatus
+from appliance.reload import AT_RESTART, BY_THEMSELVES, check_still_there
+from appliance.settings import Loaded, Settings, SettingsError
+from store.evidence import read_audit
+from tests.core.conftest import Service, read_answer, wait_until
+
+pytestmark = pytest.mark.system
+Make = Callable[..., Service]
+
+
+def running(make_service: Make, settings: str = "", models: tuple[str, ...] = ("m",)) -> Service:
+    service = make_service(settings, models)
+    service.start()
+    service.wait_ready()
+    return service
+
+
+def change(service: Service, *changes: tuple[str, str]) -> Reloaded:
+    """Replace these pieces of the settings file and reload it."""
+    text = service.config.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    service.config.write_text(text)
+    return reload(service)
+
+
+def reload(service: Service) -> Reloaded:
+    reloaded = service.admin.act(ReloadConfig())
+    assert isinstance(reloaded, Reloaded)
+    return reloaded
+
+
+def replicas(service: Service, model: str = "m") -> list[ReplicaStatus]:
+    return next((found.replicas for found in service.admin.status().models if found.name == model), [])
+
+
+def names(service: Service, model: str = "m") -> list[tuple[str, str]]:
+    return [(replica.name, replica.state) for replica in replicas(service, model)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_every_setting_has_a_way_into_the_running_service() -> None:
+    fields = {field.name for field in msgspec.structs.fields(Settings)} - {"config_file"}
+    applied = appliers(None, None, None, None).keys()  # type: ignore[arg-type]
+    assert fields == AT_RESTART | BY_THEMSELVES | applied
+    assert len(fields) == len(AT_RESTART) + len(BY_THEMSELVES) + len(applied)
+
+
+def test_a_file_that_did_not_change_changes_nothing(make_service: Make) -> None:
+    service = running(make_service)
+    pids = service.pids()
+    assert reload(service) == Reloaded(changed=[], models=[], at_restart=[])
+    assert service.pids() == pids
+
+
+def test_settings_of_the_service_are_applied_and_no_process_is_another(make_service: Make) -> None:
+    service = running(make_service, models=("m", "n"))
+    pids = service.pids()
+    service.config.write_text(
+        f'run_dir = "{service.run_dir}"\nstate_dir = "/elsewhere"\ndrain_grace_s = 3\nlog_level = "debug"\n'
+        "[queue]\nlimit = 7\n[limits]\nmax_body_bytes = 99\n[idempotency]\nkeep_s = 1.5\n"
+        '[unix]\nuids = "any"\napi_mode = "0666"\nadmin_mode = "0600"\n'
+        '[models.m]\nfolder = "m"\n[models.n]\nfolder = "n"\n'
+    )
+    reloaded = reload(service)
+    assert reloaded.changed == [
+        "drain_grace_s: 10.0 → 3.0",
+        "idempotency.keep_s: 600.0 → 1.5",
+        "limits.max_body_bytes: 16777216 → 99",
+        'log_level: "info" → "debug"',
+        "queue.limit: 2048 → 7",
+        'unix.admin_mode: "0660" → "0600"',
+        'unix.api_mode: "0660" → "0666"',
+        'unix.uids: "owner" → "any"',
+    ]
+    assert reloaded.models == []
+    assert reloaded.at_restart == [f'state_dir: "{service.state_dir}" → "/elsewhere"']
+    assert service.pids() == pids
+    assert service.admin.status().queue.limit == 7
+    modes = [(service.run_dir / name).stat().st_mode & 0o777 for name in ("api.sock", "admin.sock")]
+    assert modes == [0o666, 0o600]
+    shown = service.admin.configuration()
+    assert (shown.settings["state_dir"], shown.places["state_dir"]) == (
+        str(service.state_dir),
+        f"{service.config}:2",
+    )
+    assert (shown.settings["queue"]["limit"], shown.places["queue.limit"]) == (7, f"{service.config}:6")
+    # What only a restart changes is said until there was one.
+    assert reload(service).at_restart == reloaded.at_restart
+
+
+def test_only_the_changed_model_gets_another_process_and_serves_until_it_is_there(
+    make_service: Make,
+) -> None:
+    service = running(make_service, models=("m", "n"))
+    before = {model: replicas(service, model)[0].pids for model in ("m", "n")}
+    stream = service.connect("m 150")
+    reloaded = change(service, ('folder = "m"', 'folder = "m"\nmax_rows = 5'))
+    assert reloaded.changed == ["models.m.max_rows: 64 → 5"]
+    assert reloaded.models == ["model m: its replicas are replaced one by one"]
+    assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
+    assert read_answer(stream) == [str(token) for token in range(1, 151)] + ["front-0 length"]
+    wait_until(lambda: names(service) == [("m-1", "ready")], what="the successor")
+    assert replicas(service)[0].pids != before["m"] and replicas(service)[0].max_rows == 5
+    assert replicas(service, "n")[0].pids == before["n"]
+    wait_until(lambda: all(row.state == "ended" for row in service.rows()))
+    assert {(row.status, row.resubmissions) for row in service.rows()} == {(200, 0)}
+
+
+def test_models_come_and_go_and_what_runs_on_one_that_goes_is_finished(make_service: Make) -> None:
+    service = running(make_service, models=("m", "n"))
+    kept = replicas(service)[0].pids
+    stream = service.connect("n 100")
+    wait_until(lambda: len(service.rows()) == 1)
+    (service.folder / "new").mkdir()
+    (service.folder / "new" / "config.json").write_text('{"vocab_size": 10}')
+    reloaded = change(service, ('[models.n]\nfolder = "n"', '[models.new]\nfolder = "new"'))
+    assert reloaded.models == [
+        "model n: is removed; what runs gets 10 s",
+        "model new: is new and loads (1 replica)",
+    ]
+    wait_until(lambda: names(service, "new") == [("new-0", "ready")])
+    assert read_answer(service.connect("new 2"))[-1] == "front-0 length"
+    assert "refused" in read_answer(service.connect("n 2"))[-1]
+    assert read_answer(stream)[-1] == "front-0 length"
+    wait_until(lambda: len(service.pids()) == 3, what="the end of the removed model's replica")
+    gone = "front-0 refused 404 there is no model 'n': there are m, new"
+    wait_until(lambda: read_answer(service.connect("n 2")) == [gone])
+    assert replicas(service)[0].pids == kept
+
+
+def test_replicas_are_added_and_taken_away_and_the_first_one_stays(make_service: Make) -> None:
+    service = running(make_service)
+    kept = replicas(service)[0].pids
+    assert change(service, ('folder = "m"', 'folder = "m"\nreplicas = 3')).models == [
+        "model m: 1 → 3 replicas"
+    ]
+    wait_until(lambda: names(service) == [("m-0", "ready"), ("m-1", "ready"), ("m-2", "ready")])
+    change(service, ("replicas = 3", "replicas = 1"))
+    wait_until(lambda: names(service) == [("m-0", "ready")])
+    assert replicas(service)[0].pids == kept
+
+
+def test_a_change_that_overtakes_another_leaves_the_last_wish_and_nothing_else(make_service: Make) -> None:
+    service = running(make_service)
+    stream = service.connect("m 100")
+    wait_until(lambda: len(service.rows()) == 1)
+    for rows in (5, 6, 7):
+        change(service, ('folder = "m"', f'folder = "m"\nmax_rows = {rows}'))
+        service.config.write_text(service.config.read_text().replace(f"\nmax_rows = {rows}", ""))
+    assert change(service, ('[models.m]\nfolder = "m"', "[models]")).models == [
+        "model m: is removed; what runs gets 10 s"
+    ]
+    change(service, ("[models]", '[models.m]\nfolder = "m"\nmax_rows = 8'))
+    assert read_answer(stream)[-1] == "front-0 length"
+    wait_until(lambda: [replica.max_rows for replica in replicas(service)] == [8])
+    wait_until(lambda: len(service.pids()) == 2, what="the end of every other replica")
+    assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
+
+
+def test_settings_that_cannot_be_loaded_leave_the_model_as_it_was_until_a_reload_can(
+    make_service: Make,
+) -> None:
+    service = running(make_service)
+    kept = replicas(service)[0].pids
+    bad = service.folder / "bad"
+    bad.mkdir()
+    (bad / "config.json").write_text("{}")
+    (bad / "fake.json").write_text('{"fatal": ["checkpoint", "model.safetensors is missing"]}')
+    change(service, ('folder = "m"', 'folder = "bad"'))
+    wait_until(lambda: any("m-0 stays" in problem.what for problem in service.admin.status().problems))
+    wait_until(lambda: names(service) == [("m-0", "ready")])
+    assert replicas(service)[0].pids == kept
+    assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
+    (bad / "fake.json").unlink()
+    assert reload(service).models == ["model m: its settings, which could not be loaded, are tried again"]
+    wait_until(lambda: names(service) == [("m-2", "ready")])
+    assert service.admin.status().models[0].folder == str(bad)
+
+
+def test_the_address_is_listened_on_elsewhere_and_connections_go_on(make_service: Make) -> None:
+    port, other = free_port(), free_port()
+    service = running(make_service, f'listen = "127.0.0.1:{port}"')
+    stream = service.connect("m 80", ("127.0.0.1", port))
+    wait_until(lambda: len(service.rows()) == 1)
+    change(service, (f"127.0.0.1:{port}", f"127.0.0.1:{other}"))
+    assert read_answer(service.connect("m 2", ("127.0.0.1", other)))[-1] == "front-0 length"
+    with pytest.raises(ConnectionRefusedError):
+        service.connect("m 2", ("127.0.0.1", port))
+    assert read_answer(stream)[-1] == "front-0 length"
+    # An address that holds the former one, and back.
+    change(service, (f"127.0.0.1:{other}", f"0.0.0.0:{other}"))
+    assert read_answer(service.connect("m 2", ("127.0.0.2", other)))[-1] == "front-0 length"
+    change(service, (f"0.0.0.0:{other}", f"127.0.0.1:{other}"))
+    with pytest.raises(ConnectionRefusedError):
+        service.connect("m 2", ("127.0.0.2", other))
+    assert [sock.name for sock in service.admin.status().sockets] == ["api", "tcp", "admin"]
+    change(service, (f'listen = "127.0.0.1:{other}"', ""))
+    assert [sock.name for sock in service.admin.status().sockets] == ["api", "admin"]
+
+
+def test_fronts_are_added_and_those_too_many_finish_what_they_have(make_service: Make) -> None:
+    service = running(make_service, "fronts = 1")
+    first = service.admin.status().fronts[0].pid
+    change(service, ("fronts = 1", "fronts = 3"))
+    wait_until(lambda: [front.state for front in service.admin.status().fronts] == ["ready"] * 3)
+    streams = [service.connect("m 100") for _ in range(3)]
+    wait_until(lambda: len(service.rows()) == 3)
+    change(service, ("fronts = 3", "fronts = 1"))
+    answers = [read_answer(stream)[-1] for stream in streams]
+    assert sorted(answers) == ["front-0 length", "front-1 length", "front-2 length"]
+    wait_until(lambda: len(service.admin.status().fronts) == 1)
+    assert service.admin.status().fronts[0].pid == first
+    assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
+
+
+def test_what_cannot_be_used_changes_nothing_and_is_told_with_its_line(make_service: Make) -> None:
+    service = running(make_service, "# here")
+    good, pids, settings = service.config.read_text(), service.pids(), service.admin.configuration().settings
+    (service.folder / "empty").mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for broken, at, said in (
+            ("fronts = 0", ":3: ", "fronts = 0 cannot be used"),
+            ("fronts = ", ":3: ", "it is not TOML"),
+            ('[models.x]\nfolder = "nothing"', ":4: ", "is not a folder"),
+            ('[models.x]\nfolder = "empty"', ":4: ", "config.json: No such file or directory"),
+            ("[queue]\nlimt = 3", ":4: ", "did you mean 'limit'?"),
+            (f'listen = "127.0.0.1:{taken.getsockname()[1]}"', "", "(Address already in use)"),
+        ):
+            service.config.write_text(good)
+            with pytest.raises(AdminError) as refused:
+                change(service, ("# here", broken), ('folder = "m"', 'folder = "m"\nmax_rows = 3'))
+            assert said in str(refused.value)
+            assert at in str(refused.value)
+            last = read_audit(service.state_dir / "control.db")[-1]
+            assert last.action == "config.reload" and said in last.result
+    assert service.pids() == pids
+    assert service.admin.configuration().settings == settings
+    assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
+
+
+def loaded(*files: str) -> Loaded:
+    return Loaded(Settings(), {}, [Path(file) for file in files])
+
+
+@pytest.mark.parametrize(
+    ("former", "now", "refused"),
+    [
+        (loaded("/a.toml", "/conf.d/b.toml"), loaded("/a.toml"), False),
+        (loaded("/a.toml", "/conf.d/b.toml"), loaded("/conf.d/b.toml"), True),
+        (loaded("/a.toml"), loaded(), True),
+        (loaded("/a.toml"), loaded("/home/a.toml"), True),
+        (loaded("/conf.d/a.toml", "/conf.d/b.toml"), loaded("/conf.d/b.toml"), False),
+        (loaded("/conf.d/a.toml"), loaded(), True),
+        (loaded(), loaded("/a.toml"), False),
+    ],
+)
+def test_without_the_main_settings_file_nothing_is_turned_off(
+    former: Loaded, now: Loaded, refused: bool
+) -> None:
+    with pytest.raises(SettingsError, match="is gone") if refused else nullcontext():
+        check_still_there(former, now)
+
+
+def test_a_hang_up_signal_reloads_and_is_audited(make_service: Make) -> None:
+    service = running(make_service)
+    assert service.process is not None
+    service.config.write_text(f"drain_grace_s = 4\n{service.config.read_text()}")
+    os.kill(service.process.pid, signal.SIGHUP)
+    wait_until(lambda: service.admin.configuration().settings["drain_grace_s"] == 4)
+
+    def audited() -> list[tuple[str, str]]:
+        rows = read_audit(service.state_dir / "control.db")
+        return [(row.actor, row.result) for row in rows if row.action == "config.reload"]
+
+    wait_until(lambda: ("signal:SIGHUP", "ok") in audited())
+    service.config.write_text("fronts = 0")
+    os.kill(service.process.pid, signal.SIGHUP)
+    wait_until(lambda: any("refused" in result for _, result in audited()))
+    assert service.state() == "ready"
+
+
+def test_a_reload_while_it_drains_leaves_the_drain_as_it_is(make_service: Make) -> None:
+    service = running(make_service, models=("m", "n"))
+    service.admin.drain(DrainService(model="m"))
+    service.admin.drain(DrainService(model="n"))
+    wait_until(lambda: {drain.state for drain in service.admin.status().drains} == {"drained"})
+    change(service, ('folder = "m"', 'folder = "m"\nmax_rows = 4'))
+    wait_until(lambda: names(service) == [("m-1", "ready")])
+    assert "503 model 'm' is draining" in read_answer(service.connect("m 1"))[-1]
+    service.admin.resume(ResumeService(model="m"))
+    assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
+    # With a model its drain goes, too: one of that name that comes later serves.
+    change(service, ('[models.n]\nfolder = "n"\n', ""))
+    wait_until(lambda: len(service.pids()) == 2)
+    assert service.admin.status().drains == []
+    service.config.write_text(service.config.read_text() + '[models.n]\nfolder = "n"\n')
+    reload(service)
+    assert read_answer(service.connect("n 1"))[-1] == "front-0 length"
+
+
+def test_a_conf_d_file_may_come_and_go(make_service: Make) -> None:
+    service = running(make_service)
+    extra = Path(service.config.parent / "conf.d" / "20-more.toml")
+    extra.parent.mkdir()
+    extra.write_text("drain_grace_s = 4")
+    assert reload(service).changed == ["drain_grace_s: 10.0 → 4.0"]
+    assert service.admin.configuration().places["drain_grace_s"] == f"{extra}:1"
+    extra.unlink()
+    assert reload(service).changed == ["drain_grace_s: 4.0 → 10.0"]
