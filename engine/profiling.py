@@ -24,7 +24,9 @@ def profile_cuda(decoder: Decoder, sampler: Sampler, tables: RowTables, spec: Re
     outside_torch = total - free - torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
-    graphs = graph_bytes(decoder.config, spec.max_rows) + logits_bytes(decoder, spec.max_rows)
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    graphs = graph_bytes(decoder.config, decoder.shard, dtype, spec.max_rows, spec.step_tokens)
+    graphs += logits_bytes(decoder, spec.max_rows)
     return int(total * spec.memory_fraction) - outside_torch - peak - graphs
 
 

@@ -3,6 +3,9 @@ kernel by kernel, than the device to compute it.
 
 A pass is padded to the next captured number of tokens. Padding has slot -1, so it is written nowhere, and no
 tile of attention, so it is read by nobody.
+
+An FP8 cache is read as it is, not expanded first: what is expanded depends on the plan. That is slower where
+much is read, so passes with long contexts have no graph (`MOST_FP8_KEYS`); the host is ahead of those anyway.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from engine.batch import RowTables
 from engine.forward import ForwardInput, KvPool
 from engine.messages import StepPlan
 from engine.model.decoder import Decoder
+from engine.sizing import prompt_ladder
 from engine.transfer import upload
 from kernels import AttentionInput, ChunkSpan
 from kernels.triton.attention_prefill import plan_tiles, tile_tokens
 
-SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
-"""Tokens of the captured passes. Beyond, the device takes longer than the host."""
-
 MOST_CHUNKS = 4
 """Prompts in one pass."""
+
+MOST_FP8_KEYS = 4096
+"""Tokens of an FP8 cache that the prompts of one pass may read. Over more, attention of 512 tokens of an 8B
+model takes the device as long as the host takes to launch the pass."""
 
 
 class PromptGraphs:
@@ -31,20 +36,24 @@ class PromptGraphs:
 
     def __init__(self, decoder: Decoder, kv: list[KvPool], tables: RowTables, step_tokens: int) -> None:
         self._decoder, self._kv, self._tables = decoder, kv, tables
-        self.sizes = [size for size in SIZES if size <= step_tokens]
+        self.sizes = prompt_ladder(step_tokens)
         shard = decoder.shard
         self._heads = (shard.heads, shard.kv_heads)
         self._tile_tokens = tile_tokens(*self._heads)
         self._windows = list(dict.fromkeys(decoder.config.sliding_windows))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        most = self.sizes[-1] if self.sizes else 0
-        # One buffer, so that one transfer fills it: token ids, positions and slots; which tokens' logits are
-        # wanted; the tiles of each window (four int32 each).
-        self._most = most
-        self._tiles_at = 3 * most + MOST_CHUNKS
-        size = self._tiles_at + 2 * len(self._windows) * self._most_tiles(most)
+        self._most = self.sizes[-1] if self.sizes else 0
+        # One chunk a row, so that logits have no more rows than those of decode steps.
+        self._most_chunks = min(MOST_CHUNKS, len(tables.lengths))
+        # One buffer, so that one transfer fills it: token ids, positions and slots; the tiles of each window
+        # (four int32 each, so 16 bytes, on which kernels may rely); which tokens' logits are wanted.
+        self._tiles_at = 3 * self._most
+        self._wanted_at = self._tiles_at + 2 * len(self._windows) * self._most_tiles(self._most)
+        size = self._wanted_at + self._most_chunks
         self._inputs = torch.zeros(size, dtype=torch.int64, device=tables.device)
-        self._logits = torch.empty((MOST_CHUNKS, shard.vocab), dtype=decoder.dtype, device=tables.device)
+        self._logits = torch.empty(
+            (self._most_chunks, shard.vocab), dtype=decoder.dtype, device=tables.device
+        )
 
     def capture(self) -> None:
         """Capture every size, the largest first."""
@@ -63,11 +72,14 @@ class PromptGraphs:
 
     def fits(self, plan: StepPlan) -> bool:
         """Whether a plan has a graph: few prompts, of few tokens, each to its end, and nothing else."""
+        chunks = plan.chunks
+        keys = sum(chunk.start + len(chunk.token_ids) for chunk in chunks)
         return (
             not plan.decodes
-            and 0 < len(plan.chunks) <= MOST_CHUNKS
-            and sum(len(chunk.token_ids) for chunk in plan.chunks) <= self._most
-            and all(chunk.sample_rows and chunk.prompt_logprobs is None for chunk in plan.chunks)
+            and 0 < len(chunks) <= self._most_chunks
+            and sum(len(chunk.token_ids) for chunk in chunks) <= self._most
+            and not (self._decoder.kv_fp8 and keys > MOST_FP8_KEYS)
+            and all(chunk.sample_rows and chunk.prompt_logprobs is None for chunk in chunks)
         )
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
@@ -87,7 +99,7 @@ class PromptGraphs:
         self._graphs[size].replay()
 
     def _most_tiles(self, size: int) -> int:
-        return -(-size // self._tile_tokens) + MOST_CHUNKS
+        return -(-size // self._tile_tokens) + self._most_chunks
 
     def _stage(self, spans: list[ChunkSpan], size: int, tokens: np.ndarray | None = None) -> None:
         """tokens: `[3, count]` int64, as `RowTables.chunk_inputs`."""
@@ -97,7 +109,7 @@ class PromptGraphs:
         if tokens is not None:
             staged[: 3 * most].reshape(3, most)[:, : tokens.shape[1]] = tokens
         for i, span in enumerate(spans):
-            staged[3 * most + i] = span.first + span.count - 1
+            staged[self._wanted_at + i] = span.first + span.count - 1
         for i, window in enumerate(self._windows):
             made = plan_tiles(spans, *self._heads, window)
             at = self._tiles_at + 2 * i * tiles
@@ -113,7 +125,7 @@ class PromptGraphs:
             positions=self._inputs[most : most + size],
             slots=self._inputs[2 * most : 2 * most + size],
             attention=self._attention(size),
-            logit_index=self._inputs[3 * most : self._tiles_at],
+            logit_index=self._inputs[self._wanted_at :],
         )
         hidden = self._decoder.forward(inputs, self._kv)
         self._decoder.logits(hidden.index_select(0, inputs.logit_index), out=self._logits)

@@ -401,6 +401,7 @@ class Runner:
         graphs.capture(progress)
         prompts = PromptGraphs(self.decoder, self.kv, self.tables, self.spec.step_tokens)
         prompts.capture()
+        torch.cuda.empty_cache()  # what the passes before each capture worked with
         return graphs, prompts
 
     def _predict(self, blocks: int | None) -> Sizing:

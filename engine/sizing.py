@@ -98,7 +98,7 @@ def predict(
         kv_blocks=blocks or 0,
         activation_bytes=_step(config, shard, dtype, max(step_tokens, max_rows))
         + (
-            _beside_on_gpu(config, shard, dtype, kv_dtype, max_rows)
+            _beside_on_gpu(config, shard, dtype, kv_dtype, max_rows, step_tokens)
             if on_gpu
             else _beside_on_cpu(config, shard, dtype, weights, max_rows, max_model_len)
         ),
@@ -171,20 +171,33 @@ def _beside_on_cpu(
     return logits + pages + packed + copied
 
 
-def _beside_on_gpu(config: ModelConfig, shard: Shard, dtype: str, kv_dtype: str, max_rows: int) -> int:
+def _beside_on_gpu(
+    config: ModelConfig, shard: Shard, dtype: str, kv_dtype: str, max_rows: int, step_tokens: int
+) -> int:
     """Logits twice (those of the graphs are their own), edited ones in float32 and penalty counts where every
     row has penalties, the expansion of an FP8 cache, the graphs, and what CUDA takes for itself."""
     width = DTYPE_BYTES[dtype]
     logits = max_rows * shard.vocab * (2 * width + 8)
     block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * width
     expansion = 2 * EXPANSION_BLOCKS * block if kv_dtype == FP8 else 0
-    return logits + expansion + graph_bytes(config, max_rows) + _CUDA_BYTES
+    graphs = graph_bytes(config, shard, dtype, max_rows, step_tokens)
+    return logits + expansion + graphs + _CUDA_BYTES
 
 
-def graph_bytes(config: ModelConfig, max_rows: int) -> int:
-    """What the driver and the graphs' pool keep for the decode steps, their logits aside: measured with 32
-    layers, 8 to 9 MiB a batch size in four graphs."""
-    return len(ladder(max_rows)) * config.layers * _GRAPH_LAYER_BYTES
+def graph_bytes(config: ModelConfig, shard: Shard, dtype: str, max_rows: int, step_tokens: int) -> int:
+    """What the driver and the graphs' pools keep, the decode steps' logits aside. Measured with 32 layers: 8
+    to 9 MiB a batch size, in four graphs, and what those work with. A pass of prompts has one graph, of as
+    many kernels; the largest one's working memory is counted beside it."""
+    prompts = prompt_ladder(step_tokens)
+    working = _step(config, shard, dtype, prompts[-1]) if prompts else 0
+    return (len(ladder(max_rows)) + len(prompts)) * config.layers * _GRAPH_LAYER_BYTES + working
+
+
+def prompt_ladder(step_tokens: int) -> list[int]:
+    """Numbers of tokens at which passes of prompts get graphs. Above 1,024 the device takes longer than the
+    host."""
+    sizes = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
+    return [size for size in sizes if size <= step_tokens]
 
 
 def ladder(most: int) -> list[int]:

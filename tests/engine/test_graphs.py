@@ -13,8 +13,8 @@ import torch
 
 from engine.generate import LocalEngine
 from engine.graphs import DecodeGraphs
-from engine.messages import ReplicaSpec, SamplingParams, StepPlan
-from engine.prompt_graphs import PromptGraphs
+from engine.messages import Chunk, ReplicaSpec, SamplingParams, StepPlan
+from engine.prompt_graphs import MOST_FP8_KEYS, PromptGraphs
 from engine.sizing import ladder
 from kernels import AttentionInput, ChunkSpan
 from kernels.draws import Variant
@@ -156,6 +156,55 @@ def test_a_short_pass_of_prompts_is_padded_to_a_captured_size_and_gives_the_same
         assert [entry.top for entry in mine.logprobs] == [entry.top for entry in other.logprobs]
     fits = sum(prompts) <= 192
     assert graphs.replayed == ([next(size for size in graphs.sizes if size >= sum(prompts))] if fits else [])
+
+
+@pytest.fixture
+def windowed(tmp_path: Path, made: Callable[[], LocalEngine]) -> Callable[[], LocalEngine]:
+    """Two layers, one of which sees a window alone: two lists of tiles."""
+    family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    windows = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | family | windows))
+    return made
+
+
+def test_what_is_in_the_cache_is_read_and_each_window_has_its_tiles(
+    windowed: Callable[[], LocalEngine],
+) -> None:
+    """The second time a block of 64 is found, and 60 tokens are left of 124."""
+    tokens = [(5 * place) % 90 + 3 for place in range(124)]
+    reference, engine = windowed(), windowed()
+    runner = engine.runner
+    assert set(runner.config.sliding_windows) == {None, 40}
+    graphs = EagerPromptGraphs(runner.decoder, runner.kv, runner.tables, 200)
+    runner.prompt_graphs = graphs
+    [[expected]] = reference.generate([tokens], GREEDY)
+    for _ in range(2):
+        [[found]] = engine.generate([tokens], GREEDY)
+        assert found.token_ids == expected.token_ids
+    reference.close()
+    engine.close()
+    assert graphs.replayed == [150, 100]
+
+
+def test_no_pass_that_reads_much_of_an_fp8_cache_or_has_too_many_prompts_has_a_graph(
+    made: Callable[[], LocalEngine],
+) -> None:
+    engine = made()
+    runner = engine.runner
+
+    def fits(chunks: int, start: int, *, kv_fp8: bool) -> bool:
+        runner.decoder.kv_fp8 = kv_fp8
+        graphs = PromptGraphs(runner.decoder, runner.kv, runner.tables, 200)
+        return graphs.fits(
+            StepPlan(0, [], [], [], [], [Chunk(row, start, [5] * 16, [row]) for row in range(chunks)])
+        )
+
+    assert fits(1, 100_000, kv_fp8=False)
+    assert fits(2, MOST_FP8_KEYS // 2 - 16, kv_fp8=True)
+    assert not fits(2, MOST_FP8_KEYS // 2 - 15, kv_fp8=True)
+    assert fits(4, 0, kv_fp8=False)
+    assert not fits(5, 0, kv_fp8=False)
+    engine.close()
 
 
 def test_samples_of_one_prompt_share_its_logits(made: Callable[[], LocalEngine]) -> None:

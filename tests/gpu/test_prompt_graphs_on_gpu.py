@@ -1,45 +1,106 @@
-"""Short passes of prompts, captured: the logits of the pass that is launched kernel by kernel."""
+"""Short passes of prompts, captured: the logits and the cache of a pass that is launched kernel by kernel."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from engine.generate import LocalEngine
 from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.runner import Runner
 from tests.demo_model.asking import engine
 
 pytestmark = pytest.mark.gpu
 
+ALLOWED = 0.03
+"""Of the numbers' size: padding changes which product kernels run, and so the order of sums."""
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-@pytest.mark.parametrize("counts", [[1], [16], [100, 37], [512], [129, 128, 127, 640]], ids=str)
+
+@pytest.fixture(params=["auto", "fp8"])
+def made(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
+    made = engine("cuda", "bfloat16", kv_dtype=request.param)
+    yield made
+    made.close()
+
+
+def _plan(sizes: list[tuple[int, int]], first_block: int = 0) -> tuple[StepPlan, int]:
+    """Chunks of (tokens in the cache before, tokens), one a row, over blocks from `first_block`; and the
+    block after theirs."""
+    blocks, chunks, setups = [], [], []
+    for row, (start, count) in enumerate(sizes):
+        used = -(-(start + count) // BLOCK_TOKENS)
+        blocks += [(row, index, first_block + index) for index in range(used)]
+        first_block += used
+        setups.append(RowSetup(row, SamplingParams(max_tokens=1), 0, start + count, []))
+        chunks.append(Chunk(row, start, _tokens(row, start, count), [row]))
+    return StepPlan(0, setups, blocks, [], [], chunks), first_block
+
+
+def _tokens(row: int, start: int, count: int) -> list[int]:
+    return [(7 * place + row) % 900 + 3 for place in range(start, start + count)]
+
+
+def _launched(runner: Runner, plan: StepPlan) -> torch.Tensor:
+    batch = runner.tables.step_batch(plan)
+    hidden = runner.decoder.forward(batch.forward, runner.kv)
+    return runner.decoder.logits(hidden.index_select(0, batch.forward.logit_index)).float()
+
+
+def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((found.float() - expected.float()).norm() <= ALLOWED * expected.float().norm())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(0, 1)],
+        [(0, 16)],
+        [(0, 100), (0, 37)],
+        [(0, 512)],
+        [(0, 129), (0, 128), (0, 127), (0, 640)],
+        [(128, 1), (64, 200), (0, 33), (1000, 65)],
+    ],
+    ids=str,
+)
 def test_a_captured_pass_of_prompts_gives_the_logits_of_a_launched_one(
-    counts: list[int], kv_dtype: str
+    made: LocalEngine, sizes: list[tuple[int, int]]
 ) -> None:
-    """Within 3% of the logits' size: padding changes which product kernels run, and so the order of sums."""
-    made = engine("cuda", "bfloat16", kv_dtype=kv_dtype)
     runner = made.runner
     graphs = runner.prompt_graphs
     assert graphs is not None
-    blocks, chunks, setups, taken = [], [], [], 0
-    for row, count in enumerate(counts):
-        used = -(-count // BLOCK_TOKENS)
-        blocks += [(row, index, taken + index) for index in range(used)]
-        taken += used
-        setups.append(RowSetup(row, SamplingParams(max_tokens=1), 0, count, []))
-        chunks.append(Chunk(row, 0, [(7 * place + row) % 900 + 3 for place in range(count)], [row]))
-    plan = StepPlan(0, setups, blocks, [], [], chunks)
+    plan, taken = _plan(sizes)
     assert graphs.fits(plan)
     with torch.inference_mode():
         runner.tables.apply(plan)
+        # What is in the cache before: of the same rows and blocks.
+        context = [
+            Chunk(row, 0, _tokens(row, 0, start), [row]) for row, (start, _) in enumerate(sizes) if start
+        ]
+        if context:
+            _launched(runner, StepPlan(0, [], [], [], [], context))
         captured = graphs.forward(plan).float().clone()
         cache = [tensor.clone() for pool in runner.kv for tensor in pool.tensors()]
-        batch = runner.tables.step_batch(plan)
-        hidden = runner.decoder.forward(batch.forward, runner.kv)
-        launched = runner.decoder.logits(hidden.index_select(0, batch.forward.logit_index)).float()
-    assert (captured - launched).norm() <= 0.03 * launched.norm()
-    for before, tensor in zip(cache, [t for pool in runner.kv for t in pool.tensors()], strict=True):
+        launched = _launched(runner, plan)
+    assert _near(captured, launched)
+    for found, tensor in zip(cache, [t for pool in runner.kv for t in pool.tensors()], strict=True):
         # Padding wrote nothing: what no prompt owns is still zero.
-        assert not before[taken:].any()
-        assert before.shape == tensor.shape
-    made.close()
+        assert not found[taken:].any()
+        if found.dtype == torch.bfloat16:
+            assert _near(found[:taken], tensor[:taken])
+
+
+def test_a_replay_reads_nothing_of_the_one_before(made: LocalEngine) -> None:
+    """Of the same size: with more prompts and tokens before, the same logits to the bit."""
+    graphs, tables = made.runner.prompt_graphs, made.runner.tables
+    assert graphs is not None
+    few, after = _plan([(0, 200)])
+    many, _ = _plan([(0, 70), (0, 90), (0, 40), (0, 56)], after)
+    with torch.inference_mode():
+        tables.apply(few)
+        expected = graphs.forward(few).clone()
+        tables.apply(many)
+        graphs.forward(many)
+        tables.apply(few)
+        assert torch.equal(graphs.forward(few), expected)
