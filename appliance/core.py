@@ -28,15 +28,18 @@ from appliance.logs import configure_logging
 from appliance.models.registry import describe_models
 from appliance.models.replicas import Launch
 from appliance.notifier import Notifier
+from appliance.quota_levels import LevelKeeper
 from appliance.reload import Reloader
 from appliance.rundir import RunDirError, RunDirLock, prepare_directories
 from appliance.settings import Flags, Loaded, SettingsError, read_settings
 from appliance.switchboard import Switchboard
 from appliance.systemd import Manager
+from appliance.traffic.quotas import Quotas
 from engine.client import ReplicaGroup
 from store.control import ControlStore
 from store.errors import StoreError
 from store.migrations import Schema
+from store.quotas import QuotaLog
 from store.requests import RequestLog
 from store.schemas import CONTENTS, HISTORY
 from store.writer import Writer
@@ -98,6 +101,8 @@ async def serve(
         request_log = RequestLog(history)
         request_log.seal_open_rows("the service ended without a word").add_done_callback(_say_sealed)
 
+        quotas = Quotas(time.monotonic)
+        levels = LevelKeeper(quotas, QuotaLog(history))
         identities = IdentityTable(lambda: control.policies, settings.unix)
         switchboard = Switchboard(
             settings,
@@ -105,10 +110,13 @@ async def serve(
             rows=request_log,
             salt=cache_salts(control),
             clock=time.time,
+            quotas=quotas,
             identities=identities,
             launch=launch,
             front_module=front_module,
         )
+        switchboard.tell_identities()
+        levels.restore(history.path)
         doors = Doors(manager.sockets, settings, switchboard.dealer)
         held.callback(doors.close)
         doorkeeper = Doorkeeper(settings.admin, keys_of(control))
@@ -127,6 +135,7 @@ async def serve(
         held.callback(notifier.close)
         try:
             switchboard.start(doors.listeners)
+            levels.start()
             notifier.start()
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, operations.hang_up)
             await stop.wait()
@@ -134,6 +143,7 @@ async def serve(
         finally:
             notifier.begin_stop()
             await switchboard.stop(hurry)
+            levels.close()
             await admin.stop()
     log.info("stopped")
 

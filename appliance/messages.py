@@ -168,8 +168,8 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The request will not run. Its row has been ended by the core, and no `Settle` follows; but a request
-    that had an attempt before may have had an answer in part, and `Settle` says how much."""
+    """The request will not run (any further). Of a first attempt the core has ended the row, and no `Settle`
+    follows; of a later one `Settle` does, since the client may have had a part of the answer."""
 
     request_id: str
     attempt: int

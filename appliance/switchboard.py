@@ -40,6 +40,7 @@ from appliance.models.replicas import Launch, Replica
 from appliance.problems import Problems
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.claims import Claims
+from appliance.traffic.quotas import Quotas
 from appliance.traffic.requests import Ledger, RowSink
 from engine.client import ReplicaGroup
 from engine.messages import Report
@@ -67,6 +68,7 @@ class Switchboard:
         rows: RowSink,
         salt: Callable[[str], str],
         clock: Callable[[], float],
+        quotas: Quotas,
         identities: IdentityTable,
         launch: Launch = ReplicaGroup.launch,
         front_module: str = "appliance.front",
@@ -78,6 +80,7 @@ class Switchboard:
             salt=salt,
             clock=clock,
             rules=settings.queue,
+            quotas=quotas,
         )
         self.fleet = Fleet(
             settings,

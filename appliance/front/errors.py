@@ -26,6 +26,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        kind: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -34,11 +35,12 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.headers = dict(headers or {})
+        self._kind = kind
 
     @property
     def kind(self) -> str:
         """OpenAI's `type`."""
-        return _KINDS.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
+        return self._kind or _KINDS.get(self.status, INVALID_REQUEST if self.status < 500 else "server_error")
 
     def document(self) -> bytes:
         """The error as a JSON object: the body of an answer, or the data of a stream's error event."""

@@ -13,6 +13,7 @@ from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.errors import ApiError
 from appliance.front.job import Job
+from appliance.front.limits import rate_limit_headers
 from appliance.front.replicas import Link
 from appliance.front.sample import Sample
 from appliance.messages import Admit, Admitted, Refused, Settle
@@ -61,6 +62,8 @@ class Generation:
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after each output that a sample took."""
         self.on_end: Callable[[], None] | None = None
+        self.headers: dict[str, str] = {}
+        """For the answer: what is left of the caller's limits."""
         self.delivered_tokens = 0
         """Kept by who answers: tokens in what was handed to the client."""
         self.first_bytes_at: float | None = None
@@ -114,16 +117,23 @@ class Generation:
             return
         self._link = link
         self._submitted = True
+        self.headers = rate_limit_headers(message.rate_limits)
+        if message.most_tokens is not None:
+            for prompt in self.job.prompts:
+                prompt.max_tokens = min(prompt.max_tokens, message.most_tokens)
         for submit, sink in self._submissions(link, message):
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._lost)
 
     def refused(self, message: Refused) -> None:
-        """The core will not run it, and has ended its row."""
+        """The core will not run it. Of a first attempt it has ended the row; of a later one it waits for
+        `settle`, since the client may have a part of the answer."""
         if message.attempt != self._attempt or self._settled:
             return
-        self._settled = True
-        self.box.active.pop(self.call.request_id, None)
+        if not self._attempt:
+            self._settled = True
+            self.box.active.pop(self.call.request_id, None)
+        self.headers = rate_limit_headers(message.rate_limits)
         self._fail(
             ApiError(
                 message.status,
@@ -132,6 +142,7 @@ class Generation:
                 code=message.code,
                 retry_after_s=message.retry_after_s,
                 headers={"x-should-retry": "false"} if message.useless else None,
+                kind=message.kind,
             )
         )
 
@@ -225,6 +236,7 @@ class Generation:
                 rows=len(running),
                 prompt_tokens=prompt_tokens,
                 max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
+                may_lower=job.may_lower,
                 arrived_at=call.arrived_at,
                 asked_class=job.asked_class,
                 deadline_ms=call.deadline_ms,

@@ -46,6 +46,8 @@ class Job:
     stream: bool = False
     include_usage: bool = False
     asked_class: str = ""
+    may_lower: bool = False
+    """As `Admit.may_lower`."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -50,6 +50,7 @@ async def chat_job(model: LoadedModel, call: Call, body: ChatRequest) -> Job:
         model,
         [prompt],
         chat=True,
+        may_lower=limit is None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
@@ -85,6 +86,7 @@ async def completion_job(model: LoadedModel, call: Call, body: CompletionRequest
         model,
         prompts,
         chat=False,
+        may_lower=body.max_tokens is None,
         logprobs=body.logprobs,
         echo=bool(body.echo),
         discard_output=body.max_tokens == 0,
@@ -170,6 +172,7 @@ def _job(
     prompts: list[Prompt],
     *,
     chat: bool,
+    may_lower: bool,
     logprobs: int | None,
     echo: bool = False,
     discard_output: bool = False,
@@ -194,6 +197,8 @@ def _job(
         stream=call.stream,
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         asked_class=asked_class,
+        # A client that wants at least so many tokens must not be told of fewer.
+        may_lower=may_lower and not body.min_tokens,
     )
 
 

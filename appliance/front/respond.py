@@ -58,10 +58,11 @@ class GenerationResponse(Response):
         if generation.left:
             return None
         if generation.failure is not None:
-            await generation.failure.response()(scope, receive, send)
+            await self._fail(generation, generation.failure, scope, receive, send)
             return generation.failure
         answer = whole_answer(generation)
-        await Response(answer, media_type="application/json")(scope, receive, send)
+        response = Response(answer, headers=generation.headers, media_type="application/json")
+        await response(scope, receive, send)
         if not generation.left:
             generation.delivered_tokens = sum(sample.delivered for sample in generation.samples)
         return None
@@ -76,14 +77,21 @@ class GenerationResponse(Response):
         if generation.left:
             return None
         if generation.failure is not None:
-            await generation.failure.response()(scope, receive, send)
+            await self._fail(generation, generation.failure, scope, receive, send)
             return generation.failure
+        headers = [(name.encode(), value.encode()) for name, value in generation.headers.items()]
         self._box.streams += 1
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + headers})
             stream.open()
             await stream.done.wait()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._box.streams -= 1
         return generation.failure
+
+    async def _fail(
+        self, generation: Generation, failure: ApiError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        failure.headers.update(generation.headers)
+        await failure.response()(scope, receive, send)

@@ -3,11 +3,13 @@ when its time has run out."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from appliance.traffic.credits import Room
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import most_tokens
+from appliance.traffic.quotas import Shortage
 from appliance.traffic.request import Request
 from appliance.traffic.tenants import Tenant, Tenants, Use
 
@@ -31,6 +33,8 @@ class Refusal(NamedTuple):
     retry_after_s: float | None = None
     useless: bool = False
     """To try again."""
+    kind: str = ""
+    """As `Refused.kind`."""
 
 
 class Waiting(NamedTuple):
@@ -67,6 +71,19 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
     return _missed(request, now, 0.0, run_s) if now + run_s > request.deadline_at else None
 
 
+def over_quota(shortage: Shortage) -> Refusal:
+    """A quota does not have left what the request may need."""
+    wait_s = None if shortage.wait_s == math.inf else shortage.wait_s
+    return Refusal(
+        429,
+        "rate_limit_exceeded",
+        shortage.message,
+        wait_s,
+        useless=not shortage.useful,
+        kind=shortage.kind,
+    )
+
+
 def suspended(tenant: Tenant) -> Refusal:
     """Nothing of the tenant is served."""
     message = f"tenant {tenant.name!r} is suspended: ask the operator of this box"
@@ -97,7 +114,8 @@ def _no_place(
     for name, use, most in whose:
         if most is not None and use.queued >= most:
             message = f"{use.queued} requests of {name} are waiting, and its limit is {most}: try again later"
-            return Refusal(429, "tenant_queue_full", message, retry_after_s(wait_s, oldest_s))
+            after_s = retry_after_s(wait_s, oldest_s)
+            return Refusal(429, "tenant_queue_full", message, after_s, kind="requests")
     rules, use, tokens = model.rules, tenant.use, request.admit.prompt_tokens
     if waiting.requests >= rules.limit:
         message = f"{waiting.requests} requests are waiting, which is the limit"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+from appliance.durations import duration
 from appliance.messages import RateLimits
 from appliance.protocol import LimitUsage
 from appliance.traffic.buckets import LIMITS, Bucket, rate_of
@@ -262,8 +263,9 @@ class Quotas:
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
 
-    def remember(self) -> None:
-        """What `news` gave was not written: all of it is news again."""
+    def remember(self, gone: Iterable[Name] = ()) -> None:
+        """What `news` gave was not written: all of it, and who has none, is news again."""
+        self._gone |= set(gone) - self._accounts.keys()
         for account in self._accounts.values():
             for bucket in account.buckets.values():
                 bucket.changed = True
@@ -289,18 +291,6 @@ class Quotas:
                 _replay(bucket, level, at, used.get(account, []), now)
                 bucket.updated_at = self._clock()
         self.remember()
-
-
-def duration(seconds: float) -> str:
-    """As OpenAI writes it, never too short: "12ms", "8s", "6m0s", "1h0m30s"."""
-    if seconds < 1.0:
-        milliseconds = math.ceil(seconds * 1000.0)
-        return f"{milliseconds}ms" if 0 < milliseconds < 1000 else f"{milliseconds // 1000}s"
-    whole = math.ceil(seconds)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    if hours:
-        return f"{hours}h{minutes}m{rest}s"
-    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
 def _has_rates(quota: Quota) -> bool:

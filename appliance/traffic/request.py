@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from appliance.classes import service_class
 from appliance.messages import Admit, Rejected, Retried, Settle
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.fairness import Ticket
+from appliance.traffic.quotas import Reservation
 from store.requests import RequestRow
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,13 @@ class Request:
         self.deadline_at: float | None = None
         if admit.deadline_ms is not None:
             self.deadline_at = admit.arrived_at + admit.deadline_ms / 1e3
+
+        self.reservation: Reservation | None = None
+        """What its quotas hold for it, from its acceptance to its end, whatever happens to its replicas."""
+        self.most_tokens: int | None = None
+        """As `Admitted.most_tokens`."""
+        self.front_died = False
+        """What reached the client is not known."""
 
         self.queued_at: float | None = None
         """Set while it waits for its turn."""
@@ -77,6 +87,31 @@ class Request:
         self.cached_tokens = 0
         self.preemptions = 0
         self.batch_size_at_start: int | None = None
+
+    def hold(self, reservation: Reservation) -> None:
+        """Its quotas hold this for it: it may not produce more."""
+        self.reservation = reservation
+        if reservation.max_tokens < self.first.max_tokens:
+            self.most_tokens = reservation.max_tokens // max(1, self.first.rows)
+            self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
+
+    @property
+    def taken_tokens(self) -> int:
+        """What its quotas are charged at its end: the prompt and what was billed. What reached the client is
+        not known where its front died: then what was generated, and if that count is lost too, all that it
+        held. 0 if it never ran."""
+        if self.reservation is None or self.settled is None:
+            return 0
+        reserved = self.reservation.tokens
+        submitted = self.settled.submitted or self.admit.attempt > 0 or self.front_died
+        if not self.counted and not (self.lost_counts and submitted):
+            return 0
+        if self.front_died and self.lost_counts:
+            return reserved
+        output = self.generated_tokens if self.front_died else self.settled.delivered_tokens
+        if self.first.prompt_tokens + output > reserved:
+            log.error("request %s took more than the %d tokens it had reserved", self.request_id, reserved)
+        return min(reserved, self.first.prompt_tokens + output)
 
     @property
     def most_each(self) -> float:
@@ -147,6 +182,7 @@ def row_of(request: Request, now: float) -> RequestRow:
         devices=(request.latest.devices or None) if request.latest else None,
         preemptions=request.preemptions,
         resubmissions=request.admit.attempt,
+        quota_tokens=0 if request.reservation is None else request.reservation.tokens,
         retry="anew" if first.retry_of else None,
         retry_of=first.retry_of or None,
     )

@@ -10,6 +10,10 @@ its `Finished` arrives (the engine grants the credit again) · the front withdra
 (refunded) · the front died or closed its channel before submitting (refunded at `Report.fronts_gone`) · the
 replica dies (void: its account dies with it).
 
+What it may need at most is reserved of its quotas when it is accepted, before it waits: nobody who waits is
+refused for a quota later, and however many come at once, those accepted can never use more than is left.
+Whatever becomes of it, what it did not use comes back once, with its end.
+
 Whether a new request may wait is `appliance.traffic.admission`'s to say, whose turn it is `queue`'s, how soon
 `model`'s. No I/O here, no clock of its own, no event loop: what happens is told by calls, in any order.
 """
@@ -24,7 +28,15 @@ from typing import Protocol
 
 from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Retried, Settle
 from appliance.traffic import figures
-from appliance.traffic.admission import Refusal, Waiting, hopeless, refusal, retry_after_s, suspended
+from appliance.traffic.admission import (
+    Refusal,
+    Waiting,
+    hopeless,
+    over_quota,
+    refusal,
+    retry_after_s,
+    suspended,
+)
 from appliance.traffic.closures import Closure, Closures
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.figures import QueueFigures, TenantFigures
@@ -32,6 +44,7 @@ from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import expected_tokens
 from appliance.traffic.overload import DROP_BACKGROUND
 from appliance.traffic.queue import BACKGROUND
+from appliance.traffic.quotas import Quotas, Shortage
 from appliance.traffic.remaining import Remaining, remaining
 from appliance.traffic.request import Request, rejected_row, retried_row, row_of
 from appliance.traffic.rules import QueueRules
@@ -65,7 +78,7 @@ class RowSink(Protocol):
 
 
 class Ledger:
-    """Every request in flight, the queues and the replicas' accounts.
+    """Every request in flight, the queues, the quotas and the replicas' accounts.
 
     `send(front, message)` delivers to a front; a front that is gone swallows it. `salt(tenant)` is the
     prefix cache's salt of a tenant.
@@ -79,7 +92,9 @@ class Ledger:
         salt: Callable[[str], str],
         clock: Clock,
         rules: QueueRules,
+        quotas: Quotas,
     ) -> None:
+        self.quotas = quotas
         self._send = send
         self._rows = rows
         self._salt = salt
@@ -115,6 +130,7 @@ class Ledger:
     def set_policies(self, policies: Policies) -> None:
         """Go by these tenants and keys from now on, also for what waits."""
         self._tenants.set_policies(policies)
+        self.quotas.set_policies(policies)
         for tenant in self._tenants:
             for model in self._models.values():
                 for key_id in tenant.keys or ("",):
@@ -238,7 +254,7 @@ class Ledger:
             self._refuse_closed(request, closure)
         elif model.failure is not None:
             self._refuse_failed(request, model.failure)
-        elif (why := self._judge(request, model)) is not None:
+        elif (why := self._judge(request, model) or self._reserve(request)) is not None:
             self._refuse(request, why)
         else:
             now = self._clock()
@@ -278,6 +294,7 @@ class Ledger:
         for request in [r for r in self._requests.values() if r.front == front]:
             if request.settled is None:
                 self._unqueue(request)
+                request.front_died = True
                 request.settled = self._own_settle(request, 499, "cancelled", "the front process died")
             self._end_if_complete(request)
         self._lost_fronts.discard(front)
@@ -413,6 +430,22 @@ class Ledger:
         tokens = sum(other.queue.tokens for other in self._models.values())
         return refusal(request, model, self._tenants, Waiting(self._waiting(), tokens), now)
 
+    def _reserve(self, request: Request) -> Refusal | None:
+        """Have its quotas hold what it may need at most; why it is refused if they do not have it left."""
+        first = request.first
+        held = self.quotas.reserve(
+            request.tenant,
+            request.key_id,
+            prompt_tokens=first.prompt_tokens,
+            max_tokens=first.max_tokens,
+            samples=first.rows,
+            may_lower=first.may_lower,
+        )
+        if isinstance(held, Shortage):
+            return over_quota(held)
+        request.hold(held)
+        return None
+
     def _readmit(self, front: str, request: Request, admit: Admit) -> None:
         fits = request.front == front and request.settled is None and request.queued_at is None
         if not fits or admit.attempt <= request.admit.attempt:
@@ -531,7 +564,16 @@ class Ledger:
             attempt, number = request.admit.attempt, request.request_class
             self._send(
                 request.front,
-                Admitted(request.request_id, attempt, account.replica, salt, number, urgent=urgent),
+                Admitted(
+                    request.request_id,
+                    attempt,
+                    account.replica,
+                    salt,
+                    number,
+                    urgent=urgent,
+                    most_tokens=request.most_tokens,
+                    rate_limits=self.quotas.rate_limits(request.tenant, request.key_id),
+                ),
             )
 
     def _finish(self, account: CreditAccount, finished: Finished) -> None:
@@ -603,7 +645,7 @@ class Ledger:
     def _refuse(self, request: Request, why: Refusal) -> None:
         self._unqueue(request)
         self._refused += 1
-        request.settled = self._own_settle(request, why.status, "error", why.message)
+        limits = self.quotas.rate_limits(request.tenant, request.key_id) if why.status == 429 else None
         self._send(
             request.front,
             Refused(
@@ -613,10 +655,15 @@ class Ledger:
                 why.code,
                 why.message,
                 why.retry_after_s,
+                kind=why.kind,
                 useless=why.useless,
+                rate_limits=limits,
             ),
         )
-        self._end_if_complete(request)
+        if request.admit.attempt == 0:
+            request.settled = self._own_settle(request, why.status, "error", why.message)
+            self._end_if_complete(request)
+        # Later its client may have a part of the answer: its front says how much.
 
     def _own_settle(self, request: Request, status: int, finish_reason: str, error: str) -> Settle:
         """The core's last word where the front has none. What reached the client is unknown: not billed."""
@@ -638,4 +685,7 @@ class Ledger:
         self._ended += 1
         self._charge(request)
         self._tenants.of(request.tenant).service += request.charged
+        if (held := request.reservation) is not None:
+            self.quotas.settle(held, request.taken_tokens)
+            self.quotas.close(held)
         self._rows.end(row_of(request, self._clock()))

@@ -151,8 +151,12 @@ class FakeFront:
             if isinstance(message, Admitted):
                 call.admitted(message)
             elif isinstance(message, Refused):
-                del self.calls[message.request_id]
-                call.hang_up(f"refused {message.status} {message.message}")
+                word = f"refused {message.status} {message.message}"
+                if message.attempt:
+                    call.end(message.status, word)
+                else:
+                    del self.calls[message.request_id]
+                    call.hang_up(word)
             elif isinstance(message, Abort):
                 call.cancel()
                 call.end(503, f"aborted {message.message}")

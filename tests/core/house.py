@@ -9,6 +9,7 @@ from typing import Any
 
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.credits import CreditAccount
+from appliance.traffic.quotas import Quotas
 from appliance.traffic.requests import Ledger
 from appliance.traffic.rules import QueueRules
 from engine.messages import Finished, Report
@@ -131,6 +132,7 @@ class House:
             salt=lambda tenant: f"salt of {tenant}",
             clock=lambda: self.now,
             rules=QueueRules(limit=queue_limit, timeout_s=queue_timeout_s),
+            quotas=Quotas(lambda: self.now),
         )
         self.ledger.add_model("m", "v1")
 
@@ -188,7 +190,7 @@ class House:
             submissions=submissions,
             rows=submissions * samples,
             prompt_tokens=submissions * tokens,
-            max_tokens=5,
+            max_tokens=5 * submissions * samples,
             arrived_at=self.now,
         )
         front.asks[request_id] = Ask(admit)
@@ -203,7 +205,10 @@ class House:
             if ask is not None:
                 self.settle(front, message.request_id, 500)
         elif isinstance(message, Refused):
-            front.asks.pop(message.request_id, None)
+            if message.attempt == 0:
+                front.asks.pop(message.request_id, None)
+            elif ask is not None and message.attempt == ask.admit.attempt:
+                self.settle(front, message.request_id, message.status)
         elif isinstance(message, Admitted):
             if ask is None or message.attempt != ask.admit.attempt:
                 return
@@ -343,3 +348,5 @@ class House:
             assert (account.available_rows, account.available_tokens) == (ROWS, TOKENS)
         figures = self.ledger.figures()
         assert (figures.waiting, figures.running) == (0, 0)
+        for usage in self.ledger.quotas.usage("tenant", "t"):
+            assert usage.held == 0, "a quota holds something for nobody"

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.credits import CreditAccount
+from appliance.traffic.quotas import Quotas
 from appliance.traffic.requests import Ledger
 from appliance.traffic.rules import QueueRules
 from engine.core import EngineCore
@@ -266,6 +267,7 @@ class Box:
             salt=str,
             clock=lambda: _EPOCH + self.now,
             rules=rules,
+            quotas=Quotas(lambda: self.now),
         )
         self.rules = rules
         self.ledger.set_policies(Policies(tenants, keys))

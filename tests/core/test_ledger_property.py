@@ -1,5 +1,5 @@
 """Whatever order the words of fronts and replicas arrive in, and whoever dies meanwhile: every request ends
-in exactly one row, and every credit comes back."""
+in exactly one row, every credit comes back, and no quota is overstepped or keeps what was not used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from store.policies import Policies, Quota, TenantRecord
 from tests.core.house import FakeFront, FakeReplica, House
+
+BUCKET = 400
+"""Tokens of the tenant's quota that may be used at once; one comes back each second."""
 
 pick = st.integers(0, 1_000)
 
@@ -16,6 +20,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.house = House()
+        quota = Quota(tokens_per_minute=60.0, burst_s=BUCKET)
+        self.house.ledger.set_policies(Policies([TenantRecord(name="t", created_at=0.0, quota=quota)]))
         self.house.new_front()
         self.house.new_front()
         self.house.new_replica()
@@ -131,6 +137,19 @@ class LedgerMachine(RuleBasedStateMachine):
             self.house.ledger.open(None)
             self.house.settle_everything()
             self.house.check_end()
+            self.check_quota()
+
+    def check_quota(self) -> None:
+        """What is used by the rows is what the quota says, but for what came back with time."""
+        house = self.house
+        (usage,) = house.ledger.quotas.usage("tenant", "t")
+        charged = sum(row.quota_tokens for row in house.rows.ended)
+        assert charged <= BUCKET + house.now - 1000.0, "overstepped"
+        if house.now == 1000.0:
+            assert usage.used == charged, "leaked"
+        for row in house.rows.ended:
+            if row.quota_tokens and row.error != "the front process died":
+                assert row.quota_tokens == row.prompt_tokens + row.billed_tokens
 
 
 LedgerMachine.TestCase.settings = settings(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from appliance.traffic.quotas import Quotas, Reservation, Shortage, duration
+from appliance.durations import duration
+from appliance.traffic.quotas import Quotas, Reservation, Shortage
 from store.policies import KeyRecord, Policies, Quota, TenantRecord
 from store.quotas import QuotaState, Used
 

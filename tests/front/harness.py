@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -218,6 +219,8 @@ class Harness:
     claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, "run")
     """Answers claims; with None, not now."""
     refusal: Refused | None = None
+    turn: dict[str, Any] = field(default_factory=dict)
+    """Fields of `Admitted` that are others than usual."""
     models: list[ServedModel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -292,7 +295,7 @@ class Harness:
             self.admits, self.settles, self.rejected = [], [], []
             self.claimed, self.releases, self.retried = [], [], []
             self.claims = lambda claim: Claimed(claim.scope, "run")
-            self.admit, self.refusal = "at once", None
+            self.admit, self.refusal, self.turn = "at once", None, {}
             self.script, self.step_s = self.sentence_script, 0.001
             for replica in list(self.replicas.values()):
                 if replica.channel.closed:
@@ -432,19 +435,13 @@ class Harness:
         if isinstance(message, Admit):
             self.admits.append(message)
             if self.admit == "at once":
-                self.channel.send(Admitted(message.request_id, message.attempt, self.replica.name, "salt", 1))
+                turn = Admitted(message.request_id, message.attempt, self.replica.name, "salt", 1)
+                self.channel.send(msgspec.structs.replace(turn, **self.turn))
             elif self.admit == "refuse" and self.refusal is not None:
-                refusal = self.refusal
                 self.refused.add(message.request_id)
                 self.channel.send(
-                    Refused(
-                        message.request_id,
-                        message.attempt,
-                        refusal.status,
-                        refusal.code,
-                        refusal.message,
-                        refusal.retry_after_s,
-                        useless=refusal.useless,
+                    msgspec.structs.replace(
+                        self.refusal, request_id=message.request_id, attempt=message.attempt
                     )
                 )
         elif isinstance(message, Settle):

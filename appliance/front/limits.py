@@ -1,0 +1,23 @@
+"""Rate limits as OpenAI's API tells them."""
+
+from __future__ import annotations
+
+from appliance.durations import duration
+from appliance.messages import RateLimits
+
+
+def rate_limit_headers(limits: RateLimits | None) -> dict[str, str]:
+    """The `x-ratelimit-*` headers of an answer: of the tightest limit of each kind, of those there are."""
+    if limits is None:
+        return {}
+    kinds = {
+        "requests": (limits.limit_requests, limits.remaining_requests, limits.reset_requests_s),
+        "tokens": (limits.limit_tokens, limits.remaining_tokens, limits.reset_tokens_s),
+    }
+    headers = {}
+    for kind, (limit, remaining, reset_s) in kinds.items():
+        if limit is not None and reset_s is not None:
+            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
+            headers[f"x-ratelimit-reset-{kind}"] = duration(reset_s)
+    return headers

@@ -1,0 +1,115 @@
+"""What clients are told of their limits, and how the core's word on an answer's length is kept."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from appliance.messages import RateLimits, Refused
+from tests.front.harness import MODEL, Harness
+from tests.front.raw import Answer, ask, chat, connect, events, read_answer
+from tests.front.test_generation_life import send
+
+BOTH = RateLimits(60, 58, 2.0, 9000, 8500, 363.2)
+TOKENS = RateLimits(None, None, None, 9000, 0, 0.25)
+REFUSED = Refused(
+    "", 0, 429, "rate_limit_exceeded", "too many tokens", 7.25, kind="tokens", rate_limits=TOKENS
+)
+
+
+def limits(answer: Answer) -> dict[str, str]:
+    return {name: value for name, value in answer.headers.items() if name.startswith("x-ratelimit-")}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_what_is_left(front: Harness, stream: bool) -> None:
+    front.turn = {"rate_limits": BOTH}
+    answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream))
+    assert answer.status == 200
+    assert limits(answer) == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "58",
+        "x-ratelimit-reset-requests": "2s",
+        "x-ratelimit-limit-tokens": "9000",
+        "x-ratelimit-remaining-tokens": "8500",
+        "x-ratelimit-reset-tokens": "6m4s",
+    }
+
+
+def test_an_answer_to_whom_nothing_limits_says_nothing(front: Harness) -> None:
+    assert limits(ask(front, "POST", "/v1/chat/completions", chat())) == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_is_in_openais_shape(front: Harness, stream: bool) -> None:
+    front.admit, front.refusal = "refuse", REFUSED
+    answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream))
+    assert answer.status == 429
+    assert answer.error == {
+        "message": "too many tokens",
+        "type": "tokens",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("8", "7250")
+    assert "x-should-retry" not in answer.headers
+    assert limits(answer) == {
+        "x-ratelimit-limit-tokens": "9000",
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": "250ms",
+    }
+
+
+def test_openais_client_does_not_try_again_where_that_is_useless(
+    client: openai.OpenAI, front: Harness
+) -> None:
+    front.admit = "refuse"
+    front.refusal = Refused("", 0, 429, "rate_limit_exceeded", "too large", None, useless=True)
+    with pytest.raises(openai.RateLimitError, match="too large"):
+        client.with_options(max_retries=2).chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}]
+        )
+    assert len(front.admits) == 1
+
+
+def test_only_an_answer_whose_length_was_not_asked_for_may_be_made_shorter(front: Harness) -> None:
+    for path, fields in (
+        ("/v1/chat/completions", {}),
+        ("/v1/chat/completions", {"max_tokens": 7}),
+        ("/v1/chat/completions", {"max_completion_tokens": 7}),
+        ("/v1/chat/completions", {"min_tokens": 3}),
+        ("/v1/completions", {}),
+        ("/v1/completions", {"max_tokens": 7}),
+    ):
+        words = {"messages": chat()["messages"]} if "chat" in path else {"prompt": "hi"}
+        assert ask(front, "POST", path, {"model": MODEL, **words, **fields}).status == 200
+    assert [admit.may_lower for admit in front.admits] == [True, False, False, False, True, False]
+
+
+def test_each_sample_produces_no_more_than_the_core_allows(front: Harness) -> None:
+    front.turn = {"most_tokens": 4}
+    body = {"model": MODEL, "prompt": ["a", "b"], "n": 2}
+    answer = ask(front, "POST", "/v1/completions", body)
+    assert [choice["finish_reason"] for choice in answer.json["choices"]] == ["length"] * 4
+    assert answer.json["usage"]["completion_tokens"] == 16
+    (settle,) = front.settled(1)
+    assert settle.delivered_tokens == 16
+
+
+def test_what_a_client_had_before_a_later_attempt_was_refused_is_billed(front: Harness) -> None:
+    front.script = front.replica.script = lambda submit, sample: [50]
+    front.turn = {"rate_limits": BOTH}
+    front.replica.step_s = 0.02
+    with connect(front) as sock:
+        send(front, sock, stream=True)
+        front.wait_for(lambda: len(front.replica.running) == 1 and front.replica.running[0].position > 3)
+        front.admit = "refuse"
+        front.refusal = Refused("", 0, 503, "model_failed", "its files are gone", 30.0)
+        front.call(front.replica.die)
+        answer = read_answer(sock)
+    *tokens, error = events(answer)
+    assert answer.status == 200 and error["error"]["code"] == "model_failed"
+    (settle,) = front.settled(1)
+    assert (settle.status, settle.submitted, front.admits[-1].attempt) == (503, False, 1)
+    assert settle.delivered_tokens >= 4
+    assert len([event for event in tokens if event["choices"][0]["delta"].get("content")]) > 0
