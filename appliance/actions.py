@@ -36,7 +36,7 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     context_tokens: int | UnsetType | None = UNSET
     """Longest request in tokens, prompt and output together."""
     kv_share: float | UnsetType | None = UNSET
-    """Part of a replica's KV blocks that its running requests may hold, 0 to 1."""
+    """Part of a model's KV blocks, over its replicas, that its running requests may hold, 0 to 1."""
 
 
 class TenantFields(Limits, kw_only=True):

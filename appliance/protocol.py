@@ -317,15 +317,16 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """How much of one limit a tenant or key uses."""
 
     limit: str
-    """"requests_per_minute", "tokens_per_minute" or "tokens_per_day"."""
+    """"requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests", "queued_requests",
+    or "kv_share": tokens in the KV cache of the model where it has the greatest part."""
     capacity: int
-    """What may be used at once: `burst_s` seconds of a rate a minute, a day's worth of one a day."""
+    """What may be used at once: of a rate a minute `burst_s` seconds, of one a day a day's worth."""
     used: int
     """Of the capacity, what has not refilled yet; requests that run are in it with the most they may use."""
     held: int
     """Of that, by requests that have not ended: what they do not use comes back."""
-    resets_in_s: float
-    """Until all of it may be used again, if nothing is."""
+    resets_in_s: float | None
+    """Until all of it may be used again, if nothing is. None: when the requests end."""
 
 
 class Key(msgspec.Struct, kw_only=True):
@@ -350,6 +351,8 @@ class Key(msgspec.Struct, kw_only=True):
     """Within its tenant's; what it does not name has no limit."""
     replaced_by: str | None = None
     """The key that a rotation put in its place."""
+    usage: list[LimitUsage] = []
+    """How much of its limits it uses now."""
 
 
 class NewKey(msgspec.Struct, kw_only=True):
@@ -392,6 +395,8 @@ class Tenant(msgspec.Struct, kw_only=True):
     """For how long; None: the service's retention."""
     quota: Quota
     """What it does not name has no limit."""
+    usage: list[LimitUsage] = []
+    """How much of these it uses now."""
     keys: int
     """That are valid now."""
     peers: int

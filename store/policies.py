@@ -39,7 +39,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     context_tokens: int | None = None
     """Longest request, prompt and output together."""
     kv_share: float | None = None
-    """Part of a replica's KV blocks that its running requests may hold, 0 to 1."""
+    """Part of a model's KV blocks, over its replicas, that its running requests may hold, 0 to 1."""
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,11 +54,11 @@ class Decisions:
         policies, now = self._control.policies, time.time()
         keys = Counter(key.tenant for key in policies.keys.values() if key.valid_at(now))
         peers = Counter(peer.tenant for peer in self.peers())
-        return [_tenant(tenant, keys, peers) for tenant in policies.tenants.values()]
+        return [self._shown(tenant, keys, peers) for tenant in policies.tenants.values()]
 
     def keys(self) -> list[Key]:
         """All keys, revoked and expired ones too, oldest first."""
-        return [_key(record) for record in self._control.list_keys()]
+        return [self._key(record) for record in self._control.list_keys()]
 
     def peers(self) -> list[Peer]:
         """Users and groups that need no key: those of the settings, then those that were mapped."""
@@ -119,7 +119,7 @@ class Decisions:
                     control.set_key(actor=actor, key_id=key_id, changes=_changes(parameters))
                 )
                 assert isinstance(change.after, KeyRecord)
-                return _key(change.after)
+                return self._key(change.after)
             case RotateKey(id=key_id, overlap_s=overlap_s, expires_at=expires_at):
                 rotated = await asyncio.wrap_future(
                     control.rotate_key(actor=actor, key_id=key_id, overlap_s=overlap_s, expires_at=expires_at)
@@ -145,6 +145,20 @@ class Decisions:
         return await asyncio.wrap_future(
             self._control.create_key(actor=actor, quota=Quota(**limits), **rights)  # type: ignore[arg-type]
         )
+
+    def _shown(self, tenant: TenantRecord, keys: Counter[str], peers: Counter[str]) -> Tenant:
+        return Tenant(
+            **msgspec.structs.asdict(tenant),
+            built_in=tenant.name in BUILT_IN,
+            usage=self._switchboard.ledger.usage("tenant", tenant.name),
+            keys=keys[tenant.name],
+            peers=peers[tenant.name],
+        )
+
+    def _key(self, record: KeyRecord) -> Key:
+        key = msgspec.convert(record, Key, from_attributes=True)
+        key.usage = self._switchboard.ledger.usage("key", record.id)
+        return key
 
     def _tenant(self, name: str) -> Tenant:
         return next(tenant for tenant in self.tenants() if tenant.name == name)
@@ -186,19 +200,6 @@ def _said(ended: int | None) -> str:
     if ended is None:
         return "; what runs goes on"
     return f"; {ended} request{' is' if ended == 1 else 's are'} being ended"
-
-
-def _tenant(tenant: TenantRecord, keys: Counter[str], peers: Counter[str]) -> Tenant:
-    return Tenant(
-        **msgspec.structs.asdict(tenant),
-        built_in=tenant.name in BUILT_IN,
-        keys=keys[tenant.name],
-        peers=peers[tenant.name],
-    )
-
-
-def _key(record: KeyRecord) -> Key:
-    return msgspec.convert(record, Key, from_attributes=True)
 
 
 def _new_key(created: CreatedKey, former: KeyRecord | None = None) -> NewKey:

@@ -44,7 +44,7 @@ Concurrent = Annotated[str | None, _limit("--concurrent", "Requests that run at 
 Queued = Annotated[str | None, _limit("--queued", "Requests that wait; more are refused")]
 Context = Annotated[str | None, _limit("--context", "Tokens of a request, prompt and output")]
 KvShare = Annotated[
-    str | None, _limit("--kv-share", "Part of a replica's KV blocks that may be held, 0 to 1", "PART")
+    str | None, _limit("--kv-share", "Part of a model's KV blocks that may be held, 0 to 1", "PART")
 ]
 
 Weight = Annotated[

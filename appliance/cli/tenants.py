@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ from appliance.cli.fields import given_fields
 from appliance.cli.output import Column, of_count, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import admin_client
 from appliance.cli.times import local, of_span
-from appliance.protocol import Tenant
+from appliance.durations import duration
+from appliance.protocol import Key, LimitUsage, Tenant
 from store.policies import Quota
 
 _COLUMNS = (
@@ -27,6 +29,22 @@ _COLUMNS = (
     Column("LOG", drop=7),
     Column("LIMITS", flexible=True, drop=1),
 )
+_USAGE_COLUMNS = (
+    Column("LIMIT OF", flexible=True),
+    Column("ON"),
+    Column("USED", right=True),
+    Column("OF", right=True),
+    Column("HELD", right=True, drop=2),
+    Column("ALL LEFT AGAIN", drop=1),
+)
+_LIMIT_NAMES = {
+    "requests_per_minute": "requests a minute",
+    "tokens_per_minute": "tokens a minute",
+    "tokens_per_day": "tokens a day",
+    "concurrent_requests": "requests at once",
+    "queued_requests": "requests waiting",
+    "kv_share": "tokens in the KV cache",
+}
 
 
 def list_tenants(run_dir: str | None, *, as_json: bool) -> None:
@@ -61,12 +79,26 @@ def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
     """One tenant. Raises Failure if there is none of this name."""
     with admin_client(run_dir) as client:
         found = [tenant for tenant in client.tenants() if tenant.name == name]
+        keys = [] if as_json else client.keys()
     if not found:
         raise Failure(f"there is no tenant {name!r}: list them with: appliance tenants list")
     if as_json:
         print_json(found[0])
-    else:
-        _print(found[0])
+        return
+    _print(found[0])
+    rows = [_used("all of it", usage) for usage in found[0].usage]
+    rows += [
+        _used(f"key {key.name}", usage)
+        for key in keys
+        if key.tenant == name and _valid(key)
+        for usage in key.usage
+    ]
+    if rows:
+        print()
+        heading, *lines = table(_USAGE_COLUMNS, rows, width=terminal_width())
+        print(paint(heading, "dim"))
+        for line in lines:
+            print(line)
 
 
 def create_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:
@@ -95,6 +127,25 @@ def limits(quota: Quota) -> list[str]:
     ]
     words = [f"{limit:,.15g} {what}" for limit, what in found if limit is not None]
     return words + ([] if quota.kv_share is None else [f"{quota.kv_share:.3g} of KV"])
+
+
+def _used(whose: str, usage: LimitUsage) -> tuple[str, ...]:
+    if usage.resets_in_s is None:
+        reset = "when they end" if usage.used else "now"
+    else:
+        reset = f"in {duration(usage.resets_in_s)}" if usage.used else "now"
+    return (
+        printable(whose),
+        _LIMIT_NAMES.get(usage.limit, usage.limit),
+        of_count(usage.used),
+        of_count(usage.capacity),
+        of_count(usage.held),
+        reset,
+    )
+
+
+def _valid(key: Key) -> bool:
+    return key.revoked_at is None and (key.expires_at is None or key.expires_at > time.time())
 
 
 def _print(tenant: Tenant) -> None:

@@ -4,8 +4,10 @@ when its time has run out."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from appliance.traffic.closures import Closure
 from appliance.traffic.credits import Room
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import most_tokens
@@ -18,6 +20,8 @@ _SHARE_OF_WHAT_IS_LEFT = 4.0
 dynamic threshold of Choudhury and Hahne, 1998), so that one that floods never takes the last."""
 _LONGEST_RETRY_S = 120.0
 """Clients of OpenAI's API do not wait for longer."""
+_DRAIN_RETRY_S = 5.0
+_FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
 """Of what waits: when it is gone, a client may try again."""
 _RUN_MARGIN = 1.05
@@ -82,6 +86,23 @@ def over_quota(shortage: Shortage) -> Refusal:
         useless=not shortage.useful,
         kind=shortage.kind,
     )
+
+
+def unknown_model(name: str, known: Iterable[str]) -> Refusal:
+    """No such model is served."""
+    message = f"there is no model {name!r}: there are {', '.join(known) or 'none'}"
+    return Refusal(404, "model_not_found", message)
+
+
+def failed_model(name: str, why: str) -> Refusal:
+    """No replica of the model can be started."""
+    message = f"the model {name!r} cannot be served: {why}"
+    return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
+
+
+def closed(closure: Closure) -> Refusal:
+    """Nothing new is taken for now."""
+    return Refusal(503, "draining", closure.why, _DRAIN_RETRY_S)
 
 
 def suspended(tenant: Tenant) -> Refusal:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from appliance.classes import CLASS_NAMES
-from appliance.protocol import ClassStatus
+from appliance.protocol import ClassStatus, LimitUsage
 from appliance.traffic.model import ModelTraffic
-from appliance.traffic.tenants import Tenant
+from appliance.traffic.tenants import Tenant, Tenants
 
 
 class QueueFigures(NamedTuple):
@@ -74,3 +74,23 @@ def tenant(one: Tenant) -> TenantFigures:
     """What this tenant has in the house."""
     use = one.use
     return TenantFigures(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)
+
+
+def usage(tenants: Tenants, scope: str, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
+    """How much a tenant or key uses of the limits on what it has in the house now. `kv_tokens`: for how many
+    there are KV blocks, by model."""
+    quota, use = tenants.quota_of(scope, name)
+    found = [
+        ("concurrent_requests", quota.concurrent_requests, use.running),
+        ("queued_requests", quota.queued_requests, use.queued),
+    ]
+    if quota.kv_share is not None and kv_tokens:
+        share = {model: use.kv_tokens.get(model, 0) / max(1, total) for model, total in kv_tokens.items()}
+        fullest = max(share, key=lambda model: share[model])
+        most = int(quota.kv_share * kv_tokens[fullest])
+        found.append(("kv_share", most, use.kv_tokens.get(fullest, 0)))
+    return [
+        LimitUsage(limit=limit, capacity=most, used=used, held=used, resets_in_s=None)
+        for limit, most, used in found
+        if most is not None
+    ]

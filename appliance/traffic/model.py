@@ -14,6 +14,7 @@ from appliance.traffic.queue import BACKGROUND, REAL_TIME, RequestQueue
 from appliance.traffic.request import OnReplica, Request
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.tenants import Tenant, Tenants
+from engine.messages import BLOCK_TOKENS
 from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART = 4
@@ -26,6 +27,13 @@ _MOST_PROMISED = 0.8
 _OF_THE_NEW = 0.02
 """Weight of the latest request in the mean of tokens that a row takes of the cache."""
 _UNKNOWN_RUN_S, _LEAST_RUN_S = 1.0, 0.1
+
+
+def most_kv_tokens(admit: Admit) -> int:
+    """The most that a request may keep in the cache: its last blocks are not full, and samples of one prompt
+    each have a copy of its last block."""
+    ends = admit.rows if admit.rows == admit.submissions else 2 * admit.rows
+    return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
 
 
 class Turn(NamedTuple):
@@ -67,6 +75,11 @@ class ModelTraffic:
     def queued(self) -> int:
         """How many requests wait."""
         return len(self.queue) + len(self.resumed) + len(self.stranded)
+
+    @property
+    def kv_tokens(self) -> int:
+        """For how many tokens all replicas have KV blocks; 0 if nobody knows."""
+        return sum(account.kv_tokens for account in self.accounts)
 
     def waiting(self) -> list[Request]:
         """Every request that waits."""
@@ -176,10 +189,7 @@ class ModelTraffic:
             if not request.key_id:
                 return True
             use, quota = tenant.key(request.key_id), self._tenants.key_quota(request.key_id)
-        kv_total = 0
-        if quota.kv_share is not None:
-            kv_total = sum(account.kv_tokens for account in self.accounts)
-        return use.may_run(quota, self.name, request.admit.prompt_tokens + request.expected_tokens, kv_total)
+        return use.may_run(quota, self.name, most_kv_tokens(request.admit), self.kv_tokens)
 
     def _account_for(self, room: Room, request: Request) -> CreditAccount | None:
         """The replica with the most credit. One that the request was on before is one that its front has
@@ -208,7 +218,7 @@ class ModelTraffic:
         account.spend(admit.rows, admit.prompt_tokens, background=background)
         if not request.dispatched:
             request.running_rows = admit.rows
-            request.kv_tokens = admit.prompt_tokens + request.expected_tokens
+            request.kv_tokens = most_kv_tokens(admit)
             for use in tenant.uses(request.key_id):
                 use.run(self.name, admit.rows, request.kv_tokens)
             self.reconsider(tenant, request.key_id, 1)

@@ -71,7 +71,7 @@ class Request:
         self.ends_at = 0.0
         """When it is expected to end."""
         self.running_rows = 0
-        self.kv_tokens = 0.0
+        self.kv_tokens = 0
         """What its tenant's use counts while it runs, as `running_rows`."""
         self.expected_tokens = 0.0
         """Output over all samples: a guess."""

@@ -27,15 +27,19 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Retried, Settle
+from appliance.protocol import LimitUsage
 from appliance.traffic import figures
 from appliance.traffic.admission import (
     Refusal,
     Waiting,
+    closed,
+    failed_model,
     hopeless,
     over_quota,
     refusal,
     retry_after_s,
     suspended,
+    unknown_model,
 )
 from appliance.traffic.closures import Closure, Closures
 from appliance.traffic.credits import CreditAccount
@@ -55,8 +59,6 @@ from store.requests import RequestRow
 
 log = logging.getLogger(__name__)
 
-_DRAIN_RETRY_S = 5.0
-_FAILED_RETRY_S = 30.0
 _DROPPED_RETRY_S = 30.0
 _TIDY_EVERY_S = 10.0
 _CHECK_EVERY_S = 0.05
@@ -172,7 +174,7 @@ class Ledger:
         for tenant in self._tenants:
             tenant.held_at.discard(name)
         for request in waiting:
-            self._refuse_unknown(request)
+            self._refuse(request, unknown_model(request.first.model, self._models))
 
     def set_version(self, name: str, version: str) -> None:
         """The files behind the model are others now."""
@@ -191,7 +193,7 @@ class Ledger:
         model = self._models[name]
         model.failure = why
         for request in model.waiting():
-            self._refuse_failed(request, why)
+            self._refuse(request, failed_model(request.first.model, why))
 
     def add_replica(self, account: CreditAccount) -> None:
         """A replica is ready and every front has its channel to it."""
@@ -249,11 +251,11 @@ class Ledger:
         request = Request(front, admit, model.version if model else "")
         self._requests[admit.request_id] = request
         if model is None:
-            self._refuse_unknown(request)
+            self._refuse(request, unknown_model(request.first.model, self._models))
         elif (closure := self._closures.of(admit.model)) is not None and not closure.hold:
-            self._refuse_closed(request, closure)
+            self._refuse(request, closed(closure))
         elif model.failure is not None:
-            self._refuse_failed(request, model.failure)
+            self._refuse(request, failed_model(request.first.model, model.failure))
         elif (why := self._judge(request, model) or self._reserve(request)) is not None:
             self._refuse(request, why)
         else:
@@ -318,9 +320,9 @@ class Ledger:
             if closure is not None and closure.hold:
                 continue
             if closure is not None:
-                self._refuse_closed(request, closure)
+                self._refuse(request, closed(closure))
             elif model.failure is not None:
-                self._refuse_failed(request, model.failure)
+                self._refuse(request, failed_model(request.first.model, model.failure))
             else:
                 del self._held[request.request_id]
                 self._enqueue(model, request)
@@ -403,6 +405,11 @@ class Ledger:
         """What each tenant that was seen has in the house."""
         return [figures.tenant(tenant) for tenant in self._tenants]
 
+    def usage(self, scope: str, name: str) -> list[LimitUsage]:
+        """How much of its limits a tenant or key uses, for operators."""
+        kv_tokens = {model.name: model.kv_tokens for model in self._models.values()}
+        return [*self.quotas.usage(scope, name), *figures.usage(self._tenants, scope, name, kv_tokens)]
+
     def queued(self, model: str) -> int:
         """Requests that wait for this model."""
         return self._models[model].queued
@@ -456,9 +463,9 @@ class Ledger:
         request.admit = admit
         model = self._models.get(request.first.model)
         if model is None:
-            self._refuse_unknown(request)
+            self._refuse(request, unknown_model(request.first.model, self._models))
         elif model.failure is not None:
-            self._refuse_failed(request, model.failure)
+            self._refuse(request, failed_model(request.first.model, model.failure))
         else:
             self._wait(request, self._clock())
             waiting = model.stranded if front in self._lost_fronts else model.resumed
@@ -630,17 +637,6 @@ class Ledger:
             model.charge(request, request.service(self._rules.output_weight))
 
     # ── a request's end ──
-
-    def _refuse_unknown(self, request: Request) -> None:
-        message = f"there is no model {request.first.model!r}: there are {', '.join(self._models) or 'none'}"
-        self._refuse(request, Refusal(404, "model_not_found", message))
-
-    def _refuse_closed(self, request: Request, closure: Closure) -> None:
-        self._refuse(request, Refusal(503, "draining", closure.why, _DRAIN_RETRY_S))
-
-    def _refuse_failed(self, request: Request, why: str) -> None:
-        message = f"the model {request.first.model!r} cannot be served: {why}"
-        self._refuse(request, Refusal(503, "model_failed", message, _FAILED_RETRY_S))
 
     def _refuse(self, request: Request, why: Refusal) -> None:
         self._unqueue(request)

@@ -24,8 +24,8 @@ class Use:
         self.running = 0
         self.rows: dict[str, int] = {}
         """Sequences on replicas, by model."""
-        self.kv_tokens: dict[str, float] = {}
-        """Tokens that these are expected to keep in the cache, by model."""
+        self.kv_tokens: dict[str, int] = {}
+        """The most that these may keep in the cache, by model."""
 
     @property
     def idle(self) -> bool:
@@ -37,13 +37,13 @@ class Use:
         self.queued += sign
         self.queued_tokens += sign * tokens
 
-    def run(self, model: str, rows: int, kv_tokens: float) -> None:
+    def run(self, model: str, rows: int, kv_tokens: int) -> None:
         """A request begins to run."""
         self.running += 1
         self.rows[model] = self.rows.get(model, 0) + rows
-        self.kv_tokens[model] = self.kv_tokens.get(model, 0.0) + kv_tokens
+        self.kv_tokens[model] = self.kv_tokens.get(model, 0) + kv_tokens
 
-    def leave(self, model: str, rows: int, kv_tokens: float) -> None:
+    def leave(self, model: str, rows: int, kv_tokens: int) -> None:
         """It ran."""
         self.running -= 1
         self.rows[model] -= rows
@@ -51,8 +51,8 @@ class Use:
         if not self.rows[model]:
             del self.rows[model], self.kv_tokens[model]
 
-    def may_run(self, quota: Quota, model: str, kv_tokens: float, kv_total: float) -> bool:
-        """Whether one more may run that will keep so many tokens, where all replicas of the model have room
+    def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
+        """Whether one more may run that may keep so many tokens, where all replicas of the model have room
         for `kv_total` (0: nobody knows). Whoever has nothing running may always run one."""
         if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:
             return False
@@ -120,6 +120,15 @@ class Tenants:
             tenant = self._tenants[name] = Tenant(name)
             self._apply(tenant)
         return tenant
+
+    def quota_of(self, scope: str, name: str) -> tuple[Quota, Use]:
+        """The limits of a tenant or key, and what it has in the house."""
+        if scope == "tenant":
+            record, seen = self._policies.tenants.get(name), self._tenants.get(name)
+            return record.quota if record is not None else _NO_LIMITS, seen.use if seen is not None else Use()
+        key = self._policies.keys.get(name)
+        seen = self._tenants.get(key.tenant) if key is not None else None
+        return self.key_quota(name), seen.keys.get(name, Use()) if seen is not None else Use()
 
     def key_quota(self, key_id: str) -> Quota:
         """A key's own limits."""

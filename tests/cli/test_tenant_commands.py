@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from appliance.cli.output import cells
-from appliance.protocol import Key, Peer
+from appliance.protocol import Key, LimitUsage, Peer
 from store.policies import Quota
 from tests.cli.conftest import Run
 from tests.cli.servers import AdminService, a_tenant
@@ -185,6 +185,36 @@ def test_a_tenant_is_shown_with_every_limit(cli: Run, admin: AdminService, run_d
     assert json.loads(cli("tenants", "show", "acme", "--json", "--run-dir", run_dir).out)["name"] == "acme"
     unknown = cli("tenants", "show", "nobody", "--run-dir", run_dir)
     assert unknown.code == 1 and "no tenant 'nobody'" in unknown.err and "tenants list" in unknown.err
+
+
+def test_a_tenant_is_shown_with_what_it_and_its_keys_use(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
+    usage = [
+        LimitUsage(limit="tokens_per_minute", capacity=200_000, used=1_520, held=512, resets_in_s=0.456),
+        LimitUsage(limit="concurrent_requests", capacity=16, used=2, held=2, resets_in_s=None),
+        LimitUsage(limit="queued_requests", capacity=64, used=0, held=0, resets_in_s=None),
+    ]
+    admin.tenants = [a_tenant("acme", quota=LIMITS, usage=usage)]
+    names = {"name": "app", "prefix": "ak-abcde", "created_at": 1.79e9, "usage": usage[:1]}
+    admin.keys = [
+        Key(id="key_1", tenant="acme", **names),
+        Key(id="key_2", tenant="other", **names),
+        Key(id="key_3", tenant="acme", revoked_at=1.79e9, **names),
+    ]
+    out = cli("tenants", "show", "acme", "--run-dir", run_dir).out
+    shown = [re.split(r" {2,}", line) for line in out.partition("\n\n")[2].splitlines()]
+    assert shown == [
+        ["LIMIT OF", "ON", "USED", "OF", "HELD", "ALL LEFT AGAIN"],
+        ["all of it", "tokens a minute", "1,520", "200,000", "512", "in 456ms"],
+        ["all of it", "requests at once", "2", "16", "2", "when they end"],
+        ["all of it", "requests waiting", "0", "64", "0", "now"],
+        ["key app", "tokens a minute", "1,520", "200,000", "512", "in 456ms"],
+    ]
+    shown_json = json.loads(cli("tenants", "show", "acme", "--json", "--run-dir", run_dir).out)
+    assert shown_json["usage"][0]["used"] == 1_520
+    listed = json.loads(cli("keys", "list", "--json", "--run-dir", run_dir).out)
+    assert listed[0]["usage"][0]["held"] == 512
 
 
 def test_peers_are_listed_by_name_and_mapped_by_name_or_number(
