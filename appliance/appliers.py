@@ -57,6 +57,7 @@ def appliers(
         "unix": unix,
         "admin": operators,
         "queue": queue,
+        "log": nothing,
         "limits": nothing,
         "idempotency": idempotency,
     }

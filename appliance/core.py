@@ -22,6 +22,7 @@ from appliance.admin.operations import Operations
 from appliance.admin.server import AdminServer
 from appliance.appliers import appliers
 from appliance.contents import ContentKeeper
+from appliance.housekeeping import Housekeeper
 from appliance.identities import IdentityTable
 from appliance.listeners import Doors, ListenError
 from appliance.logs import configure_logging
@@ -93,7 +94,7 @@ async def serve(
         lock = RunDirLock(run_dir, state_dir)
         held.callback(lock.release)
 
-        control = ControlStore(state_dir / "control.db")
+        control = ControlStore(state_dir / "control.db", spool_folder=run_dir)
         control.start()
         held.callback(control.close)
         history = held.enter_context(_database(state_dir / "history.db", HISTORY))
@@ -103,6 +104,8 @@ async def serve(
 
         quotas = Quotas(time.monotonic)
         levels = LevelKeeper(quotas, QuotaLog(history))
+        kept = ContentKeeper(contents, lambda: control.policies, lambda: switchboard.settings.log)
+        held.callback(kept.close)
         identities = IdentityTable(lambda: control.policies, settings.unix)
         switchboard = Switchboard(
             settings,
@@ -112,6 +115,7 @@ async def serve(
             clock=time.time,
             quotas=quotas,
             identities=identities,
+            keep=kept.keep,
             launch=launch,
             front_module=front_module,
         )
@@ -124,7 +128,6 @@ async def serve(
         reloader = Reloader(
             loaded, reread, switchboard, doors, appliers(switchboard, identities, doorkeeper, admin)
         )
-        kept = ContentKeeper(contents, lambda: control.policies)
         operations = Operations(
             switchboard, control, [history, contents], kept, reloader, doors, admin, started_at
         )
@@ -133,10 +136,12 @@ async def serve(
             manager, switchboard, lambda: max(control.stalled_s, history.stalled_s, contents.stalled_s)
         )
         held.callback(notifier.close)
+        housekeeper = Housekeeper(control, history, kept, lambda: switchboard.settings.log)
         try:
             switchboard.start(doors.listeners)
             levels.start()
             notifier.start()
+            housekeeper.start()
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, operations.hang_up)
             await stop.wait()
             log.info("stopping: running requests get %g s", switchboard.settings.drain_grace_s)
@@ -145,6 +150,7 @@ async def serve(
             await switchboard.stop(hurry)
             levels.close()
             await admin.stop()
+            await housekeeper.stop()
     log.info("stopped")
 
 

@@ -23,6 +23,7 @@ from appliance.messages import (
     FrontReport,
     FrontToCore,
     HandOver,
+    Keep,
     Release,
     StopFront,
 )
@@ -56,6 +57,9 @@ class FrontEvents(Protocol):
     def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
         """A connection that another front is to answer, and its request. The descriptors are closed when this
         returns."""
+
+    def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
+        """Texts to be kept. The descriptor is closed when this returns."""
 
     def front_changed(self, front: Front, problems: dict[str, str]) -> None:
         """It can serve other models than before: `front.problems` says so, `problems` are the former."""
@@ -246,6 +250,13 @@ class Front:
                 finally:
                     for descriptor in descriptors:
                         os.close(descriptor)
+        elif isinstance(message, Keep):
+            if self._channel is not None:
+                descriptor = self._channel.take_fd()
+                try:
+                    self._events.front_keeps(self, message, descriptor)
+                finally:
+                    os.close(descriptor)
         elif isinstance(message, Claim | Release):
             self._events.front_claims(self, message)
         else:

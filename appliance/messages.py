@@ -93,6 +93,23 @@ class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
     """The most memory for answers, in each front."""
 
 
+class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How prompts and answers are kept of tenants whose log policy says so."""
+
+    redact: tuple[Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"], ...] = (
+        "keys",
+        "bearer_tokens",
+        "passwords",
+        "private_keys",
+    )
+    """Kinds of secrets that are taken out."""
+    secret_prefixes: tuple[Annotated[str, msgspec.Meta(min_length=2)], ...] = ()
+    """Words of at least 8 characters that begin so are taken out too, such as the keys of your own services:
+    ["acme_"]."""
+    max_text_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 22)] = 65536
+    """Of one prompt or answer; of a longer one its beginning."""
+
+
 class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """First to a front, and again whenever the served models change."""
 
@@ -109,6 +126,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """The models that do not answer, and why: what `/health/ready?model=NAME` says."""
     log_level: str = "info"
     retries: RetryRules = RetryRules()
+    keeping: KeepRules = KeepRules()
 
 
 class AttachReplica(msgspec.Struct, tag="attach_replica", frozen=True):
@@ -330,6 +348,35 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
     e2e_ms: float
 
 
+class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
+    """Prompts and answers of a request that ran, to be kept as its tenant's log policy says. One file
+    descriptor travels with it: a memfd with a list of `KeptPart` in msgpack, so that nobody reads texts who
+    only passes them on."""
+
+    request_id: str
+    identity: Identity
+    created_at: float
+    """Unix seconds, of the request."""
+
+
+class KeptPart(msgspec.Struct, array_like=True, frozen=True):
+    """What is kept of one prompt or answer."""
+
+    part: Literal["prompt", "answer"]
+    number: int
+    """Among the request's prompts, or answers; from 0."""
+    sha256: str
+    """Hex, of the whole text as it was: a conversation as JSON without spaces, token ids as their text."""
+    bytes: int
+    """Of that text."""
+    text: str | None = None
+    """Without its secrets; None where only hashes are kept."""
+    truncated: bool = False
+    """`text` is its beginning only."""
+    redactions: int = 0
+    """Secrets that were taken out of `text`."""
+
+
 class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True):
     """Every half second, and before `FrontReady`."""
 
@@ -358,4 +405,4 @@ CoreToFront = (
 )
 AboutRequest = Admit | Settle | Rejected | Retried
 """What a front says about a request."""
-FrontToCore = FrontReady | AboutRequest | Claim | Release | HandOver | FrontReport
+FrontToCore = FrontReady | AboutRequest | Claim | Release | HandOver | Keep | FrontReport

@@ -29,6 +29,7 @@ from appliance.messages import (
     Connection,
     HandOver,
     Identities,
+    Keep,
     Refused,
     Release,
     Retried,
@@ -70,6 +71,7 @@ class Switchboard:
         clock: Callable[[], float],
         quotas: Quotas,
         identities: IdentityTable,
+        keep: Callable[[Keep, int], None],
         launch: Launch = ReplicaGroup.launch,
         front_module: str = "appliance.front",
     ) -> None:
@@ -100,6 +102,7 @@ class Switchboard:
         self.stopping: Drain | None = None
         """The service's own drain, once it was told to stop."""
         self._identities = identities
+        self._keep = keep
         self._told_identities: Identities | None = None
         self._told_policies: Policies | None = None
         self._told: Configure | None = None
@@ -291,6 +294,7 @@ class Switchboard:
             silent=silent,
             log_level=self.settings.log_level,
             retries=self.settings.idempotency,
+            keeping=self.settings.log,
         )
 
     async def announce(self) -> None:
@@ -416,6 +420,11 @@ class Switchboard:
         else:
             # The answer is lost since: whoever gets the request runs it.
             self.dealer.deal(connection, *descriptors)
+
+    def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
+        # A front says who asked; what of it may be kept is ours to know.
+        identity = self._identities.of(message.identity)
+        self._keep(msgspec.structs.replace(message, identity=identity), descriptor)
 
     def front_changed(self, front: Front, problems: dict[str, str]) -> None:
         for model, why in front.problems.items():

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance.front.errors import ApiError
 from appliance.front.identity import Directory
+from appliance.front.keeping import Keeper
 from appliance.front.models import Catalog
 from appliance.front.replicas import Replicas
 from appliance.front.retries import Retries
-from appliance.messages import Admitted, FrontToCore, HandOver, Limits, Refused, Rejected
+from appliance.messages import Admitted, FrontToCore, HandOver, Keep, Limits, Refused, Rejected
 
 if TYPE_CHECKING:
     from appliance.front.call import Call
@@ -31,11 +32,12 @@ class Box:
     def __init__(
         self,
         to_core: Callable[[FrontToCore], None],
-        hand_over: Callable[[HandOver, tuple[int, int]], None],
+        hand_over: Callable[[HandOver | Keep, tuple[int, ...]], None],
     ) -> None:
         self.to_core = to_core
         self.hand_over = hand_over
-        """With the descriptors of the connection and of its request; both stay the caller's."""
+        """With the descriptors that belong to the message, which stay the caller's."""
+        self.keeper = Keeper(hand_over)
         self.limits = Limits()
         self.catalog = Catalog()
         self.directory = Directory()

@@ -13,6 +13,7 @@ from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.errors import ApiError
 from appliance.front.job import Job
+from appliance.front.keeping import Said
 from appliance.front.limits import rate_limit_headers
 from appliance.front.replicas import Link
 from appliance.front.sample import Sample
@@ -41,6 +42,8 @@ class Generation:
         self.job = job
         stream = job.model.tokenizer.stream
         wants_logprobs = job.logprobs is not None
+        self.is_kept = call.identity.log_policy != "metadata"
+        """What is asked and answered is to be kept."""
         self.samples = [
             Sample(
                 prompt,
@@ -50,6 +53,7 @@ class Generation:
                 stream(job.stops, context=() if job.chat else prompt.token_ids[-16:]),
                 wants_logprobs,
                 job.discard_output,
+                self.is_kept,
             )
             for prompt in job.prompts
             for number in range(job.n)
@@ -59,6 +63,8 @@ class Generation:
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
+        self.ran = False
+        """A replica has had it."""
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after each output that a sample took."""
         self.on_end: Callable[[], None] | None = None
@@ -116,7 +122,7 @@ class Generation:
             self._lost()
             return
         self._link = link
-        self._submitted = True
+        self._submitted = self.ran = True
         self.headers = rate_limit_headers(message.rate_limits)
         if message.most_tokens is not None:
             for prompt in self.job.prompts:
@@ -338,6 +344,18 @@ class Generation:
                 itl_ms=itl_ms,
                 e2e_ms=self.call.elapsed_ms(now),
             )
+        )
+
+    def said(self) -> Said:
+        """What was asked, and answered so far; complete where the tenant's log policy keeps it."""
+        tokenizer = self.job.model.tokenizer
+        return Said(
+            self.call.request_id,
+            self.call.identity,
+            self.call.arrived_at,
+            self.job.asked,
+            ["".join(sample.said or ()) for sample in self.samples],
+            lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
         )
 
     def finish_reason(self, status: int) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from appliance.front.keeping import Text
 from appliance.front.models import LoadedModel
 from appliance.text.stop import StopSet
 from engine.messages import SamplingParams, TokenLogprob
@@ -48,6 +49,8 @@ class Job:
     asked_class: str = ""
     may_lower: bool = False
     """As `Admit.may_lower`."""
+    asked: list[Text] = field(default_factory=list)
+    """The prompts as they came, where they are to be kept."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -11,6 +11,7 @@ from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.errors import ApiError, invalid
 from appliance.front.job import Job, Prompt
+from appliance.front.keeping import Message, Text
 from appliance.front.models import LoadedModel
 from appliance.front.schemas import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 from appliance.messages import Identity
@@ -51,6 +52,7 @@ async def chat_job(model: LoadedModel, call: Call, body: ChatRequest) -> Job:
         [prompt],
         chat=True,
         may_lower=limit is None,
+        asked=[_conversation(body.messages)],
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
@@ -87,6 +89,7 @@ async def completion_job(model: LoadedModel, call: Call, body: CompletionRequest
         prompts,
         chat=False,
         may_lower=body.max_tokens is None,
+        asked=list(body.prompt),
         logprobs=body.logprobs,
         echo=bool(body.echo),
         discard_output=body.max_tokens == 0,
@@ -132,6 +135,15 @@ def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> lis
     return token_ids
 
 
+def _conversation(messages: Sequence[ChatMessage]) -> list[Message]:
+    """As it is kept: role, content and, where there is one, name of each message."""
+    return [
+        {"role": message.role, "content": message.content}
+        | ({"name": message.name} if message.name is not None else {})
+        for message in messages
+    ]
+
+
 def _room(
     identity: Identity, model: LoadedModel, token_ids: list[int], asked: int | None, param: str, field: str
 ) -> int:
@@ -173,6 +185,7 @@ def _job(
     *,
     chat: bool,
     may_lower: bool,
+    asked: list[Text],
     logprobs: int | None,
     echo: bool = False,
     discard_output: bool = False,
@@ -199,6 +212,7 @@ def _job(
         asked_class=asked_class,
         # A client that wants at least so many tokens must not be told of fewer.
         may_lower=may_lower and not body.min_tokens,
+        asked=asked if call.identity.log_policy != "metadata" else [],
     )
 
 

@@ -103,6 +103,7 @@ class Front:
             configure = self._latest = await self._configurations.get()
             self._box.limits = self._server.limits = configure.limits
             self._box.retries.rules = configure.retries
+            self._box.keeper.rules = configure.keeping
             await self._box.catalog.replace(configure.models)
             self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
             self._box.silent_models = configure.silent
@@ -136,6 +137,7 @@ class Front:
         for generation in list(box.active.values()):
             generation.abort("the service stopped before this request was finished")
         await stopping
+        await box.keeper.flush()
         # The last settlements must not be lost in the channel.
         deadline = loop.time() + _ERROR_EVENT_GRACE_S
         while self._channel.backlog_bytes and loop.time() < deadline:

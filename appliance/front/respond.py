@@ -48,6 +48,8 @@ class GenerationResponse(Response):
                 generation.abort(error)
             generation.settle(self.status, error)
             self._box.active.pop(self._call.request_id, None)
+            if generation.is_kept and generation.ran:
+                self._box.keeper.keep(generation.said())
             self._call.connection.release()
 
     async def _whole(

@@ -34,12 +34,20 @@ class Sample:
         "number",
         "pieces",
         "prompt",
+        "said",
         "token_ids",
         "waiting",
     )
 
     def __init__(
-        self, prompt: Prompt, number: int, index: int, text: TextStream, wants_logprobs: bool, discard: bool
+        self,
+        prompt: Prompt,
+        number: int,
+        index: int,
+        text: TextStream,
+        wants_logprobs: bool,
+        discard: bool,
+        is_kept: bool = False,
     ) -> None:
         self.prompt = prompt
         self.number = number
@@ -49,6 +57,8 @@ class Sample:
         self.token_ids: list[int] = []
         """Everything generated: what a resubmission needs."""
         self.pieces: list[str] = []
+        self.said: list[str] | None = [] if is_kept else None
+        """The whole text so far, where it is to be kept."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
         """Tokens that the answer needed: up to the one that completed a stop string, end tokens included."""
@@ -76,8 +86,7 @@ class Sample:
         visible = token_ids[:-1] if finish == "stop" else token_ids
         if self.entries is None:
             delta = self._text.push(visible)
-            if delta.text:
-                self.pieces.append(delta.text)
+            self._say(delta.text)
             self.delivered += delta.tokens_delivered
             stopped = delta.stopped
         else:
@@ -89,19 +98,23 @@ class Sample:
 
     def _end(self, finish: str) -> None:
         tail = self._text.finish()
-        if tail.text:
-            self.pieces.append(tail.text)
+        self._say(tail.text)
         if tail.stopped is None and finish == "stop":
             self.delivered += 1
         self.finish = "stop" if tail.stopped is not None else finish
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.pieces.append(text)
+            if self.said is not None:
+                self.said.append(text)
 
     def _push_each(self, token_ids: list[int], logprobs: list[TokenLogprob]) -> str | None:
         entries = self.entries
         for position, token_id in enumerate(token_ids):
             offset = self._offset + self._text.characters_decoded
             delta = self._text.push((token_id,))
-            if delta.text:
-                self.pieces.append(delta.text)
+            self._say(delta.text)
             self.delivered += delta.tokens_delivered
             if entries is not None and position < len(logprobs):
                 entries.append(LogprobEntry(logprobs[position], offset))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from appliance.messages import Limits, RetryRules
+from appliance.messages import KeepRules, Limits, RetryRules
 from appliance.traffic.rules import QueueRules
 from engine.messages import ReplicaSpec
 
@@ -117,6 +117,17 @@ class IdempotencySettings(RetryRules, forbid_unknown_fields=True, frozen=True, k
     Answers are kept in memory only."""
 
 
+class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The request log. What is kept of prompts and answers, if anything, is each tenant's log policy
+    (`appliance tenants set --log-policy`)."""
+
+    days: Annotated[float, msgspec.Meta(ge=0)] = 90.0
+    """Requests that ended are removed after so many days; 0: never."""
+    contents_days: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    """Prompts, answers and their hashes are removed after so many days, unless their tenant has its own
+    `log_days`; 0: never."""
+
+
 class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Metrics for Prometheus. `GET /metrics` on admin.sock is always there."""
 
@@ -164,6 +175,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     limits: LimitSettings = LimitSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
     metrics: MetricsSettings = MetricsSettings()
+    log: LogSettings = LogSettings()
     config_file: str = ""
     """The file that was read; not a setting."""
 

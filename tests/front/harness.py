@@ -41,6 +41,9 @@ from appliance.messages import (
     HandOver,
     Identities,
     Identity,
+    Keep,
+    KeepRules,
+    KeptPart,
     Limits,
     Refused,
     Rejected,
@@ -235,6 +238,8 @@ class Harness:
         self.claimed: list[Claim] = []
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
+        self.kept: dict[str, list[KeptPart]] = {}
+        """By request id."""
         self.moved: list[tuple[HandOver, int, int]] = []
         """With the descriptors of the connection and the request, for `give_back`."""
         self.replicas: dict[str, FakeReplica] = {}
@@ -294,6 +299,7 @@ class Harness:
         def forget() -> None:
             self.admits, self.settles, self.rejected = [], [], []
             self.claimed, self.releases, self.retried = [], [], []
+            self.kept = {}
             self.claims = lambda claim: Claimed(claim.scope, "run")
             self.admit, self.refusal, self.turn = "at once", None, {}
             self.script, self.step_s = self.sentence_script, 0.001
@@ -319,6 +325,7 @@ class Harness:
         reason: str = "",
         limits: Limits | None = None,
         retries: RetryRules = RetryRules(),  # noqa: B008
+        keeping: KeepRules = KeepRules(),  # noqa: B008
     ) -> None:
         """Tell the front what is served."""
         served = self.models or [
@@ -338,6 +345,7 @@ class Harness:
             ready=ready,
             reason=reason,
             retries=retries,
+            keeping=keeping,
         )
         self.call(lambda: self.channel.send(configure))
 
@@ -456,6 +464,10 @@ class Harness:
             self.retried.append(message)
         elif isinstance(message, HandOver):
             self.moved.append((message, self.channel.take_fd(), self.channel.take_fd()))
+        elif isinstance(message, Keep):
+            with open(self.channel.take_fd(), "rb") as memory:
+                memory.seek(0)
+                self.kept[message.request_id] = msgspec.msgpack.decode(memory.read(), type=list[KeptPart])
         elif isinstance(message, Rejected):
             self.rejected.append(message)
         elif isinstance(message, FrontReport):

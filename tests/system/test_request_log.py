@@ -1,0 +1,138 @@
+"""What is kept of requests by their tenants' log policies, over a real service: nothing, hashes, or texts
+without their secrets, for as long as it is said."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.system.service import APPLIANCE, Service, service
+
+pytestmark = pytest.mark.system
+
+SECRETS = ("ak-42Wz8WexrvPVbzgyANeDeA367WMYIg4REgNL5PcR8Ik", "hunter2-is-mine", "acme_0815_4711")
+PROMPT = "def login():  # key {}, password: {}, badge {}\n    ".format(*SECRETS)
+REDACTED = "def login():  # key [key redacted], password: [password redacted], badge [secret redacted]\n    "
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    config = tmp_path_factory.mktemp("log") / "appliance.toml"
+    config.write_text('[log]\nsecret_prefixes = ["acme_"]\n')
+    with service("--config", str(config)) as started:
+        for policy in ("metadata", "hashes", "full"):
+            started.command("tenants", "create", policy, "--log-policy", policy)
+        yield started
+
+
+def client_of(running: Service, tenant: str) -> openai.OpenAI:
+    key = running.command("keys", "create", "--name", "k", "--tenant", tenant)["key"]
+    return running.client().with_options(api_key=key)
+
+
+def ask(client: openai.OpenAI, stream: bool = False) -> tuple[str, str]:
+    """The request's id and answer."""
+    answer = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=12, temperature=0, stream=stream
+    )
+    parts: list[Any] = list(answer) if stream else [answer]
+    return parts[0].id.removeprefix("cmpl-"), "".join(part.choices[0].text for part in parts if part.choices)
+
+
+def shown(running: Service, request_id: str) -> subprocess.CompletedProcess[str]:
+    command = [APPLIANCE, "requests", "show", request_id, "--run-dir", str(running.run_dir), "--json"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def kept(running: Service, request_id: str) -> Any:
+    """What is kept of a request, as soon as it is."""
+
+    def found() -> Any:
+        done = shown(running, request_id)
+        return json.loads(done.stdout) if done.returncode == 0 else None
+
+    return running.wait_until(found, 20, "what is kept of a request")
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def state_bytes(running: Service) -> bytes:
+    """Every byte that the service has on the disk."""
+    return b"".join(path.read_bytes() for path in running.state_dir.iterdir())
+
+
+def test_each_policy_keeps_what_it_says_and_no_secret_ever(running: Service) -> None:
+    request_ids, answers = {}, {}
+    for policy in ("metadata", "hashes", "full"):
+        request_ids[policy], answers[policy] = ask(client_of(running, policy), stream=policy == "full")
+    full, hashes = kept(running, request_ids["full"]), kept(running, request_ids["hashes"])
+    assert full["tenant"] == "full" and full["goes_at"] == pytest.approx(full["created_at"] + 30 * 86400)
+    prompt, answer = full["texts"]
+    assert (prompt["part"], prompt["text"], prompt["redactions"]) == ("prompt", REDACTED, 3)
+    assert (answer["part"], answer["text"], answer["redactions"]) == ("answer", answers["full"], 0)
+    assert [text["sha256"] for text in full["texts"]] == [sha256(PROMPT), sha256(answers["full"])]
+    assert [text["text"] for text in hashes["texts"]] == [None, None]
+    assert [text["sha256"] for text in hashes["texts"]] == [sha256(PROMPT), sha256(answers["hashes"])]
+    # The others went the same way before this one, so it is not merely late.
+    nothing = shown(running, request_ids["metadata"])
+    assert nothing.returncode == 1 and "its tenant keeps metadata only" in nothing.stderr
+    assert {row["request_id"] for row in running.rows()} >= set(request_ids.values())
+    on_disk = state_bytes(running)
+    assert not [secret for secret in SECRETS if secret.encode() in on_disk]
+    assert b"def login" in on_disk
+
+
+def test_who_looked_is_in_the_audit(running: Service) -> None:
+    request_id, _ = ask(client_of(running, "full"))
+    kept(running, request_id)
+    last = running.command("audit", "list", "--action", "requests.show")[-1]
+    assert (last["params"], last["result"]) == ({"request_id": request_id}, "ok")
+    assert last["actor"] == f"uid:{os.geteuid()}" and last["host"]
+    assert last["after"] is None, "no text is copied into the audit"
+
+
+def test_texts_are_for_the_services_user_alone(running: Service) -> None:
+    kept(running, ask(client_of(running, "full"))[0])
+    for path in running.state_dir.glob("contents.db*"):
+        assert path.stat().st_mode & 0o077 == 0 or path.name.endswith("-lock"), path
+    assert (running.state_dir / "history.db").stat().st_mode & 0o777 == 0o640
+
+
+def test_texts_go_when_their_time_is_over_and_the_row_stays(running: Service) -> None:
+    request_id, _ = ask(client_of(running, "full"))
+    stays, _ = ask(client_of(running, "hashes"))
+    kept(running, request_id)
+    kept(running, stays)
+    running.command("tenants", "set", "full", "--log-days", "0.000001")
+    running.wait_until(lambda: shown(running, request_id).returncode == 1, 30, "the texts to be removed")
+    assert kept(running, stays)["texts"]
+    assert [row["status"] for row in running.rows("--id", request_id)] == [200]
+    with closing(sqlite3.connect(f"file:{running.state_dir}/contents.db?mode=ro", uri=True)) as database:
+        assert database.execute("SELECT count(*) FROM contents WHERE tenant = 'full'").fetchone() == (0,)
+    running.command("tenants", "set", "full", "--log-days", "none")
+
+
+def test_a_changed_rule_holds_from_the_reload_on(running: Service) -> None:
+    config = Path(running.flags[1])
+    before = config.read_text()
+    config.write_text(before + "redact = []\nmax_text_chars = 20\ncontents_days = 0\n")
+    try:
+        assert "log.max_text_chars" in str(running.command("config", "reload"))
+        known = kept(running, ask(client_of(running, "full"))[0])
+        assert known["texts"][0]["text"] == PROMPT[:20] and known["texts"][0]["truncated"]
+        assert known["goes_at"] is None
+    finally:
+        config.write_text(before)
+        running.command("config", "reload")

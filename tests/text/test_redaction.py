@@ -1,0 +1,60 @@
+"""What is taken out of texts that are kept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.text.redaction import KINDS, Redactor
+
+KEY = "ak-42Wz8WexrvPVbzgyANeDeA367WMYIg4REgNL5PcR8Ik"
+PRIVATE = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nIBAAK\n-----END RSA PRIVATE KEY-----"
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.dBjftJeZ4CVPmB92K27uhbUJU1p1r"
+
+SECRETS = [
+    (f"my key is {KEY}, use it", KEY, "my key is [key redacted], use it"),
+    ("AWS_KEY AKIAIOSFODNN7EXAMPLE!", "AKIAIOSFODNN7EXAMPLE", "AWS_KEY [key redacted]!"),
+    (f"cookie {JWT}", JWT, "cookie [key redacted]"),
+    ("Authorization: Bearer abcDEF123456==", "abcDEF123456", "Authorization: Bearer [token redacted]"),
+    ("password: hunter2hunter2", "hunter2", "password: [password redacted]"),
+    ('{"api_key": "0123456789ab"}', "0123456789ab", '{"api_key": "[password redacted]"}'),
+    ("postgres://me:s3cret-pw@db/x", "s3cret-pw", "postgres://me:[password redacted]@db/x"),
+    (f"see\n{PRIVATE}\nend", "MIIEow", "see\n[private key redacted]\nend"),
+    ("-----BEGIN PRIVATE KEY-----\nMIIEow", "MIIEow", "[private key redacted]"),
+]
+
+
+@pytest.mark.parametrize(("text", "secret", "shown"), SECRETS)
+def test_secrets_go_and_the_rest_stays(text: str, secret: str, shown: str) -> None:
+    assert secret in text
+    assert Redactor().redact(text) == (shown, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The token of my love: roses", "pass the salt", "task-force", "eyJ", "see bearer bonds", "a@b", "sk-8"],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert Redactor(KINDS).redact(text) == (text, 0)
+
+
+def test_more_kinds_and_own_words_are_taken_out_where_they_are_asked_for() -> None:
+    text = "ann@example.org pays with 4111 1111 1111 1111, not 4111 1111 1111 1112; acme_12345"
+    assert Redactor().redact(text).secrets == 0
+    found = Redactor((*KINDS,), ("acme_",)).redact(text)
+    assert found.secrets == 3
+    assert (
+        found.text
+        == "[e-mail redacted] pays with [card number redacted], not 4111 1111 1111 1112; [secret redacted]"
+    )
+    with pytest.raises(ValueError, match="'names' cannot be redacted: there are keys,"):
+        Redactor(["names"])
+
+
+@given(st.text("ab \n:=@-", max_size=30), st.text("ab \n", max_size=30), st.integers(0, 3))
+def test_a_key_is_found_wherever_it_stands(before: str, after: str, lines: int) -> None:
+    """Also in a text that is cleaned in pieces."""
+    filling = "some words of a long text\n" * (lines * 100)
+    found = Redactor().redact(f"{filling}{before} {KEY} {after}{filling}")
+    assert KEY not in found.text and found.secrets >= 1
