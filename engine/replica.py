@@ -59,7 +59,10 @@ def main() -> None:
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
     arguments = parser.parse_args()
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the service's terminal is the core's business
+    # The core decides when a rank ends (Stop, or the end of the channel). A signal to the whole group, Ctrl-C
+    # or systemd's, must not cut off what the core lets finish.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
     start = _await_start(control)
     ranks = start.spec.tensor_parallel_size

@@ -293,3 +293,17 @@ def test_nothing_is_imported_from_the_working_directory(
         assert [fatal.kind for fatal in watched.fatal] == ["checkpoint"], reason
 
     asyncio.run(scenario())
+
+
+def test_signals_to_the_group_leave_the_decision_to_the_core(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with replica(tmp_path, tensor_parallel_size=2) as watched:
+            for pid in watched.group.pids:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    os.kill(pid, number)
+            client = watched.client("front")
+            outputs = [output async for output in client.generate(ask(client, "after"))]
+            assert outputs[-1].finish == "length"
+            assert not watched.end.done()
+
+    asyncio.run(scenario())
