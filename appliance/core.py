@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import hashlib
 import hmac
 import logging
@@ -53,6 +54,9 @@ def run(flags: Flags) -> int:
     (sysexits' EX_CONFIG, so that a service manager need not try again). Must be called on the main thread."""
     import uvloop
 
+    # The service manager's watchdog ends a process that hangs with SIGABRT: its log then says where it hung.
+    faulthandler.enable()
+
     def read() -> Loaded:
         return read_settings(flags)
 
@@ -87,6 +91,7 @@ async def serve(
     """
     started_at, settings = time.time(), loaded.settings
     stop, hurry = _signals()
+    manager.tell(STATUS="starting: opening the databases")
     _raise_descriptor_limit()
     with contextlib.ExitStack() as held:
         run_dir, state_dir = Path(settings.run_dir), Path(settings.state_dir)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _EXTENSION_US = 30_000_000
-"""While it loads or drains, the service manager waits so much longer than it was last told."""
+"""While it loads or drains, the service manager is asked again and again to wait for so long."""
 _LEAST_SIGNS = 4
 """Signs of life within the watchdog's time."""
 
@@ -52,16 +52,17 @@ class Notifier:
         """Say nothing more; the databases are being closed."""
         if self._timer is not None:
             self._timer.cancel()
-        self._manager.tell(EXTEND_TIMEOUT_USEC=_EXTENSION_US, STATUS="stopped: closing the databases")
+        self._manager.tell(
+            EXTEND_TIMEOUT_USEC=_EXTENSION_US, WATCHDOG=1, STATUS="stopped: closing the databases"
+        )
         self._manager.close()
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._every_s, self._tick)
         manager, switchboard = self._manager, self._switchboard
         if not self._started and not self._stopping and switchboard.started():
-            self._started = True
-            manager.tell(READY=1)
-        if self._stopping or (not self._started and switchboard.loading()):
+            self._started = manager.tell(READY=1)
+        if self._stopping or (not self._started and switchboard.worth_waiting_for()):
             manager.tell(EXTEND_TIMEOUT_USEC=_EXTENSION_US)
         if manager.watchdog_s is not None:
             stalled_s = self._stalled_s()
@@ -69,6 +70,5 @@ class Notifier:
                 manager.tell(WATCHDOG=1)
             else:
                 log.error("a database's writer has been at one piece of work for %.0f s", stalled_s)
-        if (status := switchboard.headline()) != self._said:
+        if (status := switchboard.headline()) != self._said and manager.tell(STATUS=status):
             self._said = status
-            manager.tell(STATUS=status)

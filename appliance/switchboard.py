@@ -217,10 +217,10 @@ class Switchboard:
         fronts = any(front.state == "ready" for front in self.fronts)
         return fronts and not any(map(self.silence, self.fleet.pinned()))
 
-    def loading(self) -> bool:
-        """Whether a pinned model is on its way: starting or loading, and not given up for now."""
-        pinned = set(self.fleet.pinned())
-        return any(r.model in pinned and r.state in ("starting", "loading") for r in self.replicas)
+    def worth_waiting_for(self) -> bool:
+        """Whether a start that is not complete should go on: something is on its way, or one model answers
+        already, which must not end because another is broken."""
+        return any(replica.state in ("starting", "loading", "ready") for replica in self.replicas)
 
     def headline(self) -> str:
         """The service in a line, as `systemctl status` shows it."""

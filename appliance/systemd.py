@@ -40,15 +40,17 @@ class Manager:
         """Whether anybody hears what is told."""
         return self._socket is not None
 
-    def tell(self, **state: str | int) -> None:
-        """Say something, such as READY=1 or STATUS="loading"."""
+    def tell(self, **state: str | int) -> bool:
+        """Say something, such as READY=1 or STATUS="loading". False if it was not heard: never waits."""
         if self._socket is None:
-            return
+            return False
         text = "\n".join(f"{name}={_one_line(str(value))}" for name, value in state.items())
         try:
             self._socket.send(text.encode("utf-8", "replace"))
         except OSError as error:
             log.debug("the service manager did not take %s: %s", text, error)
+            return False
+        return True
 
     def close(self) -> None:
         """Say nothing more."""

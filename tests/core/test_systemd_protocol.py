@@ -78,7 +78,7 @@ def test_words_reach_the_manager_and_a_value_is_one_line(tmp_path: Path) -> None
             systemd.bind(f"\0{address[1:]}" if address.startswith("@") else address)
             environ = {"NOTIFY_SOCKET": address}
             manager = Manager(environ)
-            manager.tell(READY=1, STATUS="two\nREADY=0 lines")
+            assert manager.tell(READY=1, STATUS="two\nREADY=0 lines")
             assert systemd.recv(4096) == b"READY=1\nSTATUS=two READY=0 lines"
             assert environ == {}
             manager.close()
@@ -88,3 +88,15 @@ def test_a_manager_that_is_gone_disturbs_nobody(tmp_path: Path) -> None:
     manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "nobody")})
     assert not manager.listens
     manager.tell(READY=1)
+
+
+def test_a_manager_that_does_not_listen_is_not_waited_for(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        manager = Manager({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        while manager.tell(WATCHDOG=1):  # until the kernel holds no more
+            pass
+        assert not manager.tell(READY=1)
+        systemd.recv(4096)
+        assert manager.tell(READY=1)
+        manager.close()

@@ -1,0 +1,210 @@
+"""What the service manager hears: over a whole life of the real core, and when a database's writer is in
+trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.notifier import Notifier
+from appliance.systemd import Manager
+from store.migrations import Migration, Schema
+from store.writer import Writer
+from tests.core.conftest import Service, wait_until
+
+NOTES = Schema("notes", (Migration("notes", ("CREATE TABLE notes (x)",)),))
+WATCHDOG_S = 0.4
+
+
+class Heard:
+    """The service manager's end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "notify"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(self.path))
+        self.words: list[dict[str, str]] = []
+
+    def listen(self) -> list[dict[str, str]]:
+        """Everything so far."""
+        while True:
+            try:
+                said = self._socket.recv(4096, socket.MSG_DONTWAIT).decode()
+            except BlockingIOError:
+                return self.words
+            self.words.append(dict(line.partition("=")[::2] for line in said.splitlines()))
+
+    def count(self, name: str) -> int:
+        return sum(name in said for said in self.listen())
+
+    def place(self, **wanted: str) -> int:
+        """Of the first word that says it."""
+        for place, said in enumerate(self.listen()):
+            if all(said.get(name, "").startswith(text) for name, text in wanted.items()):
+                return place
+        raise ValueError(f"{wanted} was not said: {self.words}")
+
+    def says(self, **wanted: str) -> bool:
+        try:
+            self.place(**wanted)
+        except ValueError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def heard(tmp_path: Path) -> Iterator[Heard]:
+    made = Heard(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_life_is_told_from_loading_over_ready_to_drained(
+    make_service: Callable[..., Service], heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(heard.path))
+    monkeypatch.setenv("WATCHDOG_USEC", "2000000")
+    service = make_service("load_timeout_s = 0.5")
+    script = tmp_path / "m" / "fake.json"
+    script.write_text(json.dumps({"hang": True}))
+    service.start()
+    wait_until(lambda: heard.count("EXTEND_TIMEOUT_USEC") >= 2, what="time to load")
+    assert not heard.says(READY="1")
+    script.unlink()
+    wait_until(lambda: heard.says(READY="1"), what="READY")
+    wait_until(lambda: heard.says(STATUS="ready: 1 model"), what="its status")
+    assert heard.place(STATUS="starting") < heard.place(STATUS="loading: m-0") < heard.place(READY="1")
+    signs = heard.count("WATCHDOG")
+    wait_until(lambda: heard.count("WATCHDOG") > signs + 2, what="signs of life")
+    asked = heard.count("EXTEND_TIMEOUT_USEC")
+    with service.connect("m 100") as client:
+        assert client.recv(1)
+        process = service.process
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        # The kernel holds only a few words for who does not listen.
+        wait_until(lambda: (heard.listen(), process.poll() is not None)[1], what="the end")
+        assert process.returncode == 0
+    heard.listen()
+    assert heard.place(READY="1") < heard.place(STOPPING="1") < heard.place(STATUS="draining: 1 request")
+    assert heard.count("EXTEND_TIMEOUT_USEC") > asked + 1
+    assert heard.words[-1]["STATUS"].startswith("stopped")
+
+
+class Board:
+    """What the notifier looks at."""
+
+    def __init__(self) -> None:
+        self.is_started = self.is_worth_it = False
+
+    def started(self) -> bool:
+        return self.is_started
+
+    def worth_waiting_for(self) -> bool:
+        return self.is_worth_it
+
+    def headline(self) -> str:
+        return "as it is"
+
+
+class Watched:
+    """A notifier at work beside a writer."""
+
+    def __init__(self, folder: Path, heard: Heard) -> None:
+        self.heard = heard
+        self.board: Any = Board()
+        self.writer = Writer(folder / "notes.db", NOTES, synchronous="FULL")
+        environ = {"NOTIFY_SOCKET": str(heard.path), "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))}
+        self.notifier = Notifier(Manager(environ), self.board, lambda: self.writer.stalled_s)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not true():
+                await asyncio.sleep(0.01)
+
+    async def signs(self, more: int) -> None:
+        """Wait for so many more signs of life."""
+        so_far = self.heard.count("WATCHDOG")
+        await self.until(lambda: self.heard.count("WATCHDOG") >= so_far + more)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, heard: Heard) -> Iterator[Watched]:
+    made = Watched(tmp_path, heard)
+    made.writer.start()
+    yield made
+    made.writer.close(0.1)
+
+
+def test_a_writer_that_hangs_ends_the_signs_of_life_until_it_gets_on(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    def complaints() -> int:
+        return sum("one piece of work" in record.getMessage() for record in caplog.records)
+
+    async def scenario() -> None:
+        watched.notifier.start()
+        await watched.signs(3)
+        hangs = threading.Event()
+        done = watched.writer.call(lambda connection: hangs.wait(20))
+        await watched.until(lambda: complaints() == 1)
+        so_far = watched.heard.count("WATCHDOG")
+        await watched.until(lambda: complaints() == 4)
+        assert watched.heard.count("WATCHDOG") == so_far
+        hangs.set()
+        assert await asyncio.wrap_future(done)
+        await watched.signs(3)
+        watched.notifier.close()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scenario())
+
+
+def test_a_full_disk_ends_no_sign_of_life(watched: Watched) -> None:
+    def fill(connection: sqlite3.Connection) -> None:
+        connection.execute("PRAGMA max_page_count = 5").fetchone()
+        connection.execute("INSERT INTO notes VALUES (zeroblob(1000000))")
+
+    async def scenario() -> None:
+        watched.notifier.start()
+        watched.writer.submit(fill)
+        await watched.until(lambda: watched.writer.state().last_error is not None)
+        await watched.signs(8)
+        assert "full" in (watched.writer.state().last_error or "")
+        watched.notifier.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_start_gets_time_only_while_there_is_something_to_wait_for(watched: Watched) -> None:
+    async def scenario() -> None:
+        heard = watched.heard
+        watched.notifier.start()
+        await watched.signs(3)
+        assert heard.count("EXTEND_TIMEOUT_USEC") == 0
+        watched.board.is_worth_it = True
+        await watched.signs(3)
+        asked = heard.count("EXTEND_TIMEOUT_USEC")
+        assert asked >= 2
+        watched.board.is_started = True
+        await watched.until(lambda: heard.says(READY="1"))
+        asked = heard.count("EXTEND_TIMEOUT_USEC")
+        await watched.signs(3)
+        assert heard.count("EXTEND_TIMEOUT_USEC") == asked
+        assert heard.count("READY") == 1
+        watched.notifier.close()
+
+    asyncio.run(scenario())
