@@ -1,0 +1,189 @@
+"""A machine of its own with a real systemd: systemd-nspawn over an overlay of this one's root file system.
+
+What is written in it lies in memory and is gone with it, mounts included, however the tests end. It has a
+loopback interface and no other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("systemd-nspawn", "unshare", "setpriv", "nsenter")
+_BOOT_S = 60
+_ALWAYS_NEW = ("tmp", "run", "dev", "proc", "sys")
+"""Directories at the root that nspawn mounts itself: what lies below must be bound to be seen."""
+
+_FILES = {
+    "/etc/systemd/journald.conf.d/test.conf": "[Journal]\nStorage=volatile\nRateLimitIntervalSec=0\n",
+    # Nothing is cleaned at boot: what is bound below /tmp is not the machine's.
+    "/etc/tmpfiles.d/tmp.conf": "",
+}
+
+_MACHINE = """
+set -e
+mount -t tmpfs -o mode=755,size=2g tmpfs "$FOLDER"
+mkdir "$FOLDER"/{changed,work,root}
+mount -t overlay -o "lowerdir=/,upperdir=$FOLDER/changed,workdir=$FOLDER/work" overlay "$FOLDER/root"
+cd "$FOLDER/root"
+chmod o+x $REACHABLE
+# Nothing of this machine's own: no mounts, no settings, no state.
+: >etc/fstab
+rm -rf var/log/journal etc/appliance var/lib/appliance opt/appliance
+cp -R "$STAGE"/. .
+exec setpriv --pdeathsig KILL systemd-nspawn --quiet --register=no --link-journal=no --private-network \
+  --console=pipe --directory=. "$@" --boot systemd.unit=sysinit.target
+"""
+
+
+def why_not() -> str:
+    """Why a machine cannot be booted here; empty if it can."""
+    if os.geteuid():
+        return "only root may mount an overlay and boot a machine"
+    if missing := [name for name in NEEDED if shutil.which(name) is None]:
+        return f"{' and '.join(missing)} not found (Debian: apt-get install systemd-container)"
+    if not os.path.exists("/usr/lib/systemd/systemd") and not os.path.exists("/lib/systemd/systemd"):
+        return "there is no systemd to boot"
+    probe = (
+        "mount -t tmpfs tmpfs /mnt && mkdir /mnt/a /mnt/b /mnt/c && "
+        "mount -t overlay -o lowerdir=/,upperdir=/mnt/a,workdir=/mnt/b overlay /mnt/c"
+    )
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", probe], capture_output=True, text=True)
+    return f"no overlay can be mounted: {done.stderr.strip()}" if done.returncode else ""
+
+
+class Machine:
+    """A booted one."""
+
+    def __init__(self, process: subprocess.Popen[bytes], init: int, log: Path) -> None:
+        self.process = process
+        self.init = init
+        """Its process 1, as this machine numbers it."""
+        self.log = log
+        self.root = Path(f"/proc/{init}/root")
+
+    def run(
+        self, *command: str, check: bool = True, timeout_s: float = 90
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in it, as root."""
+        done = subprocess.run(
+            ["nsenter", f"--target={self.init}", "--all", *command],
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        if check and done.returncode:
+            raise AssertionError(f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        return done
+
+    def systemctl(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.run("systemctl", *words, check=check)
+
+    def show(self, unit: str, *names: str) -> dict[str, str]:
+        """Properties of a unit."""
+        lines = self.systemctl("show", unit, "--property", ",".join(names)).stdout.splitlines()
+        return dict(line.partition("=")[::2] for line in lines)
+
+    def journal(self, *words: str) -> str:
+        return self.run("journalctl", "--no-pager", "--output=cat", *words).stdout
+
+    def appliance(self, *words: str) -> Any:
+        """The JSON that a command of the product prints."""
+        return json.loads(self.run("/opt/appliance/bin/appliance", *words, "--json").stdout)
+
+    def processes(self, user: str) -> list[psutil.Process]:
+        """Everything that a user of the machine runs."""
+        uid = int(self.run("id", "--user", user).stdout)
+        found = []
+        for process in psutil.Process(self.init).children(recursive=True):
+            try:
+                if process.uids().real == uid:
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                pass
+        return found
+
+    def wait_until(self, true: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (value := true()):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited {timeout_s:g} s for {what}; the journal:\n{self.journal()}")
+            time.sleep(0.05)
+        return value
+
+
+@contextmanager
+def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
+    """Boot one with these files (by absolute path). The product's environment is in /opt/appliance there."""
+    stage, log = folder / "stage", folder / "machine.log"
+    for name, text in {**_FILES, **files}.items():
+        path = stage / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (stage / "opt").mkdir(parents=True, exist_ok=True)
+    (stage / "opt/appliance").symlink_to(sys.prefix)
+    shown = [Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)]
+    bound = [path for path in shown if _hidden(path)]
+    reachable = {
+        str(parent).lstrip("/") or "."
+        for path in shown
+        if path not in bound
+        for parent in (path, *path.parents)
+    }
+    (folder / "root").mkdir()
+    command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", _MACHINE, "machine"]
+    if not os.path.isdir("/run/systemd/system"):
+        command.append("--keep-unit")  # nobody here makes scopes
+    environment = {
+        **os.environ,
+        "FOLDER": str(folder / "root"),
+        "STAGE": str(stage),
+        "REACHABLE": " ".join(sorted(reachable)),
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *(f"--bind-ro={path}" for path in bound)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield _booted(process, log)
+    finally:
+        process.terminate()  # powers it off
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _hidden(path: Path) -> bool:
+    """Whether the overlay of the root file system does not show it."""
+    return path.parts[1] in _ALWAYS_NEW or path.stat().st_dev != os.stat("/").st_dev
+
+
+def _booted(process: subprocess.Popen[bytes], log: Path) -> Machine:
+    deadline = time.monotonic() + _BOOT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        for child in psutil.Process(process.pid).children():
+            found = Machine(process, child.pid, log)
+            asked = ("systemctl", "is-system-running", "--wait")
+            if found.run(*asked, check=False).stdout.strip() in ("running", "degraded"):
+                return found
+        time.sleep(0.05)
+    raise AssertionError(f"the machine did not boot:\n{log.read_text(errors='replace')}")

@@ -1,0 +1,277 @@
+"""The service under a real systemd, in a machine of its own: start, restart, reload, watchdog, stop."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.system.machine import ROOT, Machine, machine, why_not
+
+pytestmark = pytest.mark.system
+
+UNITS = ROOT / "systemd"
+SERVICE = "appliance.service"
+DROP_IN = "/etc/appliance/conf.d/20-test.toml"
+WATCHDOG_S = 4
+HANG_S = 5
+LONG = {"model": "demo", "prompt": "import ", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+
+
+class Box:
+    """The service in the machine, and its clients outside, which reach its socket through /proc."""
+
+    def __init__(self, inside: Machine) -> None:
+        self.inside = inside
+        self.api_socket = inside.root / "run/appliance/api.sock"
+
+    def http(self) -> httpx.Client:
+        """A client on a connection of its own."""
+        transport = httpx.HTTPTransport(uds=str(self.api_socket))
+        return httpx.Client(transport=transport, base_url="http://appliance", timeout=60)
+
+    def ready(self) -> int:
+        with self.http() as client:
+            return client.get("/health/ready").status_code
+
+    def complete(self, **options: Any) -> int:
+        """Ask for a few tokens; the status of the answer."""
+        body = {**LONG, "max_tokens": 8, **options}
+        with self.http() as client:
+            return client.post("/v1/completions", json=body).status_code
+
+    def unit(self) -> dict[str, str]:
+        names = ("ActiveState", "MainPID", "NRestarts", "StatusText", "Result")
+        return self.inside.show(SERVICE, *names)
+
+    def replica(self) -> Any:
+        return self.inside.appliance("status")["models"][0]["replicas"][0]
+
+    def children(self) -> list[int]:
+        """Every front and rank."""
+        status = self.inside.appliance("status")
+        ranks = [pid for model in status["models"] for one in model["replicas"] for pid in one["pids"]]
+        return ranks + [front["pid"] for front in status["fronts"]]
+
+    def rows(self, state: str, **wanted: str) -> int:
+        """So many rows of the request log are in this state, with these values."""
+        rows = self.inside.appliance("requests", "--limit", "100")
+        return sum(
+            all(row[name] == value for name, value in (("state", state), *wanted.items())) for row in rows
+        )
+
+    def write(self, text: str) -> None:
+        """Settings, besides those of the main file."""
+        path = self.inside.root / DROP_IN.lstrip("/")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+    def forget(self) -> None:
+        (self.inside.root / DROP_IN.lstrip("/")).unlink(missing_ok=True)
+
+    def wait_active(self, *, but: str = "") -> None:
+        """Until the unit is active, with another main process than `but`."""
+
+        def active() -> bool:
+            unit = self.unit()
+            return unit["ActiveState"] == "active" and unit["MainPID"] != but
+
+        self.inside.wait_until(active, 60, "the unit to be active")
+
+
+class Stream(threading.Thread):
+    """A client that reads one stream to its end."""
+
+    def __init__(self, box: Box, **options: Any) -> None:
+        super().__init__(daemon=True)
+        self.box = box
+        self.options = {**LONG, "stream": True, **options}
+        self.begun = threading.Event()
+        self.lines: list[str] = []
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with (
+                self.box.http() as client,
+                client.stream("POST", "/v1/completions", json=self.options) as answer,
+            ):
+                for line in answer.iter_lines():
+                    if line:
+                        self.lines.append(line)
+                    if len(self.lines) == 5:
+                        self.begun.set()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.begun.set()
+
+
+@pytest.fixture(scope="module")
+def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    if reason := why_not():
+        pytest.skip(f"no machine can be booted here: {reason}")
+    unit, socket = "/etc/systemd/system/appliance.service", "/etc/systemd/system/appliance.socket"
+    files = {
+        unit: (UNITS / "appliance.service").read_text(),
+        socket: (UNITS / "appliance.socket").read_text(),
+        f"{socket}.d/tcp.conf": (UNITS / "examples/appliance.socket.d/tcp.conf").read_text(),
+        f"{unit}.d/test.conf": "[Service]\n"
+        f"Environment=PYTHONPATH={ROOT} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n",
+        "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
+        "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\n",
+    }
+    with machine(tmp_path_factory.mktemp("machine"), files) as inside:
+        yield inside
+
+
+@pytest.fixture
+def box(booted: Machine) -> Iterator[Box]:
+    """The service, running."""
+    box = Box(booted)
+    box.forget()
+    booted.systemctl("reset-failed")
+    booted.systemctl("start", SERVICE)
+    yield box
+
+
+def test_the_units_pass_systemds_own_check(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    for unit in UNITS.glob("appliance.*"):
+        text = unit.read_text().replace("/opt/appliance/bin/", f"{sys.prefix}/bin/")
+        (tmp_path / unit.name).write_text(text)
+    (tmp_path / "appliance.socket.d").mkdir()
+    shutil.copy(UNITS / "examples/appliance.socket.d/tcp.conf", tmp_path / "appliance.socket.d")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *map(str, tmp_path.glob("appliance.*[et]"))],
+        capture_output=True,
+        text=True,
+    )
+    # What else is installed on this machine is not ours to judge.
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "appliance" in line]
+    assert (done.returncode, said) == (0, []), done.stderr
+
+
+def test_start_returns_when_the_models_answer(booted: Machine) -> None:
+    box = Box(booted)
+    assert box.unit()["ActiveState"] == "inactive"
+    with ThreadPoolExecutor(1) as pool:
+        start = pool.submit(booted.systemctl, "start", SERVICE)
+        seen: dict[str, str] = {}
+        while wait([start], timeout=0.05).not_done:
+            unit = box.unit()
+            seen.setdefault(unit["StatusText"], unit["ActiveState"])
+        start.result()
+    assert box.ready() == 200
+    loading = {text: state for text, state in seen.items() if text.startswith("loading: demo-0 ")}
+    assert set(loading.values()) == {"activating"}, seen
+    assert box.unit()["StatusText"].startswith("ready: 1 model, ")
+    over_tcp = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8080/health/ready').status)"
+    assert booted.run("/opt/appliance/bin/python", "-c", over_tcp).stdout.strip() == "200"
+    assert len(booted.processes("appliance")) == 3
+
+
+def test_a_reload_touches_no_model_and_a_bad_file_fails_it(box: Box) -> None:
+    children, before = box.children(), box.unit()
+    box.write('drain_grace_s = 61\nlog_level = "debug"\n')
+    box.inside.systemctl("reload", SERVICE)
+    assert box.inside.appliance("config", "show")["settings"]["drain_grace_s"] == 61
+
+    box.write('drain_grace_s = 62\nfronts = "many"\n')
+    refused = box.inside.systemctl("reload", SERVICE, check=False)
+    assert refused.returncode != 0
+    assert f"{DROP_IN}:2" in box.inside.journal("--unit", SERVICE, "--lines", "30")
+    assert box.inside.appliance("config", "show")["settings"]["drain_grace_s"] == 61
+
+    assert box.complete() == 200
+    now = box.unit()
+    assert (now["ActiveState"], now["MainPID"]) == ("active", before["MainPID"])
+    assert len(children) == 2
+    assert box.children() == children
+
+
+def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(box: Box) -> None:
+    before = box.unit()
+    under_way = [Stream(box, max_tokens=900) for _ in range(8)]
+    assert all(stream.begun.wait(60) for stream in under_way)
+    box.inside.wait_until(lambda: box.rows("open") == 8, 10, "their rows to be on the disk")
+    killed = box.inside.processes("appliance")
+    box.inside.systemctl("kill", "--signal=KILL", "--kill-whom=main", SERVICE)
+    with ThreadPoolExecutor(8) as pool:
+        meanwhile = [pool.submit(box.complete) for _ in range(8)]
+        assert [answer.result() for answer in meanwhile] == [200] * 8
+    for stream in under_way:
+        stream.join(60)
+        assert not stream.is_alive()
+        assert stream.error is not None  # it did not end as if it were whole
+    box.wait_active(but=before["MainPID"])
+    assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
+    assert not any(process.is_running() for process in killed)
+    assert box.rows("ended", finish_reason="interrupted") == 8
+
+
+def test_a_stalled_rank_is_the_cores_to_kill(box: Box) -> None:
+    before, ranks = box.unit(), box.replica()["pids"]
+    box.inside.run("kill", "-STOP", *map(str, ranks))
+    assert box.complete() == 200  # once the core has noticed, and another rank has loaded
+    assert box.replica()["pids"] != ranks
+    assert "no sign of life" in box.replica()["last_error"]
+    now = box.unit()
+    assert (now["ActiveState"], now["MainPID"], now["NRestarts"]) == (
+        "active",
+        before["MainPID"],
+        before["NRestarts"],
+    )
+
+
+def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box) -> None:
+    before = box.unit()
+    box.inside.run("kill", "-STOP", before["MainPID"])
+    assert box.complete() == 200  # waits in the backlog until the next life
+    box.wait_active(but=before["MainPID"])
+    journal = box.inside.journal("--unit", SERVICE, "--lines", "200")
+    assert "Watchdog timeout" in journal
+    assert "Fatal Python error: Aborted" in journal  # and where each thread was
+    assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
+
+
+def test_stop_drains_and_leaves_nothing(box: Box) -> None:
+    stream = Stream(box)
+    assert stream.begun.wait(30)
+    assert len(stream.lines) < 50
+    box.inside.systemctl("stop", SERVICE)
+    stream.join(10)
+    assert stream.error is None
+    assert stream.lines[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in "".join(stream.lines)
+    unit = box.inside.show(SERVICE, "ActiveState", "Result", "ExecMainStatus")
+    assert unit == {"ActiveState": "inactive", "Result": "success", "ExecMainStatus": "0"}
+    assert box.inside.processes("appliance") == []
+    state = box.inside.root / "var/lib/appliance"
+    assert not list(state.glob("*-wal"))
+    assert [path.name for path in (box.inside.root / "run/appliance").iterdir() if path.is_dir()] == []
+
+    # Settings that cannot be used are told, and not tried again and again.
+    box.write("fronts = 0\n")
+    assert box.inside.systemctl("start", SERVICE, check=False).returncode != 0
+    assert f"{DROP_IN}:1" in box.inside.journal("--unit", SERVICE, "--lines", "10")
+    failed = box.inside.show(SERVICE, "ActiveState", "ExecMainStatus", "NRestarts")
+    assert failed == {"ActiveState": "failed", "ExecMainStatus": "78", "NRestarts": "0"}
+
+    # The socket is still there: who connects starts the service.
+    box.forget()
+    assert box.complete() == 200
+    box.wait_active()
+    box.inside.systemctl("stop", "appliance.socket", SERVICE)
+    assert not box.api_socket.exists()
+    assert box.inside.processes("appliance") == []
