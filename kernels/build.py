@@ -28,7 +28,7 @@ from triton import knobs
 
 from kernels import compiling
 from kernels.dimensions import DTYPES, Dimensions, DimensionsError, read_dimensions
-from kernels.triton.linear_table import load_table, table_path
+from kernels.triton.linear_table import TableError, load_table, table_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class Built:
 
 
 def build(dimensions: Dimensions, gpu: compiling.Gpu, processes: int) -> Built:
-    """Compile what is not in Triton's cache yet. Forks: this process must not have used CUDA."""
+    """Compile what is not in Triton's cache yet. Forks: this process must not have used CUDA. Raises
+    TableError for a table of the GPU's that cannot be used."""
     # Here, so that a process which only asks `is_built` does not load the kernels.
     from kernels.rehearsal import launch_all
 
@@ -88,10 +89,13 @@ def main() -> int:
     try:
         dimensions = arguments.dimensions or read_dimensions(arguments.config, **arguments.served)
         gpu = arguments.chosen or compiling.this_gpu()
-    except (DimensionsError, RuntimeError) as error:
+        built = build(dimensions, gpu, arguments.processes)
+    except compiling.GpuError as error:
+        print(f"{error}; or name one to build for with --gpu and --capability", file=sys.stderr)
+        return 1
+    except (DimensionsError, TableError) as error:
         print(error, file=sys.stderr)
         return 1
-    built = build(dimensions, gpu, arguments.processes)
     print(f"{built.kernels} kernels for {gpu.name} are in {knobs.cache.dir} ({built.seconds:.1f} s)")
     for failure in built.failures:
         print(f"{failure.name} does not compile: {failure.error}", file=sys.stderr)

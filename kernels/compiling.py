@@ -26,6 +26,10 @@ from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
 
+class GpuError(RuntimeError):
+    """There is no GPU that can be used."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One specialisation of one kernel."""
@@ -63,7 +67,7 @@ class Gpu:
 def this_gpu() -> Gpu:
     """The first NVIDIA GPU. Asked in a child process: this one stays free of CUDA, so it may fork.
 
-    Raises RuntimeError where no GPU can be used.
+    Raises GpuError where none can be used.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -73,7 +77,7 @@ def this_gpu() -> Gpu:
     try:
         name, (major, minor) = receiver.recv()
     except EOFError:
-        raise RuntimeError("no NVIDIA GPU can be used here; see nvidia-smi") from None
+        raise GpuError("no NVIDIA GPU can be used here: see nvidia-smi") from None
     finally:
         child.join()
     return Gpu.of(name, 10 * major + minor)

@@ -23,7 +23,7 @@ import triton
 
 from kernels import compiling
 from kernels.dimensions import DimensionsError, read_dimensions
-from kernels.triton.linear_table import Table, read_table, table_path
+from kernels.triton.linear_table import Table, TableError, read_table, table_path
 from kernels.tune.candidates import BUCKETS
 from kernels.tune.search import launch_all, search
 
@@ -37,13 +37,13 @@ def main() -> int:
             for folder in arguments.config
             for fp8 in arguments.dtypes
         ]
-    except DimensionsError as error:
+        gpu = compiling.this_gpu()
+        path = arguments.out or table_path(gpu.name)
+        table = read_table(path) if path.exists() else Table(gpu.name)
+    except (DimensionsError, compiling.GpuError, TableError) as error:
         print(error, file=sys.stderr)
         return 1
     began = time.perf_counter()
-    gpu = compiling.this_gpu()
-    path = arguments.out or table_path(gpu.name)
-    table = read_table(path) if path.exists() else Table(gpu.name)
     known = Table() if arguments.again else table
     jobs = compiling.record(gpu.target, lambda: launch_all(models, arguments.rows, known))
     # Plans that the compiler refuses fail again when they are tried, and are passed over.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Product, problem
@@ -15,7 +16,11 @@ _WIDE = 16384
 
 _MOST_SHARED = 227 << 10
 """Bytes that a program can have on Hopper. Where there is less, a plan that asks for more is passed over when
-it fails to start."""
+it fails to start; and where there is no Hopper, so are all `tiles`."""
+
+_HALF_SHARED = 112 << 10
+"""So that two programs share a multiprocessor: `tiles` of the next product fill their stages beside those of
+this one."""
 
 
 def candidates(product: Product, rows: int) -> list[Plan]:
@@ -27,6 +32,7 @@ def candidates(product: Product, rows: int) -> list[Plan]:
         plans = [
             plan for tile in tiles for plan in _dots(product, tile) if _shared(plan, product) <= _MOST_SHARED
         ]
+        plans += [plan for tile in tiles if tile <= 64 for plan in _tiles(product, tile)]
     return [plan for plan in dict.fromkeys(plans) if problem(plan, rows, product) is None]
 
 
@@ -77,3 +83,12 @@ def _dots(product: Product, tile: int) -> Iterable[Plan]:
             yield Plan("dot", tile, 64, bytes_256 // 2, 4, 5, split)
     yield Plan("dot", tile, 64, bytes_256 // 2, 4, 8, 2)
     yield Plan("dot", tile, 64, bytes_256, 4, 4, 8)
+
+
+def _tiles(product: Product, tile: int) -> Iterable[Plan]:
+    """64 weight rows by columns of 128 and 256 bytes, as many stages as let two programs in."""
+    for columns in (128, 256):
+        plan = Plan("tiles", tile, 64, columns // product.dtype.itemsize, 4)
+        plan = replace(plan, stages=_HALF_SHARED // _shared(plan, product))
+        for split in (1,) if product.n >= _WIDE else (1, 2, 4, 8):
+            yield replace(plan, split=split)

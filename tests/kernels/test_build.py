@@ -112,6 +112,17 @@ def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path
         read_dimensions(tmp_path / "nothing")
 
 
+def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
+    monkeypatch.setattr(sys, "argv", ["kernels.build", "--config", str(folder_of(tmp_path, "llama"))])
+    assert build.main() == 1
+    said = capsys.readouterr().err
+    assert "no NVIDIA GPU can be used here: see nvidia-smi" in said
+    assert "--gpu and --capability" in said
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Dimensions:
     return read_dimensions(folder_of(tmp_path, "qwen2"), kv_fp8=True)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from kernels import compiling
 from kernels.triton import linear_plans
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Entry, Product, Table, problem
 from kernels.tune import search
+from kernels.tune.__main__ import main
 from kernels.tune.candidates import BUCKETS, candidates
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -27,6 +32,37 @@ def test_every_candidate_can_be_run(dtype: torch.dtype, rows: int) -> None:
         assert len(plans) == len(set(plans))
         assert not [wrong for plan in plans if (wrong := problem(plan, rows, product))]
         assert plans or rows >= 128
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_tiles_of_weights_that_come_early_are_tried_beside_those_of_the_next_product(
+    dtype: torch.dtype,
+) -> None:
+    for shape in SHAPES.values():
+        for rows in (8, 16, 32, 64):
+            tiles = [plan for plan in candidates(Product(dtype, *shape), rows) if plan.form == "tiles"]
+            assert len(tiles) >= 2
+            for plan in tiles:
+                stage = (plan.block_n + plan.rows) * plan.block_k * dtype.itemsize
+                assert 2 * (plan.stages * stage + 1024) <= 228 << 10
+    assert not [plan for plan in candidates(Product(BF16, *SHAPES["o"]), 128) if plan.form == "tiles"]
+
+
+def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    more = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 64, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config | more))
+    table = tmp_path / "table.json"
+    table.write_text("[]")
+    monkeypatch.setattr(sys, "argv", ["kernels.tune", "--config", str(tmp_path), "--out", str(table)])
+    monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
+    assert main() == 1
+    assert "no NVIDIA GPU can be used here: see nvidia-smi" in capsys.readouterr().err
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
+    assert main() == 1
+    assert f"{table}: has no object `products`" in capsys.readouterr().err
 
 
 class FakeLayers:
