@@ -21,41 +21,24 @@ from typing import Any
 import msgspec
 
 from engine.bench.limits import ceilings, limit
-from engine.bench.shapes import SHAPES, write_config
+from engine.bench.start import FAILURES, add_options, start
 from engine.bench.workloads import WORKLOADS, Measured, run
-from engine.config import DTYPE_BYTES
-from engine.generate import LocalEngine
-from engine.messages import ReplicaInfo, ReplicaSpec
+from engine.messages import ReplicaInfo
 
 
 def main() -> int:
-    """Run the chosen workloads; a table on standard output, raw figures with --json."""
+    """Run the chosen workloads; a table on standard output, raw figures with --json. 1 where the engine
+    cannot be started."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory(prefix="engine-bench-") as scratch:
-        folder = arguments.model or write_config(arguments.shape, Path(scratch))
         chosen = {name: WORKLOADS[name] for name in arguments.workloads or WORKLOADS}
         longest = max(workload.prompt_tokens + workload.output_tokens for workload in chosen.values())
         began = time.perf_counter()
-        engine = LocalEngine(
-            ReplicaSpec(
-                replica="bench-0",
-                model_path=str(folder),
-                load_format=arguments.load_format or ("safetensors" if arguments.model else "dummy"),
-                device=arguments.device,
-                dtype=arguments.dtype,
-                max_model_len=arguments.max_model_len or longest,
-                max_rows=arguments.max_rows,
-                step_tokens=arguments.step_tokens,
-                kv_blocks=arguments.kv_blocks,
-                weights="fp8" if arguments.fp8 else "auto",
-                kv_dtype="fp8" if arguments.kv_fp8 else "auto",
-                **(
-                    {}
-                    if arguments.memory_fraction is None
-                    else {"memory_fraction": arguments.memory_fraction}
-                ),
-            )
-        )
+        try:
+            engine = start(arguments, Path(scratch), longest)
+        except FAILURES as error:
+            print(error, file=sys.stderr)
+            return 1
         info = engine.info
         start_s = time.perf_counter() - began
         print(f"{arguments.model or arguments.shape}: {_describe(info, start_s)}", flush=True)
@@ -94,24 +77,15 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of: {', '.join(WORKLOADS)}")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder, instead of random weights")
-    parser.add_argument("--load-format", choices=["safetensors", "dummy"])
-    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
-    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
-    parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
-    parser.add_argument("--kv-fp8", action="store_true", help="quantise the cache")
-    parser.add_argument("--memory-fraction", type=float)
-    parser.add_argument("--runs", type=int, default=3, help="the median counts")
-    parser.add_argument("--max-rows", type=int, default=1024)
-    parser.add_argument("--step-tokens", type=int, default=8192)
-    parser.add_argument("--max-model-len", type=int, help="without it, what the workloads need")
-    parser.add_argument("--kv-blocks", type=int)
+    add_options(parser)
+    parser.add_argument("--runs", type=int, default=3, help="the median of them counts (%(default)s)")
     parser.add_argument("--json", type=Path, help="raw figures into this file")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.workloads if name not in WORKLOADS]
     if unknown:
         parser.error(f"unknown workload {unknown[0]!r}; there are: {', '.join(WORKLOADS)}")
+    if arguments.runs < 1:
+        parser.error(f"--runs is {arguments.runs}; at least 1 is needed")
     return arguments
 
 

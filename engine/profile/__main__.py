@@ -17,10 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.bench.limits import ceilings
-from engine.bench.shapes import SHAPES, write_config
+from engine.bench.start import FAILURES, add_options, start
 from engine.bench.workloads import WORKLOADS, run
-from engine.generate import LocalEngine
-from engine.messages import ReplicaSpec
 from engine.profile.report import gaps_of, lines, rows_of
 from engine.profile.steps import Kind, record
 from engine.profile.trace import read_timeline
@@ -28,13 +26,18 @@ from engine.profile.work import label_products, work_by_kernel
 
 
 def main() -> int:
-    """Profile one kind of step of one workload; 1 if the workload has no such steps."""
+    """Profile one kind of step of one workload; 1 if the workload has no such steps, or the
+    engine cannot be started."""
     arguments = _arguments()
     workload = WORKLOADS[arguments.workload]
     kind: Kind = arguments.kind or ("decode" if workload.output_tokens > 1 else "mixed")
     with tempfile.TemporaryDirectory(prefix="engine-profile-") as scratch:
         trace = arguments.trace or Path(scratch) / "trace.json"
-        engine = _start(arguments, Path(scratch))
+        try:
+            engine = start(arguments, Path(scratch), workload.prompt_tokens + workload.output_tokens)
+        except FAILURES as error:
+            print(error, file=sys.stderr)
+            return 1
         info, config = engine.info, engine.runner.config
         what = f"{arguments.model or arguments.shape}: {arguments.workload}, {kind} steps"
         print(f"{what}; weights {info.weights}, KV {info.kv_dtype} on {info.devices[0]}")
@@ -60,45 +63,22 @@ def main() -> int:
     return 0
 
 
-def _start(arguments: argparse.Namespace, scratch: Path) -> LocalEngine:
-    workload = WORKLOADS[arguments.workload]
-    folder = arguments.model or write_config(arguments.shape, scratch)
-    return LocalEngine(
-        ReplicaSpec(
-            replica="profile-0",
-            model_path=str(folder),
-            load_format=arguments.load_format or ("safetensors" if arguments.model else "dummy"),
-            device=arguments.device,
-            max_model_len=workload.prompt_tokens + workload.output_tokens,
-            max_rows=arguments.max_rows,
-            step_tokens=arguments.step_tokens,
-            kv_blocks=arguments.kv_blocks,
-            weights="fp8" if arguments.fp8 else "auto",
-            kv_dtype="fp8" if arguments.kv_fp8 else "auto",
-        )
-    )
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m engine.profile",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder, instead of random weights")
-    parser.add_argument("--load-format", choices=["safetensors", "dummy"])
-    parser.add_argument("--workload", choices=list(WORKLOADS), default="b8_decode")
+    add_options(parser)
+    parser.add_argument(
+        "--workload", choices=list(WORKLOADS), default="b8_decode", help="default: %(default)s"
+    )
     parser.add_argument("--kind", choices=["decode", "mixed"], help="default: decode where there is any")
-    parser.add_argument("--steps", type=int, default=8, help="that are recorded")
-    parser.add_argument("--skip", type=int, default=0, help="steps of the kind that pass before")
+    parser.add_argument("--steps", type=int, default=8, help="that are recorded (%(default)s)")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="steps of the kind that pass before (%(default)s)"
+    )
     parser.add_argument("--trace", type=Path, help="keep the Chrome trace in this file")
-    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
-    parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
-    parser.add_argument("--kv-fp8", action="store_true", help="quantise the cache")
-    parser.add_argument("--max-rows", type=int, default=1024)
-    parser.add_argument("--step-tokens", type=int, default=8192)
-    parser.add_argument("--kv-blocks", type=int)
     arguments = parser.parse_args()
     if arguments.steps < 1 or arguments.skip < 0:
         parser.error(f"--steps is {arguments.steps} and --skip {arguments.skip}; at least 1 and 0 are needed")

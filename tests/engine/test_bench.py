@@ -64,3 +64,12 @@ def test_a_run_writes_its_raw_figures(tmp_path: Path) -> None:
         assert one["decode"]["count"] >= 255 and one["mixed"]["count"] >= 1
         assert one["decode"]["ms"] > 0 and 0 <= one["decode"]["idle_fraction"] <= 1
     assert "b8_decode" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["engine.bench", "engine.profile"])
+def test_an_engine_that_cannot_start_is_said_in_a_line(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", module, "--model", str(tmp_path), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    [said] = done.stderr.splitlines()
+    assert str(tmp_path / "config.json") in said
