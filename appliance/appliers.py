@@ -10,13 +10,18 @@ from appliance.admin.server import AdminServer
 from appliance.identities import IdentityTable
 from appliance.settings import Settings
 from appliance.switchboard import Switchboard
+from appliance.watch.metrics.tenants import ShownTenants
 
 Applier = Callable[[Settings], None]
 """Makes a part of the running service do what the settings say now. Must not fail."""
 
 
 def appliers(
-    switchboard: Switchboard, identities: IdentityTable, doorkeeper: Doorkeeper, admin: AdminServer
+    switchboard: Switchboard,
+    identities: IdentityTable,
+    doorkeeper: Doorkeeper,
+    admin: AdminServer,
+    shown_tenants: ShownTenants,
 ) -> dict[str, Applier]:
     """By setting. Those that `appliance.reload` sees to itself are not here."""
 
@@ -44,6 +49,9 @@ def appliers(
     def idempotency(settings: Settings) -> None:
         switchboard.claims.keep_s = settings.idempotency.keep_s
 
+    def metrics(settings: Settings) -> None:
+        shown_tenants.most = settings.metrics.tenants
+
     def nothing(settings: Settings) -> None:
         """It is read when it is needed, or fronts are told of it whenever it is new."""
 
@@ -60,4 +68,5 @@ def appliers(
         "log": nothing,
         "limits": nothing,
         "idempotency": idempotency,
+        "metrics": metrics,
     }

@@ -21,6 +21,7 @@ from pathlib import Path
 from appliance.admin.callers import Doorkeeper, keys_of
 from appliance.admin.operations import Operations
 from appliance.admin.server import AdminServer
+from appliance.admin.status import service_version
 from appliance.appliers import appliers
 from appliance.contents import ContentKeeper
 from appliance.housekeeping import Housekeeper
@@ -30,6 +31,7 @@ from appliance.logs import configure_logging
 from appliance.models.registry import describe_models
 from appliance.models.replicas import Launch
 from appliance.notifier import Notifier
+from appliance.protocol import SocketStatus
 from appliance.quota_levels import LevelKeeper
 from appliance.reload import Reloader
 from appliance.rundir import RunDirError, RunDirLock, prepare_directories
@@ -37,6 +39,10 @@ from appliance.settings import Flags, Loaded, SettingsError, read_settings
 from appliance.switchboard import Switchboard
 from appliance.systemd import Manager
 from appliance.traffic.quotas import Quotas
+from appliance.watch.metrics.counting import CountedRows
+from appliance.watch.metrics.scrape import Scraper
+from appliance.watch.metrics.server import MetricsServer
+from appliance.watch.metrics.tenants import ShownTenants
 from engine.client import ReplicaGroup
 from store.control import ControlStore
 from store.errors import StoreError
@@ -111,11 +117,14 @@ async def serve(
         levels = LevelKeeper(quotas, QuotaLog(history))
         kept = ContentKeeper(contents, lambda: control.policies, lambda: switchboard.settings.log)
         held.callback(kept.close)
+        counted = CountedRows(
+            request_log, ShownTenants(settings.metrics.tenants, lambda: control.policies.tenants)
+        )
         identities = IdentityTable(lambda: control.policies, settings.unix)
         switchboard = Switchboard(
             settings,
             describe_models(loaded),
-            rows=request_log,
+            rows=counted,
             salt=cache_salts(control),
             clock=time.time,
             quotas=quotas,
@@ -130,11 +139,30 @@ async def serve(
         held.callback(doors.close)
         doorkeeper = Doorkeeper(settings.admin, keys_of(control))
         admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, doors.admin)
-        reloader = Reloader(
-            loaded, reread, switchboard, doors, appliers(switchboard, identities, doorkeeper, admin)
+        scrape = Scraper(
+            counted,
+            switchboard,
+            control,
+            [history, contents],
+            doors,
+            version=service_version(),
+            started_at=started_at,
         )
+        metrics = MetricsServer(scrape)
+        reloader = Reloader(
+            loaded,
+            reread,
+            switchboard,
+            [doors, metrics],
+            appliers(switchboard, identities, doorkeeper, admin, counted.tenants),
+        )
+        metrics.change(settings, metrics.prepare(settings))
+
+        def sockets() -> list[SocketStatus]:
+            return [*(listener.status() for listener in doors.listeners), admin.status(), *metrics.status()]
+
         operations = Operations(
-            switchboard, control, [history, contents], kept, reloader, doors, admin, started_at
+            switchboard, control, [history, contents], kept, reloader, sockets, scrape, started_at
         )
         await admin.start(operations, doorkeeper)
         notifier = Notifier(
@@ -154,6 +182,7 @@ async def serve(
             notifier.begin_stop()
             await switchboard.stop(hurry)
             levels.close()
+            await metrics.stop()
             await admin.stop()
             await housekeeper.stop()
     log.info("stopped")

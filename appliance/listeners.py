@@ -61,8 +61,11 @@ def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
     return sock
 
 
-def bind_tcp(host: str, port: int, *, beside: Iterable[Listener] = ()) -> socket.socket:
-    """A listening TCP socket, whose address may overlap those of `beside`. Raises ListenError."""
+def bind_tcp(
+    host: str, port: int, *, setting: str = "listen", beside: Iterable[Listener] = ()
+) -> socket.socket:
+    """A listening TCP socket, whose address may overlap those of `beside`. Raises ListenError, which names
+    the setting."""
     sharing = [listener.socket for listener in beside]
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -78,7 +81,8 @@ def bind_tcp(host: str, port: int, *, beside: Iterable[Listener] = ()) -> socket
             raise
     except OSError as error:
         raise ListenError(
-            f"listen = {host}:{port} cannot be listened on ({error.strerror or error}): name another address"
+            f"{setting} = {host}:{port} cannot be listened on ({error.strerror or error}): "
+            f"name another address"
         ) from error
     sock.setblocking(False)
     return sock
@@ -128,7 +132,7 @@ class Listener:
         self.socket = sock
         self._kind = "unix" if sock.family == socket.AF_UNIX else "tcp"
         self._path = Path(sock.getsockname()) if self._kind == "unix" else None
-        self.address = _address(sock.getsockname())
+        self.address = address_of(sock)
         self._dealer = dealer
         self._reading = False
         self._pause: asyncio.TimerHandle | None = None
@@ -196,6 +200,11 @@ class Listener:
         self.update()
 
 
+def address_of(sock: socket.socket) -> str:
+    """Where a socket listens, in words."""
+    return _address(sock.getsockname())
+
+
 def _address(name: str | tuple[object, ...]) -> str:
     if isinstance(name, tuple):
         host, port = name[:2]
@@ -238,7 +247,7 @@ class Doors:
         """Listen where `settings` say, in their modes. Connections that exist go on."""
         wanted = settings.address()
         for listener in self._own_tcp():
-            if wanted is None or not _listens(listener.address, wanted):
+            if wanted is None or not listens_on(listener.address, wanted):
                 listener.close()
                 self.listeners.remove(listener)
                 log.info("tcp does not listen on %s any more", listener.address)
@@ -261,7 +270,7 @@ class Doors:
     def _bind(self, settings: Settings, beside: Iterable[Listener] = ()) -> socket.socket | None:
         wanted = settings.address()
         if wanted is None or any(
-            listener.name == "tcp" and _listens(listener.address, wanted) for listener in self.listeners
+            listener.name == "tcp" and listens_on(listener.address, wanted) for listener in self.listeners
         ):
             return None
         return bind_tcp(*wanted, beside=beside)
@@ -288,7 +297,7 @@ class Doors:
             self.admin = sock
 
 
-def _listens(address: str, wanted: tuple[str, int]) -> bool:
+def listens_on(address: str, wanted: tuple[str, int]) -> bool:
     """Whether a listener on `address` is the one that is wanted; a port of 0 is any."""
     host, port = wanted
     try:

@@ -17,11 +17,14 @@ class Problems:
     """The most recent distinct problems."""
 
     def __init__(self) -> None:
+        self.total = 0
+        """Noted since the start, repeated ones too."""
         self._problems: OrderedDict[tuple[str, str], Problem] = OrderedDict()
 
     def note(self, where: str, what: str) -> None:
         """Something went wrong at `where` (a front, replica, socket, …)."""
         log.warning("%s: %s", where, what)
+        self.total += 1
         known = self._problems.pop((where, what), None)
         count = known.count + 1 if known else 1
         self._problems[(where, what)] = Problem(at=time.time(), where=where, what=what, count=count)

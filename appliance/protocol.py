@@ -249,7 +249,7 @@ class SocketStatus(msgspec.Struct, kw_only=True):
     """A listening socket."""
 
     name: str
-    """"api", "tcp" or "admin"."""
+    """"api", "tcp", "admin" or "metrics"."""
     address: str
     state: str
     """"accepting", "waiting" (no front is ready; connections wait in the backlog) or "closed"."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from appliance.appliers import Applier
 from appliance.drain import STOPPING
-from appliance.listeners import Doors
+from appliance.listeners import ListenError
 from appliance.messages import ServedModel
 from appliance.models.registry import describe_models
 from appliance.protocol import Configuration, Reloaded
@@ -23,7 +25,18 @@ from appliance.switchboard import Switchboard
 
 log = logging.getLogger(__name__)
 
-AT_RESTART = frozenset({"run_dir", "state_dir", "metrics"})
+
+class Door(Protocol):
+    """Whoever listens where the settings say."""
+
+    def prepare(self, settings: Settings) -> socket.socket | None:
+        """Open what `settings` name anew. Raises ListenError."""
+
+    def change(self, settings: Settings, opened: socket.socket | None) -> None:
+        """Listen there, and no more where it did. Must not fail."""
+
+
+AT_RESTART = frozenset({"run_dir", "state_dir"})
 """Top-level settings that a running service cannot change."""
 BY_THEMSELVES = frozenset({"models", "listen"})
 """Those that have their own way, below; every other has an applier."""
@@ -41,7 +54,7 @@ class Reloader:
         loaded: Loaded,
         reread: Callable[[], Loaded],
         switchboard: Switchboard,
-        doors: Doors,
+        doors: Sequence[Door],
         appliers: Mapping[str, Applier],
     ) -> None:
         """`reread` reads the settings as they were read at the start; `appliers` are by top-level setting."""
@@ -69,13 +82,25 @@ class Reloader:
             served = await asyncio.to_thread(describe_models, loaded, former.settings)
             if self._switchboard.stopping is not None:
                 raise ReloadError(f"{STOPPING}: its settings are not read again")
-            opened = self._doors.prepare(loaded.settings)
+            opened = self._open(loaded.settings)
             said = self._apply(loaded.settings, {change.path[0] for change in applied}, served)
-            self._doors.change(loaded.settings, opened)
+            for door, sock in zip(self._doors, opened, strict=True):
+                door.change(loaded.settings, sock)
             self._loaded = loaded
             for line in (*map(str, applied), *said):
                 log.info("reload: %s", line)
             return Reloaded(changed=list(map(str, applied)), models=said, at_restart=list(map(str, waiting)))
+
+    def _open(self, wanted: Settings) -> list[socket.socket | None]:
+        opened: list[socket.socket | None] = []
+        try:
+            for door in self._doors:
+                opened.append(door.prepare(wanted))
+        except ListenError:
+            for sock in filter(None, opened):
+                sock.close()
+            raise
+        return opened
 
     def _apply(self, wanted: Settings, names: set[str], served: list[ServedModel]) -> list[str]:
         switchboard = self._switchboard

@@ -266,7 +266,8 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
-    """Rank 0 to core: after each step that changed something, and at least every half second: the heartbeat.
+    """Rank 0 to core: after each step that changed something, every 100 ms while it computes, and at
+    least every half second: the heartbeat.
 
     Credits are totals granted since the start, so that no message can be counted twice: available is granted
     minus spent. Rows: `max_rows` at first, one for each sample that ended. Tokens: two steps' budget at

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
+FRESH_S = 0.1
+"""While it computes, the core knows how full the cache is as of so lately, or as of the last step: gateways
+take what is older than 200 ms for saturation."""
 MEETING_TIMEOUT_S = 600.0
 """How long ranks wait for each other: one may read from a slower disk. Deaths are the core's to notice."""
 LOOK_AFTER_S = 0.05
@@ -252,7 +255,7 @@ class Replica:
             steps = self._mixed_steps if result.timing.mixed else self._decode_steps
             steps.add(result.timing)
         news = result.finished or result.credits_changed or self._fronts_gone
-        if news or time.monotonic() - self._reported_at >= HEARTBEAT_S:
+        if news or time.monotonic() - self._reported_at >= FRESH_S:
             self._report(result)
 
     def _report(self, result: StepResult | None) -> None:

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from appliance.actions import ACTIONS, Action
 from appliance.admin.callers import Caller, Doorkeeper, TurnedAwayError
 from appliance.protocol import Configuration, ErrorBody, InFlight, Key, Peer, Status, Tenant
 from appliance.scopes import InsufficientScopeError, check_routes, routes_for
+from appliance.watch.metrics.exposition import CONTENT_TYPE
 from store.audit import Actor
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Backend(Protocol):
     def tenants(self) -> list[Tenant]: ...
     def peers(self) -> list[Peer]: ...
     def configuration(self) -> Configuration: ...
+    def metrics(self) -> bytes: ...
     async def act(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct: ...
 
 
@@ -73,6 +76,10 @@ def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
     shows("/config", backend.configuration, Configuration, "The settings that hold, and where each was said")
     for action in ACTIONS:
         _add_action(acting, document, backend, action)
+
+    @looking.get("/metrics", summary="Metrics, in Prometheus' text format", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        return Response(backend.metrics(), headers={"content-type": CONTENT_TYPE})
 
     @looking.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:

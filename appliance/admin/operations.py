@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -14,12 +14,20 @@ import msgspec
 from appliance.actions import Action, BeginBackup, CancelRequest, ReloadConfig, ShowContents, action_named
 from appliance.admin.app import ActionError
 from appliance.admin.decisions import Decisions
-from appliance.admin.server import AdminServer
 from appliance.admin.status import audit_status, database_status, in_flight, status_of
 from appliance.admin.steering import Steering
 from appliance.contents import ContentKeeper
-from appliance.listeners import Doors
-from appliance.protocol import AuditHead, Configuration, Done, InFlight, Key, Peer, Status, Tenant
+from appliance.protocol import (
+    AuditHead,
+    Configuration,
+    Done,
+    InFlight,
+    Key,
+    Peer,
+    SocketStatus,
+    Status,
+    Tenant,
+)
 from appliance.reload import Reloader
 from appliance.switchboard import Switchboard
 from store.audit import Actor
@@ -51,8 +59,8 @@ class Operations:
         writers: Sequence[Writer],
         contents: ContentKeeper,
         reloader: Reloader,
-        doors: Doors,
-        admin: AdminServer,
+        sockets: Callable[[], list[SocketStatus]],
+        scrape: Callable[[], bytes],
         started_at: float,
     ) -> None:
         """`writers` are those of the databases beside the control database."""
@@ -61,8 +69,8 @@ class Operations:
         self._writers = writers
         self._contents = contents
         self._reloader = reloader
-        self._doors = doors
-        self._admin = admin
+        self._sockets = sockets
+        self._scrape = scrape
         self._started_at = started_at
         self._decisions = Decisions(control, switchboard)
         self._steering = Steering(switchboard, reloader)
@@ -74,7 +82,7 @@ class Operations:
         """Everything that `appliance status` shows."""
         return status_of(
             self._switchboard,
-            sockets=[*(listener.status() for listener in self._doors.listeners), self._admin.status()],
+            sockets=self._sockets(),
             databases=[
                 database_status(self._control.path, self._control.state()),
                 *(database_status(writer.path, writer.state()) for writer in self._writers),
@@ -102,6 +110,10 @@ class Operations:
     def configuration(self) -> Configuration:
         """The settings that hold, and where each was said."""
         return self._reloader.configuration()
+
+    def metrics(self) -> bytes:
+        """In Prometheus' text format."""
+        return self._scrape()
 
     # ── doing ──
 

@@ -33,6 +33,34 @@ Launch = Callable[
 ]
 
 
+class StepTotal:
+    """Steps of one kind, over all lives of a replica."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.idle_s = 0.0
+        """In which the device waited for the host before them."""
+
+    def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
+        """So many more."""
+        self.steps += steps
+        self.seconds += steps * mean_ms / 1e3
+        self.idle_s += steps * mean_idle_us / 1e6
+
+
+class StepTotals:
+    """Steps that only decoded, and steps that computed prompts."""
+
+    def __init__(self) -> None:
+        self.decode, self.mixed = StepTotal(), StepTotal()
+
+    def add(self, report: Report) -> None:
+        """Those since the report before."""
+        self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
+        self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
+
+
 class ReplicaEvents(Protocol):
     """Who is told what happens to a replica."""
 
@@ -89,6 +117,7 @@ class Replica:
         self.failure = ""
         """Why nobody should wait for it: set when it fails, and gone when it is ready or dies otherwise."""
         self.lives = 0
+        self.steps = StepTotals()
         self.described: ServedModel | None = None
         """What its folder said when its present life began."""
         self.group: ReplicaGroup | None = None
@@ -171,6 +200,7 @@ class Replica:
         self._last_sign = time.monotonic()
         if isinstance(message, Report):
             self._report = message
+            self.steps.add(message)
             if self.account is not None:
                 self._events.replica_reported(self, message)
         elif isinstance(message, Progress):

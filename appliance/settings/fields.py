@@ -136,8 +136,13 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     public: bool = False
     """Whether `listen` may be another address than the loopback interface's: the metrics name tenants and
     models."""
-    tenants: Positive = 100
-    """The most tenants with metrics of their own: the most active ones. The others are summed up."""
+    tenants: Positive = 200
+    """The most tenants with metrics of their own: the first that ask after a start. The others are summed
+    up."""
+
+    def address(self) -> tuple[str, int] | None:
+        """`listen` as host and port."""
+        return None if self.listen is None else parse_address(self.listen)
 
 
 class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from appliance.settings import faults
 from appliance.settings.convert import Converter
 from appliance.settings.faults import Place, SettingsError
-from appliance.settings.fields import DEMO_MODEL, Flags, ModelSettings, Settings
+from appliance.settings.fields import DEMO_MODEL, Flags, MetricsSettings, ModelSettings, Settings
 from appliance.settings.files import Tables, find_config, read_tables
 
 _FLAGS_OF_SERVICE = ("listen", "fronts", "run_dir", "state_dir", "log_level")
@@ -167,3 +168,27 @@ def _check(settings: Settings, converter: Converter) -> None:
         settings.address()
     except ValueError as error:
         converter.add(("listen",), f"listen = {error}", "write for example 127.0.0.1:8000 or [::1]:8000")
+    _check_metrics(settings.metrics, converter)
+
+
+def _check_metrics(metrics: MetricsSettings, converter: Converter) -> None:
+    remedy = "write for example 127.0.0.1:9464 or [::1]:9464"
+    try:
+        address = metrics.address()
+    except ValueError as error:
+        converter.add(("metrics", "listen"), f"metrics.listen = {error}", remedy)
+        return
+    if address is not None and not metrics.public and not _is_loopback(address[0]):
+        converter.add(
+            ("metrics", "listen"),
+            f"metrics.listen = {metrics.listen!r} is not an address of the loopback interface, and whoever "
+            f"can connect reads the metrics without a key",
+            f"{remedy}, or set metrics.public = true",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

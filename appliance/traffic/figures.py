@@ -9,6 +9,7 @@ from appliance.classes import CLASS_NAMES
 from appliance.protocol import ClassStatus, LimitUsage
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.tenants import Tenant, Tenants
+from store.policies import CLASSES
 
 
 class QueueFigures(NamedTuple):
@@ -31,6 +32,20 @@ class QueueFigures(NamedTuple):
     """From P0 on."""
 
 
+class ModelFigures(NamedTuple):
+    """What there is of one model in the house; lists are by class, from P0 on."""
+
+    name: str
+    waiting: list[int]
+    """For their first turn."""
+    oldest_wait_s: list[float]
+    resuming: int
+    """Requests that wait to go on."""
+    running: int
+    overload_step: int
+    """Of the ladder; 0 without."""
+
+
 class TenantFigures(NamedTuple):
     """What one tenant has in the house."""
 
@@ -41,6 +56,19 @@ class TenantFigures(NamedTuple):
     running: int
     service: float
     """Weighted tokens of requests that have ended since the start."""
+
+
+def model(one: ModelTraffic, now: float) -> ModelFigures:
+    """What there is of this model in the house; at the cost of its classes, however many requests wait."""
+    oldest = [one.queue.oldest(number) for number in range(CLASSES)]
+    return ModelFigures(
+        name=one.name,
+        waiting=[one.queue.length(number) for number in range(CLASSES)],
+        oldest_wait_s=[0.0 if at is None else max(0.0, now - at) for at in oldest],
+        resuming=len(one.resumed) + len(one.stranded),
+        running=one.running,
+        overload_step=one.ladder.step,
+    )
 
 
 def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:

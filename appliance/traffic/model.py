@@ -81,6 +81,11 @@ class ModelTraffic:
         """For how many tokens all replicas have KV blocks; 0 if nobody knows."""
         return sum(account.kv_tokens for account in self.accounts)
 
+    @property
+    def running(self) -> int:
+        """How many requests are on its replicas."""
+        return len(self._running)
+
     def waiting(self) -> list[Request]:
         """Every request that waits."""
         return [*self.resumed.values(), *self.stranded.values(), *self.queue]

@@ -238,6 +238,10 @@ class Quotas:
             )
         return usage
 
+    def buckets(self, tenant: str) -> list[Bucket]:
+        """Those of a tenant, refilled; nobody else may change them."""
+        return list(self._buckets(tenant, "", self._clock()))
+
     def _buckets(self, tenant: str, key_id: str, now: float) -> Iterator[Bucket]:
         for account in (self._tenants.get(tenant), self._keys.get(key_id)):
             if account is not None:

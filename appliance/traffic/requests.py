@@ -43,7 +43,7 @@ from appliance.traffic.admission import (
 )
 from appliance.traffic.closures import Closure, Closures
 from appliance.traffic.credits import CreditAccount
-from appliance.traffic.figures import QueueFigures, TenantFigures
+from appliance.traffic.figures import ModelFigures, QueueFigures, TenantFigures
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import expected_tokens
 from appliance.traffic.overload import DROP_BACKGROUND
@@ -345,7 +345,9 @@ class Ledger:
 
     def held(self, model: str | None = None) -> int:
         """How many requests are held (for `model`, None: for any)."""
-        return sum(1 for request in self._held.values() if model in (None, request.first.model))
+        if model is None:
+            return len(self._held)
+        return sum(1 for request in self._held.values() if request.first.model == model)
 
     # ── operator and time ──
 
@@ -401,9 +403,14 @@ class Ledger:
             classes=figures.classes(self._models.values(), now),
         )
 
-    def tenants(self) -> list[TenantFigures]:
-        """What each tenant that was seen has in the house."""
-        return [figures.tenant(tenant) for tenant in self._tenants]
+    def tenant(self, name: str) -> TenantFigures:
+        """What one tenant has in the house."""
+        return figures.tenant(self._tenants.of(name))
+
+    def models(self) -> list[ModelFigures]:
+        """What there is of each model in the house."""
+        now = self._clock()
+        return [figures.model(model, now) for model in self._models.values()]
 
     def usage(self, scope: str, name: str) -> list[LimitUsage]:
         """How much of its limits a tenant or key uses, for operators."""

@@ -64,7 +64,7 @@ def free_port() -> int:
 
 def test_every_setting_has_a_way_into_the_running_service() -> None:
     fields = {field.name for field in msgspec.structs.fields(Settings)} - {"config_file"}
-    applied = appliers(None, None, None, None).keys()  # type: ignore[arg-type]
+    applied = appliers(None, None, None, None, None).keys()  # type: ignore[arg-type]
     assert fields == AT_RESTART | BY_THEMSELVES | applied
     assert len(fields) == len(AT_RESTART) + len(BY_THEMSELVES) + len(applied)
 

@@ -30,6 +30,7 @@ from appliance.front.app import build_app
 from appliance.front.box import Box
 from appliance.scopes import OPEN, check_routes
 from appliance.settings import AdminSettings
+from appliance.watch.metrics.server import metrics_app
 from tests.system.asker import ask
 from tests.system.conftest import free_port
 from tests.system.service import Service, service
@@ -57,9 +58,16 @@ ADMIN_RULES = {
     ("GET", "/tenants"): "read",
     ("GET", "/peers"): "read",
     ("GET", "/config"): "read",
+    ("GET", "/metrics"): "read",
 } | {("POST", f"/actions/{action.name}"): "admin" for action in ACTIONS}
 
-SERVERS = {"appliance/front/process.py", "appliance/admin/server.py"}
+METRICS_RULES = {("GET", "/metrics"): OPEN}
+
+SERVERS = {
+    "appliance/front/process.py",
+    "appliance/admin/server.py",
+    "appliance/watch/metrics/server.py",
+}
 """Whoever serves HTTP is in the matrix."""
 
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND")
@@ -92,6 +100,10 @@ def admin_table() -> list[Route]:
             return lambda *words: None
 
     return table(admin_app(Backend(), Doorkeeper(AdminSettings(), lambda key: None))[0])  # type: ignore[arg-type]
+
+
+def metrics_table() -> list[Route]:
+    return table(metrics_app(bytes))
 
 
 def concrete(path: str) -> str:
@@ -144,6 +156,7 @@ class Matrix(NamedTuple):
     """By what they may, on the fronts."""
     operators: dict[str, list[Caller]]
     """By what they may, on the admin socket."""
+    metrics_port: int
 
 
 class Askers:
@@ -184,13 +197,15 @@ def askers() -> Iterator[Askers]:
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    port = free_port()
+    port, metrics_port = free_port(), free_port()
     config = tmp_path_factory.mktemp("auth") / "appliance.toml"
     config.write_text('[unix]\napi_mode = "0666"\nadmin_mode = "0666"\n')
+    with config.open("a") as file:
+        file.write(f'[metrics]\nlisten = "127.0.0.1:{metrics_port}"\n')
     with service("--config", str(config), "--listen", f"127.0.0.1:{port}", "--fronts", "2") as running:
         for folder in (running.folder, running.run_dir):
             folder.chmod(0o755)
-        yield Matrix(running, *everybody(running, port))
+        yield Matrix(running, *everybody(running, port), metrics_port)
 
 
 def everybody(running: Service, port: int) -> tuple[dict[str, list[Caller]], dict[str, list[Caller]]]:
@@ -297,7 +312,11 @@ def holes(found: Iterable[str]) -> str:
 
 
 def test_every_route_has_a_rule() -> None:
-    for found, rules in ((front_table(), FRONT_RULES), (admin_table(), ADMIN_RULES)):
+    for found, rules in (
+        (front_table(), FRONT_RULES),
+        (admin_table(), ADMIN_RULES),
+        (metrics_table(), METRICS_RULES),
+    ):
         declared = {(route.method, route.path): route.wanted for route in found}
         assert declared == rules
         assert len(found) == len(declared)
@@ -447,6 +466,24 @@ def test_on_the_admin_socket_no_spelling_and_no_method_gets_round_the_door(
             status, body = askers.ask(caller, method, path)
             if status not in (403, 404, 405) and not (status == 400 and "invalid_http" in body):
                 found.append(f"{caller.name}: {method} {path}: {status} {body[:100]}")
+    assert not found, holes(found)
+
+
+def test_on_the_metrics_address_there_are_metrics_and_nothing_else(box: Matrix) -> None:
+    address, found = ["127.0.0.1", box.metrics_port], []
+    others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
+    for route in (*front_table(), *admin_table(), *metrics_table()):
+        others += [(route.method, concrete(route.path))]
+        others += [("GET", spelling) for spelling in spellings(concrete(route.path))]
+    for method, path in others:
+        status, body = ask(address, method, path, [])
+        asked = unquote(path.removeprefix("http://box").partition("?")[0].partition("#")[0])
+        if asked == "/metrics":
+            sound = status == (200 if method == "GET" else 405) or (status == 400 and "invalid_http" in body)
+        else:
+            sound = status in (400, 404)
+        if not sound:
+            found.append(f"{method} {path}: {status} {body[:100]}")
     assert not found, holes(found)
 
 

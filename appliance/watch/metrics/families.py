@@ -22,23 +22,28 @@ class Families:
     def __init__(self) -> None:
         by_class = ("model", "class")
         self.info = _gauge("appliance_info", "Always 1; the version that runs.", "version")
-        self.ready = _gauge("appliance_ready", "Whether every model answers (what /health/ready says).")
-        self.draining = _gauge("appliance_draining", "Whether new requests are refused because of a drain.")
+        self.ready = _gauge("appliance_ready", "1 if every model answers: what /health/ready says.")
+        self.draining = _gauge("appliance_draining", "1 while the service is out of service: it drains.")
+        self.problems = _counter(
+            "appliance_problems_total",
+            "What went wrong: deaths of processes, bad files. The status says what.",
+        )
         self.accepted = _counter(
             "appliance_connections_total", "Connections accepted, by listening socket.", "listener"
         )
 
         self.requests = _counter(
             "appliance_requests_total",
-            "Requests that ended: ok, cancelled (the client left), rejected (its own fault), refused (429 or "
-            "503: a limit, or no room), failed.",
+            "Requests that ended: ok, cancelled (the client left or its front died), rejected (its own "
+            "fault), refused (429 or 503: a limit, or no room), failed.",
             *(*by_class, "outcome"),
         )
         self.retries = _counter(
             "appliance_retries_total",
-            "Requests whose Idempotency-Key was known: joined the run under way, repeated its kept answer, "
-            "ran anew, or were conflicts (another body, or a key still in use elsewhere).",
-            "kind",
+            "Of these, retries with a known Idempotency-Key: joined the run under way, repeated its kept "
+            "answer, or ran anew.",
+            "model",
+            "retry",
         )
         self.prompt_tokens = _counter(
             "appliance_prompt_tokens_total", "Prompt tokens of requests that ended.", *by_class
@@ -52,36 +57,50 @@ class Families:
         self.billed_tokens = _counter(
             "appliance_billed_tokens_total", "Of these, delivered: what tenants are billed.", *by_class
         )
-        self.waiting = _gauge("appliance_queue_requests", "Requests that wait for their turn.", *by_class)
+        self.request_preemptions = _counter(
+            "appliance_request_preemptions_total",
+            "How often requests that ended had made room for others and were computed again.",
+            *by_class,
+        )
+        self.waiting = _gauge(
+            "appliance_queue_requests", "Requests that wait for their first turn.", *by_class
+        )
         self.oldest_wait = _gauge(
             "appliance_queue_oldest_wait_seconds", "How long the oldest of them has waited.", *by_class
         )
+        self.resuming = _gauge(
+            "appliance_resuming_requests", "Requests that wait to go on: they lost their replica.", "model"
+        )
+        self.held = _gauge("appliance_held_requests", "Requests that wait for the end of a drain.")
         self.running = _gauge(
-            "appliance_running_requests", "Requests handed to a replica that have not ended.", *by_class
+            "appliance_running_requests", "Requests handed to a replica that have not ended.", "model"
+        )
+        self.overload = _gauge(
+            "appliance_overload_step", "How far up the overload ladder a model is; 0: it is not.", "model"
         )
         self.queue_seconds = Histograms(
             "appliance_queue_seconds",
             "From admission to a request's first turn.",
             QUEUE_BOUNDS_S,
-            "model",
+            *by_class,
         )
         self.first_token_seconds = Histograms(
             "appliance_time_to_first_token_seconds",
             "From arrival to the first token's bytes handed to the socket (TTFT).",
             FIRST_TOKEN_BOUNDS_S,
-            "model",
+            *by_class,
         )
         self.next_token_seconds = Histograms(
             "appliance_inter_token_seconds",
             "A request's mean time between tokens after the first (ITL).",
             NEXT_TOKEN_BOUNDS_S,
-            "model",
+            *by_class,
         )
         self.request_seconds = Histograms(
             "appliance_request_seconds",
             "From arrival to the answer's end (E2E), of requests that ended ok.",
             REQUEST_BOUNDS_S,
-            "model",
+            *by_class,
         )
 
         self.tenant_requests = _counter(
@@ -105,22 +124,20 @@ class Families:
             "tenant",
         )
         self.tenant_waiting = _gauge(
-            "appliance_tenant_queue_requests", "A tenant's requests that wait for their turn.", "tenant"
+            "appliance_tenant_queue_requests", "A tenant's requests that wait for a turn.", "tenant"
         )
         self.tenant_running = _gauge(
             "appliance_tenant_running_requests", "A tenant's requests that run.", "tenant"
         )
         self.tenant_limit = _gauge(
             "appliance_tenant_limit",
-            "What a tenant may use at once of a limit on rates: the size of its token bucket.",
-            "tenant",
-            "limit",
+            "What a tenant may use at once of a limit on a rate.",
+            *("tenant", "limit"),
         )
-        self.tenant_limit_used = _gauge(
-            "appliance_tenant_limit_used",
-            "Of that, what has not refilled; running requests count with the most they may use.",
-            "tenant",
-            "limit",
+        self.tenant_limit_left = _gauge(
+            "appliance_tenant_limit_left",
+            "What is left of it; requests that have not ended count with the most that they may use.",
+            *("tenant", "limit"),
         )
 
         by_replica = ("model", "replica")
@@ -156,7 +173,7 @@ class Families:
         )
         self.engine_generated_tokens = _counter(
             "appliance_engine_generated_tokens_total",
-            "Tokens that a replica has generated, step by step.",
+            "Tokens that a replica has generated, as it makes them.",
             *by_replica,
         )
         self.preemptions = _counter(
@@ -164,7 +181,6 @@ class Families:
             "Sequences that gave their place up and were computed again.",
             *by_replica,
         )
-        self.steps = _counter("appliance_steps_total", "Steps of a replica.", *by_replica)
         self.step_seconds = Summaries(
             "appliance_step_seconds",
             "Steps that only decoded (decode) or computed prompts (mixed), and how long they took.",
@@ -218,6 +234,14 @@ class Families:
             "appliance_store_rejected_rows_total", "Changes that a database cannot hold.", "database"
         )
 
+        self.audit_rows = _counter("appliance_audit_rows_total", "Rows of the audit chain.")
+        self.audit_spooled = _gauge(
+            "appliance_audit_spooled_rows", "Audit rows that the database did not take yet."
+        )
+        self.audit_lost = _counter(
+            "appliance_audit_lost_rows_total", "Audit rows for which there was no room; the log has them."
+        )
+
         self.process_cpu = _counter("process_cpu_seconds_total", "CPU time of the core.")
         self.process_memory = _gauge("process_resident_memory_bytes", "Resident memory of the core.")
         self.process_started = _gauge("process_start_time_seconds", "When the core started, unix seconds.")
@@ -246,6 +270,10 @@ class Families:
 
     def __iter__(self) -> Iterator[Family[Any]]:
         return iter(vars(self).values())
+
+    def by(self, label: str) -> list[Family[Any]]:
+        """The metrics with this label."""
+        return [family for family in self if label in family.labels]
 
 
 def _counter(name: str, help_text: str, *labels: str) -> Numbers:
