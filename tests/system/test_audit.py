@@ -1,0 +1,391 @@
+"""The audit trail and the request log of a real service: who tampers is found, who may only read can, and a
+full disk costs neither service nor record."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from store import audit
+from store.audit import AuditRow, Entry
+from store.heads import SigningKey, read_key
+from tests.system.service import APPLIANCE, Service, service
+
+pytestmark = pytest.mark.system
+
+AUDITOR, AUDITORS = 4401, 4400
+SQL = "SELECT request_id, status, generated_tokens FROM requests WHERE state = 'ended' ORDER BY sequence"
+
+
+class Record(NamedTuple):
+    """What a service that has stopped left, and what could be read while it ran."""
+
+    state_dir: Path
+    log: Path
+    request_ids: list[str]
+    read_while_running: dict[str, str]
+    verified_while_running: Any
+
+
+@pytest.fixture(scope="module")
+def record() -> Iterator[Record]:
+    with service() as running:
+        with running.client() as client:
+            ids = [
+                client.completions.create(model="demo", prompt="x = ", max_tokens=4).id.removeprefix("cmpl-")
+                for _ in range(3)
+            ]
+        operate(running)
+        running.wait_until(
+            lambda: len(running.rows("--status", "ended")) == 3, 20, "the rows of the requests"
+        )
+        let_auditors_read(running)
+        found = {how: read_as_auditor(running.state_dir, how) for how in ("module", "program")}
+        verified = verify(running.state_dir)
+        assert running.stop() == 0
+        let_auditors_read(running)
+        yield Record(running.state_dir, running.log_path, ids, found, verified)
+
+
+def operate(running: Service) -> None:
+    """Some actions of an operator: 12 rows."""
+    running.command("tenants", "create", "acme", "--weight", "2")
+    running.command("tenants", "set", "acme", "--weight", "3")
+    key = running.command("keys", "create", "--name", "ci", "--tenant", "acme")
+    running.command("drain", "--model", "demo", "--grace", "1s")
+    running.command("resume", "--model", "demo")
+    running.command("keys", "revoke", key["id"])
+
+
+def verify(state_dir: Path, *words: str) -> Any:
+    """What `appliance audit verify` reports, with its exit code."""
+    command = [APPLIANCE, "audit", "verify", "--state-dir", str(state_dir), "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return json.loads(done.stdout) | {"code": done.returncode}
+
+
+def let_auditors_read(running: Service) -> None:
+    """As an administrator does it: a group that may read the folder, and the group of the files."""
+    running.folder.chmod(0o755)
+    running.state_dir.chmod(0o750)
+    if os.geteuid() == 0:
+        for path in (running.state_dir, *running.state_dir.iterdir()):
+            os.chown(path, -1, AUDITORS)
+
+
+def read_as_auditor(state_dir: Path, how: str) -> str:
+    """What plain SQLite reads for a user who may read only, by Python's module or SQLite's own program."""
+    become = f"os.setgroups([]); os.setgid({AUDITORS}); os.setuid({AUDITOR})" if os.geteuid() == 0 else "pass"
+    if how == "program":
+        program = shutil.which("sqlite3")
+        if program is None:
+            return "there is no program sqlite3 here"
+        words = ["sqlite3", "-readonly", "-list"]
+        act = f"os.execv({program!r}, [*{words!r}, sys.argv[1] + '/history.db', {SQL!r}])"
+    else:
+        act = (
+            "database = sqlite3.connect('file:' + sys.argv[1] + '/history.db?mode=ro', uri=True)\n"
+            f"for row in database.execute({SQL!r}): print(*row, sep='|')\n"
+            "try: open(sys.argv[1] + '/history.db', 'ab'); print('may write')\n"
+            "except OSError: pass\n"
+            "try: open(sys.argv[1] + '/anything', 'w'); print('may write')\n"
+            "except OSError: pass\n"
+        )
+    source = f"import os, sqlite3, sys\n{become}\n{act}"
+    command = [sys.executable, "-I", "-S", "-c", source, str(state_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ── an auditor ──
+
+
+@pytest.mark.parametrize("how", ["module", "program"])
+def test_an_auditor_reads_the_request_log_without_write_rights(record: Record, how: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("not root: there is no user without write rights")
+    if how == "program" and shutil.which("sqlite3") is None:
+        pytest.skip("there is no program sqlite3 here")
+    expected = [f"{request_id}|200|4" for request_id in record.request_ids]
+    assert record.read_while_running[how].splitlines() == expected
+    assert read_as_auditor(record.state_dir, how).splitlines() == expected
+
+
+def test_every_action_is_there_with_who_what_and_the_old_and_new_value(record: Record) -> None:
+    with closing(sqlite3.connect(f"file:{record.state_dir}/control.db?mode=ro", uri=True)) as database:
+        database.row_factory = sqlite3.Row
+        actions = [dict(row) for row in database.execute("SELECT * FROM audit_actions ORDER BY seq")]
+    assert [action["action"] for action in actions] == [
+        *("tenants.create", "tenants.set", "keys.create", "drain", "resume", "keys.revoke")
+    ]
+    assert {action["actor"] for action in actions} == {f"uid:{os.geteuid()}"}
+    assert {action["host"] for action in actions} == {os.uname().nodename}
+    assert {action["result"] for action in actions} == {"ok"}
+    assert all(action["result_seq"] > action["seq"] for action in actions), "intents come before results"
+    changed, drained = actions[1], actions[3]
+    assert (json.loads(changed["before"]), json.loads(changed["after"])) == ({"weight": 2.0}, {"weight": 3.0})
+    assert json.loads(drained["params"])["grace_s"] == 1.0
+    assert json.loads(drained["before"]) == "in service" and "drain" in json.loads(drained["after"])
+
+
+# ── who tampers ──
+
+
+def test_the_record_is_whole_while_the_service_runs_and_after(record: Record) -> None:
+    for found in (record.verified_while_running, verify(record.state_dir, "--heads", str(record.log))):
+        assert (found["code"], found["ok"], found["rows"]) == (0, True, 12)
+    assert found["vouched_seq"] == 12, "a clean stop leaves no row that no head vouches for"
+
+
+@pytest.fixture
+def copy(record: Record, tmp_path: Path) -> Path:
+    """Somebody's to tamper with."""
+    return Path(shutil.copytree(record.state_dir, tmp_path / "state"))
+
+
+@contextmanager
+def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
+    """The chain, for somebody who may write to the file and knows how to."""
+    with closing(sqlite3.connect(state_dir / "control.db", isolation_level=None)) as database:
+        for trigger in ("audit_rows_do_not_change", "audit_rows_do_not_go"):
+            database.execute(f"DROP TRIGGER {trigger}")
+        yield database
+
+
+def rewrite(state_dir: Path, seq: int, **changes: str) -> list[AuditRow]:
+    """Change a row and make every hash after it right again; the new chain."""
+    with unlocked(state_dir) as database:
+        chain = list(audit.all_rows(database))
+        database.execute("DELETE FROM audit")
+        database.execute("DELETE FROM sqlite_sequence WHERE name = 'audit'")
+        database.execute("BEGIN")
+        for row in chain:
+            entry = Entry(**{name: getattr(row, name) for name in Entry._fields})
+            audit.append(database, entry._replace(**changes) if row.seq == seq else entry)
+        database.execute("COMMIT")
+        return list(audit.all_rows(database))
+
+
+def test_one_byte_in_the_file_is_found_and_the_row_is_named(copy: Path) -> None:
+    path = copy / "control.db"
+    data = bytearray(path.read_bytes())
+    place = data.index(b'{"name":"acme","weight":3.0}')
+    data[place + data[place:].index(b"3")] ^= 1
+    path.write_bytes(data)
+    found = verify(copy)
+    assert (found["code"], found["broken_seq"], found["rows"]) == (1, 3, 2)
+    assert "rewritten: its hash does not match its content" in found["problems"][0]
+
+
+def test_rows_cut_off_the_end_are_found(copy: Path) -> None:
+    with unlocked(copy) as database:
+        database.execute("DELETE FROM audit WHERE seq > 9")
+        database.execute("UPDATE sqlite_sequence SET seq = 9 WHERE name = 'audit'")
+    found = verify(copy)
+    assert (found["code"], found["broken_seq"], found["rows"]) == (1, 10, 9)
+    assert "rows 10 to 12 are missing from the end" in found["problems"][0]
+
+
+def test_a_row_taken_out_of_the_middle_is_found(copy: Path) -> None:
+    with unlocked(copy) as database:
+        database.execute("DELETE FROM audit WHERE seq = 5")
+    found = verify(copy)
+    assert (found["code"], found["broken_seq"]) == (1, 5) and "row 6 follows row 4" in found["problems"][0]
+
+
+def test_a_chain_rewritten_as_a_whole_is_found_by_the_heads_beside_it(copy: Path) -> None:
+    forged = rewrite(copy, 6, after='{"name":"somebody else"}')
+    assert len(forged) == 12
+    found = verify(copy)
+    assert found["code"] == 1 and found["broken_seq"] is not None and found["broken_seq"] >= 6
+    assert "rewritten" in found["problems"][0]
+
+
+def test_a_rewrite_with_new_signed_heads_is_found_by_those_in_the_journal(copy: Path, record: Record) -> None:
+    """By somebody with the rights of the service itself: only what has left the machine speaks against
+    them."""
+    forged = rewrite(copy, 6, after='{"name":"somebody else"}')
+    key: SigningKey = read_key(copy / "audit.key")
+    line = key.sign_head(audit.Head(forged[-1].seq, forged[-1].hash), forged[-1].at).line
+    (copy / "audit.heads").write_text(line + "\n")
+    assert verify(copy)["code"] == 0
+    found = verify(copy, "--heads", str(record.log))
+    assert found["code"] == 1 and found["broken_seq"] >= 6 and "rewritten" in found["problems"][0]
+
+
+def test_heads_that_somebody_else_signed_are_found(copy: Path) -> None:
+    forged = rewrite(copy, 6, after='{"name":"somebody else"}')
+    other = SigningKey(b"not the service's key, 32 bytes.")
+    line = other.sign_head(audit.Head(forged[-1].seq, forged[-1].hash), forged[-1].at).line
+    (copy / "audit.heads").write_text(line + "\n")
+    found = verify(copy)
+    assert found["code"] == 1 and "sign" in found["problems"][0]
+
+
+# ── a full disk ──
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave not a byte."""
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return path
+
+
+class Load(threading.Thread):
+    """Asks one request after the other until it is told to stop."""
+
+    def __init__(self, running: Service) -> None:
+        super().__init__(daemon=True)
+        self.request_ids: list[str] = []
+        self.errors: list[Exception] = []
+        self._running = running
+        self._told = threading.Event()
+
+    def run(self) -> None:
+        with self._running.client() as client:
+            while not self._told.is_set():
+                try:
+                    answer = client.completions.create(model="demo", prompt="x = ", max_tokens=4)
+                    self.request_ids.append(answer.id.removeprefix("cmpl-"))
+                except Exception as error:
+                    self.errors.append(error)
+                    return
+
+    def end(self) -> None:
+        self._told.set()
+        self.join(30)
+        assert not self.is_alive() and self.errors == []
+
+
+def refused(running: Service, *words: str) -> str:
+    """What a command says that fails."""
+    command = [APPLIANCE, *words, "--run-dir", str(running.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1, done
+    return done.stderr
+
+
+def actions(running: Service) -> list[tuple[str, str]]:
+    return [(row["action"], row["result"]) for row in running.command("audit", "list", "--limit", "1000")]
+
+
+def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
+    with service("--state-dir", str(small_disk)) as running:
+        running.state_dir = small_disk
+        running.command("tenants", "create", "acme")
+        load = Load(running)
+        load.start()
+        filler = fill(small_disk)
+        failing = running.wait_until(lambda: sick(running), 30, "the databases to say that they fail")
+        assert "full" in failing["last_error"]
+
+        # It serves, does what it can, refuses with the reason what it cannot, and writes it all down.
+        served = len(load.request_ids)
+        running.wait_until(lambda: len(load.request_ids) > served + 3, 30, "requests to be served")
+        assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "acme")
+        running.command("drain", "--model", "demo", "--queue", "--grace", "5s")
+        running.command("resume", "--model", "demo")
+        status = running.status()
+        assert status["state"] == "degraded"
+        assert status["audit"]["spooled"] == 6 and status["audit"]["places"] == [
+            str(small_disk / "audit.spool")
+        ]
+        assert status["audit"]["in_memory"] == status["audit"]["lost"] == 0
+        said = human_status(running)
+        assert "audit" in said and "audit.spool" in said and "disk is full" in said
+        assert running.ready(), "it serves, so it is ready"
+        assert "database or disk is full" in running.log_path.read_text()
+        refusal, drained, resumed = actions(running)[-3:]
+        assert refusal[0] == "keys.create" and refusal[1].startswith("failed: ") and "full" in refusal[1]
+        assert (drained, resumed) == (("drain", "ok"), ("resume", "ok"))
+
+        # Room again: nothing is lost.
+        filler.unlink()
+        running.wait_until(lambda: well(running), 60, "the databases to catch up")
+        load.end()
+        running.wait_until(
+            lambda: {row["request_id"] for row in running.rows("--status", "ended")} >= set(load.request_ids),
+            30,
+            "the rows of all requests",
+        )
+        running.command("tenants", "set", "acme", "--weight", "2")
+        found = verify(small_disk)
+        assert found["ok"] and found["rows"] == 10 and found["spooled"] == 0
+        assert [action for action, _ in actions(running)] == [
+            *("tenants.create", "keys.create", "drain", "resume", "tenants.set")
+        ]
+        notes = [row["note"] for row in running.command("audit", "list")]
+        assert [bool(note and note.startswith("spooled")) for note in notes] == [
+            False,
+            True,
+            True,
+            True,
+            False,
+        ]
+        assert running.status()["databases"][0]["dropped_rows"] == 0
+        assert running.status()["databases"][1]["dropped_rows"] == 0
+
+
+def test_what_waits_when_the_service_is_killed_is_in_the_chain_after_the_next_start(small_disk: Path) -> None:
+    with service("--state-dir", str(small_disk)) as running:
+        filler = fill(small_disk)
+        assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "default")
+        running.wait_until(lambda: running.status()["audit"]["spooled"] == 2, 20, "the spool")
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait(20)
+        filler.unlink()
+        running.start()
+        running.wait_until(lambda: well(running), 30, "the spool to be taken in")
+        (action,) = running.command("audit", "list")
+        assert action["action"] == "keys.create" and action["result"].startswith("failed")
+        found = verify(small_disk)
+        assert found["ok"] and found["rows"] == 2
+
+
+def sick(running: Service) -> Any:
+    """A database that fails, if one does."""
+    return next((one for one in running.status()["databases"] if one["failing_s"] > 0), None)
+
+
+def well(running: Service) -> bool:
+    status = running.status()
+    return sick(running) is None and status["audit"]["spooled"] == 0 and not status["audit"]["last_error"]
+
+
+def human_status(running: Service) -> str:
+    command = [APPLIANCE, "status", "--run-dir", str(running.run_dir)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
