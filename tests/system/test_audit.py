@@ -11,7 +11,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from store import audit
 from store.audit import AuditRow, Entry
 from store.heads import SigningKey, read_key
 from tests.system.service import APPLIANCE, Service, service
+from tests.system.traffic import Load, verify
 
 pytestmark = pytest.mark.system
 
@@ -68,14 +68,6 @@ def operate(running: Service) -> None:
     running.command("drain", "--model", "demo", "--grace", "1s")
     running.command("resume", "--model", "demo")
     running.command("keys", "revoke", key["id"])
-
-
-def verify(state_dir: Path, *words: str) -> Any:
-    """What `appliance audit verify` reports, with its exit code."""
-    command = [APPLIANCE, "audit", "verify", "--state-dir", str(state_dir), "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    return json.loads(done.stdout) | {"code": done.returncode}
 
 
 def let_auditors_read(running: Service) -> None:
@@ -263,32 +255,6 @@ def fill(folder: Path) -> Path:
             except OSError as error:
                 assert error.errno == errno.ENOSPC
     return path
-
-
-class Load(threading.Thread):
-    """Asks one request after the other until it is told to stop."""
-
-    def __init__(self, running: Service) -> None:
-        super().__init__(daemon=True)
-        self.request_ids: list[str] = []
-        self.errors: list[Exception] = []
-        self._running = running
-        self._told = threading.Event()
-
-    def run(self) -> None:
-        with self._running.client() as client:
-            while not self._told.is_set():
-                try:
-                    answer = client.completions.create(model="demo", prompt="x = ", max_tokens=4)
-                    self.request_ids.append(answer.id.removeprefix("cmpl-"))
-                except Exception as error:
-                    self.errors.append(error)
-                    return
-
-    def end(self) -> None:
-        self._told.set()
-        self.join(30)
-        assert not self.is_alive() and self.errors == []
 
 
 def refused(running: Service, *words: str) -> str:

@@ -1,0 +1,89 @@
+"""Backups of a service that works, and a service that begins with one."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import tarfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.database import integrity_problems
+from tests.system.service import service
+from tests.system.traffic import Load, verify
+
+pytestmark = pytest.mark.system
+
+RESTORED = ("control.db", "history.db", "contents.db", "audit.heads", "audit.key")
+
+
+def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Path) -> None:
+    with service() as running:
+        running.command("tenants", "create", "acme", "--log-policy", "full")
+        key = running.command("keys", "create", "--name", "k", "--tenant", "acme")
+        loads = [Load(running, key["key"]) for _ in range(3)]
+        for load in loads:
+            load.start()
+        running.wait_until(lambda: len(running.rows()) > 5, 30, "traffic")
+        backups = [tmp_path / "first", tmp_path / "second", tmp_path / "third.tar.gz"]
+        done = [running.command("backup", str(backup)) for backup in backups]
+        for load in loads:
+            load.end()
+        served = [request_id for load in loads for request_id in load.request_ids]
+        running.wait_until(
+            lambda: {row["request_id"] for row in running.rows("--status", "ended")} >= set(served),
+            30,
+            "rows",
+        )
+        without = running.command("backup", str(tmp_path / "without"), "--no-contents")
+        assert {file["name"] for file in without["files"]} == {*RESTORED} - {"contents.db"}
+        assert not (tmp_path / "without" / "contents.db").exists()
+        taken = running.command("audit", "list", "--action", "backup")
+        assert [action["params"]["path"] for action in taken] == [
+            *map(str, backups),
+            str(tmp_path / "without"),
+        ]
+        assert {action["result"] for action in taken} == {"ok"}
+
+    with tarfile.open(backups[2]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    counts = []
+    for folder, report in zip((*backups[:2], tmp_path / "third"), done, strict=True):
+        assert {*RESTORED} == {file["name"] for file in report["files"]}
+        assert (folder / "audit.key").stat().st_mode & 0o777 == 0o600
+        assert all(integrity_problems(folder / name) == [] for name in RESTORED if name.endswith(".db"))
+        found = verify(folder)
+        assert found["ok"] and found["rows"] == report["audit_rows"]
+        counts.append(count(folder / "history.db", "requests"))
+    # Each is of its own moment, the last one too: some of the traffic came later.
+    assert 5 < counts[0] <= counts[1] <= counts[2] <= len(served)
+    assert verify(backups[0])["rows"] < verify(backups[1])["rows"]
+
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    for name in RESTORED:
+        shutil.copy2(backups[1] / name, state)
+    with service("--state-dir", str(state)) as restored:
+        restored.state_dir = state
+        with restored.client().with_options(api_key=key["key"]) as client:
+            answer: Any = client.completions.create(model="demo", prompt="x = ", max_tokens=4)
+        request_id = answer.id.removeprefix("cmpl-")
+        restored.wait_until(lambda: restored.rows("--id", request_id)[0]["state"] == "ended", 20, "its row")
+        assert [row["tenant"] for row in restored.rows("--id", request_id)] == ["acme"]
+        known = {row["request_id"] for row in restored.rows()}
+        assert len(known & set(served)) == counts[1]
+        old = min(known & set(served))
+        assert restored.command("requests", "show", old)["texts"]
+        found = verify(state)
+        assert found["ok"] and found["rows"] > verify(backups[1])["rows"]
+    # What was open at that moment has an end now, and nothing is half there.
+    with closing(sqlite3.connect(state / "history.db")) as database:
+        assert database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone() == (0,)
+
+
+def count(path: Path, table: str) -> int:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        return int(database.execute(f"SELECT count(*) FROM {table}").fetchone()[0])

@@ -1,0 +1,46 @@
+"""What several tests of a running service need: steady traffic, and a look at the audit trail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.system.service import APPLIANCE, Service
+
+
+class Load(threading.Thread):
+    """Asks one request after the other until it is told to stop."""
+
+    def __init__(self, running: Service, key: str = "placeholder") -> None:
+        super().__init__(daemon=True)
+        self.request_ids: list[str] = []
+        self.errors: list[Exception] = []
+        self._running, self._key = running, key
+        self._told = threading.Event()
+
+    def run(self) -> None:
+        with self._running.client().with_options(api_key=self._key) as client:
+            while not self._told.is_set():
+                try:
+                    answer = client.completions.create(model="demo", prompt="x = ", max_tokens=4)
+                    self.request_ids.append(answer.id.removeprefix("cmpl-"))
+                except Exception as error:
+                    self.errors.append(error)
+                    return
+
+    def end(self) -> None:
+        """Every one was answered."""
+        self._told.set()
+        self.join(30)
+        assert not self.is_alive() and self.errors == []
+
+
+def verify(state_dir: Path, *words: str) -> Any:
+    """What `appliance audit verify` reports, with its exit code."""
+    command = [APPLIANCE, "audit", "verify", "--state-dir", str(state_dir), "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return json.loads(done.stdout) | {"code": done.returncode}
