@@ -33,8 +33,9 @@ import torch
 import triton
 
 from kernels.draws import Bans, Biases, Draws, Logits
-from kernels.triton.sampling_full import above_kernel, combine_kernel, decide_kernel, settle_kernel
+from kernels.triton.sampling_full import above_kernel, combine_kernel, decide_kernel
 from kernels.triton.sampling_kernels import edit_kernel, pick_kernel, scan_kernel, scatter_kernel
+from kernels.triton.sampling_search import settle_kernel
 
 _CHUNK = 4096
 _CHUNK_WARPS = 8

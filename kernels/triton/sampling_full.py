@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The kernels of full rows: what top-k, top-p and min-p keep, and the best of it.
+"""The kernels of full rows that end most of them: what top-k, top-p and min-p keep, and the best of it.
 
 See `kernels.triton.sampling`."""
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.sampling_kernels import finite, gumbel, noise_key, place_of, read
+from kernels.triton.sampling_kernels import finite, gumbel, noise_key, place_of, rank_of, read
 
 # ── combine, above, decide ──────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
-def _limits(row_floats, k, columns, largest, total):
+def limits_of(row_floats, k, columns, largest, total):
     """What a row keeps: tokens with fewer than `limit` tokens more likely, holding less than `target` of
     mass, from the logit `lowest` on. Whether by count, by mass."""
     top_p = tl.load(row_floats + 2)
@@ -28,7 +28,7 @@ def _limits(row_floats, k, columns, largest, total):
 
 
 @triton.jit
-def _put(out_values, out_ids, i, best, token):
+def put(out_values, out_ids, i, best, token):
     tl.store(out_values + i, best)
     tl.store(out_ids + i, tl.where(tl.abs(best) < float("inf"), token, -1).to(tl.int64))
 
@@ -98,11 +98,11 @@ def combine_kernel(
     tl.store(summary + 7, total)
     row_floats = floats + table_row * floats_stride
     k = tl.load(top_k + table_row)
-    _, _, lowest, by_count, by_mass = _limits(row_floats, k, columns, largest, total)
+    _, _, lowest, by_count, by_mass = limits_of(row_floats, k, columns, largest, total)
     settled = (tl.load(row_floats + 1) == 0.0) | (logit >= largest) | ((tl.abs(best) < float("inf")) == 0)
     settled = settled | ((by_count == 0) & ((by_mass == 0) & (logit >= lowest)))
     tl.store(states + i, tl.where(settled, 0, tl.where(by_count & (k <= FEW), 2, 1)))
-    _put(out_values, out_ids, i, best, token)
+    put(out_values, out_ids, i, best, token)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -209,7 +209,7 @@ def decide_kernel(
     total = tl.load(summary + 7)
     row_floats = floats + table_row * floats_stride
     k = tl.load(top_k + table_row)
-    limit, target, lowest, by_count, by_mass = _limits(row_floats, k, columns, largest, total)
+    limit, target, lowest, by_count, by_mass = limits_of(row_floats, k, columns, largest, total)
     if state == 2:
         at, copy = place_of(stride, index, edited_index, columns, i, INDEXED, EDITED)
         key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
@@ -220,7 +220,7 @@ def decide_kernel(
         )  # fmt: skip
         if found:
             tl.store(states + i, 0)
-            _put(out_values, out_ids, i, best, token)
+            put(out_values, out_ids, i, best, token)
         else:
             tl.store(summary + 2, float("-inf"))
             tl.store(summary + 3, 1e9)
@@ -251,126 +251,12 @@ def decide_kernel(
         tl.debug_barrier()
         if take | take_next:
             tl.store(states + i, 0)
-            _put(out_values, out_ids, i, tl.where(take, best, next_best), tl.where(take, token, next_token))
+            put(out_values, out_ids, i, tl.where(take, best, next_best), tl.where(take, token, next_token))
         else:
             swap = known & ((kept == 0) & ((next_kept == 0) & (next_logit > logit)))
             tl.store(summary + 2, tl.where(swap, next_logit, logit))
             tl.store(summary + 3, tl.where(swap, next_count, count))
             tl.store(summary + 4, tl.where(swap, next_mass, mass))
-
-
-# ── settle ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-@triton.jit
-def settle_kernel(
-    values,
-    stride,
-    index,
-    edited,
-    edited_index,
-    columns,
-    first,
-    hashes,
-    table_rows,
-    positions,
-    noise_base,
-    floats,
-    floats_stride,
-    top_k,
-    summaries,
-    states,
-    out_values,
-    out_ids,
-    TILE: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    STAGES: tl.constexpr,
-    INDEXED: tl.constexpr,
-    EDITED: tl.constexpr,
-    NVIDIA: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A row that is left: the border of what is kept, and another draw.
-
-    Known all the time: tokens up to `low` are out, tokens from `high` are kept.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    i = tl.program_id(0).to(tl.int64)
-    if tl.load(states + i) == 0:
-        return
-    table_row = tl.load(table_rows + i).to(tl.int64)
-    row_floats = floats + table_row * floats_stride
-    summary = summaries + i * 8
-    logit = tl.load(summary + 2)
-    count = tl.load(summary + 3)
-    mass = tl.load(summary + 4)
-    largest = tl.load(summary + 6)
-    total = tl.load(summary + 7)
-    rate = tl.load(row_floats)
-    noise = tl.load(row_floats + 1)
-    top_p = tl.load(row_floats + 2)
-    k = tl.load(top_k + table_row)
-    limit, target, lowest, by_count, by_mass = _limits(row_floats, k, columns, largest, total)
-    both = by_count & by_mass
-    at, copy = place_of(stride, index, edited_index, columns, i, INDEXED, EDITED)
-    key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
-
-    # Top-k's border, where top-p needs the mass above it.
-    outside = count >= limit
-    low = tl.where(outside, logit, float("-inf"))
-    high = tl.where(outside, largest, logit)
-    mass_over = tl.where(outside, mass, total)
-    over = 1e30
-    step = 0
-    searching = both
-    while searching:
-        low, high, over, mass_over = _narrow(
-            values, edited, at, copy, columns, rate, largest, low, high, high, limit, float("inf"),
-            over, mass_over, step, TILE, THRESHOLDS, STAGES, EDITED
-        )  # fmt: skip
-        searching = over > 0.0
-        step += 1
-    target = tl.where(both, top_p * mass_over, target)
-    limit = tl.where(both, 1e9, limit)
-
-    # What the winner's fate says about the border of all.
-    low = tl.where(both, low, float("-inf"))
-    survived = logit > low
-    kept = survived & (count < limit) & (mass < target)
-    high = tl.where(kept, logit, largest)
-    lost = survived & (kept == 0)
-    low = tl.where(lost, logit, low)
-    mass_over = tl.where(lost, mass, mass_over)
-    over = tl.where(both, mass_over / target, 0.0)
-    over = tl.where(lost, tl.maximum(count / limit, mass / target), over)
-    over = tl.where((both == 0) & (logit == float("-inf")), 1e30, over)
-    best = largest
-    token = tl.full((), 0, tl.int32)
-    # It may have been the small top-k's border alone that was missing.
-    done = (both & kept) & ((logit >= lowest) & (logit > float("-inf")))
-    if done:
-        best = tl.load(summary)
-        token = tl.load(summary + 1).to(tl.int32, bitcast=True)
-    step = 0
-    while done == 0:
-        # A draw pays when not much more is left than what will be kept: it is likely to be the last.
-        draw = over < 1.5
-        if draw:
-            best, token, logit = _draw_over(
-                values, edited, at, copy, columns, first, hashes, rate, noise, key, low, lowest,
-                TILE, STAGES, EDITED, NVIDIA
-            )  # fmt: skip
-            done = logit >= high
-        if done == 0:
-            low, high, over, mass_over = _narrow(
-                values, edited, at, copy, columns, rate, largest, low, high, tl.where(draw, logit, high),
-                limit, target, over, mass_over, step, TILE, THRESHOLDS, STAGES, EDITED
-            )  # fmt: skip
-            done = draw & (logit >= high)
-            step += 1
-    _put(out_values, out_ids, i, best, token)
 
 
 @triton.jit
@@ -408,8 +294,8 @@ def _settle_few(
     """
     group = tl.arange(0, GROUPS)
     highest = tl.load(groups + group, mask=group < row_groups, other=float("-inf"))
-    ranks = _rank(highest)
-    top = _rank(largest).to(tl.int64)
+    ranks = rank_of(highest)
+    top = rank_of(largest).to(tl.int64)
     bottom = tl.min(tl.where(group < row_groups, ranks, 0x7FFFFFFF), axis=0).to(tl.int64)
     bottom = tl.where(row_groups < k, -2139095041, bottom)  # the rank of -inf: fewer groups than that
     j = tl.arange(0, 4)
@@ -435,7 +321,7 @@ def _settle_few(
             column = mine[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
             column = tl.reshape(tl.where(slot[:, None] < chosen_groups, column, columns), [16 * GROUP])
             x = read(values, edited, at, copy, column, columns, EDITED) * rate
-            candidate = (column < columns) & (_rank(x) >= bottom)
+            candidate = (column < columns) & (rank_of(x) >= bottom)
             place = count + tl.cumsum(candidate.to(tl.int32), axis=0) - 1
             tl.store(tokens + place, column, mask=candidate & (place < 2 * FEW))
             count += tl.sum(candidate.to(tl.int32), axis=0)
@@ -474,135 +360,3 @@ def _entries(values, edited, at, copy, columns, tokens, start, count, EDITED: tl
     entry = start + tl.arange(0, 16)
     column = tl.load(tokens + entry, mask=entry < count, other=columns)
     return read(values, edited, at, copy, column, columns, EDITED)
-
-
-@triton.jit
-def _draw_over(
-    values,
-    edited,
-    at,
-    copy,
-    columns,
-    first,
-    hashes,
-    rate,
-    noise,
-    key,
-    low,
-    lowest,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    EDITED: tl.constexpr,
-    NVIDIA: tl.constexpr,
-):
-    """The best score, its token and logit, among the tokens above `low` and from `lowest`."""
-    scores = tl.full([TILE], float("-inf"), tl.float32)
-    tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
-    logits = tl.full([TILE], float("-inf"), tl.float32)
-    for start in tl.range(0, columns, TILE, num_stages=STAGES):
-        column = start + tl.arange(0, TILE)
-        x = read(values, edited, at, copy, column, columns, EDITED) * rate
-        score = x + noise * gumbel(key, tl.load(hashes + column, mask=column < columns, other=0), NVIDIA)
-        better = (x > low) & (x >= lowest) & (score > scores)
-        scores = tl.where(better, score, scores)
-        tokens = tl.where(better, first + column, tokens)
-        logits = tl.where(better, x, logits)
-    best = tl.max(scores, axis=0)
-    token = tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0)
-    return best, token, tl.max(tl.where(tokens == token, logits, float("-inf")), axis=0)
-
-
-@triton.jit
-def _narrow(
-    values,
-    edited,
-    at,
-    copy,
-    columns,
-    rate,
-    largest,
-    low,
-    high,
-    extra,
-    limit,
-    target,
-    over,
-    mass_over,
-    step,
-    TILE: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EDITED: tl.constexpr,
-):
-    """One read: `low` and `high` closer together.
-
-    Also returns how many times too many tokens (by count or mass, the larger) are above the new `low`, 0
-    where no token is left between the two; and the mass above `low` (`mass_over`: of the old one). extra: a
-    value to try as well, or `high`.
-    """
-    j = tl.arange(0, THRESHOLDS)
-    # By value at first: fast for logits as models make them. By the order of float32 numbers in the end:
-    # 5 times fewer at each read, whatever the logits are.
-    bottom = tl.maximum(low, high - 32.0)
-    threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
-    if step >= 8:
-        low_rank = _rank(low).to(tl.int64)
-        high_rank = _rank(high).to(tl.int64)
-        rank = low_rank + (high_rank - low_rank) * (j + 1) // (THRESHOLDS + 1)
-        threshold = _flip(rank.to(tl.int32)).to(tl.float32, bitcast=True)
-    threshold = tl.where(j == 0, tl.where(extra < high, extra, threshold), threshold)
-
-    counts = tl.zeros([THRESHOLDS, TILE], tl.float32)
-    masses = tl.zeros([THRESHOLDS, TILE], tl.float32)
-    top_counts = tl.zeros([TILE], tl.float32)
-    top_masses = tl.zeros([TILE], tl.float32)
-    between_min = tl.full([TILE], float("inf"), tl.float32)
-    between_max = tl.full([TILE], float("-inf"), tl.float32)
-    for start in tl.range(0, columns, TILE, num_stages=STAGES):
-        column = start + tl.arange(0, TILE)
-        x = read(values, edited, at, copy, column, columns, EDITED) * rate
-        weight = tl.exp(x - largest)
-        higher = x[None, :] > threshold[:, None]
-        counts += higher.to(tl.float32)
-        masses += tl.where(higher, weight[None, :], 0.0)
-        top = x >= high
-        top_counts += top.to(tl.float32)
-        top_masses += tl.where(top, weight, 0.0)
-        between = (x > low) & (x < high)
-        between_min = tl.minimum(between_min, tl.where(between, x, float("inf")))
-        between_max = tl.maximum(between_max, tl.where(between, x, float("-inf")))
-    count = tl.sum(counts, axis=1)
-    mass = tl.sum(masses, axis=1)
-    kept = (count < limit) & (mass < target)
-    new_high = tl.minimum(high, tl.min(tl.where(kept, threshold, float("inf")), axis=0))
-    new_low = tl.maximum(low, tl.max(tl.where(kept, float("-inf"), threshold), axis=0))
-    at_low = (kept == 0) & (threshold == new_low)
-    mass_over = tl.where(new_low > low, tl.max(tl.where(at_low, mass, 0.0), axis=0), mass_over)
-    count_over = tl.max(tl.where(at_low, count, 0.0), axis=0)
-
-    # One value left between the two: what lies above it is what lies from `high`.
-    value = tl.max(between_max, axis=0)
-    single = tl.min(between_min, axis=0) == value
-    top_count = tl.sum(top_counts, axis=0)
-    top_mass = tl.sum(top_masses, axis=0)
-    value_kept = (top_count < limit) & (top_mass < target)
-    new_high = tl.where(single & value_kept, value, new_high)
-    value_out = single & (value_kept == 0)
-    new_low = tl.where(value_out, value, new_low)
-    mass_over = tl.where(value_out, top_mass, mass_over)
-    new_over = tl.maximum(count_over / limit, mass_over / target)
-    over = tl.where(new_low > low, new_over, over)
-    exact = tl.min(between_min, axis=0) >= value
-    return new_low, new_high, tl.where(exact, 0.0, over), mass_over
-
-
-@triton.jit
-def _flip(bits):
-    """The bits of a float32 as an integer that orders like the number; its own inverse."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _rank(x):
-    """An integer that orders like x; equal for both zeros."""
-    return tl.where(x == 0.0, 0, _flip(x.to(tl.int32, bitcast=True)))

@@ -93,6 +93,18 @@ def finite(x):
     return tl.where(x == float("-inf"), 0.0, x)
 
 
+@triton.jit
+def flip(bits):
+    """The bits of a float32 as an integer that orders like the number; its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def rank_of(x):
+    """An integer that orders like x; equal for both zeros."""
+    return tl.where(x == 0.0, 0, flip(x.to(tl.int32, bitcast=True)))
+
+
 # ── scan and pick ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -48,6 +48,7 @@ _TESTED_BY = {
     "linear_stream.py": "linear",
     "sampling_kernels.py": "sampling",
     "sampling_full.py": "sampling",
+    "sampling_search.py": "sampling",
 }
 
 _DECODE = [
@@ -374,15 +375,29 @@ _SAMPLING = [
         "every_kind or real_vocabulary",
     ),
     Defect(
-        "settle: top-p is of all that there is, whatever top-k left",
+        "decide: whoever keeps few enough keeps any mass",
         "sampling_full.py",
+        "kept = (count < limit) & (mass < target)\n        next_kept",
+        "kept = count < limit\n        next_kept",
+        "every_kind or real_vocabulary",
+    ),
+    Defect(
+        "settle: the border does not follow the mass",
+        "sampling_search.py",
+        "kept = (count < limit) & (mass < target)",
+        "kept = count < limit",
+        "every_kind or real_vocabulary",
+    ),
+    Defect(
+        "settle: top-p is of all that there is, whatever top-k left",
+        "sampling_search.py",
         "target = tl.where(both, top_p * mass_over, target)",
         "target = tl.where(both, top_p * total, target)",
         "ties or real_vocabulary",
     ),
     Defect(
         "settle: the draw forgets min-p",
-        "sampling_full.py",
+        "sampling_search.py",
         "better = (x > low) & (x >= lowest) & (score > scores)",
         "better = (x > low) & (score > scores)",
         "every_kind or real_vocabulary or ties",
