@@ -40,7 +40,8 @@ from engine.wire import Channel
 
 if TYPE_CHECKING:
     from engine.core import EngineCore, StepResult, StepTiming
-    from engine.runner import Launched, Runner
+    from engine.launched import Launched
+    from engine.runner import Runner
 
 log = logging.getLogger(__name__)
 
@@ -312,7 +313,8 @@ class _StepMeans:
 
 def _build_runner(start: Start, control: Channel[RankInbound]) -> Runner:
     from engine import parallel
-    from engine.runner import Runner, select_device
+    from engine.device import select_device
+    from engine.runner import Runner
 
     def progress(stage: str, fraction: float) -> None:
         control.send(Progress(stage, fraction))
@@ -350,7 +352,7 @@ def _kind_of(error: Exception) -> str:
     import torch
 
     from engine.config import CheckpointError, UnfitError
-    from engine.runner import DeviceError
+    from engine.device import DeviceError
 
     if isinstance(error, CheckpointError | UnfitError):
         return "checkpoint"

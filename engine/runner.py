@@ -2,7 +2,7 @@
 
 Steps run strictly in the order of their launch, on one stream: the current CUDA stream, or one worker thread
 on a CPU, so that the step loop's own work (reading, planning, sending) goes on beside them. On a GPU, steps
-that only decode replay captured graphs (`engine.graphs`).
+that only decode, and short ones of prompts, replay captured graphs (`engine.graphs`, `engine.prompt_graphs`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,11 +20,13 @@ import torch
 from engine import memory
 from engine.batch import PromptSlice, RowTables, SamplingBatch
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
+from engine.device import device_name, select_device
 from engine.families import read_config
 from engine.forward import ForwardInput, KvPool
 from engine.kernel_build import KernelBuild, start_build
 from engine.kernel_loading import load_products
-from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens, TokenLogprob
+from engine.launched import Launched, OnStream, OnThread, StepResults, continues, read, to_host
+from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
@@ -40,75 +41,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
-
-
-class DeviceError(RuntimeError):
-    """The device that was asked for cannot be used."""
-
-
-@dataclass(slots=True)
-class _StepResults:
-    """A step's results as tensors; on the host when they are read."""
-
-    sampled: SampledStep
-    logprob_rows: list[tuple[int, int]]
-    """(sampling row, k) of each row of `sampled.logprobs`."""
-    prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
-    """With pieces of `Sampler.token_logprobs`."""
-    finite: list[tuple[int, torch.Tensor]]
-    """For each chunk without sample rows, its row and whether the numbers of its last token are finite: those
-    depend on all before it."""
-
-
-class Launched:
-    """A step on its way; see `engine.core.Launched`."""
-
-    host_gap_us = 0.0
-    """After `wait`: microseconds in which the device had nothing to do although sequences were waiting for
-    their next step. 0 where every sequence of the step is new: whether there was work before is unknown."""
-
-    def wait(self) -> StepTokens:
-        """Block until the step's tokens are known. Raises what the step raised."""
-        raise NotImplementedError
-
-    def ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        raise NotImplementedError
-
-
-class _OnThread(Launched):
-    def __init__(self, future: Future[tuple[StepTokens, float]]) -> None:
-        self._future = future
-
-    def wait(self) -> StepTokens:
-        tokens, self.host_gap_us = self._future.result()
-        return tokens
-
-    def ready(self) -> bool:
-        return self._future.done()
-
-
-class _OnStream(Launched):
-    def __init__(
-        self,
-        plan: StepPlan,
-        results: _StepResults,
-        began: torch.cuda.Event,
-        ended: torch.cuda.Event,
-        before: torch.cuda.Event | None,
-    ) -> None:
-        self._plan, self._results = plan, results
-        self._began, self._ended, self._before = began, ended, before
-
-    def wait(self) -> StepTokens:
-        self._ended.synchronize()
-        if self._before is not None:
-            self.host_gap_us = max(0.0, 1e3 * self._before.elapsed_time(self._began))
-            self._before = None
-        return _read(self._plan, self._results)
-
-    def ready(self) -> bool:
-        return self._ended.query()
 
 
 class Runner:
@@ -185,16 +117,16 @@ class Runner:
         After a step has failed, every later one raises too: the tables are void.
         """
         if self._stream is not None:
-            return _OnThread(self._stream.submit(self._run_on_thread, plan))
+            return OnThread(self._stream.submit(self._run_on_thread, plan))
         with torch.inference_mode():
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
             began.record()
-            results = _to_host(self._run(plan))
+            results = to_host(self._run(plan))
             ended.record()
-        before = self._ended_event if _continues(plan) else None
+        before = self._ended_event if continues(plan) else None
         self._ended_event = ended
-        return _OnStream(plan, results, began, ended, before)
+        return OnStream(plan, results, began, ended, before)
 
     def close(self) -> None:
         """Wait for what was launched and leave the group."""
@@ -209,13 +141,13 @@ class Runner:
     def _run_on_thread(self, plan: StepPlan) -> tuple[StepTokens, float]:
         began = time.perf_counter()
         with torch.inference_mode():
-            tokens = _read(plan, self._run(plan))
-        waited = _continues(plan) and self._ended_at is not None
+            tokens = read(plan, self._run(plan))
+        waited = continues(plan) and self._ended_at is not None
         gap_us = 1e6 * (began - (self._ended_at or began)) if waited else 0.0
         self._ended_at = time.perf_counter()
         return tokens, gap_us
 
-    def _run(self, plan: StepPlan) -> _StepResults:
+    def _run(self, plan: StepPlan) -> StepResults:
         if self._failed is not None:
             raise RuntimeError(f"step {plan.step} cannot run: an earlier one failed") from self._failed
         try:
@@ -231,7 +163,7 @@ class Runner:
             self._failed = error
             raise
 
-    def _run_eagerly(self, plan: StepPlan) -> _StepResults:
+    def _run_eagerly(self, plan: StepPlan) -> StepResults:
         batch = self.tables.step_batch(plan)
         hidden = self.decoder.forward(batch.forward, self.kv)
         index = batch.forward.logit_index[: batch.sampled_logits]
@@ -243,19 +175,19 @@ class Runner:
             for chunk, span in zip(plan.chunks, batch.forward.attention.chunks, strict=True)
             if not chunk.sample_rows
         ]
-        return _StepResults(sampled, batch.sampling.needs.logprob_rows, prompts, finite)
+        return StepResults(sampled, batch.sampling.needs.logprob_rows, prompts, finite)
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> _StepResults:
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResults:
         graphs.set_rows(plan.decodes)
         logits = graphs.forward()
         batch = self.tables.decode_batch(plan, graphs.rows(), graphs.positions())
-        return _StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [], [])
+        return StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [], [])
 
-    def _replay_prompts(self, graphs: PromptGraphs, plan: StepPlan) -> _StepResults:
+    def _replay_prompts(self, graphs: PromptGraphs, plan: StepPlan) -> StepResults:
         logits = graphs.forward(plan)
         batch = self.tables.prompt_batch(plan)
         sampled = self.sampler.sample(logits, batch, self.tables)
-        return _StepResults(sampled, batch.needs.logprob_rows, [], [])
+        return StepResults(sampled, batch.needs.logprob_rows, [], [])
 
     def _sample(self, graphs: DecodeGraphs, logits: torch.Tensor, batch: SamplingBatch) -> SampledStep:
         if batch.needs.edits is not None:
@@ -449,39 +381,13 @@ class Runner:
             weights=self.weights,
             kv_dtype=self.kv_dtype,
             backend=self.device.type,
-            devices=[_device_name(self.device.type, rank) for rank in range(size)],
+            devices=[device_name(self.device.type, rank) for rank in range(size)],
             tensor_parallel_size=size,
             load_seconds=self._load_seconds,
             predicted_bytes=predicted.total_bytes * size,
             used_bytes=self._used_bytes,
             torch_version=str(torch.__version__),
         )
-
-
-def select_device(wanted: str, rank: int, size: int) -> torch.device:
-    """The device of a rank, made current; "auto" is CUDA where there is one for each rank, else the CPU.
-
-    Raises DeviceError where "cuda" was asked for and is not there, UnfitError for another word.
-    """
-    if wanted not in ("auto", "cuda", "cpu"):
-        raise UnfitError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
-    if wanted == "cpu":
-        return torch.device("cpu")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found >= size:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        return device
-    if wanted == "auto" and found == 0:
-        return torch.device("cpu")
-    raise DeviceError(
-        f"device is {wanted!r}, but {size} CUDA device{'s' * (size > 1)} would be needed and {found} can be "
-        f"used (torch {torch.__version__}): see `nvidia-smi`, lower tensor_parallel_size, or use the cpu"
-    )
-
-
-def _device_name(kind: str, rank: int) -> str:
-    return "cpu" if kind == "cpu" else f"cuda:{rank} {torch.cuda.get_device_name(rank)}"
 
 
 def _dtype_name(wanted: str, config: ModelConfig, device: torch.device) -> str:
@@ -517,52 +423,3 @@ def _check(spec: ReplicaSpec) -> None:
 
 def _threads(spec: ReplicaSpec, ranks: int) -> int:
     return spec.threads or max(1, len(os.sched_getaffinity(0)) // ranks)
-
-
-def _continues(plan: StepPlan) -> bool:
-    """Whether a sequence of the plan was there before it, so that the device was waited for."""
-    if plan.decodes:
-        return True
-    new = {setup.row for setup in plan.setups}
-    return any(chunk.row not in new for chunk in plan.chunks)
-
-
-def _to_host(results: _StepResults) -> _StepResults:
-    """Copies on their way to pinned memory; complete when an event recorded after this is."""
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("cpu", non_blocking=True)
-
-    logprobs = results.sampled.logprobs
-    sampled = SampledStep(copy(results.sampled.token_ids), None if logprobs is None else copy(logprobs))
-    prompts = [(prompt, [copy(piece) for piece in pieces]) for prompt, pieces in results.prompts]
-    finite = [(row, copy(each)) for row, each in results.finite]
-    return _StepResults(sampled, results.logprob_rows, prompts, finite)
-
-
-def _read(plan: StepPlan, results: _StepResults) -> StepTokens:
-    token_ids: list[int] = results.sampled.token_ids.tolist()
-    logprobs: list[TokenLogprob | None] | None = None
-    if results.sampled.logprobs is not None:
-        logprobs = [None] * len(token_ids)
-        wanting = zip(results.logprob_rows, results.sampled.logprobs.tolist(), strict=True)
-        for (index, top), numbers in wanting:
-            logprobs[index] = _token_logprob(token_ids[index], numbers, top)
-    following = {chunk.row: [*chunk.token_ids[1:], chunk.next_token or 0] for chunk in plan.chunks}
-    prompts = {}
-    for prompt, pieces in results.prompts:
-        rows = [numbers for piece in pieces for numbers in piece.tolist()]
-        prompts[prompt.row] = [
-            _token_logprob(token, numbers, prompt.top)
-            for token, numbers in zip(following[prompt.row], rows, strict=False)
-        ]
-    broken = [row for row, finite in results.finite if not finite]
-    return StepTokens(token_ids, logprobs, prompts, broken)
-
-
-def _token_logprob(token_id: int, numbers: list[float], top: int) -> TokenLogprob:
-    """From a row of `Sampler.token_logprobs`, of which the first `top` alternatives were asked for."""
-    width = (len(numbers) - 1) // 2
-    best = min(top, width)
-    ids = [int(x) for x in numbers[1 + width : 1 + width + best]]
-    return TokenLogprob(token_id, numbers[0], list(zip(ids, numbers[1 : 1 + best], strict=True)))

@@ -11,9 +11,9 @@ import torch
 
 from engine.bench.shapes import SHAPES, write_config
 from engine.config import DTYPE_BYTES, CheckpointError, UnfitError
+from engine.device import DeviceError
 from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec
-from engine.runner import DeviceError
 
 FAILURES = (CheckpointError, UnfitError, DeviceError, MemoryError, torch.OutOfMemoryError)
 """What `start` raises of which a person needs the message alone."""

@@ -226,7 +226,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused_with_what_is_wrong(tmp_path: 
 
 BREAKS = """
 import sys
-import engine.replica, engine.runner
+import engine.device, engine.replica, engine.runner
 from engine.config import CheckpointError
 from engine.memory import PoolTooSmall
 error = {error}
@@ -243,7 +243,7 @@ engine.replica.main()
     ("error", "kind"),
     [
         ("CheckpointError('config.json is bad')", "checkpoint"),
-        ("engine.runner.DeviceError('no GPU')", "device"),
+        ("engine.device.DeviceError('no GPU')", "device"),
         ("PoolTooSmall('3 blocks')", "memory"),
         ("KeyError('layer')", "internal"),
     ],

@@ -12,6 +12,7 @@ import torch
 
 from engine import memory
 from engine.config import UnfitError
+from engine.device import DeviceError
 from engine.forward import ForwardInput
 from engine.generate import LocalEngine
 from engine.memory import PoolTooLarge, PoolTooSmall, available_host_bytes
@@ -27,7 +28,7 @@ from engine.messages import (
 )
 from engine.parallel import single
 from engine.profiling import run_largest_steps
-from engine.runner import DeviceError, Runner
+from engine.runner import Runner
 from kernels import AttentionInput, ChunkSpan, sampling
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
