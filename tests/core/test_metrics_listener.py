@@ -1,0 +1,113 @@
+"""Where the metrics are served: off by default, on the loopback interface only, changed by a reload."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from appliance.actions import CreateTenant, DeleteTenant, ReloadConfig
+from appliance.client import AdminError
+from appliance.settings import Flags, SettingsError, load_settings
+from tests.core.conftest import Service, read_answer, wait_until
+
+Make = Callable[..., Service]
+
+
+def free_ports(number: int) -> list[int]:
+    probes = [socket.socket() for _ in range(number)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def scrape(port: int) -> str:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+    except httpx.ConnectError:
+        return ""
+
+
+def listen_on(service: Service, address: str) -> None:
+    before = service.config.read_text().partition("[metrics]")[0]
+    service.config.write_text(before + (f'[metrics]\nlisten = "{address}"\n' if address else ""))
+    service.admin.act(ReloadConfig())
+
+
+def addresses(service: Service) -> list[str]:
+    return [sock.address for sock in service.admin.status().sockets if sock.name == "metrics"]
+
+
+@pytest.mark.system
+def test_a_reload_opens_moves_and_closes_the_address_and_a_taken_one_changes_nothing(
+    make_service: Make,
+) -> None:
+    service, (first, second, taken) = make_service(), free_ports(3)
+    service.start()
+    service.wait_ready()
+    assert addresses(service) == []
+    listen_on(service, f"127.0.0.1:{first}")
+    wait_until(lambda: "appliance_ready 1" in scrape(first))
+    assert addresses(service) == [f"127.0.0.1:{first}"]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", taken))
+        other.listen()
+        with pytest.raises(AdminError, match=f"metrics.listen = 127.0.0.1:{taken} cannot be listened on"):
+            listen_on(service, f"127.0.0.1:{taken}")
+    assert "appliance_ready 1" in scrape(first)
+    listen_on(service, f"127.0.0.1:{second}")
+    wait_until(lambda: "appliance_ready 1" in scrape(second))
+    wait_until(lambda: not scrape(first))
+    listen_on(service, "")
+    wait_until(lambda: not scrape(second))
+    assert addresses(service) == []
+
+
+@pytest.mark.system
+def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the_others(
+    make_service: Make,
+) -> None:
+    (port,) = free_ports(1)
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    listen_on(service, f"127.0.0.1:{port}")
+    service.admin.act(CreateTenant(name="t"))  # that of the fake front's requests
+    read_answer(service.connect("m 3"))
+    wait_until(lambda: 'appliance_tenant_requests_total{tenant="t",outcome="ok"} 1' in scrape(port))
+    service.admin.act(DeleteTenant(name="t"))
+    wait_until(lambda: 'tenant="t"' not in scrape(port))
+    read_answer(service.connect("m 3"))
+    wait_until(lambda: 'appliance_tenant_requests_total{tenant="_other",outcome="ok"} 1' in scrape(port))
+    assert 'tenant="t"' not in scrape(port)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:9464", "[::]:9464", "192.0.2.1:9464", "box.example:9464"])
+def test_only_loopback_addresses_are_taken_unless_the_settings_say_public(
+    tmp_path: Path, address: str
+) -> None:
+    path = tmp_path / "appliance.toml"
+    path.write_text(f'[metrics]\nlisten = "{address}"\n')
+    with pytest.raises(SettingsError) as refused:
+        load_settings(Flags(config=str(path)), {})
+    for words in ("appliance.toml:2", "metrics.listen", address, "127.0.0.1:9464", "metrics.public = true"):
+        assert words in str(refused.value)
+    path.write_text(f'[metrics]\nlisten = "{address}"\npublic = true\n')
+    assert load_settings(Flags(config=str(path)), {}).metrics.address() is not None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9464", "127.8.8.8:1", "[::1]:9464", "localhost:9464"])
+def test_loopback_addresses_are_taken(tmp_path: Path, address: str) -> None:
+    path = tmp_path / "appliance.toml"
+    path.write_text(f'[metrics]\nlisten = "{address}"\n')
+    assert load_settings(Flags(config=str(path)), {}).metrics.listen == address
+
+
+def test_without_the_setting_there_is_no_listener() -> None:
+    assert load_settings(Flags(), {}).metrics.address() is None

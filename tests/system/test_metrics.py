@@ -1,0 +1,164 @@
+"""The metrics of a real service: they agree with the request log whatever happened, and follow what runs."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from appliance.watch.metrics.families import Families
+from appliance.watch.metrics.tenants import OTHERS
+from tests.system.conftest import free_port
+from tests.system.service import Service, service
+from tests.system.test_deaths import Stream
+
+pytestmark = pytest.mark.system
+
+SHORT = {"model": "demo", "prompt": "import ", "max_tokens": 4, "temperature": 0}
+OUTCOME = """CASE WHEN status < 400 THEN iif(error IS NULL, 'ok', 'failed')
+    WHEN status = 499 THEN 'cancelled' WHEN status IN (429, 503) THEN 'refused'
+    WHEN status < 500 THEN 'rejected' ELSE 'failed' END"""
+
+Values = dict[tuple[str, ...], float]
+
+
+class Box:
+    """A service whose metrics are on TCP too."""
+
+    def __init__(self, running: Service, port: int, metrics_port: int) -> None:
+        self.running = running
+        self.port = port
+        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
+
+    def text(self) -> str:
+        answer = httpx.get(self.metrics_url, timeout=10)
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        return answer.text
+
+    def values(self, name: str) -> Values:
+        return {
+            tuple(sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(self.text())
+            for sample in family.samples
+            if sample.name == name
+        }
+
+    def wait_for(self, name: str, good: Callable[[Values], Any]) -> None:
+        self.running.wait_until(lambda: good(self.values(name)), 20, name)
+
+    def logged(self, *columns: str) -> Values:
+        """The rows that have ended, by the first columns; the last one is summed."""
+        *by, what = columns
+        names = ", ".join(by)
+        query = f"SELECT {names}, {what} FROM requests WHERE finished_at IS NOT NULL GROUP BY {names}"
+        path = self.running.state_dir / "history.db"
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            return {tuple(row[:-1]): row[-1] for row in database.execute(query)}
+
+    def ask(self, key: str, **changes: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}", **changes.pop("headers", {})}
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        return httpx.post(url, json={**SHORT, **changes}, headers=headers, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    port, metrics_port = free_port(), free_port()
+    config = tmp_path_factory.mktemp("metrics") / "appliance.toml"
+    config.write_text(f'[metrics]\nlisten = "127.0.0.1:{metrics_port}"\n')
+    with service("--config", str(config), "--listen", f"127.0.0.1:{port}", "--fronts", "2") as running:
+        yield Box(running, port, metrics_port)
+
+
+def above_0(values: Values) -> Values:
+    return {by: value for by, value in values.items() if value}
+
+
+def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: Box) -> None:
+    running = box.running
+    running.command("tenants", "create", "acme", "--requests-per-minute", "6", "--tokens-per-day", "1000")
+    key = running.command("keys", "create", "--name", "k", "--tenant", "acme")["key"]
+    with_key = {"headers": {"Idempotency-Key": "once"}}
+    statuses = [box.ask(key, **with_key).status_code for _ in range(2)]
+    statuses += [box.ask(key, **changes).status_code for changes in ({"model": "no"}, {"max_tokens": "x"})]
+    statuses += [box.ask(key).status_code for _ in range(8)]
+    assert {200, 400, 404, 429} <= set(statuses)
+    streams = [Stream(running, max_tokens=400) for _ in range(4)]
+    for stream in streams:
+        assert stream.begun.wait(30)
+    psutil.Process(running.status()["fronts"][0]["pid"]).kill()
+    leaves = {**SHORT, "max_tokens": 600, "stream": True, "ignore_eos": True}
+    with running.http() as http, http.stream("POST", "/v1/completions", json=leaves) as leaving:
+        assert leaving.status_code == 200
+    for stream in streams:
+        stream.join(60)
+    running.wait_until(lambda: not running.rows("--status", "open"), 30, "the end of all requests")
+    box.wait_for("appliance_store_waiting_rows", lambda waiting: waiting["history",] == 0)
+
+    model = f"iif(version IS NULL, '{OTHERS}', model)"
+    requests = box.logged(model, "class", OUTCOME, "count(*)")
+    assert {outcome for *_, outcome in requests} >= {"ok", "cancelled", "rejected", "refused"}
+    assert box.values("appliance_requests_total") == requests
+    assert box.values("appliance_tenant_requests_total") == box.logged("tenant", OUTCOME, "count(*)")
+    assert box.values("appliance_retries_total") == above_0(box.logged(model, "retry", "count(retry)"))
+    for name in ("prompt", "generated", "billed"):
+        tokens = f"sum({name}_tokens)"
+        assert box.values(f"appliance_{name}_tokens_total") == box.logged(model, "class", tokens)
+        assert box.values(f"appliance_tenant_{name}_tokens_total") == box.logged("tenant", tokens)
+    for name in ("cached", "tenant_cached"):
+        by = ("tenant",) if name.startswith("tenant") else (model, "class")
+        assert box.values(f"appliance_{name}_prompt_tokens_total") == box.logged(*by, "sum(cached_tokens)")
+    timed = box.logged(model, "class", "sum(ttft_ms IS NOT NULL AND retry IS NULL)")
+    assert box.values("appliance_time_to_first_token_seconds_count") == above_0(timed)
+
+    assert box.values("appliance_front_restarts_total") == {("front-0",): 1, ("front-1",): 0}
+    assert box.values("appliance_problems_total")[()] >= 1
+    assert box.values("appliance_tenant_limit")["acme", "tokens_per_day"] == 1000
+    used = box.logged("tenant", "sum(quota_tokens)")["acme",]
+    left = box.values("appliance_tenant_limit_left")["acme", "tokens_per_day"]
+    # A day's worth refills by 0.7 a minute.
+    assert 1000 - used <= left <= 1005 - used < 1000
+    # What the engine counted, step by step, is what was logged.
+    generated = sum(box.logged("tenant", "sum(generated_tokens)").values())
+    assert sum(box.values("appliance_engine_generated_tokens_total").values()) == generated
+
+    running.command("keys", "revoke", running.command("keys", "list")[0]["id"])
+    running.command("tenants", "delete", "acme")
+    box.wait_for("appliance_tenant_requests_total", lambda shown: not any(t == "acme" for t, _ in shown))
+    assert 'tenant="acme"' not in box.text()
+
+
+def test_levels_follow_what_runs_and_gateways_find_the_names_that_they_know(box: Box) -> None:
+    box.wait_for("vllm:num_requests_running", lambda running: running == {("demo",): 0})
+    streams = [Stream(box.running, max_tokens=300) for _ in range(3)]
+    box.wait_for("vllm:num_requests_running", lambda running: running == {("demo",): 3})
+    box.wait_for("vllm:kv_cache_usage_perc", lambda usage: 0 < usage["demo",] < 1)
+    blocks = box.running.replica()["blocks_total"]
+    assert box.values("vllm:cache_config_info") == {("demo", "64", str(blocks)): 1}
+    assert ("demo", "0", "", "") in box.values("vllm:lora_requests_info")
+    assert box.values("vllm:num_requests_waiting") == {("demo",): 0}
+    assert box.values("appliance_tenant_running_requests")["local",] == 3
+    for stream in streams:
+        stream.join(60)
+    box.wait_for("vllm:kv_cache_usage_perc", lambda usage: usage == {("demo",): 0})
+    steps = box.values("appliance_step_seconds_count")
+    assert steps["demo", "demo-0", "decode"] > steps["demo", "demo-0", "mixed"] > 0
+    assert box.values("appliance_replica_state") == {("demo", "demo-0", "ready"): 1}
+
+
+def test_every_metric_of_the_service_is_in_the_catalogue_on_both_sockets(box: Box) -> None:
+    catalogue = {family.name: family.kind for family in Families()}
+    transport = httpx.HTTPTransport(uds=str(box.running.run_dir / "admin.sock"))
+    with httpx.Client(transport=transport, base_url="http://admin") as admin:
+        on_admin = admin.get("/metrics").text
+    for text in (on_admin, box.text()):
+        assert dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)) == catalogue
+        shown = {family.name for family in text_string_to_metric_families(text)}
+        assert shown == {name.removesuffix("_total") for name in catalogue}
