@@ -121,6 +121,12 @@ class Policies:
         self.peers: Mapping[tuple[str, int], PeerRecord] = {(peer.kind, peer.number): peer for peer in peers}
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 
+    def latest(self, key: KeyRecord) -> KeyRecord:
+        """The key that stands in this one's place after every rotation: its limits hold for both."""
+        while key.replaced_by is not None and (successor := self.keys.get(key.replaced_by)) is not None:
+            key = successor
+        return key
+
     def with_changes(self, *changes: Change) -> Policies:
         """These policies after the changes."""
         tenants, keys, peers = dict(self.tenants), dict(self.keys), dict(self.peers)

@@ -11,7 +11,7 @@ from appliance.traffic.closures import Closure
 from appliance.traffic.credits import Room
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import most_tokens
-from appliance.traffic.quotas import Shortage
+from appliance.traffic.quotas import Quotas, Shortage
 from appliance.traffic.request import Request
 from appliance.traffic.tenants import Tenant, Tenants, Use
 
@@ -75,17 +75,23 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
     return _missed(request, now, 0.0, run_s) if now + run_s > request.deadline_at else None
 
 
-def over_quota(shortage: Shortage) -> Refusal:
-    """A quota does not have left what the request may need."""
-    wait_s = None if shortage.wait_s == math.inf else shortage.wait_s
-    return Refusal(
-        429,
-        "rate_limit_exceeded",
-        shortage.message,
-        wait_s,
-        useless=not shortage.useful,
-        kind=shortage.kind,
+def reserve(request: Request, quotas: Quotas) -> Refusal | None:
+    """Have its quotas hold what it may need at most; why it is refused if they do not have it left."""
+    first = request.first
+    held = quotas.reserve(
+        request.tenant,
+        request.key_id,
+        prompt_tokens=first.prompt_tokens,
+        max_tokens=first.max_tokens,
+        samples=first.rows,
+        may_lower=first.may_lower,
     )
+    if not isinstance(held, Shortage):
+        request.hold(held)
+        return None
+    wait_s = None if held.wait_s == math.inf else held.wait_s
+    useless = not held.useful
+    return Refusal(429, "rate_limit_exceeded", held.message, wait_s, useless=useless, kind=held.kind)
 
 
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:

@@ -159,9 +159,10 @@ class ModelTraffic:
             tenant = self._tenants.of(ticket.tenant)
             if not self._may_run(tenant, request, key=False):
                 fair.hold(ticket.tenant)
-                tenant.held_at.add(self.name)
+                tenant.held_at.add((self.name, ""))
             elif not self._may_run(tenant, request, key=True):
                 fair.park(ticket)
+                tenant.held_at.add((self.name, ticket.key_id))
             else:
                 account = self._account_for(self.room_for(request.request_class, tenant), request)
                 return None if account is None else Turn(request, account)
@@ -221,12 +222,13 @@ class ModelTraffic:
             request.charged = request.ticket.prompt_tokens
         background = request.request_class == BACKGROUND
         account.spend(admit.rows, admit.prompt_tokens, background=background)
-        if not request.dispatched:
+        if not request.dispatched and not request.keeps_place:
             request.running_rows = admit.rows
             request.kv_tokens = most_kv_tokens(admit)
             for use in tenant.uses(request.key_id):
                 use.run(self.name, admit.rows, request.kv_tokens)
             self.reconsider(tenant, request.key_id, 1)
+        request.keeps_place = False
         request.dispatched[account] = OnReplica(admit, account.generated_each)
         self._running[request.request_id] = request
         request.tried.add(account)
@@ -240,10 +242,6 @@ class ModelTraffic:
     def stop(self, request: Request) -> None:
         """Nothing of the request is on any replica any more."""
         del self._running[request.request_id]
-        tenant = self._tenants.of(request.tenant)
-        for use in tenant.uses(request.key_id):
-            use.leave(self.name, request.running_rows, request.kv_tokens)
-        self.reconsider(tenant, request.key_id, 1)
 
     def charge(self, request: Request, service: float) -> None:
         """The request took so much service in all."""

@@ -19,7 +19,7 @@ from appliance.durations import duration
 from appliance.messages import RateLimits
 from appliance.protocol import LimitUsage
 from appliance.traffic.buckets import LIMITS, Bucket, rate_of
-from store.policies import KeyRecord, Policies, Quota
+from store.policies import Policies, Quota
 from store.quotas import QuotaLevels, QuotaState, Used
 
 LEAST_ANSWER_TOKENS = 16
@@ -140,7 +140,7 @@ class Quotas:
                 known = tenants.get(tenant.name)
                 self._tenants[tenant.name] = self._open("tenant", tenant.name, tenant.quota, known, now)
         for key in policies.keys.values():
-            latest = _latest(policies, key)
+            latest = policies.latest(key)
             in_use = key.revoked_at is None or latest.revoked_at is None
             if in_use and _has_rates(latest.quota):
                 known = self._keys.get(latest.id) or keys.get(latest.id) or keys.get(key.id)
@@ -299,13 +299,6 @@ class Quotas:
 
 def _has_rates(quota: Quota) -> bool:
     return any(getattr(quota, limit) is not None for limit in LIMITS)
-
-
-def _latest(policies: Policies, key: KeyRecord) -> KeyRecord:
-    """The key that stands in this one's place after every rotation."""
-    while key.replaced_by is not None and (successor := policies.keys.get(key.replaced_by)) is not None:
-        key = successor
-    return key
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:

@@ -32,14 +32,15 @@ class OnReplica:
 class Request:
     """One request in flight. Only the ledger and its model's traffic change it. Times are unix seconds."""
 
-    def __init__(self, front: str, admit: Admit, version: str) -> None:
+    def __init__(self, front: str, admit: Admit, key_id: str, version: str) -> None:
         self.front = front
         self.first = admit
         self.admit = admit
         """Of the latest attempt."""
         self.version = version
         self.tenant = admit.identity.tenant
-        self.key_id = admit.identity.key_id
+        self.key_id = key_id
+        """Whose limits it counts against: its key, or the one in that one's place; "" without."""
         self.request_class = service_class(admit.asked_class, admit.identity)
         self.deadline_at: float | None = None
         if admit.deadline_ms is not None:
@@ -70,6 +71,8 @@ class Request:
         self.began_at: float | None = None
         self.ends_at = 0.0
         """When it is expected to end."""
+        self.keeps_place = False
+        """It lost its replica, and counts against the limits of its tenant and key until it runs again."""
         self.running_rows = 0
         self.kv_tokens = 0
         """What its tenant's use counts while it runs, as `running_rows`."""

@@ -20,7 +20,6 @@ Whether a new request may wait is `appliance.traffic.admission`'s to say, whose 
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -35,12 +34,13 @@ from appliance.traffic.admission import (
     closed,
     failed_model,
     hopeless,
-    over_quota,
     refusal,
+    reserve,
     retry_after_s,
     suspended,
     unknown_model,
 )
+from appliance.traffic.checks import Checks
 from appliance.traffic.closures import Closure, Closures
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.figures import ModelFigures, QueueFigures, TenantFigures
@@ -48,7 +48,7 @@ from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import expected_tokens
 from appliance.traffic.overload import DROP_BACKGROUND
 from appliance.traffic.queue import BACKGROUND
-from appliance.traffic.quotas import Quotas, Shortage
+from appliance.traffic.quotas import Quotas
 from appliance.traffic.remaining import Remaining, remaining
 from appliance.traffic.request import Request, rejected_row, retried_row, row_of
 from appliance.traffic.rules import QueueRules
@@ -62,8 +62,6 @@ log = logging.getLogger(__name__)
 _DROPPED_RETRY_S = 30.0
 _TIDY_EVERY_S = 10.0
 _CHECK_EVERY_S = 0.05
-_CHECKS_KEPT = 1024
-"""Entries of requests that wait no more, before those are dropped."""
 
 
 class Clock(Protocol):
@@ -105,7 +103,7 @@ class Ledger:
         self._tenants = Tenants()
         self._models: dict[str, ModelTraffic] = {}
         self._requests: dict[str, Request] = {}
-        self._checks: list[tuple[float, int, Request]] = []
+        self._checks = Checks()
         """When a request that waits may have waited too long."""
         self._serial = 0
         self._running = 0
@@ -172,7 +170,7 @@ class Ledger:
             self._unqueue(request)
         del self._models[name]
         for tenant in self._tenants:
-            tenant.held_at.discard(name)
+            tenant.held_at = {held for held in tenant.held_at if held[0] != name}
         for request in waiting:
             self._refuse(request, unknown_model(request.first.model, self._models))
 
@@ -219,7 +217,7 @@ class Ledger:
         for request in list(self._requests.values()):
             if account in request.dispatched:
                 request.lost_counts = True
-                self._leave(request, account)
+                self._leave(request, account, lost=True)
                 self._end_if_complete(request)
         self._dispatch_all()
 
@@ -248,7 +246,8 @@ class Ledger:
                 "request %s: attempt %d of a request that is not in flight", admit.request_id, admit.attempt
             )
         model = self._models.get(admit.model)
-        request = Request(front, admit, model.version if model else "")
+        key_id = self._tenants.limits_key(admit.identity.key_id)
+        request = Request(front, admit, key_id, model.version if model else "")
         self._requests[admit.request_id] = request
         if model is None:
             self._refuse(request, unknown_model(request.first.model, self._models))
@@ -256,7 +255,7 @@ class Ledger:
             self._refuse(request, closed(closure))
         elif model.failure is not None:
             self._refuse(request, failed_model(request.first.model, model.failure))
-        elif (why := self._judge(request, model) or self._reserve(request)) is not None:
+        elif (why := self._judge(request, model) or reserve(request, self.quotas)) is not None:
             self._refuse(request, why)
         else:
             now = self._clock()
@@ -444,22 +443,6 @@ class Ledger:
         tokens = sum(other.queue.tokens for other in self._models.values())
         return refusal(request, model, self._tenants, Waiting(self._waiting(), tokens), now)
 
-    def _reserve(self, request: Request) -> Refusal | None:
-        """Have its quotas hold what it may need at most; why it is refused if they do not have it left."""
-        first = request.first
-        held = self.quotas.reserve(
-            request.tenant,
-            request.key_id,
-            prompt_tokens=first.prompt_tokens,
-            max_tokens=first.max_tokens,
-            samples=first.rows,
-            may_lower=first.may_lower,
-        )
-        if isinstance(held, Shortage):
-            return over_quota(held)
-        request.hold(held)
-        return None
-
     def _readmit(self, front: str, request: Request, admit: Admit) -> None:
         fits = request.front == front and request.settled is None and request.queued_at is None
         if not fits or admit.attempt <= request.admit.attempt:
@@ -519,21 +502,14 @@ class Ledger:
         due = queued_at + self._rules.timeout_s
         if request.deadline_at is not None:
             due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))
-        self._serial += 1
-        heapq.heappush(self._checks, (due, self._serial, request))
-        if len(self._checks) > 2 * self._waiting() + _CHECKS_KEPT:
-            self._checks = [check for check in self._checks if check[2].queued_at is not None]
-            heapq.heapify(self._checks)
+        self._checks.push(due, request)
 
     def _refuse_late(self, now: float) -> None:
         """Refuse what has run out of time while it waited."""
-        while self._checks and self._checks[0][0] <= now:
-            request = heapq.heappop(self._checks)[2]
-            if request.queued_at is None:
-                continue
+        for request in self._checks.due(now):
             model = self._models[request.first.model]
             timeout_s = self._rules.timeout_s
-            if now >= request.queued_at + timeout_s:
+            if now >= (request.queued_at or now) + timeout_s:
                 why = "no replica had room for it" if model.accounts else "no replica of the model is ready"
                 if request.request_id in self._held:
                     why = "the service was draining"
@@ -623,19 +599,29 @@ class Ledger:
             self._leave(request, account)
             self._dispatch(self._models[account.model])
 
-    def _leave(self, request: Request, account: CreditAccount) -> None:
-        """Nothing of the request is on the replica any more."""
+    def _leave(self, request: Request, account: CreditAccount, *, lost: bool = False) -> None:
+        """Nothing of the request is on the replica any more, which was `lost` or not."""
         del request.dispatched[account]
         if request.dispatched:
             return
         self._running -= 1
         self._models[account.model].stop(request)
         self._charge(request)
-        tenant = self._tenants.of(request.tenant)
-        for name in tenant.held_at - {account.model}:
-            self._models[name].reconsider(tenant)
-            self._dispatch(self._models[name])
-        tenant.held_at.clear()
+        if lost and request.settled is None:
+            # It is to go on: whoever took its place meanwhile would be one too many.
+            request.keeps_place = True
+        else:
+            self._leave_place(request)
+
+    def _leave_place(self, request: Request) -> None:
+        """It counts against the limits of its tenant and key no more."""
+        request.keeps_place = False
+        tenant, own = self._tenants.of(request.tenant), request.first.model
+        freed = tenant.leave(own, request.key_id, request.running_rows, request.kv_tokens)
+        for name in freed & self._models.keys():
+            self._models[name].reconsider(tenant, request.key_id, 1)
+            if name != own:
+                self._dispatch(self._models[name])
 
     def _charge(self, request: Request) -> None:
         """Charge its tenant what the request took. A lost replica's count is known when the request ends."""
@@ -686,6 +672,9 @@ class Ledger:
         if self._requests.pop(request.request_id, None) is None:
             return
         self._ended += 1
+        if request.keeps_place:
+            self._leave_place(request)
+            self._dispatch_all()
         self._charge(request)
         self._tenants.of(request.tenant).service += request.charged
         if (held := request.reservation) is not None:

@@ -75,8 +75,8 @@ class Tenant:
         self.outputs = OutputLengths()
         self.service = 0.0
         """Weighted tokens since the service began, as corrected at the end of each request."""
-        self.held_at: set[str] = set()
-        """Models whose queue holds it: it runs as much as it may."""
+        self.held_at: set[tuple[str, str]] = set()
+        """Models whose queue holds it, or (named) one of its keys: these run as much as they may."""
 
     def key(self, key_id: str) -> Use:
         """What one of its keys has."""
@@ -88,6 +88,14 @@ class Tenant:
     def uses(self, key_id: str) -> tuple[Use, ...]:
         """Whose limits a request with this key counts against."""
         return (self.use, self.key(key_id)) if key_id else (self.use,)
+
+    def leave(self, model: str, key_id: str, rows: int, kv_tokens: int) -> set[str]:
+        """A request ran; the models at which others may have turns now."""
+        for use in self.uses(key_id):
+            use.leave(model, rows, kv_tokens)
+        freed = {held for held in self.held_at if held[1] in ("", key_id)}
+        self.held_at -= freed
+        return {model, *(name for name, _ in freed)}
 
     def forget_idle_keys(self) -> None:
         """Drop what is known of keys that have nothing in the house. To be called now and then."""
@@ -121,18 +129,24 @@ class Tenants:
             self._apply(tenant)
         return tenant
 
+    def limits_key(self, key_id: str) -> str:
+        """Whose limits hold for a key: those of the one that a rotation put in its place."""
+        key = self._policies.keys.get(key_id)
+        return self._policies.latest(key).id if key is not None else key_id
+
     def quota_of(self, scope: str, name: str) -> tuple[Quota, Use]:
         """The limits of a tenant or key, and what it has in the house."""
         if scope == "tenant":
             record, seen = self._policies.tenants.get(name), self._tenants.get(name)
             return record.quota if record is not None else _NO_LIMITS, seen.use if seen is not None else Use()
+        name = self.limits_key(name)
         key = self._policies.keys.get(name)
         seen = self._tenants.get(key.tenant) if key is not None else None
         return self.key_quota(name), seen.keys.get(name, Use()) if seen is not None else Use()
 
     def key_quota(self, key_id: str) -> Quota:
         """A key's own limits."""
-        key = self._policies.keys.get(key_id) if key_id else None
+        key = self._policies.keys.get(self.limits_key(key_id)) if key_id else None
         return key.quota if key is not None else _NO_LIMITS
 
     def learn_output(self, name: str, tokens: int) -> None:

@@ -3,6 +3,7 @@ deliver whenever they are told to. Everything that two processes can overtake ea
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,6 +161,15 @@ class House:
 
     def live_replicas(self) -> list[FakeReplica]:
         return [replica for replica in self.replicas if replica.alive]
+
+    def on_replicas(self) -> set[str]:
+        """Requests that run on a replica, or will as soon as it reads its channels."""
+        return {
+            submission.request_id
+            for replica in self.live_replicas()
+            for submission in (*replica.running, *itertools.chain(*replica.inbox.values()))
+            if submission is not None
+        }
 
     def kill_front(self, front: FakeFront, unwritten: int = 0) -> None:
         """The last `unwritten` submissions to each replica, and words to the core, never left the front."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from store.policies import Policies, Quota, TenantRecord
 from tests.core.house import FakeFront, FakeReplica, House
 
 BUCKET = 400
 """Tokens of the tenant's quota that may be used at once; one comes back each second."""
+CONCURRENT = 3
+"""Requests of it that may run at once."""
 
 pick = st.integers(0, 1_000)
 
@@ -20,7 +22,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.house = House()
-        quota = Quota(tokens_per_minute=60.0, burst_s=BUCKET)
+        quota = Quota(tokens_per_minute=60.0, burst_s=BUCKET, concurrent_requests=CONCURRENT)
         self.house.ledger.set_policies(Policies([TenantRecord(name="t", created_at=0.0, quota=quota)]))
         self.house.new_front()
         self.house.new_front()
@@ -49,6 +51,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def a_drain_is_over(self) -> None:
         self.house.ledger.open(None)
+
+    @invariant()
+    def no_more_run_than_may(self) -> None:
+        if hasattr(self, "house"):
+            assert len(self.house.on_replicas()) <= CONCURRENT
 
     @rule(number=pick)
     def the_core_reads_a_front(self, number: int) -> None:
@@ -143,6 +150,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """What is used by the rows is what the quota says, but for what came back with time."""
         house = self.house
         (usage,) = house.ledger.quotas.usage("tenant", "t")
+        assert [one.used for one in house.ledger.usage("tenant", "t")] == [usage.used, 0]
         charged = sum(row.quota_tokens for row in house.rows.ended)
         assert charged <= BUCKET + house.now - 1000.0, "overstepped"
         if house.now == 1000.0:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from appliance.messages import Admitted, Identity, Refused
 from appliance.protocol import LimitUsage
+from appliance.traffic.credits import CreditAccount
+from engine.messages import Report
 from store.policies import KeyRecord, Policies, Quota, TenantRecord
-from tests.core.house import FakeFront, House
-from tests.core.test_ledger import answers, read_all
+from tests.core.house import ROWS, TOKENS, FakeFront, House
+from tests.core.test_ledger import answers, read_all, report
 
 
 def limited(house: House, key: Quota = Quota(), **tenant: float) -> None:  # noqa: B008
@@ -203,3 +207,99 @@ def test_a_limit_that_is_changed_holds_for_the_next_request(house: House) -> Non
     read_all(house)
     told = sorted(answers(front), key=lambda answer: answer.request_id)
     assert [type(answer) for answer in told] == [Admitted, Refused, Admitted]
+
+
+def running(front: FakeFront) -> list[str]:
+    return sorted(answer.request_id for answer in answers(front) if isinstance(answer, Admitted))
+
+
+def test_who_lost_a_replica_keeps_its_place_among_those_that_may_run(house: House) -> None:
+    limited(house, concurrent_requests=1)
+    front, replica = house.new_front(), house.new_replica()
+    house.new_replica()
+    house.ask(front), house.ask(front)
+    read_all(house)
+    assert running(front) == ["r0"]
+    (turn,) = answers(front)
+    assert isinstance(turn, Admitted)
+    house.hear(front)
+    replica = next(one for one in house.replicas if one.account.replica == turn.replica)
+    house.kill_replica(replica)
+    house.core_reads_replica(replica)
+    assert running(front) == []
+    house.ask_again(front, "r0")
+    read_all(house)
+    assert running(front) == ["r0"]
+    house.settle_everything()
+    assert [row.status for row in house.rows.ended] == [200, 200]
+    house.check_end()
+
+
+def test_who_lost_a_replica_and_leaves_makes_place(house: House) -> None:
+    limited(house, concurrent_requests=1)
+    front, replica = house.new_front(), house.new_replica()
+    house.ask(front), house.ask(front)
+    read_all(house)
+    house.hear(front)
+    house.kill_replica(replica)
+    house.core_reads_replica(replica)
+    house.new_replica()
+    assert running(front) == []
+    house.settle(front, "r0", 499)
+    read_all(house)
+    assert running(front) == ["r1"]
+
+
+def test_a_keys_requests_wait_for_each_other_over_all_models(house: House) -> None:
+    limited(house, Quota(concurrent_requests=1))
+    house.ledger.add_model("other", "v1")
+    account = CreditAccount("o-0", "other", "cpu")
+    house.ledger.add_replica(account)
+    house.ledger.report(account, report())
+    front = house.new_front()
+    house.new_replica()
+    identity = Identity(tenant="t", key_id="k")
+    ask_with(house, front, identity=identity)
+    read_all(house)
+    ask_with(house, front, identity=identity, model="other")
+    read_all(house)
+    assert running(front) == ["r0"]
+    (usage,) = house.ledger.usage("key", "k")
+    assert (usage.limit, usage.used, usage.capacity) == ("concurrent_requests", 1, 1)
+    house.settle(front, "r0", 499)
+    read_all(house)
+    assert running(front) == ["r0", "r1"]
+
+
+def test_rotating_a_key_gives_no_second_share(house: House) -> None:
+    def key(key_id: str, **fields: Any) -> KeyRecord:
+        return KeyRecord(id=key_id, name="k", tenant="t", prefix="", sha256=key_id, created_at=0.0, **fields)
+
+    quota = Quota(concurrent_requests=1, requests_per_minute=60.0)
+    keys = [key("old", quota=quota, replaced_by="new"), key("new", quota=quota)]
+    house.ledger.set_policies(Policies([TenantRecord(name="t", created_at=0.0)], keys))
+    front = house.new_front()
+    house.new_replica()
+    for key_id in ("old", "new"):
+        ask_with(house, front, identity=Identity(tenant="t", key_id=key_id))
+    read_all(house)
+    assert running(front) == ["r0"]
+    assert [one.used for one in house.ledger.usage("key", "old")] == [2, 1]
+    house.settle_everything()
+    assert [row.key_id for row in house.rows.ended] == ["old", "new"]
+
+
+def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(house: House) -> None:
+    front, replica = house.new_front(), house.new_replica()
+    read_all(house)
+    room = Report(step=1, credit_rows=ROWS, credit_tokens=TOKENS, blocks_total=16)
+    house.ledger.report(replica.account, room)
+    limited(house, kv_share=0.2)
+    for _ in range(4):
+        house.ask(front)
+    read_all(house)
+    assert running(front) == ["r0", "r1"]  # 8 + 5 + 64 tokens each, of a fifth of 1,024
+    (usage,) = house.ledger.usage("tenant", "t")
+    assert (usage.limit, usage.used, usage.capacity) == ("kv_share", 154, 204)
+    house.settle_everything()
+    assert len(house.rows.ended) == 4

@@ -1,0 +1,37 @@
+"""When requests that wait are to be looked at again."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from appliance.traffic.request import Request
+
+_MOST_VOID = 1024
+"""Entries of requests that wait no more, before they are looked for and dropped."""
+
+
+class Checks:
+    """Requests by the unix time of their next check; those that wait no more drop out by themselves."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._serial = 0
+        self._waited = 0
+        """How many waited when those that did not were last dropped."""
+
+    def push(self, due: float, request: Request) -> None:
+        """Look at it then."""
+        self._serial += 1
+        heapq.heappush(self._heap, (due, self._serial, request))
+        if len(self._heap) > 2 * self._waited + _MOST_VOID:
+            self._heap = [check for check in self._heap if check[2].queued_at is not None]
+            heapq.heapify(self._heap)
+            self._waited = len(self._heap)
+
+    def due(self, now: float) -> Iterator[Request]:
+        """Those to look at now, which are forgotten."""
+        while self._heap and self._heap[0][0] <= now:
+            request = heapq.heappop(self._heap)[2]
+            if request.queued_at is not None:
+                yield request
