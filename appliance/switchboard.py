@@ -225,7 +225,7 @@ class Switchboard:
     def headline(self) -> str:
         """The service in a line, as `systemctl status` shows it."""
         figures = self.ledger.figures()
-        work = f"{figures.running} requests run, {figures.waiting} wait"
+        work = f"{figures.running} running, {figures.waiting} waiting"
         closing = self.stopping or self.drains.of(None)
         if closing is not None:
             return f"{closing.state_word}: {work}"

@@ -37,7 +37,7 @@ def test_documents_name_files_that_are_there() -> None:
     missing = []
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for name in re.findall(
-            r"`((?:scripts|docs|engine|appliance|store|kernels)/[\w./]+)`", document.read_text()
+            r"`((?:scripts|docs|engine|appliance|store|kernels|systemd)/[\w./]+)`", document.read_text()
         ):
             if not (ROOT / name).exists():
                 missing.append(f"{document.name}: {name}")

@@ -99,7 +99,7 @@ def test_a_life_is_told_from_loading_over_ready_to_drained(
         wait_until(lambda: (heard.listen(), process.poll() is not None)[1], what="the end")
         assert process.returncode == 0
     heard.listen()
-    assert heard.place(READY="1") < heard.place(STOPPING="1") < heard.place(STATUS="draining: 1 request")
+    assert heard.place(READY="1") < heard.place(STOPPING="1") < heard.place(STATUS="draining: 1 running")
     assert heard.count("EXTEND_TIMEOUT_USEC") > asked + 1
     assert heard.words[-1]["STATUS"].startswith("stopped")
 

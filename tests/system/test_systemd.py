@@ -126,9 +126,10 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         socket: (UNITS / "appliance.socket").read_text(),
         f"{socket}.d/tcp.conf": (UNITS / "examples/appliance.socket.d/tcp.conf").read_text(),
         f"{unit}.d/test.conf": "[Service]\n"
-        f"Environment=PYTHONPATH={ROOT} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n",
+        f"Environment=PYTHONPATH={ROOT} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n"
+        "TimeoutStopSec=2s\n",  # shorter than a drain: the service asks for more
         "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
-        "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\n",
+        "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 60\n",
     }
     with machine(tmp_path_factory.mktemp("machine"), files) as inside:
         yield inside
