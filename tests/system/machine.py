@@ -6,6 +6,7 @@ loopback interface and no other.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("systemd-nspawn", "unshare", "setpriv", "nsenter")
 _BOOT_S = 60
+_HIERARCHIES = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup/unified")]
 _ALWAYS_NEW = ("tmp", "run", "dev", "proc", "sys")
 """Directories at the root that nspawn mounts itself: what lies below must be bound to be seen."""
 
@@ -33,6 +35,7 @@ _FILES = {
 
 _MACHINE = """
 set -e
+for cgroup in $CGROUPS; do mkdir "$cgroup"; echo $$ >"$cgroup/cgroup.procs"; done
 mount -t tmpfs -o mode=755,size=2g tmpfs "$FOLDER"
 mkdir "$FOLDER"/{changed,work,root}
 mount -t overlay -o "lowerdir=/,upperdir=$FOLDER/changed,workdir=$FOLDER/work" overlay "$FOLDER/root"
@@ -45,6 +48,10 @@ cp -R "$STAGE"/. .
 exec setpriv --pdeathsig KILL systemd-nspawn --quiet --register=no --link-journal=no --private-network \
   --console=pipe --directory=. "$@" --boot systemd.unit=sysinit.target
 """
+
+
+class BootError(Exception):
+    """A machine did not come up; the message has its console."""
 
 
 def why_not() -> str:
@@ -127,7 +134,9 @@ class Machine:
 
 @contextmanager
 def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
-    """Boot one with these files (by absolute path). The product's environment is in /opt/appliance there."""
+    """Boot one with these files (by absolute path). The product's environment is in /opt/appliance there.
+
+    Raises BootError."""
     stage, log = folder / "stage", folder / "machine.log"
     for name, text in {**_FILES, **files}.items():
         path = stage / name.lstrip("/")
@@ -145,13 +154,18 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
     }
     (folder / "root").mkdir()
     command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", _MACHINE, "machine"]
+    cgroups: list[Path] = []
     if not os.path.isdir("/run/systemd/system"):
-        command.append("--keep-unit")  # nobody here makes scopes
+        # No systemd here gives it a scope. Two machines in one cgroup would kill each other's services.
+        command.append("--keep-unit")
+        name = f"appliance-test-{os.getpid()}-{time.monotonic_ns()}"
+        cgroups = [parent / name for parent in _HIERARCHIES if (parent / "cgroup.procs").exists()]
     environment = {
         **os.environ,
         "FOLDER": str(folder / "root"),
         "STAGE": str(stage),
         "REACHABLE": " ".join(sorted(reachable)),
+        "CGROUPS": " ".join(map(str, cgroups)),
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -170,6 +184,10 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        for cgroup in cgroups:
+            for path, _, _ in os.walk(cgroup, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
 
 
 def _hidden(path: Path) -> bool:
@@ -186,4 +204,4 @@ def _booted(process: subprocess.Popen[bytes], log: Path) -> Machine:
             if found.run(*asked, check=False).stdout.strip() in ("running", "degraded"):
                 return found
         time.sleep(0.05)
-    raise AssertionError(f"the machine did not boot:\n{log.read_text(errors='replace')}")
+    raise BootError(f"the machine did not boot:\n{log.read_text(errors='replace')}")
