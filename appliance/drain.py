@@ -18,9 +18,6 @@ from appliance.traffic.requests import Ledger
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.02
-_LAST_WORDS_S = 3.0
-"""For fronts to tell their clients that their requests were ended."""
-
 STOPPING = "the service is stopping"
 
 
@@ -31,6 +28,9 @@ class House(Protocol):
 
     async def announce(self) -> None:
         """Tell every front what is ready, and return when they say that they know."""
+
+    def cancel(self, request_id: str, message: str) -> bool:
+        """End a request with this word to its client. False if there is no such request."""
 
 
 class Drain:
@@ -46,9 +46,11 @@ class Drain:
         notice_s: float,
         hold: bool = False,
         hurry: asyncio.Event | None = None,
+        last_words_s: float = float("inf"),
     ) -> None:
         """`model` None is the whole service; `why` is what clients are told; new requests are held instead of
-        refused with `hold`; `hurry` ends every wait at once."""
+        refused with `hold`; `hurry` ends every wait at once; `last_words_s` is the most that it may take to
+        end what did not finish within the grace."""
         self.model = model
         self.why = why
         self.grace_s = grace_s
@@ -56,12 +58,15 @@ class Drain:
         self.state = "announced"
         """"announced" (not ready, but still taking), "draining" or "drained"."""
         self.started_at = time.time()
+        self.drained_at: float | None = None
         self.ended = 0
         """Requests that did not finish within the grace and were ended."""
         self._house = house
         self._notice_s = notice_s
         self._announced = False
         self._hurry = hurry or asyncio.Event()
+        self._last_words_s = last_words_s
+        self._grace_ends: float | None = None
 
     @property
     def name(self) -> str:
@@ -72,6 +77,16 @@ class Drain:
     def state_word(self) -> str:
         """As operators and gateways read it: "draining" or "drained"."""
         return "drained" if self.state == "drained" else "draining"
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long it has taken."""
+        return (self.drained_at or time.time()) - self.started_at
+
+    @property
+    def grace_left_s(self) -> float:
+        """Until what still runs is ended."""
+        return self.grace_s if self._grace_ends is None else max(0.0, self._grace_ends - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
         """Go on where `former` is, with this one's grace."""
@@ -85,17 +100,19 @@ class Drain:
             await self._house.announce()
             await self._until(lambda: False, self._notice_s)
         ledger.close(self.model, self.why, hold=self.hold)
-        self.state = "draining"
+        self.state, self._grace_ends = "draining", time.monotonic() + self.grace_s
         log.info(
             "%s drains: %d requests get %g s", self.name, len(ledger.unfinished(self.model)), self.grace_s
         )
         if not await self._until(self._empty, self.grace_s):
-            self.ended = ledger.abort_all(self.why, self.model)
+            why = f"{self.why}, and this request did not finish in time"
+            late = [request.request_id for request in ledger.unfinished(self.model)]
+            self.ended = sum([self._house.cancel(request_id, why) for request_id in late])
             log.warning("%s: %d requests did not finish in time", self.name, self.ended)
             self._hurry = asyncio.Event()
-            await self._until(self._empty, _LAST_WORDS_S)
-        self.state = "drained"
-        log.info("%s is drained after %.1f s", self.name, time.time() - self.started_at)
+            await self._until(self._empty, self._last_words_s)
+        self.state, self.drained_at = "drained", time.time()
+        log.info("%s is drained after %.1f s", self.name, self.elapsed_s)
 
     def _empty(self) -> bool:
         return not self._house.ledger.unfinished(self.model)

@@ -119,7 +119,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     models: list[ServedModel]
     limits: Limits
     ready: bool
-    """Whether at least one replica of each model answers: what `/health/ready` says."""
+    """Whether at least one replica of each model answers that is not drained: what `/health/ready` says."""
     reason: str = ""
     """Why it is not ready, in words."""
     silent: dict[str, str] = {}

@@ -149,12 +149,15 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     state: str
     """"announced" (not ready, but still taking), "draining" or "drained" (nothing runs)."""
     grace_s: float
-    """What still runs then is ended."""
+    """What still runs so many seconds after it began to refuse requests is ended."""
+    grace_left_s: float
+    """Until then."""
     queue: bool
     """New requests wait until service is resumed, instead of being refused."""
     started_at: float
     """Unix seconds."""
     elapsed_s: float
+    """Until now, or until it was drained."""
     running: int
     queued: int
     """Requests that it waits for: those that run, and those that waited when it began."""

@@ -55,7 +55,7 @@ _ANNOUNCE_S = 2.0
 """A front that has not said by then that it knows is busy, or dying."""
 _CLOSE_S = 1.0
 _LAST_WORDS_S = 3.0
-"""For fronts to close their connections, and the most that it may take."""
+"""For fronts to tell clients that their requests were ended, and then to close the connections: at most."""
 
 
 class Switchboard:
@@ -151,6 +151,7 @@ class Switchboard:
             grace_s=settings.drain_grace_s,
             notice_s=settings.drain_notice_s,
             hurry=hurry,
+            last_words_s=_LAST_WORDS_S,
         )
         for listener in self.listeners:
             listener.begin_stop()
@@ -209,8 +210,10 @@ class Switchboard:
                 front.send(news)
 
     def readiness(self) -> str:
-        """Why not every model answers; empty when all do."""
-        return self._closed() or "; ".join(filter(None, map(self.silence, self.models)))
+        """Why not every model answers; empty when all do. A model that an operator took out of service is
+        not looked for, unless it is the last one."""
+        wanted = [model for model in self.models if self.drains.of(model) is None]
+        return self._closed() or "; ".join(filter(None, map(self.silence, wanted or self.models)))
 
     def started(self) -> bool:
         """Whether what the service is for is there: a front, and every pinned model."""
@@ -315,11 +318,10 @@ class Switchboard:
         if model is not None and model not in self.models:
             raise DrainError(f"there is no model {model!r}: there are {', '.join(self.models) or 'none'}")
         name = "the service" if model is None else f"model {model!r}"
-        why = f"{name} is draining: an operator took it out of service for now"
         drain = Drain(
             self,
             model,
-            why=why,
+            why=f"{name} is draining",
             grace_s=grace_s,
             notice_s=self.settings.drain_notice_s,
             hold=hold,

@@ -110,7 +110,8 @@ def drain_status(switchboard: Switchboard, drain: Drain) -> DrainStatus:
         grace_s=drain.grace_s,
         queue=drain.hold,
         started_at=drain.started_at,
-        elapsed_s=time.time() - drain.started_at,
+        elapsed_s=drain.elapsed_s,
+        grace_left_s=drain.grace_left_s,
         running=left.running,
         queued=left.queued,
         held=switchboard.ledger.held(drain.model),
@@ -151,6 +152,10 @@ def _state(switchboard: Switchboard, reason: str, fronts: list[str], sick: bool)
     """In a word; `sick`: something is wrong with the store."""
     if (closing := switchboard.stopping or switchboard.drains.of(None)) is not None:
         return closing.state_word
+    drains = [switchboard.drains.of(model) for model in switchboard.models]
+    words = {drain.state_word for drain in drains if drain is not None}
+    if words and None not in drains:
+        return "draining" if "draining" in words else "drained"
     replicas = [replica.word for replica in switchboard.replicas]
     broken = {"failed", "restarting"} & {*replicas, *fronts}
     broken_fronts = any(front.problems for front in switchboard.fronts)
@@ -184,7 +189,7 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
 def _model_state(switchboard: Switchboard, model: str, replicas: list[ReplicaStatus]) -> tuple[str, str]:
     """A model in a word, and in words."""
     if (drain := switchboard.drains.of(model)) is not None:
-        return drain.state_word, "taken out of service: appliance resume --model NAME takes it back"
+        return drain.state_word, f"taken out of service until: appliance resume --model {model}"
     # The best of its replicas is what apps meet.
     order = ("ready", "draining", "loading", "starting", "restarting", "failed", "stopped")
     best = min(replicas, key=lambda replica: order.index(replica.state), default=None)

@@ -7,7 +7,15 @@ import time
 
 from appliance.actions import DrainService, ResumeService, action_of
 from appliance.cli.actions import confirm
-from appliance.cli.output import is_terminal, of_count, of_seconds, print_json, printable
+from appliance.cli.output import (
+    is_terminal,
+    of_count,
+    of_seconds,
+    print_json,
+    printable,
+    shorten,
+    terminal_width,
+)
 from appliance.cli.service import admin_client
 from appliance.cli.times import span_s
 from appliance.client import AdminClient
@@ -16,6 +24,7 @@ from appliance.protocol import DrainStatus
 _EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
 """Where nobody watches, one line in so long is enough."""
+_DOES = {"announced": "says that it is not ready", "draining": "drains", "drained": "is drained"}
 INTERRUPTED = 130
 """As shells say it of a command that Ctrl-C ended."""
 
@@ -40,23 +49,24 @@ def drain(
             print_json(status) if as_json else print(line(status))
             return 0
         try:
-            last = _Watch(client, status).to_the_end()
+            last = _Watch(client, status, as_json).to_the_end()
         except KeyboardInterrupt:
             return _interrupted(client, model)
     if last is None:
         print(f"{_name(model)} was resumed meanwhile", file=sys.stderr)
         return 1
-    print_json(last) if as_json else print(line(last))
+    print_json(last, line=True) if as_json else print(line(last))
     return 1 if last.ended else 0
 
 
 class _Watch:
-    """Follows a drain, in one line that changes, or in a line now and then."""
+    """Follows a drain: in one line that changes, in a line now and then, or in lines of JSON."""
 
-    def __init__(self, client: AdminClient, status: DrainStatus) -> None:
+    def __init__(self, client: AdminClient, status: DrainStatus, as_json: bool) -> None:
         self._client = client
         self._status = status
-        self._live = is_terminal(sys.stderr)
+        self._as_json = as_json
+        self._live = is_terminal(sys.stderr) and not as_json
         self._said_at = 0.0
 
     def to_the_end(self) -> DrainStatus | None:
@@ -64,7 +74,7 @@ class _Watch:
         status: DrainStatus | None = self._status
         try:
             while status is not None and status.state != "drained":
-                self._say(line(status))
+                self._say(status)
                 time.sleep(_EVERY_S)
                 drains = self._client.status().drains
                 status = next((one for one in drains if one.model == self._status.model), None)
@@ -73,29 +83,32 @@ class _Watch:
                 print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         return status
 
-    def _say(self, text: str) -> None:
-        if self._live:
+    def _say(self, status: DrainStatus) -> None:
+        if self._as_json:
+            print_json(status, line=True)
+        elif self._live:
+            text = shorten(line(status), (terminal_width(sys.stderr) or 80) - 1)
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self._said_at >= _LINE_EVERY_S:
             self._said_at = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
+            print(line(status), file=sys.stderr, flush=True)
 
 
 def line(status: DrainStatus) -> str:
     """A drain in a line."""
-    facts = [f"{status.running:,} running", f"{status.queued:,} queued"]
-    if status.queue:
-        facts.append(f"{status.held:,} held for later")
     if status.state == "drained":
-        facts = [f"after {of_seconds(status.elapsed_s)}", *facts[2:]]
+        facts = [f"it took {of_seconds(status.elapsed_s)}"]
         if status.ended:
-            facts.append(f"{of_count(status.ended)} requests were ended when the grace was over")
-    elif status.running or status.queued:
-        facts.append(f"about {of_count(status.tokens_left)} tokens left")
-        eta = "unknown" if status.eta_s is None else of_seconds(status.eta_s)
-        left = of_seconds(max(0.0, status.grace_s - status.elapsed_s))
-        facts.append(f"done in {eta}, grace ends in {left}")
-    return f"{_name(status.model)} {status.state}: {', '.join(facts)}"
+            facts.append(f"{of_count(status.ended)} requests did not finish within the grace and were ended")
+    else:
+        facts = [f"{of_count(status.running)} running", f"{of_count(status.queued)} queued"]
+        if status.running or status.queued:
+            facts.append("" if status.eta_s is None else f"done in about {of_seconds(status.eta_s)}")
+            facts.append(f"the grace ends in {of_seconds(status.grace_left_s)}")
+            facts.append(f"about {of_count(status.tokens_left)} tokens left")
+    if status.queue:
+        facts.insert(1, f"{of_count(status.held)} wait for resume")
+    return f"{_name(status.model)} {_DOES[status.state]}: {', '.join(filter(None, facts))}"
 
 
 def _interrupted(client: AdminClient, model: str | None) -> int:

@@ -34,7 +34,8 @@ def drain(
 ) -> None:
     """Take nothing new and finish what was accepted.
 
-    Ctrl-C asks whether to leave it off. Exit code 1 where requests had to be ended, or it was left off.
+    Ctrl-C stops watching and asks whether to leave the drain off; without a terminal it goes on. With --json
+    each look is a line. Exit code 1 where requests had to be ended, or the drain was left off.
     """
     from appliance.cli.drain import drain
 

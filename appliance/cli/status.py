@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from appliance.cli.drain import line as drain_line
 from appliance.cli.output import (
     Column,
     of_count,
@@ -71,8 +72,10 @@ def _head(status: Status, width: int | None) -> Iterable[str]:
         f"uid {status.uid}",
     ]
     yield paint(what[0], "bold") + " · " + " · ".join(what[1:])
-    if status.reason:
+    if status.reason and all(drain.model is not None for drain in status.drains):
         yield from _wrapped(printable(status.reason), width, "")
+    for drain in status.drains:
+        yield from _wrapped(drain_line(drain), width, "")
     for name, path in (
         ("run", status.run_dir),
         ("state", status.state_dir),

@@ -49,7 +49,6 @@ class Box:
         self.not_ready_reason = "the front has not been configured yet"
         self.silent_models: dict[str, str] = {}
         """Models that do not answer, and why."""
-        self.draining = False
         self.requests = 0
         self.tokens = 0
         self.streams = 0

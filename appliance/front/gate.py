@@ -70,8 +70,6 @@ class Gate:
                     f"tenant {identity.tenant!r} is suspended: ask the operator of this box",
                     "tenant_suspended",
                 )
-            if box.draining:
-                raise ApiError(503, "the service is stopping", code="draining", retry_after_s=5.0)
             call.asked_class = _asked_class(scope)
             call.deadline_ms = _deadline_ms(scope)
         except ApiError as error:

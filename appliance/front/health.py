@@ -24,11 +24,10 @@ def health_routes(box: Box) -> APIRouter:
 
     @router.get("/health/ready", response_model=HealthDocument, responses={503: {"model": HealthDocument}})
     async def ready(model: str | None = None) -> Response:
-        """Whether a request would be answered now, to each model or to the one named; if not, why."""
+        """Whether a request would be answered now, to the model named or to each that is not drained; if not,
+        why."""
         reason = ""
-        if box.draining:
-            reason = "the service is stopping"
-        elif model is not None:
+        if model is not None:
             reason = box.silent_models.get(model) or box.catalog.problems.get(model, "")
             if not reason and not box.catalog.serves(model):
                 reason = f"there is no model {model!r}"

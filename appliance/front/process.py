@@ -127,7 +127,6 @@ class Front:
 
     async def _stop(self, grace_s: float) -> None:
         box = self._box
-        box.draining = True
         box.retries.stop()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s

@@ -1,0 +1,318 @@
+"""Drains under load: nothing that was accepted is lost, and nobody is refused before readiness said so."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from appliance.client import AdminClient
+from appliance.protocol import Status
+from appliance.settings import demo_model_folder
+from tests.system.service import APPLIANCE, Service, service
+
+pytestmark = pytest.mark.system
+
+TOKENS = 24
+LONG = 500
+FRONTS = 2
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, and time enough between "not ready" and the first refusal for a probe to look."""
+    path = tmp_path_factory.mktemp("drain") / "appliance.toml"
+    model = f'folder = "{demo_model_folder()}"\nthreads = 1\nkv_blocks = 400\nmax_rows = 8\n'
+    path.write_text(
+        f"fronts = {FRONTS}\ndrain_notice_s = 0.8\ndrain_grace_s = 60\n"
+        f"[models.demo]\n{model}[models.other]\n{model}"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def box(settings: Path) -> Iterator[Service]:
+    with service("--config", str(settings)) as running:
+        yield running
+
+
+class Answer:
+    """What a client got, and when."""
+
+    def __init__(self, model: str, status: int, code: str, retry_after: str | None, tokens: int) -> None:
+        self.model, self.status, self.code = model, status, code
+        self.retry_after, self.tokens = retry_after, tokens
+        self.at = time.monotonic()
+
+    @property
+    def refused(self) -> bool:
+        return self.status == 503
+
+
+def ask(http: httpx.Client, model: str, *, stream: bool = False, tokens: int = TOKENS) -> Answer:
+    """One request to its end. Of a stream that ends with an error the status is the error's."""
+    body = {"model": model, "prompt": "import ", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    if not stream:
+        answer = http.post("/v1/completions", json=body)
+        document = answer.json()
+        code = document["error"]["code"] if "error" in document else ""
+        made = 0 if code else document["usage"]["completion_tokens"]
+        return Answer(model, answer.status_code, code, answer.headers.get("retry-after"), made)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with http.stream("POST", "/v1/completions", json=body | options) as answer:
+        if answer.status_code != 200:
+            code = json.loads(answer.read())["error"]["code"]
+            return Answer(model, answer.status_code, code, answer.headers.get("retry-after"), 0)
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    errors = [json.loads(event)["error"] for event in events if '"error"' in event]
+    if errors:
+        assert len(errors) == 1 and events[-1] != "[DONE]"
+        return Answer(model, 503, errors[0]["code"], None, 0)
+    assert events[-1] == "[DONE]"
+    return Answer(model, 200, "", None, json.loads(events[-2])["usage"]["completion_tokens"])
+
+
+class Load:
+    """Clients that ask one request after the other, and probes that look at readiness on connections of
+    their own."""
+
+    def __init__(self, running: Service, models: tuple[str, ...] = ("demo",)) -> None:
+        self.running, self.models = running, models
+        self.answers: list[Answer] = []
+        self.cut_off: list[str] = []
+        self.not_ready: dict[int, float] = {}
+        self.ready_again: dict[int, float] = {}
+        self._probed = ""
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(6)]
+
+    def probe(self, model: str) -> None:
+        """Look at the readiness of this model on every front. Connections go to the fronts in turn."""
+        self._probed = f"?model={model}" if model else ""
+        probes = [threading.Thread(target=self._probe, args=(number,)) for number in range(2 * FRONTS)]
+        self._threads += probes
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        self.running.wait_until(lambda: len(self.answers) > 10, 60, "ten answers")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Until every client has had its last answer."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(90)
+            assert not thread.is_alive(), "a client still waits"
+
+    def of(self, model: str) -> list[Answer]:
+        return [answer for answer in self.answers if answer.model == model]
+
+    @property
+    def refusals(self) -> list[Answer]:
+        return [answer for answer in self.answers if answer.refused]
+
+    def _client(self, number: int) -> None:
+        model = self.models[number % len(self.models)]
+        with self.running.http() as http:
+            while not self._stop.is_set():
+                try:
+                    answer = ask(http, model, stream=number % 3 == 0)
+                except httpx.TransportError as error:
+                    self.cut_off.append(type(error).__name__)
+                    return
+                self.answers.append(answer)
+                if answer.refused:
+                    self._stop.wait(0.05)
+
+    def _probe(self, number: int) -> None:
+        with self.running.http() as http:
+            while not self._stop.is_set():
+                try:
+                    status = http.get(f"/health/ready{self._probed}").status_code
+                except httpx.TransportError:
+                    return
+                if status == 503:
+                    self.not_ready.setdefault(number, time.monotonic())
+                elif number in self.not_ready:
+                    self.ready_again.setdefault(number, time.monotonic())
+                self._stop.wait(0.02)
+
+
+def check(load: Load, *, lost_connections: bool = False) -> None:
+    """Everything that was accepted was answered in full; everything else was told when to come back."""
+    assert {answer.status for answer in load.answers} <= {200, 503}
+    assert {answer.tokens for answer in load.answers if not answer.refused} == {TOKENS}
+    assert {answer.code for answer in load.refusals} <= {"draining"}
+    assert all(int(answer.retry_after or 0) > 0 for answer in load.refusals)
+    assert lost_connections or not load.cut_off
+
+
+def check_order(load: Load) -> None:
+    """Every front said that it is not ready before anybody was refused, and served until then."""
+    first = min(answer.at for answer in load.refusals)
+    assert len(load.not_ready) == 2 * FRONTS
+    assert max(load.not_ready.values()) < first
+    served_meanwhile = [answer for answer in load.answers if max(load.not_ready.values()) < answer.at < first]
+    assert served_meanwhile
+
+
+@contextmanager
+def draining(running: Service, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """`appliance drain` with its output."""
+    command = [APPLIANCE, "drain", "--run-dir", str(running.run_dir), *options]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def status(running: Service) -> Status:
+    with AdminClient(running.run_dir) as admin:
+        return admin.status()
+
+
+def runs_one(running: Service) -> bool:
+    return status(running).queue.running == 1
+
+
+def test_a_drain_under_load_loses_nothing_and_says_not_ready_before_it_refuses(box: Service) -> None:
+    load = Load(box)
+    load.probe("")
+    with load, draining(box, "--grace", "60s", "--json") as process:
+        out, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+        looks = [json.loads(line) for line in out.splitlines()]
+        assert [looks[0]["state"], looks[-1]["state"]] == ["announced", "drained"]
+        assert looks[-1]["ended"] == looks[-1]["running"] == looks[-1]["queued"] == 0
+        assert looks[-1]["elapsed_s"] < 60
+        box.wait_until(lambda: load.refusals, 30, "a refusal")
+        assert status(box).state == "drained"
+        box.command("resume")
+        box.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 30, "ready probes")
+        seen = len(load.answers)
+        box.wait_until(lambda: len(load.answers) > seen + 12, 60, "answers after the drain")
+        assert not any(answer.refused for answer in load.answers[seen + 12 :])
+    check(load)
+    check_order(load)
+    assert status(box).state == "ready"
+
+
+def test_a_drain_of_one_model_leaves_the_other_alone(box: Service) -> None:
+    load = Load(box, ("demo", "other"))
+    load.probe("demo")
+    with load, draining(box, "--model", "demo", "--grace", "60s") as process:
+        assert process.wait(90) == 0
+        box.wait_until(lambda: load.refusals, 30, "a refusal")
+        with box.http() as http:
+            for path, code in (("", 200), ("?model=other", 200), ("?model=demo", 503)):
+                assert http.get(f"/health/ready{path}").status_code == code
+        seen = len(load.of("other"))
+        box.wait_until(lambda: len(load.of("other")) > seen + 10, 60, "answers of the other model")
+        box.command("resume", "--model", "demo")
+        box.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 30, "ready probes")
+    check(load)
+    check_order(load)
+    assert not any(answer.refused for answer in load.of("other"))
+
+
+def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Service) -> None:
+    with ThreadPoolExecutor(1) as pool, box.http() as http, box.http() as other:
+        long = pool.submit(ask, http, "demo", tokens=LONG)
+        box.wait_until(lambda: runs_one(box), 30, "the long request")
+        with draining(box, "--grace", "60s") as process:
+            box.wait_until(lambda: ask(other, "demo", tokens=1).refused, 30, "a refusal")
+            assert not long.done()
+            box.command("resume")
+            out, errors = process.communicate(timeout=30)
+        assert (process.returncode, out) == (1, "")
+        assert errors.endswith("the service was resumed meanwhile\n")
+        assert ask(other, "demo").status == 200
+        assert (long.result(60).status, long.result().tokens) == (200, LONG)
+
+
+def test_with_queue_new_requests_wait_and_are_served_when_service_resumes(box: Service) -> None:
+    with ThreadPoolExecutor(5) as pool, box.http() as http:
+        with draining(box, "--queue") as process:
+            assert process.wait(30) == 0
+        waiting = [pool.submit(ask, http, "demo", stream=number % 2 == 0) for number in range(5)]
+        box.wait_until(lambda: status(box).drains[0].held == 5, 30, "five that wait")
+        assert not any(future.done() for future in waiting)
+        assert status(box).state == "drained"
+        box.command("resume")
+        assert [(future.result(60).status, future.result().tokens) for future in waiting] == [
+            (200, TOKENS)
+        ] * 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_outlives_the_grace_is_ended_with_one_clear_error(box: Service, stream: bool) -> None:
+    with ThreadPoolExecutor(1) as pool, box.http() as http:
+        long = pool.submit(ask, http, "demo", stream=stream, tokens=LONG)
+        box.wait_until(lambda: runs_one(box), 30, "the long request")
+        with draining(box, "--grace", "0s") as process:
+            out, errors = process.communicate(timeout=30)
+        assert process.returncode == 1, errors
+        assert "1 requests did not finish within the grace and were ended" in out
+        assert (long.result(30).status, long.result().code) == (503, "aborted")
+        box.wait_until(lambda: status(box).queue.running == 0, 10, "an idle engine")
+        assert box.rows()[-1]["error"] == "the service is draining, and this request did not finish in time"
+        box.command("resume")
+
+
+def outcomes(running: Service) -> dict[tuple[str, int], int]:
+    with sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True) as database:
+        return {
+            (row[0], row[1]): row[2]
+            for row in database.execute("select state, status, count(*) from requests group by 1, 2")
+        }
+
+
+def test_sigterm_under_load_drains_as_well_and_leaves_nothing_behind(settings: Path) -> None:
+    with service("--config", str(settings)) as running:
+        processes = running.descendants()
+        load = Load(running)
+        load.probe("")
+        with load:
+            running.process.send_signal(signal.SIGTERM)
+            assert running.process.wait(60) == 0
+        check(load, lost_connections=True)
+        check_order(load)
+        # A client that was cut off had not been accepted: the log knows of no answer that nobody got.
+        answered = sum(not answer.refused for answer in load.answers)
+        found = outcomes(running)
+        assert found.pop(("ended", 200)) == answered
+        assert set(found) <= {("ended", 503)}
+        assert not any(process.is_running() for process in processes)
+
+
+def test_a_second_sigterm_ends_what_still_runs(settings: Path) -> None:
+    with (
+        service("--config", str(settings)) as running,
+        ThreadPoolExecutor(1) as pool,
+        running.http() as http,
+    ):
+        long = pool.submit(ask, http, "demo", stream=True, tokens=LONG)
+        running.wait_until(lambda: runs_one(running), 30, "the long request")
+        running.process.send_signal(signal.SIGTERM)
+        running.wait_until(lambda: status(running).state == "draining", 10, "the drain")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 0
+        assert (long.result(30).status, long.result().code) == (503, "aborted")
+        assert outcomes(running) == {("ended", 503): 1}
