@@ -264,6 +264,10 @@ class DecodeConfig:
     num_warps: int = 4
     least_pages: int = 1
     """A sequence of no more is not cut: reading them one after another is cheaper than adding up sums."""
+    early: bool = False
+    """Whether rows, lens and block_table are read before the kernel in front has ended. Only where a kernel
+    without PDL stands between what wrote them and this one, as the embedding does in a decoder's pass: one
+    with it may start before the one in front has waited for its own."""
 
 
 def config_for(
@@ -322,7 +326,6 @@ def decode(
     v_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = True,
-    early: bool = False,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """Attention of one new token for each sequence over its pages: `[sequences, heads, head_dim]`, as q.
@@ -332,8 +335,6 @@ def decode(
     block_table: `[max_rows, columns]` int32 or int64. rows: `[sequences]`, the block table's row of each.
     lens: `[sequences]`, tokens in the cache, the new one included; 0: padding, whose result is zeros and of
     which nothing else is read. window: the token sees itself and the window - 1 before it.
-    early: the program may read rows, lens and block_table before the kernel in front of it has ended: they
-    were written before that one began, and it calls gdc_wait before gdc_launch_dependents.
     config: None: `config_for`. The result's last bits depend on its `items`.
     The softmax is in float32. Takes no lengths on the host, so a CUDA graph may hold it.
     """
@@ -384,7 +385,7 @@ def decode(
         AT_ONCE=max(1, config.at_once // (gp * head_dim)),
         LEAST=config.least_pages,
         PDL=pdl,
-        EARLY=early,
+        EARLY=bool(config.early),
         num_warps=config.num_warps,
         launch_pdl=pdl,
         maxnreg=config.maxnreg,

@@ -285,8 +285,11 @@ def test_the_bits_are_the_same_every_time_and_without_pdl(lens: str, fp8: bool) 
     case = _fp8(case) if fp8 else case
     workspace = kernel.allocate_workspace(len(case.lens), *LLAMA, case.q.device)
     first = case.run(workspace=workspace)
-    for pdl in (True, False) * 10:
-        assert torch.equal(case.run(workspace=workspace, pdl=pdl), first)
+    multiprocessors = torch.cuda.get_device_properties(case.q.device).multi_processor_count
+    config = kernel.config_for(len(case.lens), LLAMA[1], LLAMA[2], case.keys.element_size(), multiprocessors)
+    for pdl, early in ((True, False), (True, True), (False, False)) * 10:
+        found = case.run(workspace=workspace, pdl=pdl, config=replace(config, early=early))
+        assert torch.equal(found, first)
         assert (workspace.arrived == 0).all()
 
 
