@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _RETRY_EVERY_S = 2.0
 _HEAD_EVERY_S = 300.0
 _REMOVE_EVERY_S = 5.0
-_LEAST_PAUSE_S = 0.05
+_LEAST_PAUSE_S = 0.02
 _PAUSES = 9.0
 """After a batch, the writer is left alone for so many times as long as the batch took: a tenth of its time at
 most goes into this."""
@@ -76,7 +76,8 @@ class Housekeeper:
     async def _remove_contents(self) -> None:
         before, otherwise = self._contents.limits()
         operation = partial(retention.remove_contents, before=before, otherwise=otherwise)
-        await _remove(self._contents.writer, operation)
+        if await _remove(self._contents.writer, operation):
+            await asyncio.wrap_future(retention.empty_log(self._contents.writer))
 
 
 async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
@@ -90,8 +91,8 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
             log.exception("housekeeping failed, and is tried again in %g s", every_s)
 
 
-async def _remove(writer: Writer, operation: Operation[Removed]) -> None:
-    """Batch after batch, until nothing is left to remove."""
+async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
+    """Batch after batch, until nothing is left to remove; the number of rows."""
     rows = pages = 0
     try:
         while True:
@@ -99,7 +100,7 @@ async def _remove(writer: Writer, operation: Operation[Removed]) -> None:
             removed = await asyncio.wrap_future(writer.call(operation))
             rows, pages = rows + removed.rows, pages + removed.pages
             if not removed.more:
-                return
+                return rows
             await asyncio.sleep(max(_LEAST_PAUSE_S, _PAUSES * (time.monotonic() - began)))
     finally:
         if rows or pages:

@@ -1,14 +1,17 @@
 """What goes when its time is over: rows of the request log, and the contents of requests. In batches so small
 that nothing waits for one, with the pages given back to the file system.
 
-All functions are operations for the writer of their database.
+Functions of a connection are operations for the writer of their database.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import NamedTuple
+
+from store.writer import Writer
 
 BATCH_ROWS = 100
 BATCH_BYTES = 256 << 10
@@ -65,6 +68,19 @@ def remove_contents(
         if gone >= BATCH_ROWS:
             break
     return _and_pages(connection, gone, gone > 0)
+
+
+def empty_log(writer: Writer) -> Future[None]:
+    """Have the write-ahead log put into the database and emptied: what was removed lies there as it was,
+    until it is overwritten. The future raises a `StoreError`; a reader in the way leaves it for the next
+    removal."""
+    found: list[sqlite3.Connection] = []
+
+    def empty(_: None) -> None:
+        found[0].execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    # After the commit: no checkpoint can be made within a transaction.
+    return writer.call(found.append, empty)
 
 
 def _remove_of_tenant(connection: sqlite3.Connection, tenant: str, until: float, most: int) -> int:

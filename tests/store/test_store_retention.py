@@ -145,3 +145,15 @@ def test_texts_that_wait_take_a_bounded_share_of_memory(contents):
     stuck.flush()
     assert log.keep([content("again", text=large)])
     stuck.close()
+
+
+def test_what_was_removed_is_nowhere_in_the_files_once_the_log_is_emptied(contents):
+    log = ContentLog(contents)
+    for number in range(20):
+        log.keep([content(f"req-{number}", text="a most secret phrase", created_at=1.0)])
+    contents.flush()
+    files = [contents.path, contents.path.with_name(contents.path.name + "-wal")]
+    until_done(contents, partial(retention.remove_contents, before={}, otherwise=2.0))
+    assert any(b"secret phrase" in path.read_bytes() for path in files)
+    retention.empty_log(contents).result(10)
+    assert not any(b"secret phrase" in path.read_bytes() for path in files)

@@ -117,6 +117,8 @@ def test_texts_go_when_their_time_is_over_and_the_row_stays(running: Service) ->
     kept(running, stays)
     running.command("tenants", "set", "full", "--log-days", "0.000001")
     running.wait_until(lambda: shown(running, request_id).returncode == 1, 30, "the texts to be removed")
+    # Overwritten, not only forgotten; also in the write-ahead log.
+    running.wait_until(lambda: b"def login" not in state_bytes(running), 20, "the texts to be gone for good")
     assert kept(running, stays)["texts"]
     assert [row["status"] for row in running.rows("--id", request_id)] == [200]
     with closing(sqlite3.connect(f"file:{running.state_dir}/contents.db?mode=ro", uri=True)) as database:
