@@ -22,6 +22,7 @@ from engine.kernel_build import dimensions
 from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.parallel import single
+from engine.prompt_graphs import PromptGraphs
 from engine.sampler import Sampler
 from engine.sizing import EXPANSION_BLOCKS, FP8
 from kernels import compiling, rehearsal
@@ -77,7 +78,8 @@ def main() -> None:
 
 
 def serve(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> None:
-    """Graphs of every size and way to sample, the profiling steps, and steps of prompts and edited rows."""
+    """Graphs of every size and way to sample, those of prompts, the profiling steps, and steps of prompts and
+    edited rows."""
     tables = RowTables(ROWS, 17, decoder.config.vocab_size, META)
     kv = decoder.allocate_kv(20)
     graphs = DecodeGraphs(decoder, kv, tables, sampler, ROWS)
@@ -85,6 +87,9 @@ def serve(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> None:
         graphs._forward(size)
         for variant in Variant:
             graphs._sample(size, variant)
+    prompts = PromptGraphs(decoder, kv, tables, spec.step_tokens)
+    for size in prompts.sizes:
+        prompts._run(size)
     profiling.run_largest_steps(decoder, sampler, tables, spec)
     every = (
         SamplingParams(max_tokens=9),
