@@ -40,7 +40,7 @@ mount -t tmpfs -o mode=755,size=2g tmpfs "$FOLDER"
 mkdir "$FOLDER"/{changed,work,root}
 mount -t overlay -o "lowerdir=/,upperdir=$FOLDER/changed,workdir=$FOLDER/work" overlay "$FOLDER/root"
 cd "$FOLDER/root"
-chmod o+x $REACHABLE
+while IFS= read -r directory; do chmod o+x "$directory"; done <<<"$REACHABLE"
 # Nothing of this machine's own: no mounts, no settings, no state.
 : >etc/fstab
 rm -rf var/log/journal etc/appliance var/lib/appliance opt/appliance
@@ -164,7 +164,7 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
         **os.environ,
         "FOLDER": str(folder / "root"),
         "STAGE": str(stage),
-        "REACHABLE": " ".join(sorted(reachable)),
+        "REACHABLE": "\n".join(sorted(reachable)),
         "CGROUPS": " ".join(map(str, cgroups)),
     }
     with log.open("wb") as output:

@@ -127,7 +127,7 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         socket: (UNITS / "appliance.socket").read_text(),
         f"{socket}.d/tcp.conf": (UNITS / "examples/appliance.socket.d/tcp.conf").read_text(),
         f"{unit}.d/test.conf": "[Service]\n"
-        f"Environment=PYTHONPATH={ROOT} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n"
+        f'Environment="PYTHONPATH={ROOT}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n'
         "TimeoutStopSec=2s\n",  # shorter than a drain: the service asks for more
         "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
         "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 60\n",
@@ -208,7 +208,7 @@ def test_a_reload_touches_no_model_and_a_bad_file_fails_it(box: Box) -> None:
 
 def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(box: Box) -> None:
     before = box.unit()
-    under_way = [Stream(box, max_tokens=900) for _ in range(8)]
+    under_way = [Stream(box, max_tokens=1900) for _ in range(8)]
     assert all(stream.begun.wait(60) for stream in under_way)
     box.inside.wait_until(lambda: box.rows("open") == 8, 10, "their rows to be on the disk")
     killed = box.inside.processes("appliance")
