@@ -17,7 +17,7 @@ from appliance.cli.failure import Failure, told
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import find_run_dir, find_state_dir
 from appliance.cli.times import local_short, moment
-from store import audit
+from store import audit, exports
 from store.audit import Head
 from store.database import reading
 from store.errors import StoreError
@@ -33,7 +33,6 @@ from store.evidence import (
     recorded_in,
     spooled_actions,
 )
-from store.exports import lines_of
 from store.heads import KEY_FILE, SigningKey, read_key
 from store.schemas import CONTROL
 
@@ -123,13 +122,26 @@ def verify(
     return 0 if findings.ok else 1
 
 
-def export(run_dir: str | None, state_dir: str | None, file: str | None, target: str | None) -> None:
+def export(
+    run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
+) -> None:
     """Write the chain to a file, whole or not at all, or to standard output."""
     place = _place(run_dir, state_dir, file)
     key = _key(place)
     with told(StoreError), reading(place.database, CONTROL) as connection, _output(target) as out:
-        for line in lines_of(audit.all_rows(connection), key):
+        for line in exports.lines_of(audit.all_rows(connection), key):
             out.write(line)
+    if target is not None and as_json:
+        _, trailer = exports.read(Path(target))
+        assert trailer is not None
+        print_json(
+            {
+                "path": str(Path(target).absolute()),
+                "rows": trailer.rows,
+                "head": {"seq": trailer.head.seq, "hash": trailer.head.hash},
+                "signed": trailer.signature is not None,
+            }
+        )
     if key is None:
         print("The export is not signed: that takes read rights to the service's audit.key.", file=sys.stderr)
 

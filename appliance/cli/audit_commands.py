@@ -100,8 +100,12 @@ def audit_export(
     file: File = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
+    json: Json = False,
 ) -> None:
-    """Write every row as a line of JSON, and a last line that signs them."""
+    """Write every row as a line of JSON, and a last line that signs them.
+
+    With FILE, --json says what is in it.
+    """
     from appliance.cli.audit import export
 
-    export(run_dir, state_dir, file, target)
+    export(run_dir, state_dir, file, target, as_json=json)

@@ -12,18 +12,18 @@ from appliance.watch.findings import Finding
 from appliance.watch.quantities import of_bytes
 from store.database import open_readonly
 from store.errors import StoreError
-from store.evidence import verify_audit
+from store.evidence import examine_folder
 from store.migrations import Schema
 from store.requests import RequestFilter, RequestReader
-from store.schemas import CONTROL, HISTORY
+from store.schemas import CONTENTS, CONTROL, HISTORY
 
 
 def databases(state_dir: Path, running: bool) -> Iterator[Finding]:
-    """Both databases: pages, schema version, size; the audit chain; requests that never ended."""
-    for name, schema in (("control.db", CONTROL), ("history.db", HISTORY)):
+    """The databases: pages, schema version, size; the audit chain; requests that never ended."""
+    for name, schema in (("control.db", CONTROL), ("history.db", HISTORY), ("contents.db", CONTENTS)):
         path = state_dir / name
         try:
-            path.stat()
+            path.open("rb").close()
         except PermissionError:
             yield Finding(
                 area="databases",
@@ -47,8 +47,10 @@ def databases(state_dir: Path, running: bool) -> Iterator[Finding]:
         try:
             sound = _soundness(path, schema)
             yield sound
-            if sound.level == "ok":
-                yield from _audit(path) if schema is CONTROL else _requests(path, running)
+            if sound.level == "ok" and schema is CONTROL:
+                yield _audit(state_dir)
+            elif sound.level == "ok" and schema is HISTORY:
+                yield from _requests(path, running)
         except StoreError as error:
             yield _broken(name, str(error), "")
 
@@ -88,23 +90,24 @@ def _soundness(path: Path, schema: Schema) -> Finding:
     )
 
 
-def _audit(path: Path) -> Iterator[Finding]:
-    verdict = verify_audit(path)
-    if verdict.ok:
-        yield Finding(
+def _audit(state_dir: Path) -> Finding:
+    findings = examine_folder(state_dir)
+    head = findings.verdict.head
+    if findings.ok:
+        return Finding(
             area="databases",
             subject="audit chain",
             level="ok",
-            text=f"the audit chain is whole: {verdict.rows:,} rows, head {verdict.head.hash[:16]}",
+            text=f"the audit chain is whole: {findings.verdict.rows:,} rows, head {head.hash[:16]}, held "
+            f"against {findings.heads:,} recorded heads",
         )
-    else:
-        yield Finding(
-            area="databases",
-            subject="audit chain",
-            level="problem",
-            text=f"the audit chain is broken at row {verdict.broken_seq}: {verdict.problem}",
-            remedy="it was changed outside the service: keep the file as evidence, compare a backup",
-        )
+    return Finding(
+        area="databases",
+        subject="audit chain",
+        level="problem",
+        text=f"the audit chain is not what the service wrote: {findings.problems[0]}",
+        remedy="keep the files as evidence, and see what else says so: appliance audit verify --journal",
+    )
 
 
 def _requests(path: Path, running: bool) -> Iterator[Finding]:

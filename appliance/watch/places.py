@@ -118,7 +118,7 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
                     text=f"{run_dir / name} is left of a service that ended without a word",
                     remedy="nothing: the next start replaces it",
                 )
-        for name in ("control.db", "history.db"):
+        for name in ("control.db", "history.db", "contents.db"):
             if (writer := lock_holder(state_dir / f"{name}-lock")) is not None:
                 yield Finding(
                     area="leftovers",

@@ -160,6 +160,8 @@ def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, 
     assert [row["seq"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert trailer["trailer"]["rows"] == 6 and len(trailer["trailer"]["sig"]) == 64
     assert cli("audit", "verify", "--file", target).code == 0
+    said = json.loads(cli("audit", "export", target, "--state-dir", state, "--json").out)
+    assert (said["rows"], said["head"]["hash"], said["signed"]) == (6, rows[-1]["hash"], True)
     target.write_text(target.read_text().replace("acme", "evil"))
     assert cli("audit", "verify", "--file", target).code == 1
     (state / "audit.key").unlink()

@@ -237,12 +237,21 @@ def test_a_database_of_a_later_version_is_a_problem(doctor: Doctor, databases: P
     assert code == 1 and "schema version 99" in found(findings, "databases", "problem")
 
 
+def test_rows_cut_off_the_audit_chain_are_a_problem(doctor: Doctor, databases: Path) -> None:
+    with sqlite3.connect(databases / "control.db") as connection:
+        connection.execute("DROP TRIGGER audit_rows_do_not_go")
+        connection.execute("DELETE FROM audit WHERE seq = 2")
+        connection.execute("UPDATE sqlite_sequence SET seq = 1 WHERE name = 'audit'")
+    code, findings = doctor()
+    assert code == 1 and "row 2 is missing from the end" in found(findings, "databases", "problem")
+
+
 def test_an_audit_chain_that_was_changed_is_a_problem(doctor: Doctor, databases: Path) -> None:
     with sqlite3.connect(databases / "control.db") as connection:
         connection.execute("DROP TRIGGER audit_rows_do_not_change")
         connection.execute("UPDATE audit SET actor = 'nobody' WHERE seq = 1")
     code, findings = doctor()
-    assert code == 1 and "broken at row 1" in found(findings, "databases", "problem")
+    assert code == 1 and "row 1: rewritten" in found(findings, "databases", "problem")
 
 
 def test_requests_left_open_by_a_dead_service_are_a_warning(

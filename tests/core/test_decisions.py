@@ -3,6 +3,7 @@ recorded of it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -34,6 +35,7 @@ from appliance.actions import (
 )
 from appliance.client import AdminClient, AdminError
 from appliance.protocol import Done, NewKey, Tenant
+from store.evidence import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system
@@ -254,3 +256,28 @@ def test_somebody_does_every_action_of_the_registry(shared: Service) -> None:
                 shared.admin.act(msgspec.convert(required, action.parameters))
             except AdminError as error:
                 assert "nobody does it" not in str(error), action.name
+
+
+def test_every_action_of_the_registry_is_audited_before_and_after(make_service: Make) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    tried = []
+    for action in ACTIONS:
+        # All are refused but those that make a key, reload settings that have not changed, begin a backup.
+        named = {"model": "none:such"} if action.name in ("drain", "resume") else {}
+        required = {
+            field.name: "none:such" for field in msgspec.structs.fields(action.parameters) if field.required
+        }
+        tried.append((action.name, named | required))
+        with contextlib.suppress(AdminError):
+            service.admin.act(msgspec.convert(named | required, action.parameters))
+    rows = read_audit(service.state_dir / "control.db")
+    assert len(rows) == 2 * len(ACTIONS)
+    for (name, params), before, after in zip(tried, rows[::2], rows[1::2], strict=True):
+        assert (before.action, before.phase, before.result) == (name, "intent", "")
+        assert (after.action, after.phase, after.act) == (name, "result", before.act) and after.result
+        assert params.items() <= json.loads(before.params).items()
+        assert before.actor == after.actor == f"uid:{os.geteuid()}" and before.host == os.uname().nodename
+        done = name in ("keys.create", "config.reload", "backup")
+        assert after.result == "ok" if done else after.result.startswith("refused: "), after
