@@ -90,8 +90,10 @@ class Drain:
 
     def replaces(self, former: Drain) -> None:
         """Go on where `former` is, with this one's grace."""
-        self.started_at = former.started_at
-        self._announced = former.state != "announced"
+        if former.state != "drained":
+            self.started_at = former.started_at
+        if former.state != "announced":
+            self.state, self._announced = "draining", True
 
     async def run(self) -> None:
         """From the announcement to "drained"."""
@@ -156,9 +158,9 @@ class Drains:
         """Leave it off, or end it: requests are taken again, what was held first. Raises DrainError."""
         drain = self._active.get(model)
         if drain is None:
+            others = ", ".join(other.name for other in self._active.values())
             name = "the service" if model is None else f"model {model!r}"
-            others = ", ".join(other.name for other in self._active.values()) or "nothing"
-            raise DrainError(f"{name} is not draining ({others} is): name what is with --model")
+            raise DrainError(f"{name} is not draining; {others or 'nothing'} is")
         self.forget(model)
         self._house.ledger.open(model)
         return drain

@@ -73,12 +73,15 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a front takes from a client."""
 
-    max_body_bytes: int = 16 << 20
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    idle_timeout_s: float = 75.0
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 20
+    """The longest body; a longer one is refused with 413."""
+    header_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """A request's header must arrive within this, or is refused with 408."""
+    body_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    """A request's body must arrive within this after the header, or is refused with 408."""
+    idle_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 75.0
     """An idle keep-alive connection is closed after this."""
-    max_connections: int = 4096
+    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
     """Per front; more are closed at once."""
 
 

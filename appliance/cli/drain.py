@@ -25,6 +25,8 @@ _EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
 """Where nobody watches, one line in so long is enough."""
 _DOES = {"announced": "says that it is not ready", "draining": "drains", "drained": "is drained"}
+_ROOM_FOR_CTRL_C = 3
+"""Cells: a line that wraps could not be taken back."""
 INTERRUPTED = 130
 """As shells say it of a command that Ctrl-C ended."""
 
@@ -87,7 +89,7 @@ class _Watch:
         if self._as_json:
             print_json(status, line=True)
         elif self._live:
-            text = shorten(line(status), (terminal_width(sys.stderr) or 80) - 1)
+            text = shorten(line(status), (terminal_width(sys.stderr) or 80) - _ROOM_FOR_CTRL_C)
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self._said_at >= _LINE_EVERY_S:
             self._said_at = time.monotonic()
@@ -96,19 +98,18 @@ class _Watch:
 
 def line(status: DrainStatus) -> str:
     """A drain in a line."""
+    held = [f"{of_count(status.held)} held until resume"] if status.queue else []
     if status.state == "drained":
-        facts = [f"it took {of_seconds(status.elapsed_s)}"]
+        facts = [f"it took {of_seconds(status.elapsed_s)}", *held]
         if status.ended:
             facts.append(f"{of_count(status.ended)} requests did not finish within the grace and were ended")
     else:
-        facts = [f"{of_count(status.running)} running", f"{of_count(status.queued)} queued"]
+        facts = [f"{of_count(status.running)} running", f"{of_count(status.queued)} queued", *held]
         if status.running or status.queued:
-            facts.append("" if status.eta_s is None else f"done in about {of_seconds(status.eta_s)}")
-            facts.append(f"the grace ends in {of_seconds(status.grace_left_s)}")
-            facts.append(f"about {of_count(status.tokens_left)} tokens left")
-    if status.queue:
-        facts.insert(1, f"{of_count(status.held)} wait for resume")
-    return f"{_name(status.model)} {_DOES[status.state]}: {', '.join(filter(None, facts))}"
+            facts.append(f"ETA {'unknown' if status.eta_s is None else of_seconds(status.eta_s)}")
+            facts.append(f"grace left {of_seconds(status.grace_left_s)}")
+            facts.append(f"about {of_count(status.tokens_left)} tokens")
+    return f"{_name(status.model)} {_DOES[status.state]}: {', '.join(facts)}"
 
 
 def _interrupted(client: AdminClient, model: str | None) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -235,3 +238,16 @@ inline = { x = 1, "y z" = { w = 2 } }
         ("models", "a.b", "inline", "y z", "w"): 13,
         ("models", "c"): 14,
     }
+
+
+def test_the_page_of_settings_says_what_the_settings_say() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "scripts" / "configuration_page.py"), "--check"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
