@@ -45,7 +45,8 @@ def main() -> int:
         return 1
     began = time.perf_counter()
     known = Table() if arguments.again else table
-    jobs = compiling.record(gpu.target, lambda: launch_all(models, arguments.rows, known))
+    hopper = gpu.target.arch == 90
+    jobs = compiling.record(gpu.target, lambda: launch_all(models, arguments.rows, known, hopper))
     # Plans that the compiler refuses fail again when they are tried, and are passed over.
     failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())
     spent = time.perf_counter() - began
@@ -53,7 +54,7 @@ def main() -> int:
 
     raw: list[dict[str, Any]] = []
     for dimensions in models:
-        for found in search(dimensions, arguments.rows, known, torch.device("cuda"), _report):
+        for found in search(dimensions, arguments.rows, known, torch.device("cuda"), _report, hopper):
             for one in found:
                 table = table.with_entry(one.product, one.rows, one.entry)
                 raw.append(one.raw)

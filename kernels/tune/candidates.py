@@ -16,15 +16,16 @@ _WIDE = 16384
 
 _MOST_SHARED = 227 << 10
 """Bytes that a program can have on Hopper. Where there is less, a plan that asks for more is passed over when
-it fails to start; and where there is no Hopper, so are all `tiles`."""
+it fails to start."""
 
 _HALF_SHARED = 112 << 10
 """So that two programs share a multiprocessor: `tiles` of the next product fill their stages beside those of
 this one."""
 
 
-def candidates(product: Product, rows: int) -> list[Plan]:
-    """Plans of ours for a bucket, none of which is refused by the kernels."""
+def candidates(product: Product, rows: int, hopper: bool) -> list[Plan]:
+    """Plans of ours for a bucket, none of which is refused by the kernels. hopper: whether the GPU is one: for
+    another, the compiler aborts at `tiles`."""
     if rows == 1:
         plans = [*_gemvs(product), *_streams(product)]
     else:
@@ -32,7 +33,7 @@ def candidates(product: Product, rows: int) -> list[Plan]:
         plans = [
             plan for tile in tiles for plan in _dots(product, tile) if _shared(plan, product) <= _MOST_SHARED
         ]
-        plans += [plan for tile in tiles if tile <= 64 for plan in _tiles(product, tile)]
+        plans += [plan for tile in tiles if hopper and tile <= 64 for plan in _tiles(product, tile)]
     return [plan for plan in dict.fromkeys(plans) if problem(plan, rows, product) is None]
 
 

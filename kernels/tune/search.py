@@ -45,7 +45,7 @@ class Measured:
     raw: dict[str, Any]
 
 
-def launch_all(models: Sequence[Dimensions], buckets: Sequence[int], known: Table) -> None:
+def launch_all(models: Sequence[Dimensions], buckets: Sequence[int], known: Table, hopper: bool) -> None:
     """Launch every kernel that `search` will, on meta tensors (`compiling.record`)."""
     meta = torch.device("meta")
     for dimensions in models:
@@ -55,19 +55,24 @@ def launch_all(models: Sequence[Dimensions], buckets: Sequence[int], known: Tabl
             products = layers.products().values()
             layers.set_rows(rows)
             for product in products if _unknown(known, products, rows) else ():
-                for plan in _tried(product, rows):
+                for plan in _tried(product, rows, hopper):
                     layers.launch(_table({product: plan}, rows))
             if head is not None and _unknown(known, [head.product], rows):
                 head.set_rows(rows)
-                for plan in _tried(head.product, rows):
+                for plan in _tried(head.product, rows, hopper):
                     head.launch(_table({head.product: plan}, rows))
 
 
 def search(
-    dimensions: Dimensions, buckets: Sequence[int], known: Table, device: torch.device, report: Report
+    dimensions: Dimensions,
+    buckets: Sequence[int],
+    known: Table,
+    device: torch.device,
+    report: Report,
+    hopper: bool,
 ) -> Iterator[list[Measured]]:
     """The best plans of a model's products, some at a time: for each number of rows that `known` lacks.
-    `report` gets what a person reads."""
+    `report` gets what a person reads. hopper: what the device is (`candidates`)."""
     dtype = "fp8" if dimensions.fp8 else dimensions.dtype
     report(f"{dtype} hidden {dimensions.hidden} intermediate {dimensions.rank_intermediate}")
     report("rows: µs of a layer by the rules, the library, the winners; of each product: won, library, plan")
@@ -75,17 +80,17 @@ def search(
     for rows in buckets:
         if _unknown(known, layers.products().values(), rows):
             layers.set_rows(rows)
-            yield _search_layer(layers, rows, known, report)
+            yield _search_layer(layers, rows, known, report, hopper)
     del layers
     if not dimensions.fp8:  # The output matrix is in the model's dtype either way.
         head = Head(dimensions, device)
         for rows in buckets:
             if _unknown(known, [head.product], rows):
                 head.set_rows(rows)
-                yield [_search_head(head, rows, report)]
+                yield [_search_head(head, rows, report, hopper)]
 
 
-def _search_layer(layers: Layers, rows: int, known: Table, report: Report) -> list[Measured]:
+def _search_layer(layers: Layers, rows: int, known: Table, report: Report, hopper: bool) -> list[Measured]:
     products = layers.products()
     rules = {name: linear_plans.choose(rows, one.n, one.k, one.dtype) for name, one in products.items()}
     # What is known stays; a shape that two models share is measured once.
@@ -106,7 +111,7 @@ def _search_layer(layers: Layers, rows: int, known: Table, report: Report) -> li
     def error(name: str, plan: Plan | None, count: int) -> float:
         return layers.error(name, _table({products[name]: plan}, rows), count)
 
-    timings = {name: _time(_tried(products[name], rows), beside(base, name)) for name in searched}
+    timings = {name: _time(_tried(products[name], rows, hopper), beside(base, name)) for name in searched}
     best = base | {name: timed[0][0] for name, timed in timings.items()}
     for name, timed in timings.items():
         right = (
@@ -129,14 +134,14 @@ def _search_layer(layers: Layers, rows: int, known: Table, report: Report) -> li
     return found
 
 
-def _search_head(head: Head, rows: int, report: Report) -> Measured:
+def _search_head(head: Head, rows: int, report: Report, hopper: bool) -> Measured:
     def us(plan: Plan | None) -> float:
         return head.microseconds(_table({head.product: plan}, rows))
 
     def error(plan: Plan | None, count: int) -> float:
         return head.error(_table({head.product: plan}, rows), count)
 
-    timed = _time(_tried(head.product, rows), us)
+    timed = _time(_tried(head.product, rows, hopper), us)
     library = next(time for plan, time in timed if plan is None)
     best, time = next((plan, time) for plan, time in timed if _is_right(error, plan, rows))
     entry = Entry(best, time, library)
@@ -149,9 +154,10 @@ def _unknown(known: Table, products: Iterable[Product], rows: int) -> bool:
     return any(rows not in known.products.get(product, {}) for product in products)
 
 
-def _tried(product: Product, rows: int) -> list[Plan | None]:
+def _tried(product: Product, rows: int, hopper: bool) -> list[Plan | None]:
     """The library, what the rules say, and the candidates."""
-    plans = [None, linear_plans.choose(rows, product.n, product.k, product.dtype), *candidates(product, rows)]
+    rule = linear_plans.choose(rows, product.n, product.k, product.dtype)
+    plans = [None, rule, *candidates(product, rows, hopper)]
     return list(dict.fromkeys(plans))
 
 

@@ -25,10 +25,11 @@ LIBRARY_US = 20.0
 
 @pytest.mark.parametrize("dtype", [BF16, FP8])
 @pytest.mark.parametrize("rows", BUCKETS)
-def test_every_candidate_can_be_run(dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("hopper", [True, False])
+def test_every_candidate_can_be_run(dtype: torch.dtype, rows: int, hopper: bool) -> None:
     for n, k in [*SHAPES.values(), (128256, 4096), (3072, 2048)]:
         product = Product(dtype, n, k)
-        plans = candidates(product, rows)
+        plans = candidates(product, rows, hopper)
         assert len(plans) == len(set(plans))
         assert not [wrong for plan in plans if (wrong := problem(plan, rows, product))]
         assert plans or rows >= 128
@@ -40,12 +41,14 @@ def test_tiles_of_weights_that_come_early_are_tried_beside_those_of_the_next_pro
 ) -> None:
     for shape in SHAPES.values():
         for rows in (8, 16, 32, 64):
-            tiles = [plan for plan in candidates(Product(dtype, *shape), rows) if plan.form == "tiles"]
+            tiles = [plan for plan in candidates(Product(dtype, *shape), rows, True) if plan.form == "tiles"]
             assert len(tiles) >= 2
             for plan in tiles:
                 stage = (plan.block_n + plan.rows) * plan.block_k * dtype.itemsize
                 assert 2 * (plan.stages * stage + 1024) <= 228 << 10
-    assert not [plan for plan in candidates(Product(BF16, *SHAPES["o"]), 128) if plan.form == "tiles"]
+    for rows, hopper in ((128, True), (8, False)):
+        others = candidates(Product(dtype, *SHAPES["o"]), rows, hopper)
+        assert others and not [plan for plan in others if plan.form == "tiles"]
 
 
 def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
@@ -97,14 +100,14 @@ def searched(
 ) -> dict[str, Entry]:
     layers = FakeLayers(us, wrong, plans.get("broken", set()))
     names = {product: name for name, product in layers.products().items()}
-    found = search._search_layer(layers, 16, known or Table(), lambda line: None)  # type: ignore[arg-type]
+    found = search._search_layer(layers, 16, known or Table(), lambda line: None, False)  # type: ignore[arg-type]
     return {names[one.product]: one.entry for one in found}
 
 
 def plans_of(name: str) -> list[Plan]:
     """Those that no product's rule names."""
     rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
-    return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16) if plan not in rules]
+    return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16, False) if plan not in rules]
 
 
 def test_the_fastest_plan_wins_with_its_own_and_the_librarys_time() -> None:
