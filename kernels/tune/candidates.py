@@ -24,8 +24,8 @@ this one."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[Plan]:
-    """Plans of ours for a bucket, none of which is refused by the kernels. hopper: whether the GPU is one: for
-    another, the compiler aborts at `tiles`."""
+    """Plans of ours for a bucket, none of which is refused by the kernels. hopper: whether the GPU is one;
+    for another, `tiles` make the compiler abort."""
     if rows == 1:
         plans = [*_gemvs(product), *_streams(product)]
     else:
