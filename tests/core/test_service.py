@@ -228,13 +228,13 @@ def test_a_replica_that_stops_while_it_loads_is_started_anew(make_service: Make)
 
 
 def test_a_stop_does_not_wait_for_what_still_loads(make_service: Make) -> None:
-    service = make_service("drain_notice_s = 0")
+    service = make_service("drain_notice_s = 0\ndrain_grace_s = 60")
     (service.folder / "m" / "fake.json").write_text(json.dumps({"hang": True}))
     service.start()
     wait_until(lambda: service.state() == "starting" and service.admin.status().models[0].detail != "")
     began = time.monotonic()
     assert service.stop() == 0
-    assert time.monotonic() - began < 1.9  # a rank that is asked to end gets 2 s
+    assert time.monotonic() - began < 30
 
 
 def test_a_replica_that_dies_at_once_is_tried_again_ever_more_slowly(make_service: Make) -> None:

@@ -1,0 +1,145 @@
+"""The service's parts, put together: what each is given, in which order they begin and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+
+from appliance.admin.callers import Doorkeeper, keys_of
+from appliance.admin.operations import Operations
+from appliance.admin.server import AdminServer
+from appliance.admin.status import service_version
+from appliance.appliers import appliers
+from appliance.contents import ContentKeeper
+from appliance.housekeeping import Housekeeper
+from appliance.identities import IdentityTable
+from appliance.listeners import Doors
+from appliance.models.registry import describe_models
+from appliance.models.replicas import Launch
+from appliance.notifier import Notifier
+from appliance.protocol import SocketStatus
+from appliance.quota_levels import LevelKeeper
+from appliance.reload import Reloader
+from appliance.settings import Loaded
+from appliance.state import State, cache_salts
+from appliance.switchboard import Switchboard
+from appliance.systemd import Manager
+from appliance.traffic.quotas import Quotas
+from appliance.watch.metrics.counting import CountedRows
+from appliance.watch.metrics.scrape import Scraper
+from appliance.watch.metrics.server import MetricsServer
+from appliance.watch.metrics.tenants import ShownTenants
+from store.quotas import QuotaLog
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """Everything between the sockets and the state. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        reread: Callable[[], Loaded],
+        state: State,
+        manager: Manager,
+        held: contextlib.ExitStack,
+        launch: Launch,
+        front_module: str,
+    ) -> None:
+        """What is opened here ends with `held`. Raises SettingsError, ListenError or a StoreError."""
+        settings, control, started_at = loaded.settings, state.control, time.time()
+        # Requests: who asks, what they may use, where it is written down.
+        identities = IdentityTable(lambda: control.policies, settings.unix)
+        quotas = Quotas(time.monotonic)
+        self.levels = LevelKeeper(quotas, QuotaLog(state.history))
+        self.kept = ContentKeeper(
+            state.contents, lambda: control.policies, lambda: self.switchboard.settings.log
+        )
+        held.callback(self.kept.close)
+        counted = CountedRows(
+            state.requests, ShownTenants(settings.metrics.tenants, lambda: control.policies.tenants)
+        )
+        self.switchboard = Switchboard(
+            settings,
+            describe_models(loaded),
+            rows=counted,
+            salt=cache_salts(control),
+            clock=time.time,
+            quotas=quotas,
+            identities=identities,
+            keep=self.kept.keep,
+            launch=launch,
+            front_module=front_module,
+        )
+        self.switchboard.tell_identities()
+        self.levels.restore(state.history.path)
+        # The outside: apps, operators, monitoring, the service manager.
+        self.doors = Doors(manager.sockets, settings, self.switchboard.dealer)
+        held.callback(self.doors.close)
+        self.doorkeeper = Doorkeeper(settings.admin, keys_of(control))
+        self.admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, self.doors.admin)
+        scrape = Scraper(
+            counted,
+            self.switchboard,
+            control,
+            [state.history, state.contents],
+            self.doors,
+            version=service_version(),
+            started_at=started_at,
+        )
+        self.metrics = MetricsServer(scrape)
+        self.metrics.change(settings, self.metrics.prepare(settings))
+        self.notifier = Notifier(manager, self.switchboard, lambda: state.stalled_s)
+        held.callback(self.notifier.close)
+        # Operators: what they see and do.
+        reloader = Reloader(
+            loaded,
+            reread,
+            self.switchboard,
+            [self.doors, self.metrics],
+            appliers(self.switchboard, identities, self.doorkeeper, self.admin, counted.tenants),
+        )
+        self.operations = Operations(
+            self.switchboard,
+            control,
+            [state.history, state.contents],
+            self.kept,
+            reloader,
+            self._sockets,
+            scrape,
+            started_at,
+        )
+        self.housekeeper = Housekeeper(
+            control, state.history, self.kept, lambda: self.switchboard.settings.log
+        )
+
+    def _sockets(self) -> list[SocketStatus]:
+        apps = [listener.status() for listener in self.doors.listeners]
+        return [*apps, self.admin.status(), *self.metrics.status()]
+
+    async def answer_operators(self) -> None:
+        """Open `admin.sock`. Raises ListenError."""
+        await self.admin.start(self.operations, self.doorkeeper)
+
+    def start(self) -> None:
+        """Load the models and take connections."""
+        self.switchboard.start(self.doors.listeners)
+        self.levels.start()
+        self.notifier.start()
+        self.housekeeper.start()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.operations.hang_up)
+
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """Drain, at once when `hurry` is set; operators are answered until nothing runs any more."""
+        log.info("stopping: running requests get %g s", self.switchboard.settings.drain_grace_s)
+        self.notifier.begin_stop()
+        await self.switchboard.stop(hurry)
+        self.levels.close()
+        await self.metrics.stop()
+        await self.admin.stop()
+        await self.housekeeper.stop()
