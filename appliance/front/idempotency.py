@@ -47,12 +47,13 @@ async def answer(box: Box, request: Request, call: Call, body: bytes, prepare: P
         return GenerationResponse(box, call, await prepare())
     scope = _digest(call.identity.tenant, call.identity.key_id or call.peer, call.endpoint, key)
     fingerprint = hashlib.sha256(body).digest()
-    record = box.retries.find(scope)
-    first = record is None
-    if record is None:
-        record = box.retries.claim(scope, fingerprint, call)
-    elif record.fingerprint != fingerprint:
-        raise _conflict()
+    while (known := box.retries.find(scope)) is not None and known.fingerprint != fingerprint:
+        await known.claimed.wait()
+        if known.verdict == "run":
+            raise _conflict()
+        # That body was refused, or went to the front that has it: this one asks for itself.
+    record = known or box.retries.claim(scope, fingerprint, call)
+    first = known is None
     await record.claimed.wait()
     if record.verdict == "conflict":
         raise _conflict()

@@ -226,6 +226,14 @@ def test_another_endpoint_another_caller_and_another_key_are_other_requests(fron
     assert len(front.admits) == len({claim.scope for claim in front.claimed}) == 4
 
 
+def test_who_stands_for_another_tenant_now_sees_nothing_of_the_former_ones_answers(front: Harness) -> None:
+    for tenant in ("one", "other"):
+        front.identify(uids={os.getuid(): Identity(tenant=f"{tenant}-{uuid.uuid4()}")})
+        assert "idempotent-replayed" not in ask(front, "same", chat()).headers
+        assert ask(front, "same", chat(seed=7)).status == 422
+    assert len(front.admits) == 2
+
+
 @pytest.mark.parametrize("key", ["", "two words", "x" * 256, "ümlaut"])
 def test_a_key_that_cannot_be_one_is_refused(front: Harness, key: str) -> None:
     answer = ask(front, key)
@@ -414,6 +422,22 @@ def test_another_body_elsewhere_is_refused(front: Harness) -> None:
     front.claims = lambda claim: Claimed(claim.scope, "conflict")
     answer = ask(front, "theirs")
     assert (answer.status, answer.error["code"]) == (422, "idempotency_key_reused")
+
+
+def test_a_body_that_is_refused_elsewhere_does_not_refuse_the_right_one_that_waits_behind_it(
+    front: Harness,
+) -> None:
+    before, front.claims = front.reports[-1].requests, lambda claim: None
+    with connect(front) as wrong, connect(front) as right:
+        send(wrong, "shared", chat(seed=7))
+        front.wait_for(lambda: len(front.claimed) == 1)
+        send(right, "shared", chat())
+        front.wait_for(lambda: front.reports[-1].requests >= before + 2)
+        front.claims = lambda claim: Claimed(claim.scope, "run")
+        front.send(Claimed(front.claimed[0].scope, "conflict"))
+        assert read_answer(wrong).error["code"] == "idempotency_key_reused"
+        assert read_answer(right).status == 200
+    assert len(front.claimed) == 2
 
 
 def test_a_connection_with_further_requests_on_it_does_not_move(front: Harness) -> None:
