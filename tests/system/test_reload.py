@@ -1,0 +1,151 @@
+"""Settings reloaded under a running service with its real engine: loaded models keep their processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance.client import AdminClient
+from appliance.protocol import Status
+from appliance.settings import demo_model_folder
+from tests.system.conftest import free_port
+from tests.system.service import APPLIANCE, Service, service
+from tests.system.test_deaths import Stream
+
+pytestmark = pytest.mark.system
+
+MODEL = f'folder = "{demo_model_folder()}"\nthreads = 1\nkv_blocks = 100\n'
+
+
+class Box:
+    """A service, and the file with its settings."""
+
+    def __init__(self, path: Path, running: Service) -> None:
+        self.path, self.running = path, running
+
+    def change(self, old: str, new: str) -> None:
+        text = self.path.read_text()
+        assert old in text
+        self.path.write_text(text.replace(old, new))
+
+    def reload(self) -> dict[str, Any]:
+        done: dict[str, Any] = self.running.command("config", "reload")
+        return done
+
+    def status(self) -> Status:
+        with AdminClient(self.running.run_dir) as admin:
+            return admin.status()
+
+    def pids(self, model: str) -> list[int]:
+        found = [replica for one in self.status().models if one.name == model for replica in one.replicas]
+        return [pid for replica in found if replica.state == "ready" for pid in replica.pids]
+
+    def completes(self, model: str) -> int:
+        """The status of a request's answer."""
+        with self.running.http() as http:
+            body = {"model": model, "prompt": "import ", "max_tokens": 4}
+            return http.post("/v1/completions", json=body).status_code
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    path = tmp_path_factory.mktemp("reload") / "appliance.toml"
+    path.write_text(
+        f'fronts = 2\nlisten = "127.0.0.1:{free_port()}"\n[models.demo]\n{MODEL}[models.other]\n{MODEL}'
+    )
+    with service("--config", str(path)) as running:
+        yield Box(path, running)
+
+
+def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box) -> None:
+    running, kept, changed = box.running, box.pids("demo"), box.pids("other")
+    front = box.status().fronts[0].pid
+    streams = [Stream(running) for _ in range(4)]
+    for stream in streams:
+        assert stream.begun.wait(30)
+    port = free_port()
+    former = next(sock.address for sock in box.status().sockets if sock.name == "tcp")
+    box.change("fronts = 2", 'fronts = 1\nlog_level = "debug"\n[limits]\nmax_body_bytes = 999\n')
+    box.change(f'listen = "{former}"\n', "")
+    box.path.write_text(f'listen = "127.0.0.1:{port}"\n{box.path.read_text()}')
+    box.change(f"[models.other]\n{MODEL}", f"[models.other]\n{MODEL}max_rows = 5\n[models.new]\n{MODEL}")
+    done = box.reload()
+    assert done["models"] == [
+        "model new: is new and loads (1 replica)",
+        "model other: its replicas are replaced one by one",
+    ]
+    assert [line.partition(":")[0] for line in done["changed"] if not line.startswith("models.new")] == [
+        "fronts",
+        "limits.max_body_bytes",
+        "listen",
+        "log_level",
+        "models.other.max_rows",
+    ]
+    for stream in streams:
+        stream.join(60)
+        assert (stream.error, stream.finish) == (None, "length")
+    running.wait_until(lambda: box.pids("new"), 60, "the new model")
+    running.wait_until(lambda: not set(changed) & set(box.pids("other") or changed), 60, "its successor")
+    running.wait_until(lambda: len(running.descendants()) == 4, 30, "a front and three replicas")
+    assert box.pids("demo") == kept
+    assert [one.pid for one in box.status().fronts] == [front]
+    assert [box.completes(model) for model in ("demo", "other", "new")] == [200, 200, 200]
+    with httpx.Client() as http:
+        assert http.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            http.get(f"http://{former}/health/ready")
+    with running.http() as http:
+        too_long = {"model": "demo", "prompt": "x" * 1000}
+        assert http.post("/v1/completions", json=too_long).status_code == 413
+    assert {row["status"] for row in running.rows()} <= {200, 413}
+
+
+def test_a_model_that_is_taken_out_ends_and_the_others_stay(box: Box) -> None:
+    others = box.pids("demo") + box.pids("other")
+    box.change(f"[models.new]\n{MODEL}", "")
+    assert box.reload()["models"] == ["model new: is removed; what runs gets 10 s"]
+    box.running.wait_until(lambda: len(box.running.descendants()) == 3, 30, "the end of its replica")
+    assert box.completes("new") == 404
+    assert box.pids("demo") + box.pids("other") == others
+
+
+def test_a_file_that_cannot_be_used_changes_nothing_and_its_line_is_told(box: Box) -> None:
+    pids, good = box.pids("demo"), box.path.read_text()
+    settings = box.running.command("config", "show")["settings"]
+    box.change("fronts = 1", "fronts = 0")
+    line = box.path.read_text().splitlines().index("fronts = 0") + 1
+    for command in (
+        ["config", "reload", "--run-dir", str(box.running.run_dir)],
+        ["config", "check", str(box.path)],
+    ):
+        done = subprocess.run([APPLIANCE, *command], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 1
+        assert f"{box.path}:{line}: fronts = 0 cannot be used" in done.stdout + done.stderr
+    assert box.running.command("config", "show")["settings"] == settings
+    box.path.write_text(good)
+    assert box.reload() == {"changed": [], "models": [], "at_restart": []}
+    assert box.pids("demo") == pids
+
+
+def test_a_hang_up_signal_reloads_while_it_drains_and_both_are_audited(box: Box) -> None:
+    running, pids = box.running, box.pids("demo")
+    running.command("drain", "--model", "demo", "--yes", "--no-wait")
+    running.wait_until(lambda: [one.state for one in box.status().drains] == ["drained"], 30, "the drain")
+    box.change("[limits]", "[queue]\nlimit = 17\n[limits]")
+    running.process.send_signal(signal.SIGHUP)
+    running.wait_until(lambda: box.status().queue.limit == 17, 30, "the reload")
+    assert (box.completes("demo"), box.completes("other")) == (503, 200)
+    running.command("resume", "--model", "demo")
+    assert box.completes("demo") == 200
+    assert box.pids("demo") == pids
+    rows = running.command("audit", "list")
+    assert {("drain", "ok"), ("config.reload", "ok"), ("resume", "ok")} <= {
+        (row["action"], row["result"]) for row in rows
+    }
+    assert "signal:SIGHUP" in {row["actor"] for row in rows if row["action"] == "config.reload"}
