@@ -20,7 +20,7 @@ from store.writer import Operation, Writer
 log = logging.getLogger(__name__)
 
 _RETRY_EVERY_S = 2.0
-_HEAD_EVERY_S = 300.0
+_HEAD_EVERY_S = 60.0
 _REMOVE_EVERY_S = 5.0
 _LEAST_PAUSE_S = 0.02
 _PAUSES = 9.0

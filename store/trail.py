@@ -102,7 +102,7 @@ class AuditTrail:
             self._call(self.append)
 
     def record_head(self) -> None:
-        """Record the newest head, if it is not recorded yet. To be called every few minutes."""
+        """Record the newest head, if it is not recorded yet. To be called every minute or so."""
         self._writer.call(lambda connection: None, lambda _: self._heads.record())
 
     def state(self) -> TrailState:
@@ -139,8 +139,11 @@ class AuditTrail:
 
     def refused(self, entry: Entry, error: BaseException) -> None:
         """The transaction does not stand because the database failed."""
-        self._refused = str(error)
+        news, self._refused = self._refused is None, str(error)
         self._spool.put(entry)
+        if news:
+            places = " and ".join(self._spool.state().places) or "memory only"
+            log.error("%s; audit entries wait in %s until it can be", error, places)
 
     def _begin(self, connection: sqlite3.Connection) -> Appended:
         appended = self.append(connection)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from store.control import ControlStore
+from store.schemas import CONTENTS
+from store.writer import Writer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "store.md"
 
@@ -27,7 +29,10 @@ def state(history, request_row):
     control.start()
     for number in range(3):
         control.create_key(actor="uid:0", name=f"schlüssel {number}", tenant="default").result(10)
+    contents = Writer(history.path.with_name("contents.db"), CONTENTS, synchronous="NORMAL")
+    contents.start()
     yield history.path.parent
+    contents.close()
     control.close()
 
 
@@ -61,7 +66,7 @@ def test_the_pages_chain_check_agrees_and_finds_a_forgery(state):
 
 def test_the_page_names_every_table_column_and_view(state):
     page = PAGE.read_text()
-    for name in ("history.db", "control.db"):
+    for name in ("history.db", "control.db", "contents.db"):
         with closing(sqlite3.connect(f"file:{state / name}?mode=ro", uri=True)) as connection:
             objects = connection.execute(
                 "SELECT name, type FROM sqlite_master "
