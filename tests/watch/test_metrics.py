@@ -183,3 +183,10 @@ def test_the_page_has_every_metric_with_its_kind_and_labels_and_no_other() -> No
         if found := re.match(r"\| `([\w:]+)` \| (\w+) \| (.*?) \|", line):
             told[found[1]] = (found[2], tuple(re.findall(r"`(\w+)`", found[3])))
     assert told == {family.name: (family.kind, family.labels) for family in Families()}
+
+
+def test_what_operators_are_told_to_watch_is_there() -> None:
+    names = {family.name for family in Families()}
+    rules = re.findall(r"^ +expr: (.+)$", (PAGE.parent / "operating.md").read_text(), re.MULTILINE)
+    used = {name for rule in rules for name in re.findall(r"\b(?:appliance_|vllm:)\w+", rule)}
+    assert len(rules) > 5 and {re.sub("_(bucket|sum|count)$", "", name) for name in used} <= names
