@@ -327,7 +327,8 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     used: int
     """Of the capacity, what has not refilled yet; requests that run are in it with the most they may use."""
     held: int
-    """Of that, by requests that have not ended: what they do not use comes back."""
+    """By requests that have not ended: what they do not use comes back, but for what has refilled since. So
+    it may be more than is `used`."""
     resets_in_s: float | None
     """Until all of it may be used again, if nothing is. None: when the requests end."""
 

@@ -104,7 +104,8 @@ class Shortage:
                 f"request too large for {head} at once, requested {self._needed}: shorten the prompt or ask "
                 f"for fewer max_tokens"
             )
-        reserved = math.ceil(bucket.held)
+        # What is held longer than it takes to refill is not missing any more.
+        reserved = min(used, math.ceil(bucket.held))
         held = f" ({reserved} by requests that have not ended)" if reserved else ""
         return (
             f"rate limit reached for {head}, used {used}{held}, requested {self._needed}: try again in "
