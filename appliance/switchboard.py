@@ -245,7 +245,7 @@ class Switchboard:
     def silence(self, model: str) -> str:
         """Why the model does not answer; empty when it does."""
         if drain := self.drains.of(model):
-            return f"model {model!r} is {drain.state_word}"
+            return drain.why
         replicas = self.fleet.of(model)
         if not any(replica.account for replica in replicas):
             states = ", ".join(f"{replica.name} is {replica.word}" for replica in replicas)
@@ -258,7 +258,7 @@ class Switchboard:
         if self.stopping is not None:
             return STOPPING
         drain = self.drains.of(None)
-        return f"the service is {drain.state_word}" if drain is not None else ""
+        return drain.why if drain is not None else ""
 
     def front_trouble(self, model: str) -> str:
         """Why a front cannot serve the model; empty when all can."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import msgspec
 
 from appliance.actions import DrainService, ReloadConfig, ResumeService
@@ -52,4 +54,7 @@ class Steering:
 
     def _drained(self, model: str | None) -> str:
         drain = self._switchboard.drains.of(model)
-        return "in service" if drain is None else f"{drain.state_word} since {drain.started_at:.0f}"
+        if drain is None:
+            return "in service"
+        since = datetime.fromtimestamp(drain.started_at, UTC).isoformat(timespec="seconds")
+        return f"{drain.state_word} since {since}"

@@ -38,9 +38,13 @@ def as_table(loaded: Loaded) -> Configuration:
 
 
 def differences(before: Settings, after: Settings) -> Iterator[Change]:
-    """The settings that are not the same; what only one of them has is None in the other."""
+    """The settings that are not the same; what only one of them has is None in the other: of a model its
+    folder alone."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
+    lone = before.models.keys() ^ after.models.keys()
     for path in sorted(old.keys() | new.keys()):
+        if path[0] == "models" and path[1] in lone and path[2] != "folder":
+            continue
         if old.get(path) != new.get(path):
             yield Change(path, old.get(path), new.get(path))
 

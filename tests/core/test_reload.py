@@ -138,6 +138,10 @@ def test_models_come_and_go_and_what_runs_on_one_that_goes_is_finished(make_serv
     (service.folder / "new").mkdir()
     (service.folder / "new" / "config.json").write_text('{"vocab_size": 10}')
     reloaded = change(service, ('[models.n]\nfolder = "n"', '[models.new]\nfolder = "new"'))
+    assert reloaded.changed == [
+        f'models.n.folder: "{service.folder}/n" → unset',
+        f'models.new.folder: unset → "{service.folder}/new"',
+    ]
     assert reloaded.models == [
         "model n: is removed; what runs gets 10 s",
         "model new: is new and loads (1 replica)",
