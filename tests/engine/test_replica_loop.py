@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine import wire
+from engine import replica, wire
 from engine.core import EngineCore
 from engine.messages import (
     Attach,
@@ -161,3 +161,20 @@ def test_a_front_that_breaks_the_protocol_is_cut_off_alone() -> None:
     well.send(submit(1, 5))
     served.wait_for(lambda report: report.finished)
     served.stop()
+
+
+def test_while_it_computes_the_core_hears_of_it_more_often_than_gateways_call_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert replica.FRESH_S < 0.2
+    monkeypatch.setattr(replica, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(replica, "FRESH_S", 0.01)
+    served = Served()
+    front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
+    front.send(submit(1, 1900))
+    # Nothing but time makes it speak: one sequence decodes, and no credit changes.
+    seen = served.wait_for(lambda report: report.generated_tokens > 200)
+    assert (seen.running, seen.finished) == (1, [])
+    assert seen.blocks_used > 3
+    served.stop()
+    front.close()

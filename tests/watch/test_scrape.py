@@ -1,0 +1,63 @@
+"""A scrape reads running figures only: it costs the same however many requests are in the house."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from store.policies import TenantRecord
+from tests.watch.parts import Parts
+from tests.watch.test_metrics import row, values
+
+
+class Unwalkable(OrderedDict[Any, Any]):
+    """May be asked for its length and for one entry."""
+
+    def _walked(self) -> NoReturn:
+        raise AssertionError("a scrape walks through requests")
+
+    __iter__ = keys = values = items = _walked  # type: ignore[assignment]
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    made = Parts(tmp_path, TenantRecord(name="local", created_at=0.0))
+    yield made
+    made.close()
+
+
+def test_no_request_is_looked_at(parts: Parts) -> None:
+    ledger: Any = parts.switchboard.ledger
+    parts.counted.end(row(tenant="local"))
+    for number in range(30):
+        parts.ask(number, "local", asked_class="P0" if number % 3 == 0 else "P1")
+    ledger._requests, ledger._held = Unwalkable(ledger._requests), Unwalkable(ledger._held)
+    (model,) = ledger._models.values()
+    model._running, model.resumed = Unwalkable(model._running), Unwalkable(model.resumed)
+    text = parts.scrape()
+    waiting = values(text, "appliance_queue_requests")
+    assert waiting == {("demo", "P0"): 10, ("demo", "P1"): 20, ("demo", "P2"): 0, ("demo", "P3"): 0}
+    assert values(text, "appliance_tenant_queue_requests") == {("local",): 30}
+    assert values(text, "vllm:num_requests_waiting") == {("demo",): 30}
+    # Without a ready replica there is no room: gateways send nothing here.
+    assert values(text, "vllm:kv_cache_usage_perc") == {("demo",): 1.0}
+
+
+def test_texts_are_made_anew_after_a_moment_and_not_for_everybody_who_asks_meanwhile(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(
+        "appliance.watch.metrics.scrape.time", SimpleNamespace(monotonic=lambda: now, time=time.time)
+    )
+    first = parts.scrape()
+    parts.counted.end(row(tenant="local"))
+    assert parts.scrape() is first
+    now += 0.06
+    assert values(parts.scrape(), "appliance_tenant_requests_total") == {("local", "ok"): 1}
