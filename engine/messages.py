@@ -270,8 +270,9 @@ class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     least every half second: the heartbeat.
 
     Credits are totals granted since the start, so that no message can be counted twice: available is granted
-    minus spent. Rows: `max_rows` at first, one for each sample that ended. Tokens: two steps' budget at
-    first, then each submission's `credit_tokens` as they are computed, found in the cache or dropped.
+    minus spent. Rows: `max_rows` at first, one for each sample that ended. Tokens: at first the budget of two
+    steps with decodes, or of one without if that is more; then each submission's `credit_tokens` as they are
+    computed, found in the cache or dropped.
     """
 
     step: int

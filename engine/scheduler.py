@@ -129,7 +129,9 @@ class Scheduler:
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
         self.watermark = max(1, blocks // 100)
         """Blocks that an admission leaves free while others run: room for their next ones."""
-        self.ledger = Ledger(credit_rows=max_rows, credit_tokens=2 * step_tokens)
+        # Ahead of it: two steps beside decodes, or one without any. What is more would wait here, where only
+        # the class counts, and not in the core's queue.
+        self.ledger = Ledger(credit_rows=max_rows, credit_tokens=max(step_tokens, 2 * mixed_tokens))
         self._step = 0
         self._arrivals = 0
         self._waiting = WaitingQueue()

@@ -106,17 +106,20 @@ class Soak:
     poisonous: bool = False
     handles: int = 0
     fronts: list[int] = field(default_factory=lambda: [0, 1])
+    credit_tokens: int = 0
+    """What the engine takes when it is idle."""
     credits_spent: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.limits = Limits.of(self.engine.info)
+        self.credit_tokens = self.engine.core.gauges().credit_tokens
         self.books = Books(self.limits.max_model_len, self.limits.vocab, self.limits.poison)
         self.rhythm = Rhythm(self.draw, self.limits.rows)
         self.known = Known(self.engine, self.limits, self.draw, self.near_tie)
         gauges = self.engine.core.gauges()
         self.credits_spent = (
             gauges.credit_rows - self.limits.rows,
-            gauges.credit_tokens - 2 * self.limits.step_tokens,
+            gauges.credit_tokens - self.credit_tokens,
         )
 
     # ── a round ──────────────────────────────────────────────────────────────────────────────────
@@ -224,7 +227,7 @@ class Soak:
         assert not self.books.open, f"never ended: {list(self.books.open.values())[:3]}"
         assert gauges.running == gauges.waiting == gauges.blocks_used == 0, gauges
         assert scheduler.pool.available == scheduler.pool.total
-        credits = (gauges.credit_rows - self.limits.rows, gauges.credit_tokens - 2 * self.limits.step_tokens)
+        credits = (gauges.credit_rows - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
         assert credits == self.credits_spent, f"credits {credits} came back for {self.credits_spent}"
         if scheduler.pool.total > self.limits.rows + scheduler.watermark:  # else some rows were not filled
             assert self.engine.runner.tables.sampling.counts is None, "penalty counts outlived their requests"

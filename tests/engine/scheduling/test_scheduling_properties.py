@@ -125,7 +125,7 @@ class Traffic(RuleBasedStateMachine):
         self.conversations: list[list[int]] = []
         """Prompt and output of samples without a salt that ended."""
         self.spent_rows = self.spent_tokens = 0
-        self.initial = (max_rows, 2 * (max_rows + extra_budget))
+        self.initial = (max_rows, self.scheduler.ledger.credit_tokens)
         self.next_handle = 0
 
     # ── what may happen ──────────────────────────────────────────────────────────────────────
