@@ -16,7 +16,7 @@ from appliance.traffic.request import Request
 from appliance.traffic.tenants import Tenant, Tenants, Use
 
 _SHARE_OF_WHAT_IS_LEFT = 4.0
-"""Of the queue's places, while several tenants ask: a tenant may hold so many times those that are free (the
+"""Of the queue's places: a tenant may hold so many times those that are free (the
 dynamic threshold of Choudhury and Hahne, 1998), so that one that floods never takes the last."""
 _LONGEST_RETRY_S = 120.0
 """Clients of OpenAI's API do not wait for longer."""
@@ -24,7 +24,10 @@ _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
 """Of what waits: when it is gone, a client may try again."""
-_RUN_MARGIN = 1.05
+_RUN_MARGIN = 1.2
+"""Of the time that an answer takes at the measured rates: they may be worse when it is made."""
+_HOPELESS = 0.85
+"""Part of that time which is too little to begin with."""
 _LEAST_MARGIN_S = 0.02
 
 
@@ -62,7 +65,13 @@ def refusal(
         why = _no_place(request, model, tenants, waiting, wait_s, now) or _too_late(request, model, wait_s)
         if why is not None:
             return why
-    return None if request.deadline_at is None else _deadline(request, model, tenants, wait_s, now)
+    if (
+        request.deadline_at is not None
+        and (why := _deadline(request, model, tenants, wait_s, now)) is not None
+    ):
+        return why
+    model.expect_load(request)
+    return None
 
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
@@ -70,8 +79,9 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
     if request.deadline_at is None:
         return None
     run_s = 0.0
-    if model.predictable:
-        run_s = model.run_s(request, request.expected_tokens / max(1, request.admit.rows))
+    # How much of an answer is left that a replica's death cut off is not known, and its client has read it.
+    if model.predictable and not request.admit.attempt:
+        run_s = _HOPELESS * model.run_s(request, request.expected_tokens / max(1, request.admit.rows))
     return _missed(request, now, 0.0, run_s) if now + run_s > request.deadline_at else None
 
 
@@ -148,10 +158,9 @@ def _no_place(
         message = f"{waiting.requests} requests are waiting, which is the limit"
     elif waiting.tokens and waiting.tokens + tokens > rules.tokens:
         message = f"requests of {waiting.tokens} tokens are waiting, and the limit is {rules.tokens}"
-    elif tenants.several and (
-        use.queued >= _SHARE_OF_WHAT_IS_LEFT * (rules.limit - waiting.requests)
-        or use.queued_tokens >= _SHARE_OF_WHAT_IS_LEFT * (rules.tokens - waiting.tokens)
-    ):
+    elif use.queued >= _SHARE_OF_WHAT_IS_LEFT * (
+        rules.limit - waiting.requests
+    ) or use.queued_tokens >= _SHARE_OF_WHAT_IS_LEFT * (rules.tokens - waiting.tokens):
         message = (
             f"{waiting.requests} requests are waiting, {use.queued} of them tenant {tenant.name!r}'s: the "
             f"places that are left are for others"
@@ -195,6 +204,7 @@ def _deadline(
         begin_from = model.promises_from(now) + model.first_room_s(Room.ANY, now)
         late_s = begin_from - model.queue.promises.latest_begin_with(begin_by, promised_s)
         if late_s > 0.0:
+            model.expect_load(request)
             return _missed(request, now, begin_by - now + late_s, run_s)
         request.begin_by, request.promised_s = begin_by, promised_s
     return None

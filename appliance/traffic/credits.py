@@ -9,6 +9,8 @@ from engine.messages import BLOCK_TOKENS, Report
 
 _FEW_ROWS = 8
 """Replicas with fewer rows keep none."""
+_MANY_ROWS = 64
+"""Those with so many always keep one: who asks for the first time in a while shall not wait for it."""
 
 
 class Room(enum.IntEnum):
@@ -64,9 +66,9 @@ class CreditAccount:
 
     def kept_rows(self, share: float) -> int:
         """Rows that are left to tenants with little running, where they are this part of all."""
-        if self.rows < _FEW_ROWS or share <= 0:
-            return 0
-        return max(1, int(share * self.rows))
+        if share <= 0:
+            return int(self.rows >= _MANY_ROWS)
+        return max(1, int(share * self.rows)) if self.rows >= _FEW_ROWS else 0
 
     def room(self, kept_rows: int) -> Room:
         """Whom it takes, with so many rows kept."""

@@ -30,10 +30,21 @@ class Forecast:
         self._rows = 0.0
         self._replicas = 0
         self._row_slope_s = 0.0
+        self._longest_step_s = 0.0
+        """With all rows busy and as many prompts as a step takes."""
+        self._prompt_s = 0.0
+        """Of a request's prompt."""
         self._running = 0.0
 
-    def refresh(self, accounts: Sequence[CreditAccount], tokens_per_row: float) -> None:
-        """Learn the latest; a sequence takes `tokens_per_row` of the cache."""
+    def refresh(
+        self,
+        accounts: Sequence[CreditAccount],
+        tokens_per_row: float,
+        prompt_tokens: float,
+        prompts_per_output: float,
+    ) -> None:
+        """Learn the latest. A request's prompt has so many tokens; a sequence takes `tokens_per_row` of the
+        cache, and brings so many prompt tokens for each of its output."""
         measured = [account for account in accounts if account.rates.known]
         self.known = bool(measured)
         if not measured:
@@ -48,14 +59,19 @@ class Forecast:
         each = rows / len(accounts)
         self.step_s = sum(account.rates.step_s for account in measured) / count
         self._running = sum(account.rates.rows for account in measured) / count
-        self._full_step_s = sum(account.rates.step_at(each) for account in measured) / count
+        prompts = each * prompts_per_output
+        self._full_step_s = sum(_full_step_s(one, each, prompts) for one in measured) / count
+        self._longest_step_s = sum(_full_step_s(one, each, float("inf")) for one in measured) / count
         self.prompt_token_s = sum(account.rates.prompt_token_s for account in measured) / count
         self._computed_share = sum(account.rates.computed_share for account in measured) / count
+        self._prompt_s = prompt_tokens * self._computed_share * self.prompt_token_s
         empty = max(1.0, each - self._running)
         self._row_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
         """Seconds in which all replicas together serve so many tokens, while others wait behind them."""
+        if not self.known or not prompt_tokens + output_tokens:
+            return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
         rows_s = (prompts_s + output_tokens * self._full_step_s) / (self._rows * _PART_OF_A_REPLICA)
         return max(rows_s, prompts_s / self._replicas)
@@ -63,11 +79,17 @@ class Forecast:
     def running_s(self, prompt_tokens: float, output_tokens: float, rows_more: float) -> float:
         """Seconds from its turn to its end of a request whose answer has so many tokens, when by then so many
         rows more are busy on each replica than now."""
-        step_s = min(
-            self.step_s + max(0.0, rows_more) * self._row_slope_s, max(self._full_step_s, self.step_s)
-        )
-        # Two steps are launched already when it comes.
-        return prompt_tokens * self.prompt_token_s + (2.0 + output_tokens) * step_s
+        rows_more = max(0.0, min(rows_more, self.rows_each - self._running))
+        step_s = min(self.step_s + rows_more * self._row_slope_s, max(self._full_step_s, self.step_s))
+        steps = 2.0 + output_tokens  # Two are launched already when it comes.
+        # Each of these rows begins with a prompt, which all wait for, as far as a step takes prompts.
+        filling_s = min(rows_more * self._prompt_s, steps * max(0.0, self._longest_step_s - step_s))
+        return prompt_tokens * self.prompt_token_s + steps * step_s + filling_s
+
+    @property
+    def rows_running(self) -> float:
+        """Of a replica, now."""
+        return self._running
 
     @property
     def rows_each(self) -> float:
@@ -78,3 +100,11 @@ class Forecast:
     def replicas(self) -> int:
         """That serve the model."""
         return self._replicas
+
+
+def _full_step_s(account: CreditAccount, rows: float, prompt_tokens: float) -> float:
+    """A step with so many rows busy, and so many tokens of prompts as far as a step takes them: what steps
+    took, or what this asks of them."""
+    rates = account.rates
+    computed = min(prompt_tokens * rates.computed_share, account.tokens / 2)
+    return max(rates.step_at(rows), rates.decode_s(rows) + computed * rates.prompt_token_s)

@@ -7,19 +7,24 @@ from typing import NamedTuple
 
 from appliance.messages import Admit
 from appliance.traffic.credits import CreditAccount, Room
-from appliance.traffic.fairness import Ticket
+from appliance.traffic.fairness import Backlog, Ticket
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.overload import Ladder
 from appliance.traffic.queue import BACKGROUND, REAL_TIME, RequestQueue
+from appliance.traffic.rates import DecayingMean
 from appliance.traffic.request import OnReplica, Request
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.tenants import Tenant, Tenants
 from engine.messages import BLOCK_TOKENS
 from store.policies import CLASSES, INTERACTIVE
 
-_LIGHT_PART = 4
+_LIGHT_PART = 2
 """A tenant is light with fewer rows busy than the kept ones divided by this, and with none."""
 _BUSY_HALF_LIFE_S = 4.0
+_OFFERED_HALF_LIFE_S = 0.5
+_LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
+"""Parts of the service that are asked for: up to the first, as many rows are busy as are now; from the
+second on all will be."""
 _LEAST_SHARE = 0.02
 """Of the service, however busy better classes are."""
 _MOST_PROMISED = 0.8
@@ -65,10 +70,16 @@ class ModelTraffic:
         self._ends_pushed = 0
         self._running: dict[str, Request] = {}
         self._tokens_per_row = 0.0
+        self._begun = Backlog()
+        """Mean of the requests that began of late."""
         self._taken_s = [0.0] * CLASSES
         """Service, in seconds of all replicas, that classes took since the last tick."""
         self._busy = [0.0] * CLASSES
         """Part of the service that classes take, of late."""
+        self._offered_s = 0.0
+        """Service, in seconds of all replicas, that was asked for since the last tick."""
+        self._offered = DecayingMean()
+        """The same as part of what they can do, of late."""
         self._ticked_at: float | None = None
 
     @property
@@ -229,6 +240,8 @@ class ModelTraffic:
                 use.run(self.name, admit.rows, request.kv_tokens)
             self.reconsider(tenant, request.key_id, 1)
         request.keeps_place = False
+        if not request.dispatched:
+            self._tenants.count_answer(request.tenant, 1)
         request.dispatched[account] = OnReplica(admit, account.generated_each)
         self._running[request.request_id] = request
         request.tried.add(account)
@@ -242,6 +255,7 @@ class ModelTraffic:
     def stop(self, request: Request) -> None:
         """Nothing of the request is on any replica any more."""
         del self._running[request.request_id]
+        self._tenants.count_answer(request.tenant, -1)
 
     def charge(self, request: Request, service: float) -> None:
         """The request took so much service in all."""
@@ -250,7 +264,9 @@ class ModelTraffic:
 
     def learned(self) -> None:
         """A replica has reported, has come or is gone."""
-        self.forecast.refresh(self.accounts, self._tokens_per_row)
+        self.forecast.refresh(
+            self.accounts, self._tokens_per_row, self._begun.prompt_tokens, self._prompts_per_output()
+        )
 
     def tick(self, now: float) -> None:
         """To be called a few times a second."""
@@ -260,6 +276,8 @@ class ModelTraffic:
             for number in range(CLASSES):
                 self._busy[number] = keep * self._busy[number] + (1 - keep) * self._taken_s[number] / passed_s
                 self._taken_s[number] = 0.0
+            self._offered.add(self._offered_s, passed_s, 0.5 ** (passed_s / _OFFERED_HALF_LIFE_S))
+            self._offered_s = 0.0
         self._ticked_at = now
         self._charge_output()
         self._expect_longer(now)
@@ -269,9 +287,25 @@ class ModelTraffic:
         per_row = (admit.prompt_tokens + request.expected_tokens) / max(1, admit.rows)
         known = self._tokens_per_row or per_row
         self._tokens_per_row = known + _OF_THE_NEW * (per_row - known)
+        prompt, output = float(admit.prompt_tokens), max(1.0, request.expected_tokens)
+        begun = self._begun
+        if not begun.output_tokens:
+            begun.prompt_tokens, begun.output_tokens = prompt, output
+        begun.prompt_tokens += _OF_THE_NEW * (prompt - begun.prompt_tokens)
+        begun.output_tokens += _OF_THE_NEW * (output - begun.output_tokens)
         if self.forecast.known:
             served_s = self.forecast.serving_s(admit.prompt_tokens, request.expected_tokens)
             self._taken_s[request.request_class] += served_s
+
+    def _prompts_per_output(self) -> float:
+        """Prompt tokens for each output token, of what began of late or of what waits: whichever are more."""
+        waits = Backlog()
+        for fair in self.queue.classes:
+            waits.add(fair.backlog)
+        both = (self._begun, waits)
+        return max(
+            (one.prompt_tokens / one.output_tokens for one in both if one.output_tokens >= 1), default=0.0
+        )
 
     def _charge_output(self) -> None:
         """Charge what was made since the last time for requests that run. Only their ends tell exactly."""
@@ -315,6 +349,12 @@ class ModelTraffic:
         """Whether anything is known of how soon."""
         return self.forecast.known and bool(self.accounts)
 
+    def expect_load(self, request: Request) -> None:
+        """A new request has come that may run, or might if there were less to do."""
+        if self.forecast.known:
+            served_s = self.forecast.serving_s(request.admit.prompt_tokens, request.expected_tokens)
+            self._offered_s += served_s
+
     def wait_s(self, request: Request, tenant: Tenant, now: float) -> float:
         """What a new request would wait for its turn. Only while `predictable`, as all here."""
         number = request.request_class
@@ -336,11 +376,18 @@ class ModelTraffic:
         """From its turn to its end, with so many output tokens in each sample."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_rows = waiting / max(1, self.forecast.replicas)
+        # Where as much is asked as can be served, rows that are free now will not be for long.
+        filling = max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
+        more_rows = max(more_rows, filling * self.forecast.rows_each - self.forecast.rows_running)
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_rows)
 
     def promises_from(self, now: float) -> float:
-        """When promised requests begin at the latest if they alone are served from now on."""
-        return now + 2.0 * self.forecast.step_s
+        """When promised requests begin at the latest if they alone are served from now on, after those that
+        lost their replica."""
+        resumed = self.resumed.values()
+        prompt_tokens = sum([request.admit.prompt_tokens for request in resumed])
+        output_tokens = sum([request.expected_tokens for request in resumed])
+        return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
         """The time that a promise to it takes from other promises: better classes and requests without

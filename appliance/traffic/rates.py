@@ -16,7 +16,7 @@ _SPREAD_ROWS = 2.0
 """Variance of the batch above which the steps tell what one more row costs."""
 
 
-class _Mean:
+class DecayingMean:
     """Sum of `value` over sum of `weight`, both decaying."""
 
     __slots__ = ("value", "weight")
@@ -26,11 +26,13 @@ class _Mean:
         self.weight = 0.0
 
     def add(self, value: float, weight: float, keep: float) -> None:
+        """Count one more, and of those before it `keep` (0 to 1)."""
         self.value = self.value * keep + value
         self.weight = self.weight * keep + weight
 
     @property
     def ratio(self) -> float:
+        """The mean; 0 before the first."""
         return self.value / self.weight if self.weight > 0 else 0.0
 
 
@@ -46,13 +48,13 @@ class ReplicaRates:
         """Since its start."""
         self.rows = 0
         """Sequences that ran at the last report."""
-        self._steps = _Mean()
-        self._decode = _Mean()
-        self._rows = _Mean()
-        self._rows_squared = _Mean()
-        self._rows_by_s = _Mean()
-        self._prompts = _Mean()
-        self._cached = _Mean()
+        self._steps = DecayingMean()
+        self._decode = DecayingMean()
+        self._rows = DecayingMean()
+        self._rows_squared = DecayingMean()
+        self._rows_by_s = DecayingMean()
+        self._prompts = DecayingMean()
+        self._cached = DecayingMean()
         self._computed_tokens = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
@@ -90,31 +92,30 @@ class ReplicaRates:
     def step_at(self, rows: float) -> float:
         """Seconds of a step with so many rows: what is measured now, scaled by what steps of other batches
         took."""
-        now = self._decode_s(self.rows)
-        return self.step_s * max(1.0, self._decode_s(rows) / now) if now > 0 else self.step_s
+        now = self.decode_s(self.rows)
+        return self.step_s * max(1.0, self.decode_s(rows) / now) if now > 0 else self.step_s
 
     def learn(self, report: Report) -> None:
         """Take in what a report says about the steps since the one before."""
         self.rows = report.running
         decode_s = report.decode_steps * report.step_ms / 1e3
         mixed_s = report.mixed_steps * report.mixed_step_ms / 1e3
-        computed = getattr(report, "computed_tokens", 0) - self._computed_tokens
+        computed = report.computed_tokens - self._computed_tokens
         started = report.prompt_tokens - self._prompt_tokens
         found = report.cached_tokens - self._cached_tokens
         self._computed_tokens = report.computed_tokens
         self._prompt_tokens, self._cached_tokens = report.prompt_tokens, report.cached_tokens
         busy_s = decode_s + mixed_s
-        if busy_s <= 0:
-            return
         self.busy_s += busy_s
         keep = _keep(busy_s)
         self._steps.add(busy_s, report.decode_steps + report.mixed_steps, keep)
         self._cached.add(found, started, keep)
         if report.decode_steps:
             self._learn_decode(report.decode_steps, decode_s, report.running)
-        if computed:
-            # What a step with prompts takes longer than one that only decodes.
-            extra_s = mixed_s - report.mixed_steps * self._decode_s(report.running)
+        if computed or mixed_s:
+            # What a step with prompts takes longer than one that only decodes. Its tokens count from when it
+            # is planned, its time from when it has ended: often in another report.
+            extra_s = mixed_s - report.mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
     def _learn_decode(self, steps: int, seconds: float, rows: int) -> None:
@@ -124,7 +125,7 @@ class ReplicaRates:
         self._rows_squared.add(rows * rows * steps, steps, keep)
         self._rows_by_s.add(rows * seconds, steps, keep)
 
-    def _decode_s(self, rows: float) -> float:
+    def decode_s(self, rows: float) -> float:
         """Seconds of a step that only decodes, by a straight line through what was measured; 0 if nothing."""
         mean_s, mean_rows = self._decode.ratio, self._rows.ratio
         spread = self._rows_squared.ratio - mean_rows * mean_rows

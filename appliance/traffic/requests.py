@@ -586,7 +586,7 @@ class Ledger:
         if request.batch_size_at_start is None:
             request.batch_size_at_start = finished.batch_size
         if finished.generated_tokens:
-            self._tenants.learn_output(request.tenant, finished.generated_tokens // rows)
+            self._tenants.learn_output(request.tenant, finished.generated_tokens // rows, request.most_each)
         if left.submissions == 0:
             self._leave(request, account)
             self._end_if_complete(request)

@@ -149,10 +149,15 @@ class Tenants:
         key = self._policies.keys.get(self.limits_key(key_id)) if key_id else None
         return key.quota if key is not None else _NO_LIMITS
 
-    def learn_output(self, name: str, tokens: int) -> None:
-        """An answer to this tenant had so many tokens."""
-        self.of(name).outputs.learn(tokens)
-        self.outputs.learn(tokens)
+    def learn_output(self, name: str, tokens: int, most: float) -> None:
+        """An answer to this tenant had so many tokens, and might have had `most`."""
+        for outputs in (self.of(name).outputs, self.outputs):
+            outputs.learn(tokens, most)
+
+    def count_answer(self, name: str, sign: int) -> None:
+        """An answer to this tenant begins (1) or ends (-1) to be made."""
+        for outputs in (self.of(name).outputs, self.outputs):
+            outputs.running += sign
 
     def saw(self, name: str, now: float) -> None:
         """A request of this tenant came."""

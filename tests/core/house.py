@@ -121,7 +121,7 @@ class FakeFront:
 class House:
     """The ledger with its surroundings."""
 
-    def __init__(self, queue_limit: int = 6, queue_timeout_s: float = 50.0) -> None:
+    def __init__(self, queue_limit: int = 7, queue_timeout_s: float = 50.0) -> None:
         self.now = 1000.0
         self.rows = Rows()
         self.fronts: dict[str, FakeFront] = {}

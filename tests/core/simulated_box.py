@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.quotas import Quotas
@@ -32,6 +34,8 @@ FRONT = "front-0"
 MODEL = "m"
 HOP_S = 0.0001
 """From process to process."""
+RESUBMIT_S = 0.05
+"""From a replica's death until its fronts ask again."""
 TICK_S = 0.25
 HOST_S = 0.0002
 """What the step loop takes between two steps."""
@@ -81,6 +85,10 @@ class Asked:
     first_token_at: float | None = None
     ended_at: float | None = None
     tokens: int = 0
+
+    attempt: int = 0
+    replica: Replica | None = None
+    handle: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -182,6 +190,8 @@ class Replica:
         self._looping = False
         self._steps = {False: [0, 0.0], True: [0, 0.0]}
         self._reported_at = 0.0
+        self.longest_step_s = 0.0
+        self.dead = False
 
     def submit(self, submit: Submit) -> None:
         """A front's submission arrives."""
@@ -191,6 +201,8 @@ class Replica:
             self._loop()
 
     def _loop(self) -> None:
+        if self.dead:
+            return
         for submit in self._inbox:
             self.core.submit(FRONT, submit)
         self._inbox.clear()
@@ -203,9 +215,12 @@ class Replica:
         if result.timing is not None:
             steps = self._steps[result.timing.mixed]
             steps[0] += 1
+            self.longest_step_s = max(self.longest_step_s, self.device.step_s)
             steps[1] += 1e3 * self.device.step_s
 
         def emit() -> None:
+            if self.dead:
+                return
             outputs = [output for of_front in result.outputs.values() for output in of_front]
             if outputs:
                 self.box.after(HOP_S, lambda: self.box.hear(self, outputs))
@@ -240,7 +255,7 @@ class Replica:
             mixed_step_ms=mixed_ms / max(1, mixed_steps),
         )
         self._reported_at = self.box.now
-        self.box.after(HOP_S, lambda: self.box.ledger.report(self.account, report))
+        self.box.after(HOP_S, lambda: None if self.dead else self.box.ledger.report(self.account, report))
 
 
 class Box:
@@ -259,6 +274,7 @@ class Box:
         self.rows = _Rows()
         self.asked: list[Asked] = []
         self.replicas: list[Replica] = []
+        self._replicas_made = 0
         self.served: dict[str, float] = {}
         """Tokens computed by tenant: prompts at their first token, output as it comes, weighted."""
         self.ledger = Ledger(
@@ -288,7 +304,8 @@ class Box:
         speed: Speed = Speed(),  # noqa: B008
     ) -> Replica:
         """One more replica, ready at once."""
-        name = f"{MODEL}-{len(self.replicas)}"
+        self._replicas_made += 1
+        name = f"{MODEL}-{self._replicas_made}"
         replica = Replica(
             self,
             name,
@@ -302,6 +319,27 @@ class Box:
         self.ledger.add_replica(replica.account)
         replica._report([])
         return replica
+
+    def kill_replica(self, replica: Replica) -> None:
+        """It dies with all that it has; fronts ask again for their requests, as much as is left of each."""
+        replica.dead = True
+        self.replicas.remove(replica)
+        self.after(HOP_S, lambda: self.ledger.lose_replica(replica.account))
+        lost = [asked for asked in self._in_flight.values() if asked.replica is replica]
+        self.after(RESUBMIT_S, lambda: [self._resubmit(asked) for asked in lost])
+
+    def _resubmit(self, asked: Asked) -> None:
+        self._handles.pop(asked.handle, None)
+        asked.attempt += 1
+        asked.replica = None
+        shape = asked.shape
+        again = msgspec.structs.replace(
+            asked.admit,
+            attempt=asked.attempt,
+            prompt_tokens=shape.prompt + asked.tokens,
+            max_tokens=shape.max_tokens - asked.tokens,
+        )
+        self.ledger.admit(FRONT, again)
 
     # ── time ──
 
@@ -365,20 +403,30 @@ class Box:
         asked = self._in_flight.get(message.request_id)
         if asked is None or isinstance(message, Abort):
             return
-        asked.decided_at = self.now
+        if asked.decided_at is None:
+            asked.decided_at = self.now
         if isinstance(message, Refused):
             asked.refused = message
+            if asked.attempt:
+                self._settle(asked)
             self._end(asked)
             return
-        asked.admitted_at = self.now
-        replica = next(r for r in self.replicas if r.account.replica == message.replica)
+        if asked.admitted_at is None:
+            asked.admitted_at = self.now
+        replica = next((r for r in self.replicas if r.account.replica == message.replica), None)
+        if replica is None:  # it has died meanwhile
+            self.after(RESUBMIT_S, lambda: self._resubmit(asked))
+            return
+        asked.replica = replica
         self._serial += 1
         handle = self._serial
         self._handles[handle] = asked
+        asked.handle = handle
         submit = Submit(
             handle=handle,
             request_id=asked.request_id,
             prompt_token_ids=_PROMPT[: asked.shape.prompt],
+            output_token_ids=_PROMPT[: asked.tokens],
             sampling=SamplingParams(max_tokens=asked.shape.output, ignore_eos=True),
             priority=message.priority,
             urgent=message.urgent,
@@ -389,7 +437,9 @@ class Box:
         """The front reads a step's frame."""
         served, weight = self.served, self.rules.output_weight
         for output in outputs:
-            asked = self._handles[output.handle]
+            asked = self._handles.get(output.handle)
+            if asked is None or asked.handle != output.handle:
+                continue  # of a replica that has died since
             tokens = len(output.token_ids)
             if not asked.tokens and tokens:
                 asked.first_token_at = self.now

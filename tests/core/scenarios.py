@@ -1,0 +1,263 @@
+"""What tenants are promised, tried on a box in virtual time: fair shares, a quiet tenant beside one that
+floods, deadlines under three times the load that can be served.
+
+    python -m tests.core.scenarios --seconds 120 --out figures.json
+
+`tests/core/test_scenarios.py` runs short forms of the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from store.policies import TenantRecord
+from tests.core.simulated_box import (
+    Asked,
+    Box,
+    Shape,
+    Speed,
+    backlogged,
+    fixed,
+    percentile,
+    poisson,
+    uniform,
+)
+
+ROWS = 256
+SPEED = Speed()
+DECIDED_S = 0.010
+"""What is refused later than this after its arrival was admitted first."""
+
+Figures = dict[str, Any]
+
+
+def tenant(name: str, weight: float = 1.0) -> TenantRecord:
+    return TenantRecord(name=name, created_at=0.0, weight=weight)
+
+
+# ── shares ──
+
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
+
+
+def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
+    """Tenants that always have more to ask: long prompts, long answers, and both."""
+    box = Box(tenants=[tenant(name, weight) for name, weight in WEIGHTS.items()], seed=seed)
+    box.add_replica(rows=ROWS)
+    backlogged(box, "a", 400, fixed(2000, 20))
+    backlogged(box, "b", 400, fixed(50, 400))
+    backlogged(box, "c", 400, uniform((100, 3000), (10, 300)))
+    box.run(warm_up)
+    before = dict(box.served)
+    box.run(warm_up + seconds)
+    normal = [(box.served[name] - before[name]) / weight for name, weight in WEIGHTS.items()]
+    return {
+        "seconds": seconds,
+        "seed": seed,
+        "service_by_weight": [round(one) for one in normal],
+        "spread": max(normal) / min(normal) - 1.0,
+        "jain": sum(normal) ** 2 / (len(normal) * sum(one * one for one in normal)),
+    }
+
+
+# ── a quiet tenant ──
+
+
+def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Figures:
+    """A tenant that asks about one long document after another, alone and beside one that floods the box.
+
+    Its first token is behind the step that runs when it comes and the one that is launched already, and its
+    prompt's steps carry the flood's decodes: what is short itself cannot be within a part of its value alone.
+    """
+    alone = _quiet(seconds, 0.0, seed)
+    beside = _quiet(seconds, flood_per_s, seed)
+    p99 = [
+        percentile([one.ttft_s for one in box.asked if one.tenant == "quiet"], 0.99)
+        for box in (alone, beside)
+    ]
+    steps = [replica.longest_step_s for replica in beside.replicas]
+    return {
+        "seconds": seconds,
+        "seed": seed,
+        "flood_per_s": flood_per_s,
+        "asked": len(beside.asked),
+        "quiet_requests": sum(one.tenant == "quiet" for one in beside.asked),
+        "ttft_p99_alone_ms": 1e3 * p99[0],
+        "ttft_p99_beside_ms": 1e3 * p99[1],
+        "ratio": p99[1] / p99[0],
+        "longest_step_ms": 1e3 * max(steps),
+    }
+
+
+def _quiet(seconds: float, flood_per_s: float, seed: int) -> Box:
+    box = Box(tenants=[tenant("quiet"), tenant("flood")], seed=seed)
+    for _ in range(2):
+        box.add_replica(rows=ROWS)
+    shape = uniform((8000, 12_000), (20, 60))
+    draw = random.Random(seed)
+
+    def ask(_: Asked | None = None) -> None:
+        if box.now < seconds - 3.0:
+            box.after(draw.expovariate(2.0), lambda: box.ask("quiet", shape(draw), done=ask))
+
+    ask()
+    if flood_per_s:
+        poisson(box, "flood", flood_per_s, uniform((20, 60), (60, 200)))
+    box.run(seconds)
+    unserved = [one for one in box.asked if one.tenant == "quiet" and one.first_token_at is None]
+    assert not unserved, (
+        f"{len(unserved)} requests of the quiet tenant were not served: {unserved[0].refused}"
+    )
+    return box
+
+
+# ── deadlines ──
+
+MIXES: dict[str, tuple[int, int, Callable[[random.Random], Shape]]] = {
+    "exact": (500, 110, uniform((100, 900), (20, 200))),
+    "guess": (500, 110, uniform((100, 900), (20, 200), max_tokens=512)),
+    "long": (3500, 225, uniform((1000, 6000), (50, 400))),
+    "chat": (160, 350, uniform((20, 300), (100, 600), max_tokens=1024)),
+}
+"""Mean prompt and output tokens, and shapes."""
+EVENTS = ("steady", "cold", "surge", "mix", "death")
+REPLICAS = 2
+
+
+def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Figures:
+    """Four tenants ask for `load` times what the box can serve, three of them with deadlines of every kind.
+
+    "cold": from the first moment, before anything was measured; otherwise it follows a light load. "surge":
+    that comes a second time. "mix": long prompts come as well. "death": a replica dies, and comes back 5 s
+    later.
+    """
+    box = Box(tenants=[tenant(name) for name in "abcd"], seed=seed)
+    for _ in range(REPLICAS):
+        box.add_replica(rows=ROWS)
+    warm_up = 0.0 if event == "cold" else 10.0
+    if warm_up:
+        _ask(box, mix, 0.3, until=warm_up)
+        box.run(warm_up)
+    half = warm_up + seconds / 2
+    end = warm_up + seconds
+    if event == "surge":
+        _ask(box, mix, load, until=half)
+        box.at(half, lambda: _ask(box, mix, 0.3, until=half + 10.0))
+        box.at(half + 10.0, lambda: _ask(box, mix, load, until=end))
+    else:
+        _ask(box, mix, load, until=end)
+    if event == "mix":
+        box.at(half, lambda: _ask(box, "long", 1.0, until=end))
+    died_at = None
+    if event == "death":
+        died_at = half
+        box.at(half, lambda: box.kill_replica(box.replicas[0]))
+        box.at(half + 5.0, lambda: box.add_replica(rows=ROWS))
+    box.run(end + 30.0)
+    return {"mix": mix, "event": event, "seconds": seconds, "load": load, "seed": seed, **_met(box, died_at)}
+
+
+def _ask(box: Box, mix: str, load: float, until: float) -> None:
+    prompt, output, shape = MIXES[mix]
+    # What a replica serves with all rows busy.
+    served_s = prompt * SPEED.prompt_token_s + output * SPEED.step_s * 2 / ROWS
+    per_s = load * REPLICAS / served_s
+
+    def deadline_s(draw: random.Random) -> float:
+        return draw.uniform(0.5, 8.0) + 0.02 * output
+
+    for name, part in (("a", 0.3), ("b", 0.3), ("c", 0.2)):
+        poisson(box, name, part * per_s, shape, until=until, deadline_s=deadline_s)
+    poisson(box, "d", 0.2 * per_s, shape, until=until)
+
+
+def _met(box: Box, died_at: float | None) -> Figures:
+    asked = [one for one in box.asked if one.deadline_s is not None]
+    admitted = [one for one in asked if not _refused_at_once(one)]
+    # What was promised on a replica that died is no part of the promise.
+    spared = [one for one in admitted if died_at is not None and _was_in_the_house(one, died_at)]
+    counted = len(admitted) - len(spared)
+    met = sum(one.met for one in admitted) - sum(one.met for one in spared)
+    decided = [one.decided_at - one.arrived_at for one in asked if _refused_at_once(one) and one.decided_at]
+    late = Counter(one.refused.code for one in admitted if one.refused is not None)
+    return {
+        "asked": len(asked),
+        "admitted": len(admitted),
+        "met": sum(one.met for one in admitted) / max(1, len(admitted)),
+        "met_but_those_at_a_death": met / max(1, counted),
+        "in_the_house_at_a_death": len(spared),
+        "refused_later": dict(late),
+        "refused_within_ms": 1e3 * max(decided, default=0.0),
+        "output_tokens": sum(one.tokens for one in box.asked),
+        "served_without_deadline": sum(
+            one.deadline_s is None and one.ended_at is not None for one in box.asked
+        ),
+    }
+
+
+def _refused_at_once(one: Asked) -> bool:
+    return one.refused is not None and (one.decided_at or 0.0) - one.arrived_at <= DECIDED_S
+
+
+def _was_in_the_house(one: Asked, at: float) -> bool:
+    return one.arrived_at <= at and (one.ended_at is None or one.ended_at >= at)
+
+
+# ── all of them, for long ──
+
+
+def main() -> int:
+    """Run everything with several seeds; write the figures; fail where a promise is broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120.0, help="virtual seconds of each run")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    began = time.monotonic()
+    broken: list[str] = []
+    figures: Figures = {"shares": [], "quiet": [], "deadlines": [], "deadlines_in_all": {}}
+
+    def note(kind: str, one: Figures, kept: bool) -> None:
+        figures[kind].append(one)
+        print(f"{'ok ' if kept else 'BAD'} {kind} {json.dumps(one)}", flush=True)
+        if not kept:
+            broken.append(f"{kind}: {one}")
+
+    for seed in range(options.seeds):
+        one = shares(seconds=60.0, seed=seed)
+        note("shares", one, one["spread"] <= 0.05 and one["jain"] >= 0.99)
+        one = quiet(seconds=min(30.0, options.seconds), flood_per_s=10_000.0, seed=seed)
+        note("quiet", one, one["ratio"] <= 1.2)
+        for mix in MIXES:
+            for event in EVENTS:
+                one = deadlines(mix=mix, event=event, seconds=options.seconds, seed=seed)
+                note("deadlines", one, one["refused_within_ms"] <= 1e3 * DECIDED_S)
+    for mix in MIXES:
+        runs = [one for one in figures["deadlines"] if one["mix"] == mix]
+        admitted = sum(one["admitted"] - one["in_the_house_at_a_death"] for one in runs)
+        met = sum(
+            one["met_but_those_at_a_death"] * (one["admitted"] - one["in_the_house_at_a_death"])
+            for one in runs
+        )
+        share = met / max(1, admitted)
+        figures["deadlines_in_all"][mix] = {"admitted": admitted, "met": share}
+        print(f"{'ok ' if share >= 0.99 else 'BAD'} {mix}: {share:.4f} of {admitted} met their deadlines")
+        if share < 0.99:
+            broken.append(f"{mix}: {share:.4f} of {admitted}")
+    figures["wall_s"] = round(time.monotonic() - began, 1)
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+    print("\n".join(["broken:", *broken]) if broken else f"all promises were kept, in {figures['wall_s']} s")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,341 @@
+"""Whose turn it is: classes, ageing, weights, deadlines; and the sums behind it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from appliance.traffic.credits import Room
+from appliance.traffic.fairness import FairQueue, Ticket
+from appliance.traffic.outputs import OutputLengths, expected_tokens, most_tokens
+from appliance.traffic.overload import DROP_BACKGROUND, REFUSE_BACKGROUND, REFUSE_INTERACTIVE, Ladder
+from appliance.traffic.queue import RequestQueue
+from appliance.traffic.rates import ReplicaRates
+from appliance.traffic.rules import QueueRules
+from appliance.traffic.timeline import Promises, Timeline
+from engine.messages import Report
+
+RULES = QueueRules()
+NEVER = float("inf")
+
+
+class Serial:
+    """Makes tickets, numbered by arrival."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def ticket(
+        self,
+        tenant: str = "a",
+        request_class: int = 1,
+        *,
+        now: float = 0.0,
+        prompt: int = 100,
+        output: float = 50.0,
+        due: float | None = None,
+        begin_by: float | None = None,
+    ) -> Ticket[str]:
+        self.last += 1
+        return Ticket(
+            item=f"{tenant}{self.last}",
+            tenant=tenant,
+            key_id="",
+            request_class=request_class,
+            serial=self.last,
+            queued_at=now,
+            due=due if due is not None else now + RULES.late_s(request_class),
+            service=prompt + RULES.output_weight * output,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            begin_by=begin_by,
+        )
+
+
+def take_next(queue: RequestQueue[str], now: float, promises_from: float = 0.0) -> Ticket[str]:
+    ticket = queue.next(Room.ANY, now, promises_from)
+    assert ticket is not None
+    queue.take(ticket, now)
+    queue.classes[ticket.request_class].charge(ticket.tenant, ticket.service - ticket.prompt_tokens)
+    return ticket
+
+
+# ── classes and ageing ──
+
+
+def test_better_classes_go_first() -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    for number in (3, 2, 0, 1):
+        queue.push(serial.ticket(request_class=number), 1.0, light=False)
+    assert [take_next(queue, 0.0).request_class for _ in range(4)] == [0, 1, 2, 3]
+
+
+@settings(deadline=None)
+@given(
+    victim=st.integers(1, 3),
+    sizes=st.lists(st.tuples(st.integers(100, 4000), st.integers(50, 1000)), min_size=1, max_size=20),
+    prompt=st.integers(1, 4000),
+    output=st.integers(1, 1000),
+    ahead=st.integers(0, 3),
+)
+def test_under_endless_load_of_better_classes_every_request_has_its_turn_in_a_bounded_time_property(
+    victim: int, sizes: list[tuple[int, int]], prompt: int, output: int, ahead: int
+) -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    waiting = [serial.ticket("poor", victim, prompt=prompt, output=float(output)) for _ in range(ahead + 1)]
+    for ticket in waiting:
+        queue.push(ticket, 1.0, light=False)
+    share = RULES.background_share if victim == 3 else RULES.lifted_share
+    largest = max(p + RULES.output_weight * o for p, o in sizes)
+    # From when it is late: its class gets its share of the service, in turns as large as their requests.
+    bound = sum(ticket.service for ticket in waiting) / share + 2 * largest
+    now = 0.0 if victim == 3 else RULES.late_s(victim) + 0.001
+    given_to_others, turn = 0.0, 0
+    queue.push(serial.ticket("rich", 0, now=now), 1.0, light=False)
+    while waiting[-1].waiting:
+        number, (p, o) = turn % victim, sizes[turn % len(sizes)]
+        queue.push(serial.ticket("rich", number, now=now, prompt=p, output=float(o)), 1.0, light=False)
+        ticket = take_next(queue, now)
+        given_to_others += ticket.service if ticket.tenant == "rich" else 0.0
+        turn += 1
+        assert given_to_others <= bound, f"{given_to_others} went to others, and the bound is {bound}"
+
+
+def test_a_class_that_is_not_late_gets_nothing_while_a_better_one_waits() -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    queue.push(serial.ticket("b", 2), 1.0, light=False)
+    for _ in range(200):
+        queue.push(serial.ticket("a", 1), 1.0, light=False)
+    now = RULES.late_s(2) - 1.0
+    assert {take_next(queue, now).tenant for _ in range(150)} == {"a"}
+    now = RULES.late_s(2) + 1.0
+    assert "b" in {take_next(queue, now).tenant for _ in range(20)}
+
+
+def test_a_replica_without_free_rows_is_for_real_time_and_kept_rows_are_for_light_tenants() -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    queue.push(serial.ticket("heavy", 1), 1.0, light=False)
+    assert queue.next(Room.LIGHT, 0.0, 0.0) is None
+    light = serial.ticket("light", 1)
+    queue.push(light, 100.0, light=True)
+    queue.classes[1].charge("heavy", 10.0)
+    assert queue.next(Room.LIGHT, 0.0, 0.0) is light
+    assert queue.next(Room.REAL_TIME, 0.0, 0.0) is None
+    urgent = serial.ticket("rt", 0)
+    queue.push(urgent, 1.0, light=False)
+    assert queue.next(Room.REAL_TIME, 0.0, 0.0) is urgent
+    assert queue.next(Room.NONE, 0.0, 0.0) is None
+
+
+# ── inside a class ──
+
+
+@settings(deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=5),
+    seed=st.integers(0, 1 << 16),
+)
+def test_backlogged_tenants_differ_by_at_most_their_largest_requests_property(
+    weights: list[float], seed: int
+) -> None:
+    draw, serial, fair = random.Random(seed), Serial(), FairQueue[str]()
+    service = [0.0] * len(weights)
+    largest = 3000.0
+
+    def push(number: int) -> None:
+        prompt, output = draw.randint(1, 1000), float(draw.randint(1, 1000))
+        fair.push(serial.ticket(str(number), prompt=prompt, output=output), weights[number], light=False)
+
+    for number in range(len(weights)):
+        push(number)
+    for _ in range(300):
+        ticket = fair.next()
+        assert ticket is not None
+        number = int(ticket.tenant)
+        push(number)
+        fair.take(ticket)
+        fair.charge(ticket.tenant, ticket.service - ticket.prompt_tokens)
+        service[number] += ticket.service
+        normal = [one / weight for one, weight in zip(service, weights, strict=True)]
+        assert max(normal) - min(normal) <= 2 * largest / min(weights)
+
+
+def test_idleness_is_not_saved_up() -> None:
+    serial, fair = Serial(), FairQueue[str]()
+    for _ in range(20):
+        fair.push(serial.ticket("busy"), 1.0, light=False)
+    for _ in range(10):
+        ticket = fair.next()
+        assert ticket is not None
+        fair.take(ticket)
+    for _ in range(10):
+        fair.push(serial.ticket("late"), 1.0, light=False)
+    turns = []
+    for _ in range(10):
+        ticket = fair.next()
+        assert ticket is not None
+        fair.take(ticket)
+        turns.append(ticket.tenant)
+    assert turns.count("late") in (5, 6)
+
+
+def test_inside_a_tenant_the_earliest_deadline_goes_first() -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    for due in (30.0, 10.0, 20.0):
+        queue.push(serial.ticket(due=due), 1.0, light=False)
+    assert [take_next(queue, 0.0).due for _ in range(3)] == [10.0, 20.0, 30.0]
+
+
+def test_what_must_begin_now_to_keep_its_promise_goes_before_other_tenants_and_not_sooner() -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    promised = serial.ticket("b", begin_by=10.0, due=12.0)
+    queue.push(promised, 1.0, light=False, promised_s=2.0)
+    queue.classes[1].charge("b", 1e6)
+    other = serial.ticket("a")
+    queue.push(other, 1.0, light=False)
+    assert queue.next(Room.ANY, 0.0, promises_from=9.0) is other
+    assert queue.next(Room.ANY, 0.0, promises_from=10.0) is promised
+
+
+# ── sums over those before ──
+
+_OPERATIONS = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 50), st.integers(1, 100), st.integers(1, 100)), max_size=300
+)
+
+
+@settings(deadline=None)
+@given(operations=_OPERATIONS, at=st.integers(-1, 51))
+def test_a_timeline_sums_what_comes_before_property(
+    operations: list[tuple[bool, int, int, int]], at: int
+) -> None:
+    timeline, plain = Timeline[int](), []
+    for serial, (add, time, prompt, output) in enumerate(operations):
+        if add or not plain:
+            timeline.add(time, serial, prompt, output, serial)
+            plain.append((time, serial, prompt, output))
+        else:
+            gone = plain.pop(prompt % len(plain))
+            timeline.remove(gone[0], gone[1])
+    plain.sort()
+    assert list(timeline) == [serial for _, serial, _, _ in plain]
+    assert timeline.first() == (plain[0][1] if plain else None)
+    before = [one for one in plain if one[0] <= at]
+    assert timeline.before(at) == (sum(one[2] for one in before), sum(one[3] for one in before))
+
+
+@settings(deadline=None)
+@given(operations=_OPERATIONS, time=st.integers(0, 50), work=st.integers(1, 50))
+def test_promises_know_when_serving_them_must_begin_property(
+    operations: list[tuple[bool, int, int, int]], time: int, work: int
+) -> None:
+    def latest(plain: list[tuple[float, float, float]]) -> float:
+        at, slack = 0.0, NEVER
+        for begin_by, _, work_s in sorted(plain):
+            slack, at = min(slack, begin_by - at), at + work_s
+        return slack
+
+    promises, plain = Promises[int](), []
+    for serial, (add, begin_by, work_s, pick) in enumerate(operations):
+        if add or not plain:
+            promises.add(begin_by, serial, work_s, serial)
+            plain.append((begin_by, serial, work_s))
+        else:
+            gone = plain.pop(pick % len(plain))
+            promises.remove(gone[0], gone[1])
+    assert promises.latest_begin() == latest(plain)
+    ahead = [one for one in plain if one[0] <= time]
+    # Those before it are not affected by it, and were asked about when they came.
+    unaffected = latest(ahead)
+    assert min(unaffected, promises.latest_begin_with(time, work)) == latest([*plain, (time, 1 << 40, work)])
+
+
+# ── what is learned ──
+
+
+def test_answers_that_use_all_they_may_are_expected_to_do_so_again() -> None:
+    lengths, nobody = OutputLengths(), OutputLengths()
+    assert expected_tokens(lengths, nobody, 100.0) == 100.0
+    for tokens in (20, 200, 60, 120, 90, 30, 40, 50):
+        lengths.learn(tokens, tokens)
+    assert expected_tokens(lengths, nobody, 77.0) == 77.0
+    assert most_tokens(lengths, nobody, 777.0) == 777.0
+
+
+def test_the_length_of_answers_is_not_believed_while_most_of_them_still_run() -> None:
+    lengths, nobody = OutputLengths(), OutputLengths()
+    lengths.running = 10
+    for _ in range(27):
+        lengths.learn(10, 1000.0)
+    assert most_tokens(lengths, nobody, 1000.0) == 1000.0
+    lengths.learn(10, 1000.0)
+    assert expected_tokens(lengths, nobody, 1000.0) == pytest.approx(10.0)
+    assert 10.0 < most_tokens(lengths, nobody, 1000.0) < 25.0
+
+
+def test_hardly_an_answer_is_longer_than_what_hardly_any_is() -> None:
+    draw, lengths = random.Random(1), OutputLengths()
+    for _ in range(3000):
+        lengths.learn(int(draw.expovariate(1 / 100.0)), 1e6)
+    longer = sum(draw.expovariate(1 / 100.0) > lengths.likely_most(1e6) for _ in range(3000))
+    assert longer <= 45
+    assert lengths.likely_most(1e6) < 900.0
+
+
+def test_a_prompts_time_is_measured_though_its_tokens_are_told_in_an_earlier_report() -> None:
+    rates = ReplicaRates()
+    computed = 0
+    for _ in range(200):
+        computed += 500
+        rates.learn(Report(step=1, credit_rows=1, credit_tokens=1, finished=[], computed_tokens=computed))
+        rates.learn(
+            Report(
+                step=1,
+                credit_rows=1,
+                credit_tokens=1,
+                finished=[],
+                running=4,
+                computed_tokens=computed,
+                decode_steps=10,
+                step_ms=5.0,
+                mixed_steps=1,
+                mixed_step_ms=17.5,
+            )
+        )
+    assert rates.prompt_token_s == pytest.approx(12.5e-3 / 500, rel=0.01)
+    assert rates.step_s == pytest.approx((10 * 5e-3 + 17.5e-3) / 11, rel=0.01)
+
+
+# ── overload ──
+
+
+def test_an_overload_gives_up_background_first_and_takes_all_back_when_it_is_over() -> None:
+    ladder, waits = Ladder(), [0.0, 20.0, 0.0, 0.0]
+    steps = []
+    for now in range(40):
+        ladder.observe(RULES, float(now), waits)
+        steps.append(ladder.step)
+    assert sorted(set(steps)) == [0, 1, 2, 3, 4]
+    assert steps == sorted(steps), "one step after the other"
+    assert steps.index(REFUSE_BACKGROUND) == 5, "only when it lasts"
+    assert ladder.refuses(3, None, RULES)
+    assert ladder.refuses(1, 20.0, RULES)
+    assert not ladder.refuses(1, 5.0, RULES), "who would not wait too long is not refused"
+    assert not ladder.refuses(0, 1e9, RULES), "real time never is"
+    assert "P1 requests would wait 20.0 s" in ladder.reason
+    for now in range(40, 80):
+        ladder.observe(RULES, float(now), [0.0, 1.0, 0.0, 0.0])
+    assert ladder.step == 0
+    assert ladder.reason == ""
+
+
+def test_an_overload_of_batch_leaves_interactive_requests_alone() -> None:
+    ladder = Ladder()
+    for now in range(60):
+        ladder.observe(RULES, float(now), [0.0, 0.0, 1000.0, 0.0])
+    assert DROP_BACKGROUND < ladder.step < REFUSE_INTERACTIVE
+    assert ladder.refuses(2, 1000.0, RULES)
+    assert not ladder.refuses(1, 1000.0, RULES)

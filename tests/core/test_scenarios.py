@@ -1,0 +1,28 @@
+"""What tenants are promised, on a box in virtual time; `python -m tests.core.scenarios` is the long form."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.scenarios import deadlines, quiet, shares
+
+
+def test_backlogged_tenants_are_served_by_their_weights_whatever_they_ask() -> None:
+    figures = shares(seconds=30.0)
+    assert figures["spread"] <= 0.05, figures
+    assert figures["jain"] >= 0.99, figures
+
+
+def test_a_flood_of_short_requests_hardly_delays_the_first_token_of_a_tenant_with_long_prompts() -> None:
+    figures = quiet(seconds=7.0, flood_per_s=2000.0)
+    assert figures["ratio"] <= 1.2, figures
+    delay_ms = figures["ttft_p99_beside_ms"] - figures["ttft_p99_alone_ms"]
+    assert delay_ms <= figures["longest_step_ms"], figures
+
+
+@pytest.mark.parametrize(("mix", "event"), [("exact", "steady"), ("chat", "death"), ("long", "steady")])
+def test_who_was_promised_a_deadline_meets_it_under_three_times_the_load(mix: str, event: str) -> None:
+    figures = deadlines(mix=mix, event=event, seconds=15.0)
+    assert figures["met_but_those_at_a_death"] >= 0.97, figures  # a short run is mostly its first seconds
+    assert figures["refused_within_ms"] <= 10.0, figures
+    assert figures["admitted"] >= 30, figures
