@@ -18,7 +18,7 @@ def commands() -> list[str]:
     """Every use of the command in blocks and in code spans, with its options."""
     found = re.findall(r"^(?:\$ |[A-Z_]+=\S+ )?(appliance [a-z].*)$", PAGE, re.MULTILINE)
     found += re.findall(r"`(appliance [a-z][^`]*)`", PAGE)
-    return sorted({line.partition("  #")[0].strip() for line in found})
+    return sorted({line.partition("  #")[0].partition(" | ")[0].strip() for line in found})
 
 
 @pytest.mark.parametrize("line", commands())
