@@ -251,6 +251,8 @@ class Bursts:
         self.rounds: list[Round] = []
         self.engine: list[tuple[list[int], int]] = []
         """Numbers of the rounds between which no rank died, and what the engine generated in these."""
+        self._victim: int | None = None
+        """Process that was killed last."""
         self._since: list[int] = []
         self._counted = 0
 
@@ -318,8 +320,9 @@ class Bursts:
         status = self.admin.status()
         pids = self._replica().pids if whom == "rank" else [front.pid for front in status.fronts if front.pid]
         if pids:
+            self._victim = draw.choice(pids)
             with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(draw.choice(pids)).kill()
+                psutil.Process(self._victim).kill()
 
     def _replica(self) -> ReplicaStatus:
         return self.admin.status().models[0].replicas[0]
@@ -332,6 +335,8 @@ class Bursts:
                 return True
             status = self.admin.status()
             replica = status.models[0].replicas[0]
+            if self._victim in (*replica.pids, *(front.pid for front in status.fronts)):
+                return False  # nobody has noticed yet
             fronts = all(front.state == "ready" for front in status.fronts)
             full = replica.credit_rows == replica.max_rows and replica.blocks_used == 0
             return fronts and replica.state == "ready" and full
