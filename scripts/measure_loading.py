@@ -3,32 +3,42 @@
     python scripts/measure_loading.py OUT.json --folder FOLDER [--shape llama-3.1-8b] [--layers 8]
 
 Writes a checkpoint of random bf16 numbers in four shards into FOLDER, which should be on the disk to measure.
-Plain rates: threads that read the files into page-locked memory, and nothing else, out of the page cache and
-past it (O_DIRECT); and copies of page-locked memory to the GPU. Ours: `engine.model.loader.load` to the end
-of the last copy, with the files in the page cache, and after they were dropped from it. Best of the runs, and
-the first, in which a process pays for what it does once.
+Plain rates: threads that read the files and do nothing else, out of the page cache and past it (O_DIRECT);
+and copies of page-locked memory to the GPU. Ours: `engine.model.loader.load` to the end of the last copy, and
+`stream`, which is what it does without filling weights: with the files in the page cache, and after they were
+dropped from it; and, for comparison, from the disk through the page cache. With `--device cpu` only `stream`,
+into memory: there the copying that fills weights, not the reading, is what takes time.
+
+All is measured in turns, since a disk that others use as well is not the same from one second to the next.
+Medians; the first run pays for what a process does once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from engine.bench.shapes import SHAPES, write_config
 from engine.config import ModelConfig
 from engine.families import read_config
-from engine.model.checkpoint import INDEX
+from engine.model.checkpoint import INDEX, read_entries
 from engine.model.decoder import Decoder
 from engine.model.loader import load
+from engine.model.streaming import Slice, stream
+from engine.model.weight_file import WeightFile
 from engine.parallel import single
 from kernels import select_backend
 
@@ -36,8 +46,10 @@ SHARDS = 4
 NOISE_ELEMENTS = 16 << 20
 READS = [(threads, mib) for threads in (4, 8, 16) for mib in (4, 16)]
 """(threads, MiB a read) tried for the page cache's rate."""
-DISK_READ = (4, 16)
-"""Likewise for the disk: the best of some that were tried."""
+DISK_READS = [(4, 16), (12, 16), (16, 4)]
+"""Likewise for the disk's."""
+Measure = Callable[[], tuple[int, float]]
+"""Bytes and seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,51 +69,89 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args()
 
-    config = write_checkpoint(arguments.folder, arguments.shape, arguments.layers)
-    files = sorted(arguments.folder.glob("*.safetensors"))
+    folder, device = arguments.folder, arguments.device
+    config = write_checkpoint(folder, arguments.shape, arguments.layers)
+    files = sorted(folder.glob("*.safetensors"))
     nbytes = sum(file.stat().st_size for file in files)
-    results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
+    print(f"{arguments.shape}, {config.layers} layers: {nbytes / 1e9:.1f} GB in {len(files)} files")
+
+    def loaded(ranks: int = 1, fp8: bool = False, cold: bool = False) -> Measure:
+        return lambda: load_seconds(folder, config, ranks, fp8, files if cold else [])
+
+    def streamed(cold: bool = False) -> Measure:
+        return lambda: stream_seconds(folder, device, files if cold else [])
+
+    gpu = device == "cuda"
+    warm: dict[str, Measure] = {
+        **{f"page cache, {reads}": partial(plain, files, *reads) for reads in READS},
+        "streamed": streamed(),
+    }
+    cold: dict[str, Measure] = {
+        **{f"disk, {reads}": partial(plain, files, *reads, direct=True) for reads in DISK_READS},
+        "streamed from disk": streamed(cold=True),
+        "streamed from disk through the page cache": through_the_cache(streamed(cold=True)),
+    }
+    if gpu:
+        warm |= {
+            "to the GPU": to_gpu,
+            "loaded, bf16": loaded(),
+            "loaded, quantised to FP8": loaded(fp8=True),
+            "loaded, rank 0 of 2": loaded(ranks=2),
+            "loaded, rank 0 of 8": loaded(ranks=8),
+        }
+        cold |= {
+            "loaded from disk, bf16": loaded(cold=True),
+            "loaded from disk, bf16, through the page cache": through_the_cache(loaded(cold=True)),
+            "loaded from disk, rank 0 of 2": loaded(ranks=2, cold=True),
+        }
+    plain(files, *READS[0])  # brings them into the page cache
+    measured = {
+        "page cache": compare(warm, ["page cache", *(["to the GPU"] if gpu else [])], arguments.runs),
+        "disk": compare(cold, ["disk"], arguments.runs),
+    }
+    results = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
         "shape": arguments.shape,
         "layers": config.layers,
         "bytes": nbytes,
+        "measured": measured,
     }
-    print(f"{arguments.shape}, {config.layers} layers: {nbytes / 1e9:.1f} GB in {len(files)} files")
-
-    def best(name: str, measure: Callable[[], tuple[int, float]], runs: int, limits: str = "") -> None:
-        found = [measure() for _ in range(runs)]
-        rates = [read / seconds / 1e9 for read, seconds in found]
-        results[name] = {"gb_s": rates, "seconds": [seconds for _, seconds in found], "bytes": found[0][0]}
-        line = (
-            f"{name:30}{max(rates):8.2f} GB/s (first {rates[0]:6.2f}){found[0][0] / max(rates) / 1e9:8.3f} s"
-        )
-        if limits:
-            slowest = min(limits.split(" + "), key=lambda limit: max(results[limit]["gb_s"]))
-            results[name]["share"] = max(rates) / max(results[slowest]["gb_s"])
-            line += f"{100 * results[name]['share']:6.0f} % of {slowest}"
-        print(line, flush=True)
-
-    def ours(ranks: int = 1, fp8: bool = False, cold: bool = False) -> Callable[[], tuple[int, float]]:
-        return lambda: load_seconds(arguments.folder, config, ranks, fp8, files if cold else [])
-
-    best("page cache", lambda: max((plain(files, *read) for read in READS), key=rate), 1)
-    best("to the GPU", to_gpu, 3)
-    warm = "page cache + to the GPU"
-    best("loaded, bf16", ours(), arguments.runs, warm)
-    best("loaded, quantised to FP8", ours(fp8=True), arguments.runs, warm)
-    best("loaded, rank 0 of 2", ours(ranks=2), arguments.runs, warm)
-    best("loaded, rank 0 of 8", ours(ranks=8), arguments.runs, warm)
-    best("disk", lambda: plain(files, *DISK_READ, direct=True), 2)
-    best("loaded from disk, bf16", ours(cold=True), 2, "disk")
-    best("loaded from disk, rank 0 of 2", ours(ranks=2, cold=True), 1, "disk")
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def rate(measured: tuple[int, float]) -> float:
-    return measured[0] / measured[1]
+def compare(measures: dict[str, Measure], limits: list[str], runs: int) -> dict[str, Any]:
+    """Measures in turns. The best of those whose names begin with one of `limits` is that limit; the others
+    are shown as a share of the lowest."""
+    rates: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(runs):
+        for name, measure in measures.items():
+            nbytes, seconds = measure()
+            settle()
+            rates[name].append(nbytes / seconds / 1e9)
+    medians = {name: statistics.median(each) for name, each in rates.items()}
+    best = {limit: max(medians[name] for name in medians if name.startswith(limit)) for limit in limits}
+    lowest = min(best, key=lambda limit: best[limit])
+    results = {}
+    for name, each in rates.items():
+        results[name] = {
+            "gb_s": [round(rate, 3) for rate in each],
+            "median": medians[name],
+            "share": medians[name] / best[lowest],
+        }
+        line = f"{name:48}{medians[name]:8.2f} GB/s (first {each[0]:6.2f})"
+        print(f"{line}{100 * results[name]['share']:6.0f} % of {lowest}", flush=True)
+    return results
+
+
+def settle() -> None:
+    """Waits until nothing is brought into the page cache any more."""
+    for thread in threading.enumerate():
+        if thread.name == "page cache":
+            thread.join()
 
 
 def write_checkpoint(folder: Path, shape: str, layers: int | None) -> ModelConfig:
@@ -175,7 +225,7 @@ def plain(files: list[Path], threads: int, mib: int, direct: bool = False) -> tu
         [(one, at) for one in descriptors for at in range(0, os.fstat(one).st_size, size)]
     )
     lock = threading.Lock()
-    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data for _ in range(threads)]
+    buffers = [large_pages(size) for _ in range(threads)]
     done = [0] * threads
 
     def work(number: int) -> None:
@@ -196,6 +246,14 @@ def plain(files: list[Path], threads: int, mib: int, direct: bool = False) -> tu
     for one in descriptors:
         os.close(one)
     return sum(done), seconds
+
+
+def large_pages(size: int) -> memoryview:
+    """Touched. A disk that scatters what it reads over small ones may take twice as long."""
+    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    pages.write(bytes(size))
+    return memoryview(pages)
 
 
 def to_gpu() -> tuple[int, float]:
@@ -225,6 +283,31 @@ def load_seconds(
     read = load(decoder, folder, lambda stage, fraction: None)
     torch.cuda.synchronize()
     return read, time.perf_counter() - began
+
+
+def stream_seconds(folder: Path, device: str, cold: list[Path]) -> tuple[int, float]:
+    """Of every tensor, whole."""
+    slices = [
+        Slice(name, entry, 0, entry.shape[0] if entry.shape else 1)
+        for name, entry in read_entries(folder).items()
+    ]
+    slices.sort(key=lambda each: (each.entry.file, each.entry.offset))
+    drop(cold)
+    began = time.perf_counter()
+    read = sum(part.nbytes for part, _ in stream(slices, torch.device(device)))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return read, time.perf_counter() - began
+
+
+def through_the_cache(measure: Measure) -> Measure:
+    """As if a file system could not say what is cached."""
+
+    def measured() -> tuple[int, float]:
+        with mock.patch.object(WeightFile, "_is_cached", lambda *asked: True):
+            return measure()
+
+    return measured
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from engine.model.checkpoint import Entry, read_entries
 from engine.model.decoder import Decoder
 from engine.model.layers import Piece
 from engine.model.streaming import Slice, stream
+from engine.model.weight_file import keep_cached
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
@@ -47,8 +48,10 @@ def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
     entries = read_entries(folder)
     pieces = {piece.name: piece for piece in decoder.pieces()}
     _check(entries, pieces, folder, tied=decoder.config.tie_word_embeddings)
-    done = _fill(pieces, entries, decoder.device, progress)
+    done = _fill(pieces, entries, decoder, progress)
     _finish(decoder)
+    if decoder.ranks.rank == 0:
+        keep_cached(sorted({entries[name].file for name in pieces}))
     return done
 
 
@@ -130,13 +133,14 @@ def _names(names: list[str]) -> str:
     return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown} are"
 
 
-def _fill(
-    pieces: dict[str, Piece], entries: dict[str, Entry], device: torch.device, progress: Progress
-) -> int:
+def _fill(pieces: dict[str, Piece], entries: dict[str, Entry], decoder: Decoder, progress: Progress) -> int:
     """Streams every piece's numbers into it; returns their bytes. Nothing of the stream outlives the call:
     what still held a buffer would keep `_finish` from giving its memory back."""
+    device, ranks = decoder.device, decoder.ranks.size
     scales = _read_scales(pieces, entries, device)
-    wanted = [_slice(piece, entries[piece.name]) for piece in pieces.values() if piece.target is not None]
+    wanted = [
+        _slice(piece, entries[piece.name], ranks) for piece in pieces.values() if piece.target is not None
+    ]
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     total = sum(part.nbytes for part in wanted)
     done = 0
@@ -170,10 +174,12 @@ def _randomise(piece: Piece, decoder: Decoder, seed: int) -> None:
     piece.fill(piece.part(whole))
 
 
-def _slice(piece: Piece, entry: Entry) -> Slice:
+def _slice(piece: Piece, entry: Entry, ranks: int) -> Slice:
     """What a rank reads of a piece's tensor: its rows, or whole rows of which it takes some columns."""
     assert piece.target is not None
-    return Slice(piece.name, entry, piece.start if piece.dim == 0 else 0, piece.target.shape[0])
+    rows = piece.target.shape[0]
+    shared = ranks > 1 and rows == entry.shape[0]
+    return Slice(piece.name, entry, piece.start if piece.dim == 0 else 0, rows, shared)
 
 
 def _block(piece: Piece, part: Slice) -> Piece:

@@ -3,19 +3,17 @@
 Several threads read the files in order into a ring of page-locked buffers. From there each buffer is copied
 to its twin on a GPU, on a stream of its own, while the next ones are being read and the ones before are being
 used. Host and GPU hold at most `SLOTS × SLOT_BYTES` (256 MiB) of a checkpoint at a time, unless a single row
-is larger than a slot. Files are read through the page cache, where other ranks and the next start find them.
+is larger than a slot. `engine.model.weight_file` says what is read through the page cache, and what past it.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
-import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ import torch
 
 from engine.config import CheckpointError
 from engine.model.checkpoint import Entry
+from engine.model.weight_file import PAGE, WeightFile, room
 
 READERS = 12
 """Threads. One copies about 8 GB/s out of the page cache, PCIe takes 55; disks want many requests at once."""
@@ -31,8 +30,6 @@ SLOTS = READERS + 4
 _AHEAD = SLOTS - 2
 """Slots that are being read, or were read and wait for their turn. The others are being copied: if there were
 none, each copy would be waited for as soon as it is started."""
-_ALIGNMENT = 256
-"""Bytes; of each block in its slot: any dtype can be viewed there, and kernels read it at full width."""
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -52,6 +49,8 @@ class Slice:
     entry: Entry
     first_row: int
     rows: int
+    shared: bool = False
+    """Whether other ranks read these rows as well."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,10 +85,11 @@ def stream(
         return
     slot_bytes = max(slot_bytes, *(each.row_bytes for each in wanted))
     fillings = list(_fillings(wanted, slot_bytes))
-    reading: deque[tuple[_Slot, list[_Block], Future[None]]] = deque()
+    reading: deque[tuple[_Slot, list[_Block], Future[list[int]]]] = deque()
     with ExitStack() as stack:
-        files = {file: stack.enter_context(_opened(file)) for file in {each.entry.file for each in wanted}}
-        ring = stack.enter_context(_Ring(min(SLOTS, len(fillings)), slot_bytes, device))
+        paths = {each.entry.file for each in wanted}
+        files = {path: stack.enter_context(closing(_opened(path))) for path in paths}
+        ring = stack.enter_context(_Ring(min(SLOTS, len(fillings)), slot_bytes + 2 * PAGE, device))
         readers = ThreadPoolExecutor(READERS, "weights")
         stack.callback(readers.shutdown, cancel_futures=True)
         for number, blocks in enumerate(fillings):
@@ -109,11 +109,12 @@ def stream(
 class _Block:
     part: Slice
     at: int
-    """Its first byte in the slot."""
+    """The first byte of its room in the slot; a page's, so that kernels read it at full width there."""
 
     @property
     def end(self) -> int:
-        return self.at + self.part.nbytes
+        """Of its room."""
+        return self.at + room(self.part.offset, self.part.nbytes)
 
 
 def _fillings(slices: Iterable[Slice], slot_bytes: int) -> Iterator[list[_Block]]:
@@ -122,7 +123,7 @@ def _fillings(slices: Iterable[Slice], slot_bytes: int) -> Iterator[list[_Block]
     for whole in slices:
         done = 0
         while done < whole.rows:
-            at = -(-blocks[-1].end // _ALIGNMENT) * _ALIGNMENT if blocks else 0
+            at = blocks[-1].end if blocks else 0
             rows = min(whole.rows - done, max(0, slot_bytes - at) // whole.row_bytes)
             if not rows:
                 yield blocks
@@ -133,12 +134,11 @@ def _fillings(slices: Iterable[Slice], slot_bytes: int) -> Iterator[list[_Block]
     yield blocks
 
 
-def _hand_over(slot: _Slot, blocks: list[_Block], read: Future[None]) -> Iterator[tuple[Slice, torch.Tensor]]:
-    read.result()
-    staged = slot.copy_to_device(blocks[-1].end)
-    for block in blocks:
-        numbers = staged[block.at : block.end].view(block.part.dtype)
-        yield block.part, numbers.view(block.part.rows, *block.part.entry.shape[1:])
+def _hand_over(
+    slot: _Slot, blocks: list[_Block], read: Future[list[int]]
+) -> Iterator[tuple[Slice, torch.Tensor]]:
+    for block, numbers in zip(blocks, slot.copy_to_device(blocks, read.result()), strict=True):
+        yield block.part, numbers.view(block.part.dtype).view(block.part.rows, *block.part.entry.shape[1:])
     slot.used()
 
 
@@ -150,7 +150,7 @@ class _Slot:
 
     def __init__(self, host: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
         self.bytes = host.numpy().data
-        self._host = self._device = host
+        self._host = host
         self._copies = copies
         if copies is not None:
             self._device = torch.empty_like(host, device=copies.device)
@@ -162,19 +162,29 @@ class _Slot:
         if self._copies is not None:
             self._copied.synchronize()
 
-    def copy_to_device(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes`, for work on the current stream, after which `used` is to be called."""
-        if self._copies is not None:
-            self._copies.wait_event(self._used)
-            with torch.cuda.stream(self._copies):
-                self._device[:nbytes].copy_(self._host[:nbytes], non_blocking=True)
-                self._copied.record()
-            torch.cuda.current_stream(self._copies.device).wait_event(self._copied)
-        return self._device[:nbytes]
+    def copy_to_device(self, blocks: list[_Block], starts: list[int]) -> list[torch.Tensor]:
+        """The bytes of `blocks`, which begin at `starts`, for work on the current stream, after which `used`
+        is to be called."""
+        parts = [self._host[at : at + block.part.nbytes] for block, at in zip(blocks, starts, strict=True)]
+        if self._copies is None:
+            return [_aligned(part) for part in parts]
+        staged = [self._device[block.at : block.at + block.part.nbytes] for block in blocks]
+        self._copies.wait_event(self._used)
+        with torch.cuda.stream(self._copies):
+            for place, part in zip(staged, parts, strict=True):
+                place.copy_(part, non_blocking=True)
+            self._copied.record()
+        torch.cuda.current_stream(self._copies.device).wait_event(self._copied)
+        return staged
 
     def used(self) -> None:
         if self._copies is not None:
             self._used.record(torch.cuda.current_stream(self._copies.device))
+
+
+def _aligned(part: torch.Tensor) -> torch.Tensor:
+    """Bytes where any dtype can be viewed. Where a tensor begins in a file is the file's own choice."""
+    return part.clone() if part.data_ptr() % torch.float32.itemsize else part
 
 
 class _Ring:
@@ -209,42 +219,36 @@ class _Ring:
 # ── files ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _opened(file: Path) -> io.FileIO:
+def _opened(path: Path) -> WeightFile:
     try:
-        return file.open("rb", buffering=0)
+        return WeightFile(path)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _read(blocks: list[_Block], files: dict[Path, io.FileIO], into: memoryview) -> None:
+def _read(blocks: list[_Block], files: dict[Path, WeightFile], into: memoryview) -> list[int]:
+    """Where in `into` each block begins."""
+    starts = []
     for block in blocks:
-        name, entry = block.part.name, block.part.entry
-        file = files[entry.file].fileno()
+        part, entry = block.part, block.part.entry
+        file = files[entry.file]
         try:
-            end = _read_range(file, block.part.offset, into[block.at : block.end])
-            status = os.fstat(file)
+            starts.append(
+                block.at + file.read(part.offset, part.nbytes, into[block.at : block.end], part.shared)
+            )
+            modified_ns = file.status().st_mtime_ns
+        except EOFError:
+            raise CheckpointError(
+                f"{entry.file}: is truncated: {part.name} needs {entry.offset + entry.nbytes} bytes, the "
+                f"file has {file.status().st_size}; download it again"
+            ) from None
         except OSError as error:
             raise CheckpointError(
-                f"{entry.file}: {name} cannot be read ({error.strerror}); check the disk, or download it "
-                "again"
+                f"{entry.file}: {part.name} cannot be read ({error.strerror}); check the disk, or download "
+                "it again"
             ) from error
-        if end < block.part.offset + block.part.nbytes:
+        if modified_ns != entry.modified_ns:
             raise CheckpointError(
-                f"{entry.file}: is truncated: {name} needs {entry.offset + entry.nbytes} bytes, the file has "
-                f"{status.st_size}; download it again"
+                f"{entry.file}: was changed while {part.name} was read; start again when it is complete"
             )
-        if status.st_mtime_ns != entry.modified_ns:
-            raise CheckpointError(
-                f"{entry.file}: was changed while {name} was read; start again when it is complete"
-            )
-
-
-def _read_range(file: int, first: int, into: memoryview) -> int:
-    """Fills `into` from byte `first` on; returns where that ended, early at the file's end."""
-    done = 0
-    while done < len(into):
-        count = os.preadv(file, [into[done:]], first + done)
-        if not count:
-            break
-        done += count
-    return first + done
+    return starts

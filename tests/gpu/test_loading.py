@@ -14,6 +14,7 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load
 from engine.model.streaming import stream
+from engine.model.weight_file import WeightFile
 from kernels import select_backend
 from tests.engine.model.checkpoints import Case, Fp8, make, quantise
 
@@ -53,14 +54,17 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
     return found
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
 @pytest.mark.parametrize("slot_bytes", [5000, 1 << 20], ids=["small slots", "large slots"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "FP8"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slices_of_ranks_equal_those_on_the_cpu(
-    folder: Path, rank: int, fp8: bool, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, rank: int, fp8: bool, slot_bytes: int, on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.model.loader.stream", partial(stream, slot_bytes=slot_bytes))
     expected = _loaded(folder, "cpu", torch.bfloat16, PlaceOfRank(2, rank), fp8)
+    if on_disk:  # as if
+        monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
     found = _loaded(folder, "cuda", torch.bfloat16, PlaceOfRank(2, rank), fp8)
     assert found.keys() == expected.keys()
     for name, numbers in expected.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from engine.config import CheckpointError
 from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
-from engine.model.streaming import stream
+from engine.model.streaming import Slice, stream
 from engine.parallel import single
 from kernels import select_backend
 from kernels.reference import quantise_fp8
@@ -126,6 +126,38 @@ def test_a_rank_gets_its_slices_to_the_bit(
             values, scales = quantise_fp8(expected)
             assert torch.equal(piece.target.view(torch.uint8), values.view(torch.uint8)), piece.name
             assert torch.equal(piece.scales, scales.squeeze(1)), piece.name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_every_rank_reads_whole_is_shared(
+    sharded: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Slice] = []
+
+    def recorded(slices: list[Slice], device: torch.device) -> Iterator[tuple[Slice, torch.Tensor]]:
+        asked.extend(slices)
+        return stream(slices, device)
+
+    monkeypatch.setattr("engine.model.loader.stream", recorded)
+    decoder = _decoder(sharded, ranks=PlaceOfRank(ranks, 0))
+    load(decoder, sharded, lambda stage, fraction: None)
+    shared = {part.name for part in asked if part.shared}
+    if ranks == 1:
+        assert not shared
+    else:
+        assert any("o_proj" in name for name in shared)
+        assert any("norm" in name for name in shared)
+        assert not any(word in name for name in shared for word in ("q_proj", "gate_proj", "embed"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_has_every_file_kept_in_the_page_cache(
+    sharded: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Path] = []
+    monkeypatch.setattr("engine.model.loader.keep_cached", kept.extend)
+    load(_decoder(sharded, ranks=PlaceOfRank(2, rank)), sharded, lambda stage, fraction: None)
+    assert kept == ([] if rank else sorted(sharded.glob("*.safetensors")))
 
 
 def test_pieces_cover_every_parameter_exactly_once(folder: Path) -> None:

@@ -1,0 +1,215 @@
+"""Bytes are the file's whichever way they come, and each way is taken where it should be."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.model.weight_file import PAGE, WeightFile, keep_cached, room
+from tests.engine.model.page_cache import cached_pages, drop
+
+SIZE = 100 * PAGE + 123
+CONTENT = random.Random(7).randbytes(SIZE)
+UNTOUCHED = 0xA5
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(CONTENT)
+    return path
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each read that returned the bytes asked for, whether it went past the page cache."""
+    past: list[bool] = []
+
+    def preadv(file: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+        count = real(file, buffers, offset, flags)
+        if not flags:
+            past.append(bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT))
+        return count
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", preadv)
+    return past
+
+
+def _read(path: Path, first: int, nbytes: int, shared: bool = False) -> bytes:
+    """What comes; and no byte may be written outside the room for it."""
+    needed = room(first, nbytes)
+    buffer = memoryview(mmap.mmap(-1, needed + PAGE))
+    buffer[:] = bytes([UNTOUCHED]) * len(buffer)
+    with closing(WeightFile(path)) as file:
+        at = file.read(first, nbytes, buffer[:needed], shared)
+    assert set(buffer[needed:]) == {UNTOUCHED}
+    return bytes(buffer[at : at + nbytes])
+
+
+ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).map(
+    lambda pair: (pair[0], min(pair[1], SIZE - pair[0]))
+)
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asked=ranges)
+def test_any_range_is_read_to_the_bit(path: Path, on_disk: bool, asked: tuple[int, int]) -> None:
+    if on_disk:
+        drop(path)
+    first, nbytes = asked
+    assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [(0, PAGE), (0, SIZE), (PAGE - 1, 2), (SIZE - 1, 1), (100 * PAGE, 123), (1, PAGE), (PAGE, 2 * PAGE)],
+    ids=str,
+)
+def test_what_is_on_the_disk_alone_is_read_past_the_page_cache(
+    path: Path, reads: list[bool], asked: tuple[int, int]
+) -> None:
+    drop(path)
+    first, nbytes = asked
+    assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
+    assert reads == [True]
+    assert cached_pages(path) <= 1  # the one that was asked for
+
+
+def test_what_is_cached_is_not_asked_of_the_disk(path: Path, reads: list[bool]) -> None:
+    assert _read(path, 5, SIZE - 5) == CONTENT[5:]
+    assert reads == [False]
+
+
+def test_what_others_read_as_well_is_left_in_the_page_cache(path: Path, reads: list[bool]) -> None:
+    drop(path)
+    assert _read(path, 5, SIZE - 5, shared=True) == CONTENT[5:]
+    assert reads
+    assert not any(reads)
+    assert cached_pages(path) == 101
+
+
+def test_asking_what_is_cached_does_not_make_it_so(path: Path, reads: list[bool]) -> None:
+    """Start after start, without anybody who brings the file into the cache."""
+    drop(path)
+    random.seed(1)  # pages that differ
+    for _ in range(5):
+        _read(path, 0, SIZE)
+    assert reads == [True] * 5
+
+
+def test_what_was_just_written_is_read(path: Path) -> None:
+    """The file is on the disk, its new end is not yet."""
+    drop(path)
+    with path.open("ab") as file:
+        file.write(CONTENT[:5000])
+    assert _read(path, SIZE - 10_000, 15_000) == CONTENT[-10_000:] + CONTENT[:5000]
+
+
+def _open_refused(real: Callable[..., int], *arguments: Any) -> int:
+    if arguments[1] & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return real(*arguments)
+
+
+def _is_direct(file: int) -> bool:
+    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def _read_refused(real: Callable[..., int], file: int, *arguments: Any) -> int:
+    if _is_direct(file):
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return real(file, *arguments)
+
+
+def _cut_short(real: Callable[..., int], file: int, buffers: list[Any], *arguments: Any) -> int:
+    return real(file, [buffers[0][:PAGE]] if _is_direct(file) else buffers, *arguments)
+
+
+def _cannot_say(real: Callable[..., int], file: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+    if flags:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+    return real(file, buffers, offset)
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [("open", _open_refused), ("preadv", _read_refused), ("preadv", _cut_short), ("preadv", _cannot_say)],
+    ids=["opening refused", "reading refused", "cut short", "cannot say what is cached"],
+)
+def test_file_systems_that_cannot_be_read_past_the_cache_are_read_through_it(
+    path: Path, call: str, instead: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop(path)
+    real = getattr(os, call)
+    monkeypatch.setattr(os, call, lambda *arguments: instead(real, *arguments))
+    assert _read(path, 77, SIZE - 77) == CONTENT[77:]
+    assert cached_pages(path) == 101
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A file on a file system without a disk."""
+    folder = Path("/dev/shm")
+    if not os.access(folder, os.W_OK):
+        pytest.skip("no /dev/shm")
+    path = folder / f"appliance-weights-{os.getpid()}"
+    path.write_bytes(CONTENT)
+    yield path
+    path.unlink()
+
+
+def test_a_file_in_memory_is_read(in_memory: Path) -> None:
+    assert _read(in_memory, 77, SIZE - 77) == CONTENT[77:]
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
+@pytest.mark.parametrize("missing", [1, PAGE, 10 * PAGE])
+def test_the_end_of_a_file_is_told(path: Path, missing: int, on_disk: bool) -> None:
+    if on_disk:
+        drop(path)
+    with pytest.raises(EOFError):
+        _read(path, SIZE - 100, 100 + missing)
+
+
+def test_no_file_stays_open(path: Path) -> None:
+    opened = len(os.listdir("/proc/self/fd"))
+    WeightFile(path).close()
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_kept_files_come_into_the_page_cache(path: Path) -> None:
+    drop(path)
+    keep_cached([path]).join()
+    limit = time.monotonic() + 30
+    while cached_pages(path) < 101:  # the disk has been asked; nobody says when it has answered
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("available", "kept"), [(2 * SIZE - 1, False), (2 * SIZE, True)])
+def test_files_are_not_kept_at_the_expense_of_others(
+    path: Path, available: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("engine.model.weight_file._available_bytes", lambda: available)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, first, nbytes, advice: asked.append(advice))
+    keep_cached([path]).join()
+    assert asked == ([os.POSIX_FADV_WILLNEED] if kept else [])
+
+
+def test_files_that_are_gone_are_not_kept(tmp_path: Path) -> None:
+    keep_cached([tmp_path / "gone"]).join()
