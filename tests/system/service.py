@@ -17,8 +17,11 @@ from typing import Any
 
 import httpx
 import httpx2
+import msgspec
 import openai
 import psutil
+
+from appliance.client import AdminClient
 
 APPLIANCE = str(Path(sys.executable).with_name("appliance"))
 
@@ -88,7 +91,9 @@ class Service:
         return json.loads(done.stdout)
 
     def status(self) -> Any:
-        return self.command("status")
+        """As `appliance status --json` prints it, without a process for each look."""
+        with AdminClient(self.run_dir) as client:
+            return msgspec.to_builtins(client.status())
 
     def replica(self) -> Any:
         return self.status()["models"][0]["replicas"][0]

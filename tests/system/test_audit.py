@@ -22,7 +22,7 @@ from store import audit
 from store.audit import AuditRow, Entry
 from store.heads import SigningKey, read_key
 from tests.system.service import APPLIANCE, Service, service
-from tests.system.traffic import Load, verify
+from tests.system.traffic import Load, ended, verify
 
 pytestmark = pytest.mark.system
 
@@ -49,9 +49,7 @@ def record() -> Iterator[Record]:
                 for _ in range(3)
             ]
         operate(running)
-        running.wait_until(
-            lambda: len(running.rows("--status", "ended")) == 3, 20, "the rows of the requests"
-        )
+        running.wait_until(lambda: len(ended(running)) == 3, 20, "the rows of the requests")
         let_auditors_read(running)
         found = {how: read_as_auditor(running.state_dir, how) for how in ("module", "program")}
         verified = verify(running.state_dir)
@@ -304,7 +302,7 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         running.wait_until(lambda: well(running), 60, "the databases to catch up")
         load.end()
         running.wait_until(
-            lambda: {row["request_id"] for row in running.rows("--status", "ended")} >= set(load.request_ids),
+            lambda: ended(running) >= set(load.request_ids),
             30,
             "the rows of all requests",
         )

@@ -14,7 +14,7 @@ import pytest
 from store.database import integrity_problems
 from store.evidence import examine_folder
 from tests.system.service import service
-from tests.system.traffic import Load
+from tests.system.traffic import Load, ended
 
 pytestmark = pytest.mark.system
 
@@ -28,14 +28,14 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         loads = [Load(running, key["key"]) for _ in range(3)]
         for load in loads:
             load.start()
-        running.wait_until(lambda: len(running.rows()) > 5, 30, "traffic")
+        running.wait_until(lambda: len(ended(running)) > 5, 30, "traffic")
         backups = [tmp_path / "first", tmp_path / "second.tar.gz"]
         done = [running.command("backup", str(backup)) for backup in backups]
         for load in loads:
             load.end()
         served = [request_id for load in loads for request_id in load.request_ids]
         running.wait_until(
-            lambda: {row["request_id"] for row in running.rows("--status", "ended")} >= set(served),
+            lambda: ended(running) >= set(served),
             30,
             "rows",
         )
@@ -73,9 +73,9 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         with restored.client().with_options(api_key=key["key"]) as client:
             answer: Any = client.completions.create(model="demo", prompt="x = ", max_tokens=4)
         request_id = answer.id.removeprefix("cmpl-")
-        restored.wait_until(lambda: restored.rows("--id", request_id)[0]["state"] == "ended", 20, "its row")
+        restored.wait_until(lambda: request_id in ended(restored), 20, "its row")
         assert [row["tenant"] for row in restored.rows("--id", request_id)] == ["acme"]
-        known = {row["request_id"] for row in restored.rows()}
+        known = ended(restored)
         assert len(known & set(served)) == counts[1]
         old = min(known & set(served))
         assert restored.command("requests", "show", old)["texts"]

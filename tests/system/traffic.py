@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from store.requests import RequestFilter, RequestReader
 from tests.system.service import APPLIANCE, Service
 
 
@@ -44,3 +45,9 @@ def verify(state_dir: Path, *words: str) -> Any:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode in (0, 1), done.stderr
     return json.loads(done.stdout) | {"code": done.returncode}
+
+
+def ended(running: Service) -> set[str]:
+    """The ids of all requests whose rows have their end."""
+    reader = RequestReader(running.state_dir / "history.db")
+    return {row.request_id for row in reader.query(RequestFilter(state="ended"), 100_000)}
