@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from appliance.switchboard import Switchboard
+from appliance.readiness import Readiness
 from appliance.systemd import Manager
 
 log = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ _LEAST_SIGNS = 4
 class Notifier:
     """From `start` to `close`."""
 
-    def __init__(self, manager: Manager, switchboard: Switchboard, stalled_s: Callable[[], float]) -> None:
+    def __init__(self, manager: Manager, readiness: Readiness, stalled_s: Callable[[], float]) -> None:
         """`stalled_s`: for how long the slowest writer has been at one piece of work."""
         self._manager = manager
-        self._switchboard = switchboard
+        self._readiness = readiness
         self._stalled_s = stalled_s
         self._every_s = _EVERY_S
         if manager.watchdog_s is not None:
@@ -59,10 +59,10 @@ class Notifier:
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._every_s, self._tick)
-        manager, switchboard = self._manager, self._switchboard
-        if not self._started and not self._stopping and switchboard.started():
+        manager, readiness = self._manager, self._readiness
+        if not self._started and not self._stopping and readiness.started():
             self._started = manager.tell(READY=1)
-        if self._stopping or (not self._started and switchboard.worth_waiting_for()):
+        if self._stopping or (not self._started and readiness.worth_waiting_for()):
             manager.tell(EXTEND_TIMEOUT_USEC=_EXTENSION_US)
         if manager.watchdog_s is not None:
             stalled_s = self._stalled_s()
@@ -70,5 +70,5 @@ class Notifier:
                 manager.tell(WATCHDOG=1)
             else:
                 log.error("a database's writer has been at one piece of work for %.0f s", stalled_s)
-        if (status := switchboard.headline()) != self._said and manager.tell(STATUS=status):
+        if (status := readiness.headline()) != self._said and manager.tell(STATUS=status):
             self._said = status

@@ -94,7 +94,7 @@ class Service:
         )
         self.metrics = MetricsServer(scrape)
         self.metrics.change(settings, self.metrics.prepare(settings))
-        self.notifier = Notifier(manager, self.switchboard, lambda: state.stalled_s)
+        self.notifier = Notifier(manager, self.switchboard.readiness, lambda: state.stalled_s)
         held.callback(self.notifier.close)
         # Operators: what they see and do.
         reloader = Reloader(

@@ -39,6 +39,7 @@ from appliance.messages import (
 from appliance.models.fleet import Fleet
 from appliance.models.replicas import Launch, Replica
 from appliance.problems import Problems
+from appliance.readiness import Readiness
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.claims import Claims
 from appliance.traffic.quotas import Quotas
@@ -101,6 +102,7 @@ class Switchboard:
         self.drains = Drains(self)
         self.stopping: Drain | None = None
         """The service's own drain, once it was told to stop."""
+        self.readiness = Readiness(self)
         self._identities = identities
         self._keep = keep
         self._told_identities: Identities | None = None
@@ -209,65 +211,6 @@ class Switchboard:
             for front in self.fronts:
                 front.send(news)
 
-    def readiness(self) -> str:
-        """Why not every model answers; empty when all do. A model that an operator took out of service is
-        not looked for, unless it is the last one."""
-        wanted = [model for model in self.models if self.drains.of(model) is None]
-        return self._closed() or "; ".join(filter(None, map(self.silence, wanted or self.models)))
-
-    def started(self) -> bool:
-        """Whether what the service is for is there: a front, and every pinned model."""
-        fronts = any(front.state == "ready" for front in self.fronts)
-        return fronts and not any(map(self.silence, self.fleet.pinned()))
-
-    def worth_waiting_for(self) -> bool:
-        """Whether a start that is not complete should go on: something is on its way, or one model answers
-        already, which must not end because another is broken."""
-        return any(replica.state in ("starting", "loading", "ready") for replica in self.replicas)
-
-    def headline(self) -> str:
-        """The service in a line, as `systemctl status` shows it."""
-        figures = self.ledger.figures()
-        work = f"{figures.running} running, {figures.waiting} waiting"
-        closing = self.stopping or self.drains.of(None)
-        if closing is not None:
-            return f"{closing.state_word}: {work}"
-        loading = [
-            f"{replica.name} {replica.detail or replica.state}"
-            for replica in self.replicas
-            if replica.state in ("starting", "loading")
-        ]
-        if reason := self.readiness():
-            return f"loading: {', '.join(loading)}" if loading else f"not ready: {reason}"
-        models = f"{len(self.models)} model{'s' if len(self.models) != 1 else ''}"
-        return f"ready: {models}, {work}"
-
-    def silence(self, model: str) -> str:
-        """Why the model does not answer; empty when it does."""
-        if drain := self.drains.of(model):
-            return drain.why
-        replicas = self.fleet.of(model)
-        if not any(replica.account for replica in replicas):
-            states = ", ".join(f"{replica.name} is {replica.word}" for replica in replicas)
-            return f"model {model!r} does not answer ({states or 'it has no replica now'})"
-        problem = self.front_trouble(model)
-        return f"model {model!r} does not answer ({problem})" if problem else ""
-
-    def _closed(self) -> str:
-        """Why nothing new is taken at all; empty if it is."""
-        if self.stopping is not None:
-            return STOPPING
-        drain = self.drains.of(None)
-        return drain.why if drain is not None else ""
-
-    def front_trouble(self, model: str) -> str:
-        """Why a front cannot serve the model; empty when all can."""
-        troubled: dict[str, list[str]] = {}
-        for front in self.fronts:
-            if model in front.problems:
-                troubled.setdefault(front.problems[model], []).append(front.name)
-        return "; ".join(f"{', '.join(names)}: {why}" for why, names in troubled.items())
-
     def tell_configuration(self) -> None:
         """Tell the fronts what is served, if that is not what they were told last."""
         told, now = self._told, self._configuration()
@@ -286,8 +229,9 @@ class Switchboard:
             front.configure(msgspec.structs.replace(self._told, front=front.name))
 
     def _configuration(self) -> Configure:
-        reason, closed = self.readiness(), self._closed()
-        silent = {name: why for name in self.models if (why := closed or self.silence(name))}
+        readiness = self.readiness
+        reason, closed = readiness.reason(), readiness.closed()
+        silent = {name: why for name in self.models if (why := closed or readiness.silence(name))}
         return Configure(
             front="",
             models=list(self.models.values()),

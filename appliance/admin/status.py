@@ -67,7 +67,7 @@ def status_of(
 ) -> Status:
     """Everything that `appliance status` shows."""
     settings, figures = switchboard.settings, switchboard.ledger.figures()
-    reason = switchboard.readiness()
+    reason = switchboard.readiness.reason()
     models = _models(switchboard)
     fronts = [front.status() for front in switchboard.fronts]
     return Status(
@@ -168,7 +168,7 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
     statuses = []
     for model in switchboard.models.values():
         replicas = [replica.status() for replica in switchboard.fleet.of(model.name)]
-        failure = switchboard.ledger.failure(model.name) or switchboard.front_trouble(model.name)
+        failure = switchboard.ledger.failure(model.name) or switchboard.readiness.front_trouble(model.name)
         state, detail = _model_state(switchboard, model.name, replicas)
         statuses.append(
             ModelStatus(

@@ -105,7 +105,7 @@ def test_a_life_is_told_from_loading_over_ready_to_drained(
 
 
 class Board:
-    """What the notifier looks at."""
+    """What the notifier looks at, in the place of a `Readiness`."""
 
     def __init__(self) -> None:
         self.is_started = self.is_worth_it = False

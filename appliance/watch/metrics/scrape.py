@@ -95,7 +95,7 @@ class Scraper:
 
     def _read_service(self) -> None:
         families, switchboard = self._families, self._switchboard
-        families.ready.set(0 if switchboard.readiness() else 1)
+        families.ready.set(0 if switchboard.readiness.reason() else 1)
         draining = switchboard.stopping or switchboard.drains.of(None)
         families.draining.set(0 if draining is None else 1)
         families.problems.set(switchboard.problems.total)
