@@ -143,8 +143,8 @@ def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
         for _ in range(3):
             answer(running)
         finished = [row["request_id"] for row in running.rows()]
-        with ThreadPoolExecutor(64) as pool:
-            streams = list(pool.map(lambda _: Stream(running), range(64)))
+        with ThreadPoolExecutor(60) as pool:  # of 64 rows one is kept for others
+            streams = list(pool.map(lambda _: Stream(running), range(60)))
         for stream in streams:
             assert stream.begun.wait(60)
         time.sleep(1.1)
@@ -163,6 +163,6 @@ def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
         rows = {row["request_id"]: row for row in running.rows()}
         assert set(finished) <= set(rows)
         interrupted = [row for row in rows.values() if row["finish_reason"] == "interrupted"]
-        assert len(interrupted) == 64
+        assert len(interrupted) == 60
         assert all(row["error"] for row in interrupted)
         assert answer(running)
