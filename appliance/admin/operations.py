@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -120,9 +121,11 @@ class Operations:
     def hang_up(self) -> None:
         """SIGHUP: have the settings read again, as an action whose result is in the log."""
 
+        actor = Actor("signal:SIGHUP", socket.gethostname())
+
         async def reload() -> None:
             with contextlib.suppress(ActionError):
-                await self.act(Actor("signal:SIGHUP"), action_named("config.reload"), ReloadConfig())
+                await self.act(actor, action_named("config.reload"), ReloadConfig())
 
         task = asyncio.get_running_loop().create_task(reload())
         self._tasks.add(task)
