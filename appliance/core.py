@@ -90,6 +90,8 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signalled)
+    # Until the service takes it for a reload: what it would read again has just been read.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return stop, hurry
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,7 +15,8 @@ from tests.front.harness import Harness
 from tests.front.raw import Answer, ask, chat, connect, head, read_answer
 
 MEGABYTE = 1 << 20
-MOST_MS = 100
+MOST_MS = 2000
+"""A tenth of a second where nothing else runs; what is not linear takes minutes."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,13 +80,11 @@ BODIES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_hostile_body_is_refused_in_milliseconds(front: Harness, name: str) -> None:
+def test_a_hostile_body_is_refused_at_little_cost(front: Harness, name: str) -> None:
     path = "/v1/completions" if b'"prompt"' in BODIES[name][:40] else "/v1/chat/completions"
     answer = ask(front, "POST", path, BODIES[name])
     assert 400 <= answer.status < 500, answer
     assert answer.error["message"]
-    if answer.ms > MOST_MS:  # the machine is shared: once more
-        answer = ask(front, "POST", path, BODIES[name])
     assert answer.ms < MOST_MS
     assert not front.admits
 
@@ -108,18 +106,17 @@ def test_a_body_of_100_megabytes_is_refused_by_its_length(front: Harness, tcp: b
     from tests.front.harness import KEY
 
     headers = {"Content-Length": str(100 * MEGABYTE), "Authorization": f"Bearer {KEY}"}
-    request = head("POST", "/v1/chat/completions", headers) + bytes(100 * MEGABYTE)
-    times_ms = []
-    for _ in range(3):  # the machine is shared
-        with connect(front, tcp) as sock:
-            started = time.perf_counter()
-            thread = send_slowly(sock, request)
-            answer = read_answer(sock)
-            times_ms.append((time.perf_counter() - started) * 1000)
-            assert (answer.status, answer.error["code"]) == (413, "body_too_large")
-            thread.join(5)
-            assert not thread.is_alive()
-    assert min(times_ms) < MOST_MS
+    request = head("POST", "/v1/chat/completions", headers)
+    with connect(front, tcp) as sock:
+        sock.sendall(request + bytes(1000))  # the answer comes without the rest
+        answer = read_answer(sock)
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+    with connect(front, tcp) as sock:
+        thread = send_slowly(sock, request + bytes(100 * MEGABYTE))
+        answer = read_answer(sock)
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_a_chunked_body_is_counted_while_it_is_read(front: Harness) -> None:
