@@ -1,5 +1,5 @@
-"""The commands about the audit trail, and their options. What they do is in `appliance.cli.audit`, loaded on
-demand."""
+"""The commands about the audit trail and backups, and their options. What they do is in `appliance.cli.audit`
+and `appliance.cli.backup`, loaded on demand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import Json, RunDir, StateDir
+from appliance.cli.options import Config, Json, RunDir, StateDir
 
 audit = typer.Typer(
     help="What operators did: list it, verify that nobody changed the record, export it. Needs read rights "
@@ -109,3 +109,26 @@ def audit_export(
     from appliance.cli.audit import export
 
     export(run_dir, state_dir, file, target, as_json=json)
+
+
+def backup(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A new folder, or an archive (.tar, .tar.gz, .tgz); in an existing folder a new one.",
+            show_default=False,
+        ),
+    ],
+    contents: Annotated[
+        bool, typer.Option("--contents/--no-contents", help="With prompts and answers that are kept.")
+    ] = True,
+    config: Config = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Copy databases, audit and settings while the service runs, and check the copy."""
+    from appliance.cli.backup import take_backup
+
+    take_backup(run_dir, state_dir, config, path, contents=contents, as_json=json)

@@ -1,0 +1,164 @@
+"""The commands that are clients of the API, and their options. What they do is in `appliance.cli.chat` and
+`appliance.cli.bench`, loaded on demand."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from appliance.cli.options import RunDir
+
+BENCH_EPILOG = (
+    "Workloads: http1, http256, http1024 (so many streams at once, 512 in, 256 out), and the "
+    "engine's: b1_50tok, b1_decode, b8_decode, b64_decode, n1024, n1024_sampled, prefill, long, ttft8k. "
+    "Exit code 1 where a request failed."
+)
+
+
+def chat(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="Ask this, print the answer and leave.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the service's first.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Longest answer.")] = None,
+    run_dir: RunDir = None,
+) -> None:
+    """Talk to a model from the terminal.
+
+    Ctrl-C cancels an answer, Ctrl-D leaves. With PROMPT or piped input: one answer.
+    """
+    from appliance.cli.chat import chat
+
+    raise typer.Exit(
+        chat(
+            run_dir,
+            prompt=prompt,
+            model=model,
+            system=system,
+            temperature=temperature,
+            max_tokens=max_tokens,
+        )
+    )
+
+
+def bench(
+    workloads: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[WORKLOAD]...", help="By name; see below.", show_default=False),
+    ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Any OpenAI-compatible server, as http://127.0.0.1:8080/v1."),
+    ] = None,
+    socket: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A server on a Unix socket. Default: our service's.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Bearer key. With --base-url also $OPENAI_API_KEY.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the server's first.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Prompts are random ids below N. Default: the server's word."),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Streams at once (16).", show_default=False)
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="In all (4 a stream).", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of each request (512).", show_default=False)
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of each request (128).", show_default=False)
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 is greedy, the default.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="1 is off, the default.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R", min=0.001, help="Open loop: R requests a second arrive (Poisson), for --duration."
+        ),
+    ] = None,
+    duration: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="Seconds in which requests arrive.")
+    ] = 30.0,
+    find_rate: Annotated[
+        bool,
+        typer.Option(
+            "--find-rate", help="Search the highest rate that keeps the limits below, beginning at --rate."
+        ),
+    ] = False,
+    ttft_p99_ms: Annotated[
+        float | None, typer.Option(metavar="MS", min=0, help="Limit of the time to the first token.")
+    ] = None,
+    itl_p99_ms: Annotated[
+        float | None, typer.Option(metavar="MS", min=0, help="Limit of the gaps between tokens.")
+    ] = None,
+    runs: Annotated[int, typer.Option(metavar="N", min=1, help="Repeat; the median run is shown.")] = 1,
+    warm_up: Annotated[
+        bool, typer.Option("--warm-up/--no-warm-up", help="Requests before the first run that do not count.")
+    ] = True,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Client processes. Default: by streams and cores.")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Of prompts and arrivals. Default: a new one, so no cache knows them."
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="S", min=0.1, help="Of one request.")] = 600.0,
+    run_dir: RunDir = None,
+    json: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Raw figures into FILE; - is standard output."),
+    ] = None,
+) -> None:
+    """Measure a server under load: TTFT, ITL, E2E, throughput, goodput.
+
+    Without a workload: --concurrency streams, or --rate, of one shape. Every token is streamed, prompts are
+    random token ids, and answers have a fixed length (ignore_eos). Goodput counts requests that keep
+    --ttft-p99-ms, and --itl-p99-ms in the mean of their gaps.
+    """
+    from appliance.cli.bench import Options, bench
+
+    raise typer.Exit(
+        bench(
+            Options(
+                workloads=workloads or [],
+                base_url=base_url,
+                socket=socket,
+                run_dir=run_dir,
+                api_key=api_key,
+                model=model,
+                vocabulary=vocab_size,
+                concurrency=concurrency,
+                requests=requests,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                rate=rate,
+                duration_s=duration,
+                find_rate=find_rate,
+                ttft_p99_ms=ttft_p99_ms,
+                itl_p99_ms=itl_p99_ms,
+                runs=runs,
+                warm_up=warm_up,
+                workers=workers,
+                seed=seed,
+                timeout_s=timeout,
+                json=json,
+            )
+        )
+    )

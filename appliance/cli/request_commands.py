@@ -1,0 +1,84 @@
+"""The commands about the request log, and their options. What they do is in `appliance.cli.requests` and
+`appliance.cli.contents`, loaded on demand."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from appliance.cli.options import Json, RunDir, StateDir, Yes
+
+requests = typer.Typer(help="Read the request log, oldest first.", invoke_without_command=True)
+
+
+@requests.callback()
+def requests_read(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="At most so many.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then show requests as they end.")] = False,
+    request_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="Only this request, with every field.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only this tenant's.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Only this model's.")] = None,
+    status: Annotated[
+        str | None, typer.Option("--status", metavar="STATUS", help="Only this HTTP status; or: open, ended.")
+    ] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only those with a status ≥ 400 or an error.")
+    ] = False,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Not older than this span (30m, 1h, 7d) or this date.")
+    ] = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    from appliance.cli.requests import show_requests
+
+    show_requests(
+        run_dir,
+        state_dir,
+        limit=limit,
+        follow=follow,
+        request_id=request_id,
+        tenant=tenant,
+        model=model,
+        status=status,
+        failed=failed,
+        since=since,
+        as_json=json,
+    )
+
+
+@requests.command("cancel")
+def requests_cancel(
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="As `requests` shows it.", show_default=False)
+    ],
+    yes: Yes = False,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    """End a request now; its client gets an error."""
+    from appliance.actions import CancelRequest
+    from appliance.cli.actions import perform
+
+    perform(run_dir, CancelRequest(request_id=request_id), yes=yes, as_json=json)
+
+
+@requests.command("show")
+def requests_show(
+    request_id: Annotated[
+        str, typer.Argument(metavar="ID", help="As `requests` shows it.", show_default=False)
+    ],
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    """Show what is kept of a request's prompts and answers. It is in the audit who looked."""
+    from appliance.cli.contents import show_contents
+
+    show_contents(run_dir, request_id, as_json=json)

@@ -1,0 +1,136 @@
+"""The commands that run the service and look at it, and their options. What they do is in the other modules
+of this package, loaded on demand."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from appliance.cli.options import Config, Json, RunDir, StateDir
+
+
+class Device(StrEnum):
+    """As in the settings."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class DType(StrEnum):
+    """As in the settings."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Quantised(StrEnum):
+    """As in the settings."""
+
+    auto = "auto"
+    fp8 = "fp8"
+
+
+class LoadFormat(StrEnum):
+    """As in the settings."""
+
+    safetensors = "safetensors"
+    dummy = "dummy"
+
+
+class LogLevel(StrEnum):
+    """As in the settings."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+def serve(
+    config: Config = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="Serve the checkpoint in FOLDER as NAME; may be repeated. Without: the shipped model, "
+            "named demo.",
+            show_default=False,
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve TCP too, with bearer keys.")
+    ] = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    fronts: Annotated[int | None, typer.Option(metavar="N", help="Front processes.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where models run.", show_default=False)] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Of the model.", show_default=False)] = None,
+    weights: Annotated[
+        Quantised | None, typer.Option(help="fp8: quantise the layers' weights.", show_default=False)
+    ] = None,
+    kv_dtype: Annotated[
+        Quantised | None, typer.Option(help="fp8: quantise the KV cache.", show_default=False)
+    ] = None,
+    load_format: Annotated[
+        LoadFormat | None, typer.Option(help="dummy: random weights, to measure speed.", show_default=False)
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks (GPUs) that hold one replica.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(metavar="N", help="Longest sequence, prompt and output, in tokens.")
+    ] = None,
+    max_rows: Annotated[int | None, typer.Option(metavar="N", help="Sequences that run at once.")] = None,
+    step_tokens: Annotated[int | None, typer.Option(metavar="N", help="Token budget of one step.")] = None,
+    kv_blocks: Annotated[
+        int | None, typer.Option(metavar="N", help="Blocks of 64 tokens in the KV cache.")
+    ] = None,
+    log_level: Annotated[
+        LogLevel | None, typer.Option(help="Least that is logged.", show_default=False)
+    ] = None,
+) -> None:
+    """Run the service in the foreground, until Ctrl-C or SIGTERM."""
+    from appliance.cli.serve import serve
+    from appliance.settings import Flags
+
+    flags = Flags(
+        config=config,
+        models=model or [],
+        listen=listen,
+        fronts=fronts,
+        run_dir=run_dir,
+        state_dir=state_dir,
+        log_level=log_level and log_level.value,
+        device=device and device.value,
+        dtype=dtype and dtype.value,
+        weights=weights and weights.value,
+        kv_dtype=kv_dtype and kv_dtype.value,
+        tensor_parallel_size=tensor_parallel_size,
+        max_model_len=max_model_len,
+        max_rows=max_rows,
+        step_tokens=step_tokens,
+        kv_blocks=kv_blocks,
+        load_format=load_format and load_format.value,
+    )
+    raise typer.Exit(serve(flags))
+
+
+def status(run_dir: RunDir = None, json: Json = False) -> None:
+    """Say what runs where: sockets, fronts, models, queue, databases, problems."""
+    from appliance.cli.status import show_status
+
+    show_status(run_dir, as_json=json)
+
+
+def doctor(
+    config: Config = None, run_dir: RunDir = None, state_dir: StateDir = None, json: Json = False
+) -> None:
+    """Say what runs where, what is wrong and what to do. Exit code 1 where something is wrong."""
+    from appliance.cli.doctor import show_findings
+
+    raise typer.Exit(show_findings(config, run_dir, state_dir, as_json=json))
