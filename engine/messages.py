@@ -42,7 +42,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Token budget of one step."""
     mixed_tokens: int | None = None
     """Token budget of a step in which sequences decode: each waits for all of it until its next token. None:
-    4096, at most `step_tokens`."""
+    half of `step_tokens`, at most 4096."""
     kv_blocks: int | None = None
     """Blocks in the pool; None: sized from memory after a profiling step."""
     memory_fraction: float = 0.95

@@ -10,7 +10,8 @@ The rules, in the order in which a step is filled:
    gets ahead.
 2. *Then the prefills that run*, in order of service: their next chunks, up to the budget (chunked prefill,
    as in Sarathi-Serve). A step in which sequences decode has the lesser budget, `mixed_tokens`: they all wait
-   for its prompts. An urgent submission is admitted before those that come after it in that order.
+   for its prompts. An urgent submission is admitted before those that come after it in that order, and its
+   step is kept free of their prompts, though never two steps in a row.
 3. *Then admissions*, in order of class, the urgent before others, then arrival (so preempted before new). The
    head of the queue waits until a row, blocks for all it has to compute, and a watermark of free blocks are
    there, and nobody overtakes it: long prompts cannot starve. A step whose decodes preempted admits nobody.
@@ -92,7 +93,8 @@ class Scheduler:
 
     max_rows: sequences at once. step_tokens: token budget of a step. mixed_tokens: of a step in which
     sequences decode, decodes included: what is more makes each of them wait longer for its next token; None
-    is MIXED_TOKENS as far as the other two allow. blocks: of the KV pool.
+    is half of step_tokens, at most MIXED_TOKENS: whoever comes waits
+    for one that runs and one that is launched, together a full step. blocks: of the KV pool.
 
     Raises ValueError where the sizes cannot work together.
     """
@@ -116,7 +118,7 @@ class Scheduler:
                 f"raise step_tokens or lower max_rows"
             )
         if mixed_tokens is None:
-            mixed_tokens = max(max_rows, min(step_tokens, MIXED_TOKENS))
+            mixed_tokens = max(max_rows, min(step_tokens // 2, MIXED_TOKENS))
         elif not max_rows <= mixed_tokens <= step_tokens:
             raise ValueError(
                 f"mixed_tokens is {mixed_tokens}: give at least max_rows, {max_rows}, so that prompts get on "
@@ -133,6 +135,10 @@ class Scheduler:
         # the class counts, and not in the core's queue.
         self.ledger = Ledger(credit_rows=max_rows, credit_tokens=max(step_tokens, 2 * mixed_tokens))
         self._step = 0
+        self._has_urgent = False
+        """Whether the step that is planned computes an urgent prompt."""
+        self._short_before = False
+        """Whether the step before was kept short for one."""
         self._arrivals = 0
         self._waiting = WaitingQueue()
         self._rows: list[Sequence | None] = [None] * max_rows
@@ -200,6 +206,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed before results in flight are collected."""
         step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], [], []), [], [])
         plan = step.plan
+        self._has_urgent = False
         if self._waiting.real_time:
             self._make_room()
         preempted = self._schedule_decodes(step)
@@ -207,10 +214,11 @@ class Scheduler:
         for sequence in sorted(self._prefilling.values(), key=_order):
             if not preempted:
                 budget -= self._admit(step, budget, sequence.order)
-            if budget:
+            if budget and not self._keeps_short(sequence):
                 budget -= self._schedule_chunk(step, sequence, budget)
         if not preempted:
             self._admit(step, budget)
+        self._short_before = self._has_urgent and not self._short_before
         if not plan.decodes and not plan.chunks:
             return None
         self._step += 1
@@ -279,6 +287,7 @@ class Scheduler:
     def _schedule_chunk(self, step: ScheduledStep, sequence: Sequence, budget: int) -> int:
         """Compute the next tokens of a prefill, `budget` at most; returns how many."""
         plan, start, last = step.plan, sequence.position, sequence.prefill_end
+        self._has_urgent = self._has_urgent or sequence.submission.submit.urgent
         end = min(start + budget, last)
         logprobs = next_token = None
         submit = sequence.submission.submit
@@ -334,6 +343,11 @@ class Scheduler:
         plan.blocks.extend((row, index, table[index]) for index in range(sequence.sent_blocks, len(table)))
         sequence.sent_blocks = len(table)
 
+    def _keeps_short(self, sequence: Sequence) -> bool:
+        """Whether the step goes without this prompt, as it has an urgent one, which waits for all of it. Every
+        other step is filled all the same."""
+        return self._has_urgent and not self._short_before and not sequence.submission.submit.urgent
+
     # ── admission and preemption ─────────────────────────────────────────────────────────────
 
     def _admit(self, step: ScheduledStep, budget: int, before: Order | None = None) -> int:
@@ -346,6 +360,8 @@ class Scheduler:
             if sequence is None or sequence.in_flight or not self._fits_now(sequence):
                 break
             if before is not None and not (sequence.submission.submit.urgent and sequence.order < before):
+                break
+            if self._keeps_short(sequence):
                 break
             hits = self._take_blocks(sequence)
             if hits is None:

@@ -51,7 +51,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Token budget of one step."""
     mixed_tokens: Positive | None = None
     """Token budget of a step in which sequences decode: less makes the time between tokens shorter while
-    prompts are computed, and these slower; without it 4096, at most `step_tokens`."""
+    prompts are computed, and these slower; without it half of `step_tokens`, at most 4096."""
     kv_blocks: Positive | None = None
     """Blocks of 64 tokens in the KV cache; without it, sized from memory."""
     memory_fraction: Fraction = 0.95

@@ -130,7 +130,7 @@ def check_house(running: Service, tally: Tally) -> None:
             and status["queue"]["waiting"] == status["queue"]["running"] == 0
             and replica["running"] == replica["waiting"] == replica["blocks_used"] == 0
             and replica["credit_rows"] == replica["max_rows"]
-            and replica["credit_tokens"] == 2 * replica["step_tokens"]
+            and replica["credit_tokens"] == replica["step_tokens"]
         )
 
     running.wait_until(calm, 45, f"calm after the storm: {tally.outcomes}")

@@ -266,7 +266,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("max_rows", "step_tokens", "mixed_tokens"),
-    [(64, 2048, 2048), (1024, 8192, 4096), (6000, 8192, 6000), (8192, 8192, 8192)],
+    [(64, 2048, 1024), (1024, 8192, 4096), (6000, 8192, 6000), (8192, 8192, 8192)],
 )
 def test_without_a_budget_for_mixed_steps_they_get_one_that_fits(
     max_rows: int, step_tokens: int, mixed_tokens: int
@@ -306,7 +306,7 @@ def test_the_step_that_overtook_a_stop_token_leaves_one_block_to_clear() -> None
 
 
 def test_decodes_come_first_and_a_long_prompt_fills_the_rest_of_each_step() -> None:
-    house = House(step_tokens=64, blocks=32)
+    house = House(step_tokens=64, mixed_tokens=64, blocks=32)
     house.submit(10, max_tokens=100)
     house.step()
     house.submit(300)

@@ -109,3 +109,13 @@ def test_real_time_takes_the_blocks_of_background_sequences_only_where_that_is_e
     assert [preempted[submit.request_id] for submit in background] == [0, 1]
     assert preempted[interactive.request_id] == 0
     house.expect_alone(fits)
+
+
+def test_an_urgent_prompts_step_is_kept_free_of_other_prompts_but_never_two_in_a_row() -> None:
+    house = House(step_tokens=64)
+    house.submit(400, max_tokens=1)
+    assert computed(house.step()) == [64]
+    house.submit(10, max_tokens=1, urgent=True)
+    assert computed(house.step()) == [10], "nothing of the long prompt"
+    house.submit(10, max_tokens=1, urgent=True)
+    assert computed(house.step()) == [10, 54], "it gets on in every other step"
