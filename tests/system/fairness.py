@@ -1,0 +1,209 @@
+"""What tenants get of a real service: shares by weight, and what a flood costs a quiet tenant.
+
+python -m tests.system.fairness --seconds 60 --out figures.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.system.service import Service, service
+
+OUTPUT_WEIGHT = 2.0
+"""The service's default."""
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
+ROWS, STEP_TOKENS = 16, 256
+FLAGS = ("--device", "cpu", "--max-rows", str(ROWS), "--step-tokens", str(STEP_TOKENS))
+
+Figures = dict[str, Any]
+Shape = Callable[[random.Random], tuple[int, int]]
+"""Prompt and output tokens."""
+SHAPES: dict[str, Shape] = {
+    "a": lambda draw: (150, 2),
+    "b": lambda draw: (4, 40),
+    "c": lambda draw: (draw.randint(10, 150), draw.randint(2, 40)),
+}
+
+
+def key_of(running: Service, tenant: str, weight: float = 1.0) -> str:
+    """A new tenant's key."""
+    running.command("tenants", "create", tenant, "--weight", str(weight))
+    key: str = running.command("keys", "create", "--name", tenant, "--tenant", tenant)["key"]
+    return key
+
+
+class Client:
+    """One tenant's app on the Unix socket."""
+
+    def __init__(self, running: Service, key: str) -> None:
+        self._http = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(
+                uds=str(running.api_socket), limits=httpx.Limits(max_connections=None)
+            ),
+            base_url="http://appliance",
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=120,
+        )
+
+    async def first_token_s(self, prompt: int, output: int) -> float:
+        """Asks, reads the answer to its end; the seconds to its first token."""
+        began, first = time.monotonic(), None
+        async with self._http.stream(
+            "POST", "/v1/completions", json=_body(prompt, output, stream=True)
+        ) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if first is None and line.startswith("data: {"):
+                    first = time.monotonic() - began
+        assert first is not None
+        return first
+
+    async def ask(self, prompt: int, output: int) -> float:
+        """The service of one request in weighted tokens; 0 if it was refused, after the wait it was told."""
+        answer = await self._http.post("/v1/completions", json=_body(prompt, output))
+        if answer.status_code in (429, 503):
+            await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
+            return 0.0
+        answer.raise_for_status()
+        usage = answer.json()["usage"]
+        service: float = usage["prompt_tokens"] + OUTPUT_WEIGHT * usage["completion_tokens"]
+        return service
+
+
+def _body(prompt: int, output: int, *, stream: bool = False) -> dict[str, Any]:
+    # Different from the first token on, so that nothing is found in the prefix cache.
+    tokens = [random.randrange(7, 5000) for _ in range(prompt)]
+    return {
+        "model": "demo",
+        "prompt": tokens,
+        "max_tokens": output,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": stream,
+    }
+
+
+async def _keep_asking(
+    client: Client, shape: Shape, outstanding: int, served: Callable[[float], None]
+) -> None:
+    """Always has so many requests in the house, until it is cancelled."""
+    draw = random.Random(1)
+
+    async def one() -> None:
+        while True:
+            served(await client.ask(*shape(draw)))
+
+    await asyncio.gather(*[one() for _ in range(outstanding)])
+
+
+def shares(running: Service, seconds: float, warm_up: float) -> Figures:
+    """Tenants that always have more to ask, of very different shapes: what each was served, by its weight."""
+    clients = {name: Client(running, key_of(running, name, weight)) for name, weight in WEIGHTS.items()}
+    served = dict.fromkeys(WEIGHTS, 0.0)
+    before: dict[str, float] = {}
+
+    def counter(name: str) -> Callable[[float], None]:
+        def count(service: float) -> None:
+            served[name] += service
+
+        return count
+
+    async def measure() -> None:
+        tasks = [
+            asyncio.create_task(_keep_asking(client, SHAPES[name], 3 * ROWS, counter(name)))
+            for name, client in clients.items()
+        ]
+        await asyncio.sleep(warm_up)
+        before.update(served)
+        await asyncio.sleep(seconds)
+        for task in tasks:
+            assert not task.done(), task.exception()
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(measure())
+    normal = [(served[name] - before[name]) / weight for name, weight in WEIGHTS.items()]
+    return {
+        "seconds": seconds,
+        "service_by_weight": [round(one) for one in normal],
+        "spread": max(normal) / min(normal) - 1.0,
+        "jain": sum(normal) ** 2 / (len(normal) * sum(one * one for one in normal)),
+    }
+
+
+def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figures:
+    """First tokens of a tenant that asks one short request after another, alone and beside a flood of prompts
+    that fill whole steps."""
+    calm, wild = (Client(running, key_of(running, name)) for name in ("quiet", "flood"))
+    alone: list[float] = []
+    beside: list[float] = []
+    replica: dict[str, Any] = {}
+
+    async def ask(into: list[float]) -> None:
+        for _ in range(requests):
+            into.append(await calm.first_token_s(16, 2))
+            await asyncio.sleep(random.uniform(0.0, 0.1))
+
+    async def measure() -> None:
+        await calm.first_token_s(16, 2)
+        await ask(alone)
+        flood = asyncio.create_task(
+            _keep_asking(wild, lambda draw: (STEP_TOKENS * 2, 8), outstanding, lambda service: None)
+        )
+        await asyncio.sleep(3.0)
+        await ask(beside)
+        replica.update(await asyncio.to_thread(running.replica))
+        assert not flood.done(), flood.exception()
+        flood.cancel()
+        await asyncio.gather(flood, return_exceptions=True)
+
+    asyncio.run(measure())
+    step_ms = replica["mixed_step_ms"]
+    p50 = [1e3 * statistics.median(times) for times in (alone, beside)]
+    return {
+        "requests": requests,
+        "flood_outstanding": outstanding,
+        "ttft_p50_alone_ms": p50[0],
+        "ttft_p50_beside_ms": p50[1],
+        "ttft_max_beside_ms": 1e3 * max(beside),
+        "full_step_ms": step_ms,
+        "delay_in_full_steps": (p50[1] - p50[0]) / step_ms,
+    }
+
+
+def main() -> int:
+    """Run both for long; write the figures; fail where a bound is broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with service(*FLAGS) as running:
+        figures = {"shares": shares(running, options.seconds, warm_up=options.seconds / 4)}
+        print(json.dumps(figures["shares"]), flush=True)
+    with service(*FLAGS) as running:
+        figures["quiet"] = quiet(running, options.requests)
+        print(json.dumps(figures["quiet"]), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+    kept = (
+        figures["shares"]["spread"] <= 0.05
+        and figures["shares"]["jain"] >= 0.99
+        and figures["quiet"]["delay_in_full_steps"] <= 1.0
+    )
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""What tenants get of a real service. `python -m tests.system.fairness` is the long form, with its bounds."""
+
+from __future__ import annotations
+
+from tests.system.fairness import FLAGS, quiet, shares
+from tests.system.service import service
+
+
+def test_tenants_of_a_real_service_are_served_by_their_weights() -> None:
+    with service(*FLAGS) as running:
+        figures = shares(running, seconds=8.0, warm_up=3.0)
+    # A few seconds are some hundred requests: whoever got none of its weight would show.
+    assert figures["jain"] >= 0.95, figures
+
+
+def test_a_flood_leaves_a_quiet_tenant_of_a_real_service_its_first_tokens() -> None:
+    with service(*FLAGS) as running:
+        figures = quiet(running, requests=15)
+    # In the order of arrival it would wait for some 250: 64 prompts of 512 tokens, 128 to a step.
+    assert figures["delay_in_full_steps"] <= 8.0, figures
