@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from appliance.admin.callers import Doorkeeper
 from appliance.admin.server import AdminServer
 from appliance.identities import IdentityTable
+from appliance.reload import Applier
 from appliance.settings import Settings
 from appliance.switchboard import Switchboard
 from appliance.watch.metrics.tenants import ShownTenants
-
-Applier = Callable[[Settings], None]
-"""Makes a part of the running service do what the settings say now. Must not fail."""
 
 
 def appliers(

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from appliance.appliers import Applier
 from appliance.drain import STOPPING
 from appliance.listeners import ListenError
 from appliance.messages import ServedModel
@@ -24,6 +23,10 @@ from appliance.settings.table import as_table, differences
 from appliance.switchboard import Switchboard
 
 log = logging.getLogger(__name__)
+
+
+Applier = Callable[[Settings], None]
+"""Makes a part of the running service do what the settings say now. Must not fail."""
 
 
 class Door(Protocol):

@@ -12,8 +12,8 @@ from appliance.cli.output import of_count, print_json
 from appliance.cli.service import find_run_dir, find_state_dir
 from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
 from appliance.protocol import AuditHead
+from appliance.quantities import of_bytes
 from appliance.settings import SettingsError, find_config
-from appliance.watch.quantities import of_bytes
 from store.audit import Head
 from store.backup import Backup, back_up
 from store.errors import StoreError

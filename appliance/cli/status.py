@@ -19,7 +19,7 @@ from appliance.cli.output import (
 from appliance.cli.service import admin_client
 from appliance.cli.times import local_short
 from appliance.protocol import AuditStatus, FrontStatus, ModelStatus, ReplicaStatus, Status, precision
-from appliance.watch.quantities import of_bytes
+from appliance.quantities import of_bytes
 
 _COLOURS = {
     "ready": "green",

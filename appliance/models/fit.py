@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from appliance.gpus import Gpu, find_gpus
+from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
-from appliance.watch.gpus import Gpu, find_gpus
-from appliance.watch.quantities import of_bytes
 from engine import sizing
 
 CPU_MOST_KV_BYTES = 2 << 30

@@ -8,8 +8,8 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from appliance.quantities import of_bytes
 from appliance.watch.findings import Finding
-from appliance.watch.quantities import of_bytes
 from store.database import open_readonly
 from store.errors import StoreError
 from store.evidence import examine_folder

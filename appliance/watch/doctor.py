@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
+from appliance.gpus import find_gpus
 from appliance.protocol import Status
 from appliance.settings import Settings
 from appliance.watch import machine, models, places, processes
 from appliance.watch.databases import databases
 from appliance.watch.findings import Examination, Finding
-from appliance.watch.gpus import find_gpus
 
 _MOST_REPORTED_PROBLEMS = 5
 _RECENT_S = 3600.0

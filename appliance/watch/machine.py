@@ -9,9 +9,9 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 
+from appliance.gpus import GpuReport
+from appliance.quantities import of_bytes
 from appliance.watch.findings import Finding
-from appliance.watch.gpus import GpuReport
-from appliance.watch.quantities import of_bytes
 from appliance.watch.versions import product_version, requirements, version_of
 
 _LEAST_PYTHON = (3, 11)

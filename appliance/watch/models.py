@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from appliance.gpus import Gpu
 from appliance.models.fit import UnfitError, fit
 from appliance.protocol import ModelStatus, precision
+from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 from appliance.watch.findings import Finding, Level
-from appliance.watch.gpus import Gpu
-from appliance.watch.quantities import of_bytes
 from engine.messages import BLOCK_TOKENS
 
 _INDEX = "model.safetensors.index.json"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance.quantities import of_bytes
 from appliance.watch.findings import Finding
-from appliance.watch.quantities import of_bytes
 
 MOST_SOCKET_PATH_BYTES = 107
 """`sun_path` holds 108 bytes on Linux, one of them the final zero."""

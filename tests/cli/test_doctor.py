@@ -18,13 +18,13 @@ import pytest
 
 from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
+from appliance.gpus import Gpu, GpuReport
 from appliance.listeners import bind_unix
 from appliance.models.fit import CPU_MOST_KV_BYTES
 from appliance.protocol import Problem
 from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
 from appliance.watch.findings import Examination, Finding
-from appliance.watch.gpus import Gpu, GpuReport
 from appliance.watch.models import running_models
 from engine import memory
 from store.requests import RequestReader
@@ -285,7 +285,8 @@ def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
 def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root, to become somebody else")
-    from appliance.watch import doctor, gpus
+    from appliance import gpus
+    from appliance.watch import doctor
 
     gpus.find_gpus()  # imports, which the other user may not be able to do
     (run_dir / "admin.sock").unlink(missing_ok=True)
