@@ -112,6 +112,7 @@ class Switchboard:
         self._by_name: dict[str, Front] = {}
         self._tick_timer: asyncio.TimerHandle | None = None
         self._front_module = front_module
+        self._front_numbers = itertools.count()
         self._leaving: set[Front] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.set_fronts(settings.fronts)
@@ -303,11 +304,10 @@ class Switchboard:
             self._leaving.add(front)
             front.begin_stop(self.settings.drain_grace_s)
             self._run(self._forget(front))
-        numbers = {front.number for front in self.fronts}
-        free = (number for number in itertools.count() if number not in numbers)
         for _ in range(count - len(staying)):
+            # Never a number again: what replicas say late of a front that is gone must not meet another one.
             front = Front(
-                next(free),
+                next(self._front_numbers),
                 self,
                 hang_timeout_s=self.settings.hang_timeout_s,
                 log_level=self.settings.log_level,

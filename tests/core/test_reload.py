@@ -239,6 +239,11 @@ def test_fronts_are_added_and_those_too_many_finish_what_they_have(make_service:
     wait_until(lambda: len(service.admin.status().fronts) == 1)
     assert service.admin.status().fronts[0].pid == first
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
+    change(service, ("fronts = 1", "fronts = 2"))
+    wait_until(lambda: [front.state for front in service.admin.status().fronts] == ["ready"] * 2)
+    answers = [read_answer(service.connect("m 2"))[-1] for _ in range(2)]
+    # A name that replicas may still have a word on is not given again.
+    assert sorted(answers) == ["front-0 length", "front-3 length"]
 
 
 def test_what_cannot_be_used_changes_nothing_and_is_told_with_its_line(make_service: Make) -> None:
