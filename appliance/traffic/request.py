@@ -98,6 +98,12 @@ class Request:
             self.most_tokens = reservation.max_tokens // max(1, self.first.rows)
             self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
 
+    def count_against(self, key_id: str) -> None:
+        """Its key was replaced: from now on it counts against the limits of this one."""
+        self.key_id = key_id
+        if self.ticket is not None:
+            self.ticket.key_id = key_id
+
     @property
     def taken_tokens(self) -> int:
         """What its quotas are charged at its end: the prompt and what was billed. What reached the client is

@@ -135,10 +135,12 @@ class Ledger:
             for model in self._models.values():
                 for key_id in tenant.keys or ("",):
                     model.reconsider(tenant, key_id)
-            if tenant.suspended:
-                for request in [r for r in self._requests.values() if r.tenant == tenant.name]:
-                    if request.queued_at is not None:
-                        self._refuse(request, suspended(tenant))
+            tenant.held_at.clear()
+            tenant.follow_rotations(self._tenants.limits_key)
+        for request in list(self._requests.values()):
+            request.count_against(self._tenants.limits_key(request.key_id))
+            if request.queued_at is not None and (tenant := self._tenants.of(request.tenant)).suspended:
+                self._refuse(request, suspended(tenant))
         self._dispatch_all()
 
     def set_rules(self, rules: QueueRules) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from appliance.traffic.outputs import OutputLengths
 from store.policies import Policies, Quota, TenantRecord
@@ -51,6 +51,15 @@ class Use:
         if not self.rows[model]:
             del self.rows[model], self.kv_tokens[model]
 
+    def add(self, other: Use) -> None:
+        """Have what another has too."""
+        self.queued += other.queued
+        self.queued_tokens += other.queued_tokens
+        self.running += other.running
+        for model, rows in other.rows.items():
+            self.rows[model] = self.rows.get(model, 0) + rows
+            self.kv_tokens[model] = self.kv_tokens.get(model, 0) + other.kv_tokens[model]
+
     def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
         """Whether one more may run that may keep so many tokens, where all replicas of the model have room
         for `kv_total` (0: nobody knows). Whoever has nothing running may always run one."""
@@ -96,6 +105,12 @@ class Tenant:
         freed = {held for held in self.held_at if held[1] in ("", key_id)}
         self.held_at -= freed
         return {model, *(name for name, _ in freed)}
+
+    def follow_rotations(self, latest: Callable[[str], str]) -> None:
+        """What a replaced key has in the house is its successor's: `latest` names whose limits hold."""
+        for key_id in list(self.keys):
+            if (successor := latest(key_id)) != key_id:
+                self.key(successor).add(self.keys.pop(key_id))
 
     def forget_idle_keys(self) -> None:
         """Drop what is known of keys that have nothing in the house. To be called now and then."""

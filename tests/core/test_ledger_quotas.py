@@ -289,6 +289,35 @@ def test_rotating_a_key_gives_no_second_share(house: House) -> None:
     assert [row.key_id for row in house.rows.ended] == ["old", "new"]
 
 
+def test_what_a_key_has_in_the_house_when_it_is_rotated_counts_for_its_successor(house: House) -> None:
+    def key(key_id: str, successor: str | None = None) -> KeyRecord:
+        quota = Quota(concurrent_requests=1)
+        return KeyRecord(
+            id=key_id, name="k", tenant="t", prefix="", sha256=key_id, created_at=0.0, quota=quota,
+            replaced_by=successor,
+        )  # fmt: skip
+
+    tenant = TenantRecord(name="t", created_at=0.0)
+    house.ledger.set_policies(Policies([tenant], [key("old")]))
+    front = house.new_front()
+    house.new_replica()
+    for _ in range(2):
+        ask_with(house, front, identity=Identity(tenant="t", key_id="old"))
+    read_all(house)
+    house.ledger.set_policies(Policies([tenant], [key("old", "new"), key("new")]))
+    ask_with(house, front, identity=Identity(tenant="t", key_id="new"))
+    read_all(house)
+    assert running(front) == ["r0"]
+    assert [one.used for one in house.ledger.usage("key", "new")] == [1]
+    for number in range(2):
+        house.settle(front, f"r{number}", 499)
+        read_all(house)
+        assert running(front)[-1] == f"r{number + 1}"
+    house.settle_everything()
+    house.check_end()
+    assert [one.used for one in house.ledger.usage("key", "new")] == [0]
+
+
 def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(house: House) -> None:
     front, replica = house.new_front(), house.new_replica()
     read_all(house)
