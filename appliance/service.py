@@ -69,7 +69,6 @@ class Service:
             describe_models(loaded),
             rows=counted,
             salt=cache_salts(control),
-            clock=time.time,
             quotas=quotas,
             identities=identities,
             keep=self.kept.keep,

@@ -69,7 +69,6 @@ class Switchboard:
         *,
         rows: RowSink,
         salt: Callable[[str], str],
-        clock: Callable[[], float],
         quotas: Quotas,
         identities: IdentityTable,
         keep: Callable[[Keep, int], None],
@@ -81,7 +80,8 @@ class Switchboard:
             send=self._send,
             rows=rows,
             salt=salt,
-            clock=clock,
+            clock=time.monotonic,
+            unix=time.time,
             rules=settings.queue,
             quotas=quotas,
         )

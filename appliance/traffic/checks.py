@@ -12,7 +12,7 @@ _MOST_VOID = 1024
 
 
 class Checks:
-    """Requests by the unix time of their next check; those that wait no more drop out by themselves."""
+    """Requests by the time of their next check; those that wait no more drop out by themselves."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []

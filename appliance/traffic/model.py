@@ -49,7 +49,7 @@ class Turn(NamedTuple):
 
 
 class ModelTraffic:
-    """One served model. Only the ledger calls it; times are unix seconds."""
+    """One served model. Only the ledger calls it; times are of its clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
         self.name = name

@@ -31,7 +31,7 @@ class Remaining(NamedTuple):
 
 
 def remaining(requests: Iterable[Request], forecast: Forecast, now: float) -> Remaining:
-    """The work of one model's requests at unix time `now`. Those that run end by themselves; those that wait
+    """The work of one model's requests at `now`. Those that run end by themselves; those that wait
     follow, all replicas serving them together."""
     running = queued = 0
     tokens = prompts = outputs = 0.0

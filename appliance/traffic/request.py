@@ -30,9 +30,12 @@ class OnReplica:
 
 
 class Request:
-    """One request in flight. Only the ledger and its model's traffic change it. Times are unix seconds."""
+    """One request in flight. Only the ledger and its model's traffic change it. Times are of the ledger's
+    clock, but for `Admit.arrived_at`."""
 
-    def __init__(self, front: str, admit: Admit, key_id: str, version: str) -> None:
+    def __init__(
+        self, front: str, admit: Admit, key_id: str, version: str, deadline_at: float | None = None
+    ) -> None:
         self.front = front
         self.first = admit
         self.admit = admit
@@ -42,10 +45,7 @@ class Request:
         self.key_id = key_id
         """Whose limits it counts against: its key, or the one in that one's place; "" without."""
         self.request_class = service_class(admit.asked_class, admit.identity)
-        self.deadline_at: float | None = None
-        if admit.deadline_ms is not None:
-            self.deadline_at = admit.arrived_at + admit.deadline_ms / 1e3
-
+        self.deadline_at = deadline_at
         self.reservation: Reservation | None = None
         """What its quotas hold for it, from its acceptance to its end, whatever happens to its replicas."""
         self.most_tokens: int | None = None

@@ -65,7 +65,7 @@ _CHECK_EVERY_S = 0.05
 
 
 class Clock(Protocol):
-    """Seconds since 1970."""
+    """Seconds."""
 
     def __call__(self) -> float: ...
 
@@ -81,7 +81,8 @@ class Ledger:
     """Every request in flight, the queues, the quotas and the replicas' accounts.
 
     `send(front, message)` delivers to a front; a front that is gone swallows it. `salt(tenant)` is the
-    prefix cache's salt of a tenant.
+    prefix cache's salt of a tenant. `clock` never jumps, and says who has waited for how long; `unix` is the
+    time of day, for the log.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Ledger:
         rows: RowSink,
         salt: Callable[[str], str],
         clock: Clock,
+        unix: Clock,
         rules: QueueRules,
         quotas: Quotas,
     ) -> None:
@@ -99,6 +101,7 @@ class Ledger:
         self._rows = rows
         self._salt = salt
         self._clock = clock
+        self._unix = unix
         self._rules = rules
         self._tenants = Tenants()
         self._models: dict[str, ModelTraffic] = {}
@@ -249,7 +252,7 @@ class Ledger:
             )
         model = self._models.get(admit.model)
         key_id = self._tenants.limits_key(admit.identity.key_id)
-        request = Request(front, admit, key_id, model.version if model else "")
+        request = Request(front, admit, key_id, model.version if model else "", self._deadline_at(admit))
         self._requests[admit.request_id] = request
         if model is None:
             self._refuse(request, unknown_model(request.first.model, self._models))
@@ -260,9 +263,8 @@ class Ledger:
         elif (why := self._judge(request, model) or reserve(request, self.quotas)) is not None:
             self._refuse(request, why)
         else:
-            now = self._clock()
-            self._rows.open(row_of(request, now))
-            self._wait(request, now)
+            self._rows.open(row_of(request, self._unix()))
+            self._wait(request, self._clock())
             if closure is None:
                 self._enqueue(model, request)
             else:
@@ -285,12 +287,12 @@ class Ledger:
     def reject(self, rejected: Rejected) -> None:
         """A front refused a request by itself: a row, nothing else."""
         model = self._models.get(rejected.model)
-        self._rows.end(rejected_row(rejected, model.version if model else None, self._clock()))
+        self._rows.end(rejected_row(rejected, model.version if model else None, self._unix()))
 
     def log_retry(self, retried: Retried) -> None:
         """A front answered a request from another one's run: a row, nothing else."""
         model = self._models.get(retried.model)
-        self._rows.end(retried_row(retried, model.version if model else None, self._clock()))
+        self._rows.end(retried_row(retried, model.version if model else None, self._unix()))
 
     def lose_front(self, front: str) -> None:
         """The front is dead. What it submitted is cancelled by the replicas, which say when that is done."""
@@ -463,6 +465,12 @@ class Ledger:
             waiting = model.stranded if front in self._lost_fronts else model.resumed
             waiting[request.request_id] = request
             self._dispatch(model)
+
+    def _deadline_at(self, admit: Admit) -> float | None:
+        """By the ledger's clock: how long ago it came is all that the time of day is asked."""
+        if admit.deadline_ms is None:
+            return None
+        return self._clock() - max(0.0, self._unix() - admit.arrived_at) + admit.deadline_ms / 1e3
 
     def _wait(self, request: Request, now: float) -> None:
         """It begins to wait."""
@@ -665,7 +673,7 @@ class Ledger:
             finish_reason=finish_reason,
             error=error,
             delivered_tokens=0,
-            e2e_ms=(self._clock() - request.first.arrived_at) * 1000,
+            e2e_ms=(self._unix() - request.first.arrived_at) * 1000,
         )
 
     def _end_if_complete(self, request: Request) -> None:
@@ -682,4 +690,4 @@ class Ledger:
         if (held := request.reservation) is not None:
             self.quotas.settle(held, request.taken_tokens)
             self.quotas.close(held)
-        self._rows.end(row_of(request, self._clock()))
+        self._rows.end(row_of(request, self._unix()))

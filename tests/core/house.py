@@ -123,6 +123,8 @@ class House:
 
     def __init__(self, queue_limit: int = 7, queue_timeout_s: float = 50.0) -> None:
         self.now = 1000.0
+        self.time_of_day = 0.0
+        """Of `now`: somebody may set the clock."""
         self.rows = Rows()
         self.fronts: dict[str, FakeFront] = {}
         self.replicas: list[FakeReplica] = []
@@ -132,6 +134,7 @@ class House:
             rows=self.rows,
             salt=lambda tenant: f"salt of {tenant}",
             clock=lambda: self.now,
+            unix=lambda: self.now + self.time_of_day,
             rules=QueueRules(limit=queue_limit, timeout_s=queue_timeout_s),
             quotas=Quotas(lambda: self.now),
         )
@@ -201,7 +204,7 @@ class House:
             rows=submissions * samples,
             prompt_tokens=submissions * tokens,
             max_tokens=5 * submissions * samples,
-            arrived_at=self.now,
+            arrived_at=self.now + self.time_of_day,
         )
         front.asks[request_id] = Ask(admit)
         front.to_core.append(admit)

@@ -282,6 +282,7 @@ class Box:
             rows=self.rows,
             salt=str,
             clock=lambda: _EPOCH + self.now,
+            unix=lambda: _EPOCH + self.now,
             rules=rules,
             quotas=Quotas(lambda: self.now),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from appliance.messages import Admitted, Identity, Refused, Rejected, Settle
@@ -108,6 +109,24 @@ def test_requests_wait_while_the_model_loads_and_are_refused_when_it_takes_too_l
     assert (refused.status, refused.code) == (503, "queue_timeout")
     assert refused.retry_after_s is not None and "no replica of the model is ready" in refused.message
     assert house.rows.ended[0].status == 503
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_who_waits_is_not_touched_when_somebody_sets_the_clock(house: House, hours: int) -> None:
+    front = house.new_front()
+    house.ask(front)
+    house.ask(front)
+    front.to_core[-1] = msgspec.structs.replace(front.to_core[-1], deadline_ms=20_000.0)
+    house.now += 1  # on its way
+    read_all(house)
+    house.time_of_day += 3600.0 * hours
+    house.now += 18
+    house.ledger.expire()
+    assert answers(front) == []
+    for passed_s, code in ((2, "deadline_unreachable"), (32, "queue_timeout")):
+        house.now += passed_s
+        house.ledger.expire()
+        assert [answer.code for answer in answers(front) if isinstance(answer, Refused)][-1] == code
 
 
 def test_a_full_queue_refuses_with_retry_after(house: House) -> None:

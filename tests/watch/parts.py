@@ -48,7 +48,6 @@ class Parts:
             rows=self.counted,
             keep=lambda message, descriptor: None,
             salt=str,
-            clock=time.time,
             quotas=Quotas(time.monotonic),
             identities=IdentityTable(lambda: policies, loaded.settings.unix),
         )
