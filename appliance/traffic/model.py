@@ -130,6 +130,7 @@ class ModelTraffic:
         """It waits no more."""
         if request.ticket is not None and request.ticket.waiting:
             self.queue.remove(request.ticket)
+            request.ticket = None
         self.resumed.pop(request.request_id, None)
         self.stranded.pop(request.request_id, None)
 
@@ -231,6 +232,7 @@ class ModelTraffic:
         if request.ticket is not None and request.ticket.waiting:
             self.queue.take(request.ticket, now)
             request.charged = request.ticket.prompt_tokens
+            request.ticket = None
         background = request.request_class == BACKGROUND
         account.spend(admit.rows, admit.prompt_tokens, background=background)
         if not request.dispatched and not request.keeps_place:
