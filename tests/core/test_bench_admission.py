@@ -1,0 +1,25 @@
+"""The benchmark of admission runs; its figures are its own affair."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_benchmark_of_admission_decides_every_request_it_makes(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    sizes = ["--tenants", "20", "--queued", "100", "--requests", "200", "--out", str(out)]
+    subprocess.run(
+        [sys.executable, str(ROOT / "scripts/bench_admission"), *sizes],
+        check=False,
+        timeout=60,
+        capture_output=True,
+    )
+    figures = json.loads(out.read_text())
+    assert sum(figures["decisions"].values()) == figures["requests"] == 200
+    assert figures["queued"] >= 100
+    assert figures["decisions"]["waits"] > 100
