@@ -344,13 +344,8 @@ class Scheduler:
         sequence.sent_blocks = len(table)
 
     def _keeps_short(self, sequence: Sequence) -> bool:
-<<<<<<< Updated upstream
         """Whether the step goes without this prompt, as it has an urgent one, which waits for all of it.
         Every other step is filled all the same."""
-=======
-        """Whether the step goes without this prompt, since it has an urgent one, which waits for all of it.
-        Never two steps in a row."""
->>>>>>> Stashed changes
         return self._has_urgent and not self._short_before and not sequence.submission.submit.urgent
 
     # ── admission and preemption ─────────────────────────────────────────────────────────────
