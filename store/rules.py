@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from store.policies import CLASSES, LOG_POLICIES, SCOPES, KeyRecord, PeerRecord, Quota, TenantRecord
 
 MOST_MODELS = 256
-MOST_WEIGHT = 1000.0
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
+"""Service is counted by weight: with less, what others get could not be told apart beside it."""
+MOST_RATE = 1e15
 MOST_PEER_NUMBER = 2**32 - 2
 """The highest uid and gid that Linux has; the next one means "none"."""
 
@@ -20,8 +22,8 @@ _RATES = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "burst_s
 
 def check_tenant(tenant: TenantRecord) -> None:
     """A tenant's values, but for its name, which was checked when it was made."""
-    if not 0 < tenant.weight <= MOST_WEIGHT:
-        raise _wrong("weight", tenant.weight, f"give a number above 0, at most {MOST_WEIGHT:g}")
+    if not LEAST_WEIGHT <= tenant.weight <= MOST_WEIGHT:
+        raise _wrong("weight", tenant.weight, f"give a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
     _check_class("highest_class", tenant.highest_class)
     _check_class("default_class", tenant.default_class)
     if tenant.default_max_tokens is not None and tenant.default_max_tokens < 1:
@@ -77,8 +79,10 @@ def check_quota(quota: Quota) -> None:
     """A quota's values."""
     for field in _RATES:
         rate = getattr(quota, field)
-        if rate is not None and not 0 < rate < math.inf:
-            raise _wrong(field, rate, "give a number above 0" + _LIFTED[field == "burst_s"])
+        if rate is not None and not 0 < rate <= MOST_RATE:
+            raise _wrong(
+                field, rate, f"give a number above 0, at most {MOST_RATE:g}" + _LIFTED[field == "burst_s"]
+            )
     for field in _WHOLE_LIMITS:
         limit = getattr(quota, field)
         if limit is not None and limit < 1:

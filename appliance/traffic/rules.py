@@ -9,6 +9,7 @@ import msgspec
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Factor = Annotated[float, msgspec.Meta(gt=0)]
+_Weight = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 _Part = Annotated[float, msgspec.Meta(ge=0, le=0.5)]
 
 
@@ -23,7 +24,7 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     """A request that has waited this long is refused with 503; one that would is refused at once."""
     targets_ms: tuple[_Factor, _Factor, _Factor] = (100.0, 1000.0, 10_000.0)
     """How long a request of P0, P1 and P2 should wait at most. P3 has no target."""
-    output_weight: _Factor = 2.0
+    output_weight: _Weight = 2.0
     """What an output token counts in fair shares; a prompt token counts 1."""
     ageing: _Factor = 5.0
     """A request that has waited so many times its class's target is lifted: its class gets turns ahead of

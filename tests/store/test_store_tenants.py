@@ -107,7 +107,8 @@ def test_the_audit_row_has_what_was_there_before_and_after(control):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"weight": 0.0}, "weight is 0.0: give a number above 0"),
+        ({"weight": 0.0}, "weight is 0.0: give a number from 0.001 to 1000"),
+        ({"weight": 1e-300}, "weight is 1e-300"),
         ({"weight": float("nan")}, "weight is nan"),
         ({"highest_class": 4}, r"highest_class is 4: give 0 \(real-time\)"),
         ({"default_class": -1}, "default_class is -1"),
@@ -115,11 +116,15 @@ def test_the_audit_row_has_what_was_there_before_and_after(control):
         ({"cache_group": ""}, "cache_group is ''"),
         ({"log_policy": "all"}, "log_policy is 'all': it can be metadata, hashes, full"),
         ({"log_days": 0.0}, "log_days is 0.0"),
-        ({"quota": {"tokens_per_day": -1.0}}, "tokens_per_day is -1.0: give a number above 0, or none"),
+        (
+            {"quota": {"tokens_per_day": -1.0}},
+            r"tokens_per_day is -1.0: give a number above 0, at most 1e\+15, or none",
+        ),
         ({"quota": {"requests_per_minute": float("inf")}}, "requests_per_minute is inf"),
+        ({"quota": {"tokens_per_minute": 1e308, "burst_s": 3600.0}}, "tokens_per_minute is 1e\\+308"),
         ({"quota": {"concurrent_requests": 0}}, "concurrent_requests is 0: give at least 1, or none"),
         ({"quota": {"kv_share": 1.5}}, "kv_share is 1.5: give a part above 0, at most 1"),
-        ({"quota": {"burst_s": 0.0}}, "burst_s is 0.0: give a number above 0$"),
+        ({"quota": {"burst_s": 0.0}}, "burst_s is 0.0: give a number above 0, at most 1e\\+15$"),
         ({"name": "other"}, "name cannot be set"),
         ({"suspended_at": 1.0}, "suspended_at cannot be set"),
     ],
