@@ -72,7 +72,7 @@ def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_repli
     [
         ("fronts = 'x'", "fronts = 'x' cannot be used: expected `int`, got `str`"),
         ("fronts = 0", "fronts = 0 cannot be used: expected `int` >= 1"),
-        ("[queue]\noutput_weight = inf", "queue.output_weight = inf cannot be used: expected `float` <= 1000"),
+        ("[queue]\noutput_weight = inf", "output_weight = inf cannot be used: expected `float` <= 1000"),
         ("frnts = 2", "frnts is not a setting: did you mean 'fronts'?"),
         ("[unix]\nuid = 1", "unix.uid is not a setting: did you mean 'uids'?"),
         ("[unix]\nuids = 'all'", "unix.uids = 'all' cannot be used: it can be a list, 'owner', 'any'"),
