@@ -210,7 +210,20 @@ def _queue(status: Status, width: int | None) -> list[str]:
         f"{queue.waiting:,} waiting of {queue.limit:,}{oldest} · {queue.running:,} running · "
         f"{queue.admitted:,} admitted · {queue.refused:,} refused · {queue.ended:,} ended"
     )
-    return _labelled("QUEUE", facts, width)
+    if queue.preemptions:
+        facts += f" · {queue.preemptions:,} preempted"
+    lines = _labelled("QUEUE", facts, width)
+    for one in queue.classes:
+        if one.waiting:
+            target = "" if one.target_s is None else f" (target {of_seconds(one.target_s)})"
+            waits = (
+                f"{one.name}  {one.waiting:,} waiting, the oldest for {of_seconds(one.oldest_wait_s)}; "
+                f"who comes now waits about {of_seconds(one.expected_wait_s)}{target}"
+            )
+            lines += _labelled("", waits, width)
+    if queue.overload:
+        lines += [paint(line, "red") for line in _wrapped(printable(queue.overload), width, " " * _INDENT)]
+    return lines
 
 
 def _stores(status: Status, width: int | None) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 
 from appliance.cli.output import cells
 from appliance.cli.status import status_lines
-from appliance.protocol import Key, Status
+from appliance.protocol import ClassStatus, Key, Status
 from appliance.settings import Flags, load_settings
 from tests.cli.conftest import Run, a_status
 from tests.cli.servers import AdminService
@@ -107,6 +107,23 @@ def test_a_failed_model_says_why_once(run_dir: Path) -> None:
     model.replicas[0].last_error = why
     text = "\n".join(status_lines(status, None))
     assert (text.count(why), text.count("starts again in 4.2 s")) == (1, 1)
+
+
+def test_the_status_says_how_long_each_class_waits_and_what_an_overload_costs(run_dir: Path) -> None:
+    status = a_status(run_dir)
+    status.queue.classes = [
+        ClassStatus(name="P0", waiting=0, oldest_wait_s=0.0, expected_wait_s=0.0, target_s=0.1),
+        ClassStatus(name="P1", waiting=4, oldest_wait_s=12.0, expected_wait_s=14.0, target_s=1.0),
+        ClassStatus(name="P3", waiting=1, oldest_wait_s=70.0, expected_wait_s=90.0, target_s=None),
+    ]
+    status.queue.preemptions = 3
+    status.queue.overload = "demo: P1 requests would wait 14.0 s, more than 10 s: new P3 requests are refused"
+    text = "\n".join(status_lines(status, None))
+    assert "37 ended · 3 preempted" in text
+    assert "P1  4 waiting, the oldest for 12 s; who comes now waits about 14 s (target 1.0 s)" in text
+    assert "P3  1 waiting, the oldest for 1 min 10 s; who comes now waits about 1 min 30 s\n" in text
+    assert "P0  " not in text
+    assert status.queue.overload in text
 
 
 def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
