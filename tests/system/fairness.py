@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from tests.core.simulated_box import percentile
 from tests.system.service import Service, service
 
 OUTPUT_WEIGHT = 2.0
@@ -148,7 +149,7 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
     calm, wild = (Client(running, key_of(running, name)) for name in ("quiet", "flood"))
     alone: list[float] = []
     beside: list[float] = []
-    replica: dict[str, Any] = {}
+    steps_ms: list[float] = []
 
     async def ask(into: list[float]) -> None:
         for _ in range(requests):
@@ -162,14 +163,17 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
             _keep_asking(wild, lambda draw: (STEP_TOKENS * 2, 8), outstanding, lambda service: None)
         )
         await asyncio.sleep(3.0)
+        watch = asyncio.create_task(_watch_steps(running, steps_ms))
         await ask(beside)
-        replica.update(await asyncio.to_thread(running.replica))
+        watch.cancel()
         assert not flood.done(), flood.exception()
         flood.cancel()
-        await asyncio.gather(flood, return_exceptions=True)
+        await asyncio.gather(flood, watch, return_exceptions=True)
 
     asyncio.run(measure())
-    step_ms = replica["mixed_step_ms"]
+    # Some of the steps are short, for the quiet tenant. A step beside decodes has half of a full one's budget.
+    mixed_step_ms = percentile(steps_ms, 0.9)
+    full_step_ms = 2 * mixed_step_ms
     p50 = [1e3 * statistics.median(times) for times in (alone, beside)]
     return {
         "requests": requests,
@@ -177,9 +181,21 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
         "ttft_p50_alone_ms": p50[0],
         "ttft_p50_beside_ms": p50[1],
         "ttft_max_beside_ms": 1e3 * max(beside),
-        "full_step_ms": step_ms,
-        "delay_in_full_steps": (p50[1] - p50[0]) / step_ms,
+        "mixed_step_ms": mixed_step_ms,
+        "full_step_ms": full_step_ms,
+        "delay_in_full_steps": (p50[1] - p50[0]) / full_step_ms,
     }
+
+
+async def _watch_steps(running: Service, steps_ms: list[float]) -> None:
+    """Notes what the latest step with prompts took, again and again, until it is cancelled."""
+    transport = httpx.AsyncHTTPTransport(uds=str(running.run_dir / "admin.sock"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://appliance") as http:
+        while True:
+            status = (await http.get("/status")).json()
+            if step_ms := status["models"][0]["replicas"][0]["mixed_step_ms"]:
+                steps_ms.append(step_ms)
+            await asyncio.sleep(0.1)
 
 
 def main() -> int:

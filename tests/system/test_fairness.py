@@ -17,4 +17,4 @@ def test_a_flood_leaves_a_quiet_tenant_of_a_real_service_its_first_tokens() -> N
     with service(*FLAGS) as running:
         figures = quiet(running, requests=15)
     # In the order of arrival it would wait for some 250: 64 prompts of 512 tokens, 128 to a step.
-    assert figures["delay_in_full_steps"] <= 8.0, figures
+    assert figures["delay_in_full_steps"] <= 4.0, figures
