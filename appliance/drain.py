@@ -104,7 +104,10 @@ class Drain:
         ledger.close(self.model, self.why, hold=self.hold)
         self.state, self._grace_ends = "draining", time.monotonic() + self.grace_s
         log.info(
-            "%s drains: %d requests get %g s", self.name, len(ledger.unfinished(self.model)), self.grace_s
+            "%s drains: %d requests get %g s",
+            self.name,
+            len(list(ledger.unfinished(self.model))),
+            self.grace_s,
         )
         if not await self._until(self._empty, self.grace_s):
             why = f"{self.why}, and this request did not finish in time"
@@ -117,7 +120,7 @@ class Drain:
         log.info("%s is drained after %.1f s", self.name, self.elapsed_s)
 
     def _empty(self) -> bool:
-        return not self._house.ledger.unfinished(self.model)
+        return self._house.ledger.finished(self.model)
 
     async def _until(self, true: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for it, for so long, or until somebody hurries; whether it came true."""

@@ -266,7 +266,7 @@ class Fleet:
         self._ledger.close(name, f"the model {name!r} is being removed")
         self._tell()
         deadline = time.monotonic() + self.settings.drain_grace_s
-        while self._ledger.unfinished(name) and time.monotonic() < deadline:
+        while not self._ledger.finished(name) and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_EVERY_S)
         self._ledger.abort_all(f"the model {name!r} was removed", name)
         for replica in self.of(name):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from appliance.messages import RateLimits, Refused
 from appliance.traffic.closures import Closure
 from appliance.traffic.credits import Room
 from appliance.traffic.model import ModelTraffic
@@ -43,6 +44,20 @@ class Refusal(NamedTuple):
     kind: str = ""
     """As `Refused.kind`."""
 
+    def told(self, request: Request, limits: RateLimits | None) -> Refused:
+        """What its front is told of it, with what is left of the caller's limits."""
+        return Refused(
+            request.request_id,
+            request.admit.attempt,
+            self.status,
+            self.code,
+            self.message,
+            self.retry_after_s,
+            kind=self.kind,
+            useless=self.useless,
+            rate_limits=limits,
+        )
+
 
 class Waiting(NamedTuple):
     """In the whole house."""
@@ -52,16 +67,17 @@ class Waiting(NamedTuple):
 
 
 def refusal(
-    request: Request, model: ModelTraffic, tenants: Tenants, waiting: Waiting, now: float
+    request: Request, model: ModelTraffic, tenants: Tenants, waiting: Waiting, now: float, *, held: bool
 ) -> Refusal | None:
-    """Why the request may not wait; None if it may. Then `request.begin_by` and `promised_s` say what its
+    """Why the request may not wait; None if it may. One that is to be `held` waits whatever is free, and
+    nobody knows for how long. Then `request.begin_by` and `promised_s` say what its
     deadline asks of the queue."""
     tenant = tenants.of(request.tenant)
     if tenant.suspended:
         return suspended(tenant)
-    wait_s = 0.0 if model.starts_at_once(request, tenant, now) else None
+    wait_s = 0.0 if not held and model.starts_at_once(request, tenant, now) else None
     if wait_s is None:
-        wait_s = model.wait_s(request, tenant, now) if model.predictable else None
+        wait_s = model.wait_s(request, tenant, now) if model.predictable and not held else None
         why = _no_place(request, model, tenants, waiting, wait_s, now) or _too_late(request, model, wait_s)
         if why is not None:
             return why

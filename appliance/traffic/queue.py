@@ -33,8 +33,6 @@ class RequestQueue(Generic[Item]):
         self.rules = rules
         self.classes: list[FairQueue[Item]] = [FairQueue() for _ in range(CLASSES)]
         self.promises: Promises[Ticket[Item]] = Promises()
-        self.tokens = 0
-        """Prompt tokens that wait."""
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
@@ -62,7 +60,6 @@ class RequestQueue(Generic[Item]):
         self.classes[number].push(ticket, weight, light)
         self._length += 1
         self._lengths[number] += 1
-        self.tokens += ticket.prompt_tokens
         arrivals = self._arrivals[number]
         arrivals.append(ticket)
         if len(arrivals) > 2 * self._lengths[number] + 64:
@@ -139,6 +136,5 @@ class RequestQueue(Generic[Item]):
     def _forget(self, ticket: Ticket[Item]) -> None:
         self._length -= 1
         self._lengths[ticket.request_class] -= 1
-        self.tokens -= ticket.prompt_tokens
         if ticket.begin_by is not None:
             self.promises.remove(ticket.begin_by, ticket.serial)

@@ -156,6 +156,20 @@ class Request:
         return "running" if self.dispatched else "lost" if self.lost_counts else "ending"
 
 
+def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
+    """The core's last word, at unix time `now`, where the front has none. What reached the client is unknown:
+    not billed."""
+    return Settle(
+        request_id=request.request_id,
+        submitted=False,
+        status=status,
+        finish_reason=finish_reason,
+        error=error,
+        delivered_tokens=0,
+        e2e_ms=(now - request.first.arrived_at) * 1000,
+    )
+
+
 def row_of(request: Request, now: float) -> RequestRow:
     """The request's row as it is at unix time `now`."""
     first, end = request.first, request.settled

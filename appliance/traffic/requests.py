@@ -50,7 +50,7 @@ from appliance.traffic.overload import DROP_BACKGROUND
 from appliance.traffic.queue import BACKGROUND
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.remaining import Remaining, remaining
-from appliance.traffic.request import Request, rejected_row, retried_row, row_of
+from appliance.traffic.request import Request, own_settle, rejected_row, retried_row, row_of
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.tenants import Tenants
 from engine.messages import Finished, Report
@@ -110,6 +110,8 @@ class Ledger:
         """When a request that waits may have waited too long."""
         self._serial = 0
         self._running = 0
+        self._waiting_tokens = 0
+        """Of the prompts of all that wait, or are held."""
         self._admitted = 0
         self._refused = 0
         self._ended = 0
@@ -260,7 +262,9 @@ class Ledger:
             self._refuse(request, closed(closure))
         elif model.failure is not None:
             self._refuse(request, failed_model(request.first.model, model.failure))
-        elif (why := self._judge(request, model) or reserve(request, self.quotas)) is not None:
+        elif (
+            why := self._judge(request, model, closure is not None) or reserve(request, self.quotas)
+        ) is not None:
             self._refuse(request, why)
         else:
             self._rows.open(row_of(request, self._unix()))
@@ -300,7 +304,9 @@ class Ledger:
             if request.settled is None:
                 self._unqueue(request)
                 request.front_died = True
-                request.settled = self._own_settle(request, 499, "cancelled", "the front process died")
+                request.settled = own_settle(
+                    request, 499, "cancelled", "the front process died", self._unix()
+                )
             self._end_if_complete(request)
         self._lost_fronts.discard(front)
 
@@ -330,13 +336,16 @@ class Ledger:
                 del self._held[request.request_id]
                 self._enqueue(model, request)
 
-    def unfinished(self, model: str | None = None) -> list[Request]:
-        """The requests in flight (of `model`, None: of all) that are not held: what a drain waits for."""
-        return [
-            request
-            for request in self._requests.values()
-            if request.request_id not in self._held and model in (None, request.first.model)
-        ]
+    def unfinished(self, model: str | None = None) -> Iterator[Request]:
+        """The requests in flight (of `model`, None: of all) that are not held: what a drain waits for. None
+        may come or end meanwhile."""
+        for request in self._requests.values():
+            if request.request_id not in self._held and model in (None, request.first.model):
+                yield request
+
+    def finished(self, model: str | None = None) -> bool:
+        """Whether nothing is `unfinished`; looks no further than the first that is."""
+        return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:
         """What is left to do of the unfinished requests (of `model`, None: of all)."""
@@ -364,7 +373,7 @@ class Ledger:
 
     def abort_all(self, message: str, model: str | None = None) -> int:
         """Abort every request in flight (of `model`, None: of all) that is not held; their number."""
-        return sum([self.abort(request.request_id, message) for request in self.unfinished(model)])
+        return sum([self.abort(request.request_id, message) for request in list(self.unfinished(model))])
 
     def accounts_of(self, request_id: str) -> list[CreditAccount]:
         """Where a request runs now."""
@@ -399,7 +408,7 @@ class Ledger:
             admitted=self._admitted,
             refused=self._refused,
             ended=self._ended,
-            waiting_tokens=sum(model.queue.tokens for model in self._models.values()),
+            waiting_tokens=self._waiting_tokens,
             preemptions=self._preemptions,
             overload=overload,
             overload_step=step,
@@ -436,16 +445,16 @@ class Ledger:
 
     # ── into the queue and out of it ──
 
-    def _judge(self, request: Request, model: ModelTraffic) -> Refusal | None:
-        """Why a new request is refused; None if it may wait."""
+    def _judge(self, request: Request, model: ModelTraffic, held: bool) -> Refusal | None:
+        """Why a new request is refused; None if it may wait, or be held."""
         now = self._clock()
         tenant = self._tenants.of(request.tenant)
         self._tenants.saw(request.tenant, now)
         each = expected_tokens(tenant.outputs, self._tenants.outputs, request.most_each)
         request.expected_tokens = each * request.admit.rows
         request.due = request.deadline_at or now + self._rules.late_s(request.request_class)
-        tokens = sum(other.queue.tokens for other in self._models.values())
-        return refusal(request, model, self._tenants, Waiting(self._waiting(), tokens), now)
+        waiting = Waiting(self._waiting(), self._waiting_tokens)
+        return refusal(request, model, self._tenants, waiting, now, held=held)
 
     def _readmit(self, front: str, request: Request, admit: Admit) -> None:
         fits = request.front == front and request.settled is None and request.queued_at is None
@@ -475,6 +484,7 @@ class Ledger:
     def _wait(self, request: Request, now: float) -> None:
         """It begins to wait."""
         request.queued_at = now
+        self._waiting_tokens += request.admit.prompt_tokens
         for use in self._tenants.of(request.tenant).uses(request.key_id):
             use.queue(request.admit.prompt_tokens, 1)
         self._check_at(request, now)
@@ -492,6 +502,7 @@ class Ledger:
         if request.queued_at is None:
             return
         request.queued_at = None
+        self._waiting_tokens -= request.admit.prompt_tokens
         for use in self._tenants.of(request.tenant).uses(request.key_id):
             use.queue(request.admit.prompt_tokens, -1)
         if self._held.pop(request.request_id, None) is None:
@@ -645,36 +656,11 @@ class Ledger:
         self._unqueue(request)
         self._refused += 1
         limits = self.quotas.rate_limits(request.tenant, request.key_id) if why.status == 429 else None
-        self._send(
-            request.front,
-            Refused(
-                request.request_id,
-                request.admit.attempt,
-                why.status,
-                why.code,
-                why.message,
-                why.retry_after_s,
-                kind=why.kind,
-                useless=why.useless,
-                rate_limits=limits,
-            ),
-        )
+        self._send(request.front, why.told(request, limits))
         if request.admit.attempt == 0:
-            request.settled = self._own_settle(request, why.status, "error", why.message)
+            request.settled = own_settle(request, why.status, "error", why.message, self._unix())
             self._end_if_complete(request)
         # Later its client may have a part of the answer: its front says how much.
-
-    def _own_settle(self, request: Request, status: int, finish_reason: str, error: str) -> Settle:
-        """The core's last word where the front has none. What reached the client is unknown: not billed."""
-        return Settle(
-            request_id=request.request_id,
-            submitted=False,
-            status=status,
-            finish_reason=finish_reason,
-            error=error,
-            delivered_tokens=0,
-            e2e_ms=(self._unix() - request.first.arrived_at) * 1000,
-        )
 
     def _end_if_complete(self, request: Request) -> None:
         if request.settled is None or request.dispatched:

@@ -26,6 +26,9 @@ class FakeLedger:
         self.looks -= 1
         return [Unfinished()] if self.looks > 0 else []
 
+    def finished(self, model: str | None = None) -> bool:
+        return not self.unfinished(model)
+
 
 class Unfinished:
     request_id = "r0"

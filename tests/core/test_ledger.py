@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from appliance.messages import Admitted, Identity, Refused, Rejected, Settle
+from appliance.traffic.rules import QueueRules
 from engine.messages import Finished, Report
 from tests.core.house import ROWS, TOKENS, FakeFront, House
 
@@ -223,6 +224,7 @@ def test_what_is_held_keeps_its_order_and_is_no_part_of_what_a_drain_waits_for(h
 def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service_stops(house: House) -> None:
     front = house.new_front()
     house.new_replica()
+    read_all(house)  # it has room
     house.ledger.close(None, "draining", hold=True)
     for _ in range(7):
         house.ask(front)
@@ -242,6 +244,23 @@ def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service
     assert [answer.code for answer in answers(front) if isinstance(answer, Refused)][7:] == ["draining"]
     house.settle_everything()
     house.check_end()
+
+
+def test_the_prompts_of_what_is_held_are_bounded_together(house: House) -> None:
+    front = house.new_front()
+    house.new_replica()
+    read_all(house)
+    house.ledger.set_rules(QueueRules(limit=100, tokens=20))
+    house.ledger.close("m", "draining", hold=True)
+    for _ in range(3):
+        house.ask(front)  # 8 tokens each
+    read_all(house)
+    assert [answer.code for answer in answers(front) if isinstance(answer, Refused)] == ["queue_full"]
+    assert (house.ledger.held(), house.ledger.figures().waiting_tokens) == (2, 16)
+    house.ledger.open("m")
+    house.settle_everything()
+    house.check_end()
+    assert house.ledger.figures().waiting_tokens == 0
 
 
 def test_a_retired_replica_finishes_what_it_has_and_gets_nothing_more(house: House) -> None:
