@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Protocol
 
 from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Retried, Settle
@@ -60,6 +61,8 @@ from store.requests import RequestRow
 log = logging.getLogger(__name__)
 
 _DROPPED_RETRY_S = 30.0
+MOST_DROPPED = 500
+"""At a look, of what an overload gives up: thousands at once would hold up everybody else."""
 _TIDY_EVERY_S = 10.0
 _CHECK_EVERY_S = 0.05
 
@@ -388,7 +391,7 @@ class Ledger:
             model.tick(now)
             if model.ladder.step >= DROP_BACKGROUND:
                 why = Refusal(503, "overloaded", model.ladder.reason, _DROPPED_RETRY_S)
-                for request in [ticket.item for ticket in model.queue.classes[BACKGROUND]]:
+                for request in [t.item for t in islice(model.queue.classes[BACKGROUND], MOST_DROPPED)]:
                     self._refuse(request, why)
             self._dispatch(model)
         if now - self._tidied_at > _TIDY_EVERY_S:

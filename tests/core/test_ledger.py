@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from appliance.messages import Admitted, Identity, Refused, Rejected, Settle
+from appliance.traffic.overload import DROP_BACKGROUND
+from appliance.traffic.requests import MOST_DROPPED
 from appliance.traffic.rules import QueueRules
 from engine.messages import Finished, Report
 from tests.core.house import ROWS, TOKENS, FakeFront, House
@@ -261,6 +263,23 @@ def test_the_prompts_of_what_is_held_are_bounded_together(house: House) -> None:
     house.settle_everything()
     house.check_end()
     assert house.ledger.figures().waiting_tokens == 0
+
+
+def test_an_overload_drops_what_waits_of_the_background_a_part_at_a_look() -> None:
+    house = House(queue_limit=10_000)
+    front = house.new_front()
+    for _ in range(MOST_DROPPED + 1):
+        house.ask(front)
+        front.to_core[-1] = msgspec.structs.replace(front.to_core[-1], asked_class="P3")
+    read_all(house)
+    house.ledger._models["m"].ladder.step = DROP_BACKGROUND
+    house.ledger.expire()
+    refused = [answer.code for answer in answers(front) if isinstance(answer, Refused)]
+    assert refused == ["overloaded"] * MOST_DROPPED
+    house.ledger.expire()
+    assert len(answers(front)) == MOST_DROPPED + 1
+    house.settle_everything()
+    house.check_end()
 
 
 def test_a_retired_replica_finishes_what_it_has_and_gets_nothing_more(house: House) -> None:
