@@ -171,7 +171,7 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
         await asyncio.gather(flood, watch, return_exceptions=True)
 
     asyncio.run(measure())
-    # Some of the steps are short, for the quiet tenant. A step beside decodes has half of a full one's budget.
+    # Some of the steps are short, for the quiet tenant. One beside decodes has half of a full budget.
     mixed_step_ms = percentile(steps_ms, 0.9)
     full_step_ms = 2 * mixed_step_ms
     p50 = [1e3 * statistics.median(times) for times in (alone, beside)]
