@@ -22,13 +22,18 @@ _KEY_PREFIXES = (
     *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-", "AKIA", "ASIA", "AIza", "ya29.", "SG."),
 )
 _PIECE_CHARS = 4 << 10
-_WORD = re.compile(r"[A-Za-z0-9_.~+-]{16,}")
-_SHORTER_WORD = re.compile(r"[A-Za-z0-9_.~+-]{8,}")
-_BEARER = re.compile(r"\b(bearer|basic)([ \t]{1,4})([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/@]{1,256})@")
+# The n of an escaped line end, in JSON within a text, is not the word's first letter.
+_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
+_SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
+_MARKS = "_.~+-"
+"""Of a word, but not of a secret that they stand beside: a full stop, emphasis."""
+_BEARER = re.compile(r"(?:\b|(?<=\\[nrt]))(bearer|basic)([ \t]{1,4})([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/]{1,256})@")
 _ASSIGNED = re.compile(
-    r"""(pass(?:word|wd|phrase)|secret|token|api[_-]?key|access[_-]?key)"""
-    r"""(["']?[ \t]{0,3}[=:][ \t]{0,3}["']?)([^\s"',;]{6,512})""",
+    r"""(pass(?:word|wd|phrase)|secret(?:[_-]?key)?|token|(?:api|access|account|private)[_-]?key)"""
+    r"""((?:\\{0,3}["'])?[ \t]{0,3}[=:][ \t]{0,3})"""
+    # In quotes, which may be escaped, it goes on to the like quotes and may have spaces.
+    r"""(?:(\\{0,3}["'])(?:(?!\3)(?:\\.|[^\n\\])){6,1024}|(?!bearer\b|basic\b)[^\s"',;\\]{6,})""",
     re.IGNORECASE,
 )
 _PRIVATE_KEY = re.compile(
@@ -62,8 +67,9 @@ class Redactor:
             raise ValueError(f"{sorted(unknown)[0]!r} cannot be redacted: there are {', '.join(KINDS)}")
         own = tuple(prefixes)
         steps: dict[str, Callable[[str], tuple[str, int]]] = {
-            "passwords": _without_passwords,
+            # Before passwords: of "token: Bearer abc", they would take the word.
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
+            "passwords": _without_passwords,
             "keys": _without_keys,
             "emails": _without_emails,
             "cards": _without_cards,
@@ -115,18 +121,22 @@ def _without_words(text: str, words: re.Pattern[str], prefixes: tuple[str, ...],
     def replaced(match: re.Match[str]) -> str:
         nonlocal count
         word = match[0]
-        # A JSON Web Token is three words with dots between; the first is JSON, and begins with {".
-        if not word.startswith(prefixes) and not (word.startswith("eyJ") and word.count(".") == 2):
+        bare = word[2 * word.startswith("\\") :]
+        if not bare.startswith(prefixes):
+            bare = bare.rpartition("..")[2].lstrip(_MARKS)
+        # A JSON Web Token is three words (five if encrypted) with dots between; the first is JSON: {"…
+        is_jwt = bare.startswith("eyJ") and bare.rstrip(_MARKS).count(".") in (2, 4)
+        if not is_jwt and not bare.startswith(prefixes):
             return word
         count += 1
-        return put
+        return word[: len(word) - len(bare)] + put
 
     return words.sub(replaced, text), count
 
 
 def _without_passwords(text: str) -> tuple[str, int]:
     text, in_urls = _URL_PASSWORD.subn(r"\1[password redacted]@", text)
-    text, assigned = _ASSIGNED.subn(r"\1\2[password redacted]", text)
+    text, assigned = _ASSIGNED.subn(r"\1\2\3[password redacted]", text)
     return text, in_urls + assigned
 
 

@@ -22,6 +22,20 @@ SECRETS = [
     ("postgres://me:s3cret-pw@db/x", "s3cret-pw", "postgres://me:[password redacted]@db/x"),
     (f"see\n{PRIVATE}\nend", "MIIEow", "see\n[private key redacted]\nend"),
     ("-----BEGIN PRIVATE KEY-----\nMIIEow", "MIIEow", "[private key redacted]"),
+    # JSON within a text
+    (rf'{{"log": "line\n{KEY}"}}', KEY, r'{"log": "line\n[key redacted]"}'),
+    (r"a\nBearer abcDEF123456", "abcDEF", r"a\nBearer [token redacted]"),
+    (r"{\"password\": \"hunter2hunter2\"}", "hunter2", r"{\"password\": \"[password redacted]\"}"),
+    (r'{"password": "ab\"cdefg12"}', "cdefg12", '{"password": "[password redacted]"}'),
+    # in prose, in settings, and at odd places
+    (f"it is...{KEY}", KEY, "it is...[key redacted]"),
+    (f"_{KEY}_ is mine", KEY, "_[key redacted] is mine"),
+    (f"It is {JWT}.", JWT, "It is [key redacted]"),
+    ("token: Bearer abcDEF123456", "abcDEF", "token: Bearer [token redacted]"),
+    ('SECRET_KEY = "django-insecure"', "django", 'SECRET_KEY = "[password redacted]"'),
+    ("password = 'my old dog', user = 'me'", "old dog", "password = '[password redacted]', user = 'me'"),
+    ("token=" + "a1B2" * 300, "a1B2", "token=[password redacted]"),
+    ("https://me:p@ss@host/", "ss", "https://me:[password redacted]@host/"),
 ]
 
 
