@@ -52,7 +52,7 @@ async def answer(box: Box, request: Request, call: Call, body: bytes, prepare: P
         if known.verdict == "run":
             raise _conflict()
         # That body was refused, or went to the front that has it: this one asks for itself.
-    record = known or box.retries.claim(scope, fingerprint, call)
+    record = known or box.retries.claim(scope, fingerprint, call.request_id)
     first = known is None
     await record.claimed.wait()
     if record.verdict == "conflict":
@@ -69,7 +69,10 @@ async def _run(box: Box, call: Call, record: Record, prepare: PrepareJob) -> Non
     recording, good = record.recording, False
     scope: Scope = {"type": "http"}
     try:
-        job = await prepare()
+        try:
+            job = await prepare()
+        finally:
+            record.request_class = call.request_class
         as_client = dataclasses.replace(call, connection=recording, retry_of=record.retry_of)
         response = GenerationResponse(box, as_client, job)
         recording.counts = response.generation
@@ -123,12 +126,11 @@ class RecordedResponse(Response):
             return
         headers = head["headers"]
         if self._retry:
-            first = self._record.call
-            self._call.request_class = first.request_class
+            self._call.request_class = self._record.request_class
             headers = [
                 *((name, value) for name, value in headers if not name.startswith(_OF_ITS_TIME)),
                 (b"idempotent-replayed", b"true"),
-                (b"x-appliance-retry-of", first.request_id.encode()),
+                (b"x-appliance-retry-of", self._record.request_id.encode()),
             ]
         if recording.streamed:
             self._box.streams += 1
@@ -158,8 +160,8 @@ class RecordedResponse(Response):
                 model=call.model,
                 stream=call.stream,
                 retry=self._retry,
-                retry_of=record.call.request_id,
-                request_class=INTERACTIVE if record.call.request_class is None else record.call.request_class,
+                retry_of=record.request_id,
+                request_class=INTERACTIVE if record.request_class is None else record.request_class,
                 status=CLIENT_LEFT if follower.left else record.status,
                 finish_reason="cancelled" if follower.left else record.finish_reason or "error",
                 error="the client left" if follower.left else "",

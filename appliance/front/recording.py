@@ -50,7 +50,7 @@ class Recording:
         self.delivered_tokens = 0
         """Output tokens in what the follower that got most of it was handed."""
         self.counts: Counts | None = None
-        """Of the run, once it runs."""
+        """Of the run, while it runs."""
         self.on_writable: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
         """Called when nobody waits for the answer any more."""
@@ -114,6 +114,8 @@ class Recording:
         if self.ended:
             return
         self.ended = True
+        # What is kept is the answer: not the run behind it, with its prompts and its samples.
+        self.counts = None
         for follower in list(self.followers):
             follower.finish()
 

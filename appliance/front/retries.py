@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Literal
 
-from appliance.front.call import Call
 from appliance.front.recording import Recording
 from appliance.messages import Claim, Claimed, FrontToCore, Release, RetryRules
 
@@ -29,11 +28,13 @@ Verdict = Literal["run", "elsewhere", "conflict"]
 class Record:
     """One run and its answer."""
 
-    def __init__(self, scope: bytes, fingerprint: bytes, call: Call, recording: Recording) -> None:
+    def __init__(self, scope: bytes, fingerprint: bytes, request_id: str, recording: Recording) -> None:
         self.scope = scope
         self.fingerprint = fingerprint
-        self.call = call
-        """The request that runs."""
+        self.request_id = request_id
+        """The request that runs. Nothing else of it is kept: its prompt and connection are not in `bytes`."""
+        self.request_class: int | None = None
+        """What that got, once its body has said what it asks for."""
         self.recording = recording
         self.claimed = asyncio.Event()
         """The core has said who runs it."""
@@ -73,14 +74,14 @@ class Retries:
             return None
         return record
 
-    def claim(self, scope: bytes, fingerprint: bytes, call: Call) -> Record:
+    def claim(self, scope: bytes, fingerprint: bytes, request_id: str) -> Record:
         """A record for a request that is not known here; `claimed` is set when the core has said who runs
         it."""
         recording = Recording(lambda size: self._grew(record, size), lambda: self._orphaned(record))
-        record = Record(scope, fingerprint, call, recording)
+        record = Record(scope, fingerprint, request_id, recording)
         self._records[scope] = record
         self.kept_bytes += record.bytes
-        self._to_core(Claim(scope=scope, fingerprint=fingerprint, request_id=call.request_id))
+        self._to_core(Claim(scope=scope, fingerprint=fingerprint, request_id=request_id))
         return record
 
     def take(self, message: Claimed) -> None:
@@ -157,7 +158,7 @@ class Retries:
     def _drop(self, record: Record, void: bool = False) -> None:
         """Let go of it here and in the core; `void`: before its time."""
         self._forget(record)
-        self._to_core(Release(scope=record.scope, request_id=record.call.request_id, void=void))
+        self._to_core(Release(scope=record.scope, request_id=record.request_id, void=void))
 
     def _forget(self, record: Record) -> None:
         del self._records[record.scope]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -17,6 +18,8 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.front.call import Call
+from appliance.front.generation import Generation
 from appliance.messages import Abort, Admitted, Claimed, Identity, Refused, RetryRules, StopFront
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, chat, connect, events, head, read_answer
@@ -340,6 +343,26 @@ def test_answers_are_kept_for_their_time_and_within_their_bytes(front: Harness) 
     again = ask(front, "many-19", chat(stream=True, n=2))
     assert "idempotent-replayed" in again.headers
     assert "idempotent-replayed" not in ask(front, "many-0", chat(stream=True, n=2)).headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_a_run_only_the_answer_is_kept(front: Harness, stream: bool) -> None:
+    """A prompt may be a thousand times as long as its answer, and does not count in what answers may take."""
+    with connect(front) as sock:
+        send(sock, "one", chat(stream=stream))
+        read_answer(sock)
+    front.settled(1)
+
+    def kept() -> list[object]:
+        gc.collect()
+        ran = front.admits[0].request_id
+        alive = gc.get_objects()
+        runs = [one for one in alive if type(one) is Generation and one.call.request_id == ran]
+        calls = [one for one in alive if type(one) is Call and one.request_id == ran]
+        return [*runs, *calls]
+
+    front.wait_for(lambda: not kept())
+    assert "idempotent-replayed" in ask(front, "one", chat(stream=stream)).headers
 
 
 @pytest.mark.parametrize("stream", [False, True])
