@@ -30,14 +30,14 @@ from store.errors import (
     explain_os,
     primary_code,
 )
-from store.evidence import Recorded, examine_folder
-from store.heads import HEADS_FILE, KEY_FILE
+from store.evidence import Recorded, examine_folder, read_audit_head
+from store.heads import HEADS_FILE, KEY_FILE, heads_in
 from store.spool import SPOOL_FILE
 
 MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
-# Heads before the chain that they vouch for: rows that come in between are in the chain only.
+# Before the chain: all of these heads must be in it, and what goes over from the spool is in both.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
 
@@ -116,6 +116,9 @@ def _fill(
         if name == CONTENTS_FILE and not (contents and (state_dir / name).exists()):
             continue
         _copy_database(state_dir / name, folder / name)
+    if (folder / HEADS_FILE).exists():
+        newest = read_audit_head(folder / "control.db").seq
+        _append_heads(state_dir / HEADS_FILE, folder / HEADS_FILE, newest)
     for name, path in others.items():
         (folder / name).parent.mkdir(mode=0o700, exist_ok=True)
         _copy(path, folder / name)
@@ -170,6 +173,17 @@ def _copy(source: Path, target: Path) -> None:
         _write(target, source.read_bytes())
     except FileNotFoundError as error:
         raise MissingDatabaseError(f"{source} does not exist any more: begin again") from error
+
+
+def _append_heads(source: Path, target: Path, seq: int) -> None:
+    """Add those of rows up to `seq` that were recorded since the copy was made."""
+    with target.open("ab") as file, source.open("rb") as lines:
+        lines.seek(file.tell())
+        for line in lines:
+            if all(head.seq <= seq for head in heads_in([line.decode("utf-8", "replace")])):
+                file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -4,6 +4,7 @@ elsewhere, and what still waits in the spool. Read rights are enough, and nothin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,15 @@ from store import audit, exports
 from store.audit import INTENT, AuditRow, Entry, Head, Verdict
 from store.database import reading
 from store.errors import StoreError, explain_os
-from store.heads import HEADS_FILE, KEY_FILE, SignedHead, SigningKey, heads_in, read_key
+from store.heads import (
+    HEADS_FILE,
+    KEY_FILE,
+    ROWS_BETWEEN_HEADS,
+    SignedHead,
+    SigningKey,
+    heads_in,
+    read_key,
+)
 from store.schemas import CONTROL
 from store.spool import SPOOL_FILE, entries_in
 
@@ -182,16 +191,22 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
     problems: list[str] = []
     notes: list[str] = []
     known = list(recorded)
+    has_rows = read_audit_head(folder / "control.db").seq > 0
     try:
         known += read_heads(folder / HEADS_FILE)
     except StoreError as error:
-        if read_audit_head(folder / "control.db").seq:
+        if has_rows:
             problems.append(f"no heads beside the chain: {error}")
+    key = None
     try:
         key = read_key(folder / KEY_FILE)
     except StoreError as error:
-        key = None
-        notes.append(f"signatures of heads were not checked: {error}")
+        unchecked = f"signatures of heads were not checked: {error}"
+        # An auditor cannot read it; but that it is there, and is one, everybody may expect.
+        kept_from_us = (folder / KEY_FILE).exists() and not os.access(
+            folder / KEY_FILE, os.R_OK, effective_ids=True
+        )
+        (problems if has_rows and not kept_from_us else notes).append(unchecked)
     waiting = read_spool(folder)
     if waiting:
         notes.append(
@@ -199,12 +214,28 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
             f"and are not in the chain yet"
         )
     found = examine(folder / "control.db", known, key)
+    newer = found.verdict.head.seq - max(found.vouched_seq, _recorded_by_now(folder, found.verdict.head.seq))
+    if found.verdict.ok and newer > ROWS_BETWEEN_HEADS and not waiting:
+        problems.append(
+            f"no head vouches for the last {newer} rows, and the service records one after "
+            f"{ROWS_BETWEEN_HEADS}: lines were taken out of {folder / HEADS_FILE}, or did not get into it"
+        )
     return found._replace(problems=found.problems + problems, notes=found.notes + notes, spooled=len(waiting))
+
+
+def _recorded_by_now(folder: Path, seq: int) -> int:
+    """The newest row up to `seq` that has a head: a service that runs may have gone on since they were
+    read."""
+    try:
+        return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
+    except StoreError:
+        return 0
 
 
 def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
     """Hold the chain in the database, or in the export, at `path` against recorded heads, whose signatures
-    are checked where there is a `key`. Raises a `StoreError`."""
+    are checked where there is a `key`: a head without it says nothing about the chain. Raises a
+    `StoreError`."""
     known = list(recorded)
     problems = [
         f"the head of row {signed.seq} in {source} does not carry this service's signature: "
@@ -212,7 +243,7 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
         for _, source, signed in known
         if key is not None and signed is not None and not key.signed_head(signed)
     ]
-    heads = [head for head, _, _ in known]
+    heads = [head for head, _, signed in known if key is None or signed is None or key.signed_head(signed)]
     if exports.is_export(path):
         rows, trailer = exports.read(path)
         verdict = audit.check(rows, heads, trailer.head.seq if trailer else 0)

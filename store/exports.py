@@ -79,7 +79,7 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
                     if "trailer" in fields:
                         return rows, _trailer(fields["trailer"], digest.hexdigest())
                     rows.append(AuditRow(**fields))
-                except (ValueError, TypeError, KeyError) as error:
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise CorruptDatabaseError(
                         f"line {number} of {path} is no row of an audit chain ({error}): export it again"
                     ) from error

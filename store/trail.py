@@ -131,11 +131,12 @@ class AuditTrail:
 
     def committed(self, appended: Appended) -> None:
         """The transaction stands."""
+        # Heads first: rows that no head vouches for, and an empty spool, would look as if heads were cut.
+        self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)
             log.warning("%d spooled audit entries are in the chain now", appended.from_spool)
         self._refused = None
-        self._heads.saw(appended.head)
 
     def refused(self, entry: Entry, error: BaseException) -> None:
         """The transaction does not stand because the database failed."""

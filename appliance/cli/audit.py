@@ -114,7 +114,7 @@ def verify(
         if place.folder is not None:
             findings = examine_folder(place.folder, recorded)
         else:
-            findings = examine(place.database, recorded)
+            findings = _examine_file(place.database, recorded, state_dir)
     if as_json:
         print_json(_report(place, findings))
     else:
@@ -144,6 +144,19 @@ def export(
         )
     if key is None:
         print("The export is not signed: that takes read rights to the service's audit.key.", file=sys.stderr)
+
+
+def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -> Findings:
+    """Of a copy or an export, with the key beside it, or that of the state directory that was named."""
+    try:
+        key = read_key((path.parent if state_dir is None else Path(state_dir)) / KEY_FILE)
+    except StoreError:
+        if state_dir is not None:
+            raise
+        found = examine(path, recorded)
+        unchecked = "signatures were not checked: name the folder of its service's audit.key with --state-dir"
+        return found._replace(notes=[*found.notes, unchecked])
+    return examine(path, recorded, key)
 
 
 # ── where ──

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from store import audit, exports
 from store.audit import Actor
 from store.control import ControlStore
+from store.evidence import read_audit
+from store.heads import SigningKey
 from tests.cli.conftest import Run
 
 TAIL = "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHERE name = 'audit'"
@@ -166,6 +169,30 @@ def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, 
     assert cli("audit", "verify", "--file", target).code == 1
     (state / "audit.key").unlink()
     assert "not signed" in cli("audit", "export", target, "--state-dir", state).err
+
+
+def test_an_export_that_was_rewritten_as_a_whole_does_not_carry_the_signature(
+    cli: Run, state: Path, tmp_path: Path
+) -> None:
+    """Its hashes all agree: whoever changes an export computes them anew."""
+    target = tmp_path / "elsewhere" / "audit.jsonl"
+    target.parent.mkdir()
+    chain = [row._replace(actor="uid:0") for row in read_audit(state / "control.db")]
+    previous = audit.GENESIS_HASH
+    for place, row in enumerate(chain):
+        row = row._replace(previous_hash=previous)
+        chain[place] = row._replace(hash=audit.row_hash(row))
+        previous = chain[place].hash
+    target.write_text("".join(exports.lines_of(chain, SigningKey(b"somebody else's"))))
+    unchecked = cli("audit", "verify", "--file", target)
+    assert unchecked.code == 0 and "signatures were not checked" in unchecked.out
+    found = cli("audit", "verify", "--file", target, "--state-dir", state)
+    assert found.code == 1 and "does not carry this service's signature" in found.out
+    target.with_name("audit.key").write_bytes((state / "audit.key").read_bytes())
+    assert cli("audit", "verify", "--file", target).code == 1
+    cli("audit", "export", target, "--state-dir", state)
+    assert "not checked" not in cli("audit", "verify", "--file", target, "--state-dir", state).out
+    assert cli("audit", "verify", "--file", target, "--state-dir", target.parent.parent / "none").code == 1
 
 
 def test_a_copy_by_itself_is_verified_too(cli: Run, state: Path, tmp_path: Path) -> None:

@@ -191,9 +191,35 @@ def test_a_forged_head_is_known_by_its_signature(tmp_path):
     assert (
         "does not carry this service's signature" in evidence.examine_folder(tmp_path, recorded).problems[0]
     )
+    assert evidence.examine(tmp_path / "control.db", recorded).ok
+
+
+def test_a_forged_head_accuses_no_row(tmp_path):
+    fill(tmp_path)
+    forged = heads.SigningKey(b"another").sign_head(Head(2, "0" * 64), "2026-01-01T00:00:00+00:00")
+    findings = evidence.examine_folder(tmp_path, evidence.recorded_in([forged.line], "journal"))
+    assert not findings.ok and len(findings.problems) == 1 and "signature" in findings.problems[0]
+    assert findings.verdict.ok and findings.heads == len(recorded_heads(tmp_path))
+
+
+@pytest.mark.parametrize("key", [None, "no key"])
+def test_a_key_that_is_gone_is_missed(tmp_path, key):
+    fill(tmp_path)
     (tmp_path / "audit.key").unlink()
-    findings = evidence.examine_folder(tmp_path, recorded)
-    assert findings.ok and "signatures of heads were not checked" in findings.notes[0]
+    if key is not None:
+        (tmp_path / "audit.key").write_text(key)
+    assert "signatures of heads were not checked" in evidence.examine_folder(tmp_path).problems[0]
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_heads_that_were_cut_out_of_their_file_are_missed(control, tmp_path, left):
+    """With them, rows could be rewritten unseen."""
+    for number in range(40):
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(10)
+    assert evidence.examine_folder(tmp_path).ok
+    lines = (tmp_path / "audit.heads").read_text().splitlines(keepends=True)
+    (tmp_path / "audit.heads").write_text("".join(lines[:left]))
+    assert f"for the last {40 - left} rows" in evidence.examine_folder(tmp_path).problems[0]
 
 
 def test_heads_that_are_gone_are_missed(tmp_path):
