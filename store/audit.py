@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from store.keys import without_secrets
+
 GENESIS_HASH = "0" * 64
 """The previous hash of the first row."""
 INTENT, RESULT = "intent", "result"
@@ -128,7 +130,7 @@ def intent(actor: Actor, action: str, params: Mapping[str, object]) -> Entry:
         at=utc_now(),
         actor=_storable(actor.name),
         action=_storable(action),
-        params=canonical_json(dict(params)),
+        params=without_secrets(canonical_json(dict(params))),
         result="",
         host=None if actor.host is None else _storable(actor.host),
         act=actor.act,
@@ -150,11 +152,11 @@ def outcome(
     """
     actor = as_actor(actor)
     return intent(actor, action, params)._replace(
-        result=_storable(result),
+        result=without_secrets(_storable(result)),
         act=actor.act or new_act(),
         phase=RESULT,
-        before=None if before is None else canonical_json(before),
-        after=None if after is None else canonical_json(after),
+        before=None if before is None else without_secrets(canonical_json(before)),
+        after=None if after is None else without_secrets(canonical_json(after)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import sqlite3
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from store.policies import Change, KeyRecord
 from store.rules import check_key
 
 _SHOWN_PREFIX_CHARS = 8
+_SECRET = re.compile(r"ak-[A-Za-z0-9_-]{43}")
 
 SETTABLE = frozenset({"name", "scopes", "models", "highest_class", "quota", "expires_at"})
 
@@ -22,6 +24,11 @@ SETTABLE = frozenset({"name", "scopes", "models", "highest_class", "quota", "exp
 def new_secret() -> str:
     """A key that nobody can guess: 256 random bits."""
     return "ak-" + secrets.token_urlsafe(32)
+
+
+def without_secrets(text: str) -> str:
+    """The text with no more of each key in it than lists show: people give a key where its id is meant."""
+    return _SECRET.sub(lambda found: found[0][:_SHOWN_PREFIX_CHARS] + "...", text)
 
 
 def new_id() -> str:

@@ -87,6 +87,8 @@ def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
 
     @app.exception_handler(InsufficientScopeError)
     async def refuse(request: Request, error: Exception) -> Response:
+        caller: Caller = request.scope["state"]["caller"]
+        log.warning("%s turned away from %s: %s", caller.actor.name, _asked(request.scope), error)
         return _error(403, str(error))
 
     app.include_router(looking)
@@ -102,13 +104,18 @@ def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
         try:
             caller = doorkeeper.identify(scope["headers"], state.get("peer"))
         except TurnedAwayError as error:
-            log.warning("turned away from %s %s: %s", scope["method"], scope["path"][:100], error)
+            log.warning("turned away from %s: %s", _asked(scope), error)
             await _error(error.status, str(error))(scope, receive, send)
             return
         state["caller"], state["scopes"] = caller, caller.scopes
         await app(scope, receive, send)
 
     return app, guarded
+
+
+def _asked(scope: Scope) -> str:
+    """Method and path for the log: what a stranger wrote must not begin a line of its own there."""
+    return f"{scope['method']} {scope['path'][:100]!r}"
 
 
 def _add_action(router: APIRouter, document: _Document, backend: Backend, action: Action) -> None:

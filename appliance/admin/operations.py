@@ -34,6 +34,7 @@ from appliance.switchboard import Switchboard
 from store.audit import Actor
 from store.control import ControlStore
 from store.errors import ConflictError, StoreError, UnknownRecordError
+from store.keys import without_secrets
 from store.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class Operations:
             said = f"failed: {error}"
             raise ActionError(503, str(error)) from error
         finally:
-            log.info("%s by %s: %s", action.name, actor.name, said)
+            log.info("%s by %s: %s", action.name, actor.name, without_secrets(said))
             before, after = (None, None) if what is None else (what.before, what.after)
             await _recorded(self._control.trail.conclude(acting, action.name, params, said, before, after))
         return what.result

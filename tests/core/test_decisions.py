@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -104,6 +105,34 @@ def test_what_is_decided_is_shown_and_survives_a_restart(service: Service) -> No
         admin.act(RevokeKey(id=known.id))
     assert message(admin.act(DeleteTenant(name="acme"))) == "tenant acme is gone"
     assert [tenant.name for tenant in admin.tenants()] == ["default", "local"]
+
+
+def test_a_key_given_for_its_id_is_written_down_nowhere(service: Service) -> None:
+    key = new_key(service).key
+    for slip in (RevokeKey(id=key), SetKey(id=key, name="x"), CreateKey(name=key), DeleteTenant(name=key)):
+        with contextlib.suppress(AdminError):
+            service.admin.act(slip)
+    rows = [row for row in read_audit(service.state_dir / "control.db") if f"{key[:8]}..." in row.params]
+    assert [row.action for row in rows if row.phase == "intent"] == [
+        *("keys.revoke", "keys.set", "keys.create", "tenants.delete"),
+    ]
+    assert key not in service.log.read_text() and f"{key[:8]}..." in service.log.read_text()
+    assert key not in str(read_audit(service.state_dir / "control.db"))
+
+
+def test_who_is_turned_away_writes_no_line_of_his_own_into_the_log(service: Service) -> None:
+    key = new_key(service, scopes=["read"]).key
+    transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
+    with httpx.Client(transport=transport, base_url="http://box") as http:
+        refused = http.post("/actions/keys.revoke", headers={"Authorization": f"Bearer {key}"}, json={})
+        nobody = http.get("/status%0Aforged line", headers={"Authorization": "Bearer ak-wrong"})
+    assert (refused.status_code, nobody.status_code) == (403, 401)
+    lines = service.log.read_text().splitlines()
+    assert not any(line.startswith("forged") for line in lines)
+    assert any("turned away from GET '/status\\nforged line'" in line for line in lines)
+    assert any(
+        "turned away from POST '/actions/keys.revoke'" in line and "key:key_" in line for line in lines
+    )
 
 
 def test_each_decision_is_recorded_with_who_where_before_and_after(service: Service) -> None:
