@@ -5,6 +5,7 @@ A struct is a table of the settings files; the words under a field are its docum
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -155,8 +156,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     models: dict[str, ModelSettings] = {}
     """By the name that apps use."""
     listen: str | None = None
-    """HOST:PORT for TCP, where a bearer key is needed; without it there are only the Unix socket and what
-    systemd listens on for the service."""
+    """HOST:PORT (an IP address or localhost) for TCP, where a bearer key is needed; without it there are only
+    the Unix socket and what systemd listens on for the service."""
     fronts: Positive = 1
     """Front processes: more for more streamed tokens per second."""
     run_dir: str = ""
@@ -224,9 +225,15 @@ class Flags(msgspec.Struct, kw_only=True):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """HOST:PORT, IPv6 hosts in brackets. Raises ValueError."""
+    """HOST:PORT, IPv6 hosts in brackets. Raises ValueError, also for names: to look one up may take
+    longer than the service may stand still."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
         raise ValueError(f"{text!r} is not HOST:PORT")
+    if host != "localhost":
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise ValueError(f"{text!r} is not HOST:PORT with an IP address (or localhost)") from None
     return host, int(port)

@@ -188,7 +188,4 @@ def _check_metrics(metrics: MetricsSettings, converter: Converter) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback

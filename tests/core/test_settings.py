@@ -90,6 +90,7 @@ def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_repli
         ("[unix]\napi_mode = 'rw'", "unix.api_mode = 'rw' cannot be used: write a file mode in octal"),
         ("[unix]\nadmin_mode = 384", "unix.admin_mode = 384 cannot be used: write a file mode in octal"),
         ("listen = 'here'", "listen = 'here' is not HOST:PORT"),
+        ("listen = 'gpu.lan:80'", "listen = 'gpu.lan:80' is not HOST:PORT with an IP address (or localhost)"),
         ("config_file = 'x'", "config_file is not a setting"),
         ("a = = 1", "is not TOML"),
     ],
