@@ -38,5 +38,7 @@ def configure_logging(level: str, process: str = "") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    # Heads of the audit chain belong into the journal whatever else does: it is what speaks for the chain.
+    logging.getLogger("store.heads").setLevel(logging.INFO)
     for chatty in ("asyncio", "uvicorn.access", "httpx"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))

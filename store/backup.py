@@ -84,6 +84,10 @@ def back_up(
         raise StoreError(f"{target} exists already: name another one, or move it away")
     try:
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{target.parent} is no folder that takes files: make it, or name another"
+        ) from error
     except OSError as error:
         raise explain_os(target.parent, error) from error
     try:

@@ -108,6 +108,10 @@ def verify(
     with told(StoreError):
         recorded = [_noted(text) for text in noted]
         for name in heads:
+            if name != "-" and not Path(name).exists():
+                raise Failure(
+                    f"--heads {name} does not exist: name a text that has heads, such as a journal's"
+                )
             recorded += recorded_in(sys.stdin, "standard input") if name == "-" else read_heads(Path(name))
         if journal:
             recorded += _from_journal()

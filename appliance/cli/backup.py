@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -49,7 +50,7 @@ def take_backup(
 
 def _announced(run: Path, begin: BeginBackup) -> Head | None:
     """Have the running service record that a backup is taken; the audit's head, which the copy must hold."""
-    with AdminClient(run) as client:
+    with AdminClient(run, key=os.environ.get("APPLIANCE_ADMIN_KEY") or None) as client:
         try:
             answer = client.act(begin)
         except (NotAllowedError, AdminError) as error:

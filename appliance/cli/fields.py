@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
@@ -26,10 +27,14 @@ def _value(name: str, text: Any, may_lift: bool) -> Any:
     if may_lift and text == "none":
         return None
     try:
-        return parse(text, flag) if isinstance(text, str) else text
+        value = parse(text, flag) if isinstance(text, str) else text
+        if isinstance(value, float) and not math.isfinite(value):
+            # In JSON it would become null, which lifts a limit.
+            raise ValueError(text)
+        return value
     except ValueError:
         lifted = ", or none" if may_lift else ""
-        raise Failure(f"{flag} {text!r} cannot be used: {_EXPECTED[parse]}{lifted}") from None
+        raise Failure(f"{flag} {str(text)!r} cannot be used: {_EXPECTED[parse]}{lifted}") from None
 
 
 def _number(text: str, flag: str) -> float:

@@ -145,6 +145,16 @@ def test_a_journal_without_heads_is_no_proof(
     assert outcome.code == 1 and "has no head of appliance.service" in outcome.err
 
 
+def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name(
+    cli: Run, state: Path, run_dir: Path
+) -> None:
+    heads = cli("audit", "verify", "--state-dir", state, "--heads", state / "none")
+    assert heads.code == 1 and "name a text that has heads" in heads.err
+    place = ("--run-dir", run_dir, "--state-dir", state)
+    backup = cli("backup", state / "none" / "x", *place)
+    assert backup.code == 1 and f"{state / 'none'} is no folder that takes files" in backup.err
+
+
 @pytest.mark.parametrize("head", ["", "5", "5:abc", "x:" + "0" * 64])
 def test_a_head_that_is_none_is_refused_with_what_to_write(cli: Run, state: Path, head: str) -> None:
     outcome = cli("audit", "verify", "--state-dir", state, "--head", head)
