@@ -90,6 +90,10 @@ class Front:
             self._box.replicas.attach(message.replica, self._take_socket())
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
+            # At once, however long models take to be read: a drain refuses what comes soon after.
+            self._box.silent_models = self._box.silent_models | message.silent
+            if not message.ready:
+                self._box.ready, self._box.not_ready_reason = False, message.reason
         elif isinstance(message, StopFront):
             self._spawn(self._stop(message.grace_s))
 
@@ -105,8 +109,9 @@ class Front:
             self._box.retries.rules = configure.retries
             self._box.keeper.rules = configure.keeping
             await self._box.catalog.replace(configure.models)
-            self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
-            self._box.silent_models = configure.silent
+            if self._configurations.empty():
+                self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
+                self._box.silent_models = configure.silent
             self._configured = configure.serial
             logging.getLogger().setLevel(configure.log_level.upper())
             self._tell()

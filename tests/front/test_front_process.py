@@ -180,6 +180,32 @@ def test_a_tokenizer_that_cannot_be_read_is_reported_and_tried_again(
     assert ask(front, "POST", "/v1/chat/completions", chat(model="m")).status == 200
 
 
+def test_what_is_not_ready_any_more_is_said_before_a_new_model_is_read(
+    own_front: OwnFront, folder: Path, tmp_path: Path
+) -> None:
+    def ready() -> int:
+        return ask(front, "GET", "/health/ready").status
+
+    front, slow = own_front(), tmp_path / "slow"
+    shutil.copytree(folder, slow)
+    settings = slow / "generation_config.json"
+    settings.unlink(missing_ok=True)
+    os.mkfifo(settings)  # who reads it waits until somebody writes
+    front.models = [
+        ServedModel(name="m", folder=str(slow), version="v", created=1, max_model_len=512, vocab_size=400)
+    ]
+    assert ready() == 200
+    front.configure()
+    front.configure(ready=False, reason="the service is draining")
+    front.wait_for(lambda: ready() == 503)
+    assert ask(front, "GET", "/v1/models/m").status == 404
+    settings.write_text("{}")
+    front.wait_for(lambda: ask(front, "GET", "/v1/models/m").status == 200)
+    assert ready() == 503
+    front.configure()
+    front.wait_for(lambda: ready() == 200)
+
+
 def test_new_models_are_served_and_old_ones_gone_without_a_restart(own_front: OwnFront) -> None:
     front = own_front()
     front.models = [
