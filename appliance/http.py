@@ -54,11 +54,11 @@ class Peer(NamedTuple):
 
 
 def unix_peer(sock: socket.socket) -> Peer:
-    """Who connected to a Unix socket, by the kernel's word."""
+    """Who connected to a Unix socket, by the kernel's word. Of a process in more than 256 groups only the
+    primary one is known."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     others = b""
-    # More groups than fit, or an older kernel: the primary one is known.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # more groups than fit, or an older kernel
         others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS_BYTES)
     gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
     return Peer("unix", uid, pid, "", (gid, *gids))

@@ -524,3 +524,19 @@ def test_a_keep_alive_connection_is_asked_anew_for_each_request(box: Matrix) -> 
         assert good.status_code == 200
         assert http.get("/v1/models").status_code == 401
         assert http.get("/v1/models", headers={"Authorization": "Bearer ak-wrong"}).status_code == 401
+
+
+def test_a_key_that_expires_or_is_revoked_ends_with_a_connection_still_open(box: Matrix) -> None:
+    running = box.running
+    address = box.callers["inference"][0].address
+    brief = running.command("keys", "create", "--name", "brief", "--expires", "5s")["key"]
+    revoked = running.command("keys", "create", "--name", "revoked-soon")
+    with httpx.Client(base_url=f"http://127.0.0.1:{address[1]}") as http:
+
+        def status(key: str) -> int:
+            return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+        assert status(brief) == status(revoked["key"]) == 200
+        running.command("keys", "revoke", revoked["id"])
+        assert status(revoked["key"]) == 401
+        running.wait_until(lambda: status(brief) == 401, 10, "the key to expire")
