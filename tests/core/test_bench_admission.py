@@ -13,13 +13,16 @@ ROOT = Path(__file__).parents[2]
 def test_the_benchmark_of_admission_decides_every_request_it_makes(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     sizes = ["--tenants", "20", "--queued", "100", "--requests", "200", "--out", str(out)]
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, str(ROOT / "scripts/bench_admission"), *sizes],
         check=False,
         timeout=60,
         capture_output=True,
+        text=True,
     )
+    assert out.exists(), done.stderr
     figures = json.loads(out.read_text())
     assert sum(figures["decisions"].values()) == figures["requests"] == 200
     assert figures["queued"] >= 100
     assert figures["decisions"]["waits"] > 100
+    assert 0.4 * figures["queued"] < figures["promises"] < 0.6 * figures["queued"]
