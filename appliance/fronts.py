@@ -85,6 +85,7 @@ class Front:
         events: FrontEvents,
         *,
         hang_timeout_s: float,
+        load_timeout_s: float,
         log_level: str = "info",
         module: str = "appliance.front",
     ) -> None:
@@ -96,6 +97,7 @@ class Front:
         self.last_error = ""
         self._events = events
         self.hang_timeout_s = hang_timeout_s
+        self.load_timeout_s = load_timeout_s
         self._module = module
         self.log_level = log_level
         self._backoff = Backoff()
@@ -226,9 +228,10 @@ class Front:
         asyncio.get_running_loop().call_later(_DYING_S, kill, self.name)
 
     def check(self) -> None:
-        """Kill it if it hangs. To be called about once a second."""
-        if self.state == "ready" and self._silent_s > self.hang_timeout_s:
-            self.kill(f"it gave no sign of life for {self._silent_s:.0f} s")
+        """Kill it if it hangs, be it ready, starting or about to end. To be called about once a second."""
+        limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
+        if self._silent_s > limit_s:
+            self.kill(f"it gave no sign of life for {self._silent_s:.0f} s while {self.state}")
 
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()
@@ -279,6 +282,8 @@ class Front:
         self._events.front_lost(self, self.name)
         if self._stopping:
             self.state, self.detail = "stopped", ""
+            if self._kill_reason:
+                self._events.front_problem(self, f"pid {process.pid} was killed: {self._kill_reason}")
             return
         how = f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
         self._restart(f"pid {process.pid} ended: {self._kill_reason or how}")

@@ -166,9 +166,7 @@ class Switchboard:
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
         await asyncio.wait([ended], timeout=_LAST_WORDS_S)
         for front in self.fronts:
-            if front.pid is not None:
-                log.warning("%s (pid %d) did not end in time: killed", front.name, front.pid)
-                front.kill("it did not end in time")
+            front.kill("it did not end in time")
         await ended
         await self._until_counted(1.0)
         await self.fleet.stop()
@@ -293,6 +291,7 @@ class Switchboard:
         """Take the times after which what hangs is killed from the settings."""
         for front in self.fronts:
             front.hang_timeout_s = self.settings.hang_timeout_s
+            front.load_timeout_s = self.settings.load_timeout_s
         for replica in self.replicas:
             replica.hang_timeout_s = self.settings.hang_timeout_s
             replica.load_timeout_s = self.settings.load_timeout_s
@@ -310,6 +309,7 @@ class Switchboard:
                 next(self._front_numbers),
                 self,
                 hang_timeout_s=self.settings.hang_timeout_s,
+                load_timeout_s=self.settings.load_timeout_s,
                 log_level=self.settings.log_level,
                 module=self._front_module,
             )

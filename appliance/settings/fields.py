@@ -170,9 +170,11 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Between "not ready" on `/health/ready` and the first request that a drain refuses: raise it above the
     interval in which a load balancer looks."""
     hang_timeout_s: PositiveSeconds = 60.0
-    """A ready replica or front that gives no sign of life for this long is killed and started anew."""
+    """A replica or front that was ready and gives no sign of life for this long is killed, and started anew
+    unless it was to end."""
     load_timeout_s: PositiveSeconds = 600.0
-    """A replica that starts or loads and reports no progress for this long is killed and started anew."""
+    """A replica that starts or loads and reports no progress for this long is killed and started anew; so is
+    a front that starts and says nothing."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least that is logged."""
     unix: UnixSettings = UnixSettings()

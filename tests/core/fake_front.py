@@ -1,5 +1,6 @@
 """A front without HTTP: a connection is one line "MODEL MAX_TOKENS", answered by a line a token and a last
-line that says how it ended. Speaks the core's protocol, resubmissions included."""
+line that says how it ended. Speaks the core's protocol, resubmissions included. While a model's folder has
+a file `hang`, it hangs as soon as it hears of the model."""
 
 from __future__ import annotations
 
@@ -132,6 +133,8 @@ class FakeFront:
         if isinstance(message, Configure):
             first, self.name, self.models = not self.name, message.front, message.models
             self.configured = message.serial
+            if first and any((Path(model.folder) / "hang").exists() for model in self.models):
+                os.kill(os.getpid(), signal.SIGSTOP)
             if first:
                 self.channel.send(FrontReady())
         elif isinstance(message, AttachReplica):

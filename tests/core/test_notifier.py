@@ -77,7 +77,7 @@ def test_a_life_is_told_from_loading_over_ready_to_drained(
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(heard.path))
     monkeypatch.setenv("WATCHDOG_USEC", "2000000")
-    service = make_service("load_timeout_s = 0.5")
+    service = make_service("load_timeout_s = 2")
     script = tmp_path / "m" / "fake.json"
     script.write_text(json.dumps({"hang": True}))
     service.start()

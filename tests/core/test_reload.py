@@ -246,6 +246,22 @@ def test_fronts_are_added_and_those_too_many_finish_what_they_have(make_service:
     assert sorted(answers) == ["front-0 length", "front-3 length"]
 
 
+def test_a_front_that_hangs_while_it_leaves_is_killed_and_is_gone(make_service: Make) -> None:
+    service = running(make_service, "fronts = 2\nhang_timeout_s = 2")
+    streams = [service.connect("m 100000") for _ in range(2)]
+    wait_until(lambda: len(service.rows()) == 2)
+    change(service, ("fronts = 2", "fronts = 1"))
+    leaving = service.admin.status().fronts[1]
+    assert leaving.state == "stopping" and leaving.pid is not None
+    os.kill(leaving.pid, signal.SIGSTOP)
+    wait_until(lambda: [front.name for front in service.admin.status().fronts] == ["front-0"])
+    (problem,) = service.admin.status().problems
+    assert problem.where == "front-1"
+    assert "no sign of life" in problem.what and "while stopping" in problem.what
+    for stream in streams:
+        stream.close()
+
+
 def test_what_cannot_be_used_changes_nothing_and_is_told_with_its_line(make_service: Make) -> None:
     service = running(make_service, "# here")
     good, pids, settings = service.config.read_text(), service.pids(), service.admin.configuration().settings

@@ -148,6 +148,17 @@ def test_a_front_that_hangs_gets_no_connections_until_it_speaks_again(make_servi
     assert {read_answer(service.connect("m 2"))[-1] for _ in range(2)} == {"front-0 length", "front-1 length"}
 
 
+def test_a_front_that_hangs_while_it_starts_is_killed_and_started_anew(make_service: Make) -> None:
+    service = make_service("load_timeout_s = 2")
+    (service.folder / "m" / "hang").touch()
+    service.start()
+    wait_until(lambda: service.state() != "down" and service.admin.status().fronts[0].restarts > 0)
+    last_error = service.admin.status().fronts[0].last_error
+    assert "no sign of life" in last_error and "while starting" in last_error
+    (service.folder / "m" / "hang").unlink()
+    service.wait_ready()
+
+
 def test_a_bad_checkpoint_fails_its_model_and_the_others_go_on(make_service: Make) -> None:
     service = make_service(models=("good", "bad"))
     why = "model-2.safetensors is truncated"
@@ -217,7 +228,7 @@ def test_memory_that_lacks_twice_in_a_row_fails_the_model_until_there_is_some(ma
 
 
 def test_a_replica_that_stops_while_it_loads_is_started_anew(make_service: Make) -> None:
-    service = make_service("load_timeout_s = 0.5")
+    service = make_service("load_timeout_s = 2")
     (service.folder / "m" / "fake.json").write_text(json.dumps({"hang": True}))
     service.start()
     wait_until(lambda: service.state() == "degraded")
