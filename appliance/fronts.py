@@ -43,7 +43,8 @@ class FrontEvents(Protocol):
     """Who is told what happens to a front."""
 
     def front_started(self, front: Front) -> None:
-        """A new process, which has been told nothing yet."""
+        """A new process, which has been told nothing yet. May raise OSError: it is killed then, and started
+        anew."""
 
     def front_ready(self, front: Front) -> None:
         """It takes connections."""
@@ -143,38 +144,50 @@ class Front:
     # ── its life ──
 
     def start(self) -> None:
-        """Spawn the process."""
+        """Spawn the process. When that cannot be done now it is tried again, as after its death."""
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at, self._kill_reason = None, None, ""
         self._last_sign = time.monotonic()
-        ours, theirs = socketpair()
         try:
-            self._process = subprocess.Popen(
-                [
-                    *module_command(self._module),
-                    *("--channel", str(theirs.fileno())),
-                    *("--name", self.name),
-                    *("--log-level", self.log_level),
-                ],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=module_environment(),
-                start_new_session=True,
-            )
+            pid = self._spawn()
         except OSError as error:
-            ours.close()
             self._restart(f"it could not be started: {error}")
             return
-        finally:
-            theirs.close()
+        log.info("%s starts (pid %d)", self.name, pid)
+        try:
+            self._events.front_started(self)
+        except OSError as error:
+            self.kill(f"its channels could not be made: {error}")
+
+    def _spawn(self) -> int:
+        """Returns the process id. Raises OSError, and then nothing is left behind."""
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                process = subprocess.Popen(
+                    [
+                        *module_command(self._module),
+                        *("--channel", str(theirs.fileno())),
+                        *("--name", self.name),
+                        *("--log-level", self.log_level),
+                    ],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env=module_environment(),
+                    start_new_session=True,
+                )
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            self._pidfd = os.pidfd_open(process.pid)
+            undo.pop_all()
+        self._process = process
         self._ended.clear()
-        self._pidfd = os.pidfd_open(self._process.pid)
         self._channel = Channel(ours, FrontToCore)
         self._channel.listen(self._message, lambda: self.kill_soon("it closed its channel to the core"))
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
-        log.info("%s starts (pid %d)", self.name, self._process.pid)
-        self._events.front_started(self)
+        return process.pid
 
     def send(self, message: CoreToFront) -> None:
         """Tell it something; a front that is gone hears nothing."""
@@ -186,10 +199,13 @@ class Front:
         self.send(configure)
 
     def attach(self, replica: str, model: str, descriptor: int) -> None:
-        """Hand it a channel to a replica; the descriptor is closed here."""
-        if self._channel is not None:
-            self._channel.send(AttachReplica(replica, model), (descriptor,))
-        os.close(descriptor)
+        """Hand it a channel to a replica; the descriptor is closed here. Raises OSError when too many
+        files are open."""
+        try:
+            if self._channel is not None:
+                self._channel.send(AttachReplica(replica, model), (descriptor,))
+        finally:
+            os.close(descriptor)
 
     def give(self, connection: Connection, *descriptors: int) -> None:
         """Hand it a client's connection, and what was read from it; the caller closes its own descriptors."""

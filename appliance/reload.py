@@ -86,7 +86,11 @@ class Reloader:
             if self._switchboard.stopping is not None:
                 raise ReloadError(f"{STOPPING}: its settings are not read again")
             opened = self._open(loaded.settings)
-            said = self._apply(loaded.settings, {change.path[0] for change in applied}, served)
+            try:
+                said = self._apply(loaded.settings, {change.path[0] for change in applied}, served)
+            except BaseException:
+                _close(opened)
+                raise
             for door, sock in zip(self._doors, opened, strict=True):
                 door.change(loaded.settings, sock)
             self._loaded = loaded
@@ -100,8 +104,7 @@ class Reloader:
             for door in self._doors:
                 opened.append(door.prepare(wanted))
         except ListenError:
-            for sock in filter(None, opened):
-                sock.close()
+            _close(opened)
             raise
         return opened
 
@@ -113,6 +116,11 @@ class Reloader:
         said = switchboard.change_models(wanted.models, served)
         switchboard.tell_configuration()
         return said
+
+
+def _close(opened: Sequence[socket.socket | None]) -> None:
+    for sock in filter(None, opened):
+        sock.close()
 
 
 def check_still_there(former: Loaded, loaded: Loaded) -> None:

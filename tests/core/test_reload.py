@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +19,7 @@ from appliance.actions import DrainService, ReloadConfig, ResumeService
 from appliance.appliers import appliers
 from appliance.client import AdminError
 from appliance.protocol import Reloaded, ReplicaStatus
-from appliance.reload import AT_RESTART, BY_THEMSELVES, check_still_there
+from appliance.reload import AT_RESTART, BY_THEMSELVES, Reloader, check_still_there
 from appliance.settings import Loaded, Settings, SettingsError
 from store.evidence import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
@@ -287,6 +290,36 @@ def test_what_cannot_be_used_changes_nothing_and_is_told_with_its_line(make_serv
     assert service.pids() == pids
     assert service.admin.configuration().settings == settings
     assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
+
+
+def test_a_change_that_fails_leaves_no_address_open() -> None:
+    async def scenario() -> None:
+        reloader = Reloader(Loaded(Settings(), {}, []), reread, board, [door], {"fronts": refuse})
+        with pytest.raises(OSError, match="too many"):
+            await reloader.reload()
+        assert door.opened.fileno() == -1
+        assert reloader.configuration().settings["fronts"] == Settings().fronts
+
+    def reread() -> Loaded:
+        return Loaded(Settings(fronts=Settings().fronts + 1), {}, [])
+
+    def refuse(settings: Settings) -> None:
+        raise OSError("too many open files")
+
+    board: Any = SimpleNamespace(stopping=None, fleet=SimpleNamespace())
+    door = OpeningDoor()
+    asyncio.run(scenario())
+
+
+class OpeningDoor:
+    """Has a socket to open for every reload."""
+
+    def prepare(self, settings: Settings) -> socket.socket:
+        self.opened = socket.socket()
+        return self.opened
+
+    def change(self, settings: Settings, opened: socket.socket | None) -> None:
+        raise AssertionError("nothing was applied")
 
 
 def loaded(*files: str) -> Loaded:
