@@ -101,6 +101,21 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
     return _missed(request, now, 0.0, run_s) if now + run_s > request.deadline_at else None
 
 
+def timed_out(
+    request: Request, model: ModelTraffic, timeout_s: float, now: float, *, held: bool
+) -> Refusal | None:
+    """Why a request that waits, or is `held`, waits no longer; None if it has not waited for so long."""
+    if now < (request.queued_at or now) + timeout_s:
+        return None
+    if held:
+        why = "the service was draining"
+    else:
+        why = "no replica had room for it" if model.accounts else "no replica of the model is ready"
+    message = f"the request waited {timeout_s:g} s and {why}: try again later"
+    wait_s = max((wait or 0.0 for wait in model.waits_s(now)), default=None)
+    return Refusal(503, "queue_timeout", message, _retry_after_s(wait_s, model.oldest_wait_s(now)))
+
+
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
     """Have its quotas hold what it may need at most; why it is refused if they do not have it left."""
     first = request.first
@@ -143,12 +158,6 @@ def suspended(tenant: Tenant) -> Refusal:
     return Refusal(403, "tenant_suspended", message)
 
 
-def retry_after_s(wait_s: float | None, oldest_s: float) -> float:
-    """When a client should try again that would wait so long now: when a part of what waits is gone. Where
-    nobody knows, what the oldest has waited is the best guess."""
-    return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
-
-
 def _no_place(
     request: Request,
     model: ModelTraffic,
@@ -167,7 +176,7 @@ def _no_place(
     for name, use, most in whose:
         if most is not None and use.queued >= most:
             message = f"{use.queued} requests of {name} are waiting, and its limit is {most}: try again later"
-            after_s = retry_after_s(wait_s, oldest_s)
+            after_s = _retry_after_s(wait_s, oldest_s)
             return Refusal(429, "tenant_queue_full", message, after_s, kind="requests")
     rules, use, tokens = model.rules, tenant.use, request.admit.prompt_tokens
     if waiting.requests >= rules.limit:
@@ -183,7 +192,7 @@ def _no_place(
         )
     else:
         return None
-    after_s = retry_after_s(model.waits_s(now)[request.request_class], oldest_s)
+    after_s = _retry_after_s(model.waits_s(now)[request.request_class], oldest_s)
     return Refusal(503, "queue_full", f"{message}: try again later", after_s)
 
 
@@ -233,6 +242,12 @@ def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusa
         f"{wait_s * 1e3:.0f} ms of waiting and {run_s * 1e3:.0f} ms of computing"
     )
     return Refusal(503, "deadline_unreachable", message, useless=True)
+
+
+def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
+    """When a client should try again that would wait so long now: when a part of what waits is gone. Where
+    nobody knows, what the oldest has waited is the best guess."""
+    return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
 
 
 def _bounded(after_s: float) -> float:

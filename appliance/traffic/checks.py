@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from appliance.traffic.request import Request
 
+_CHECK_EVERY_S = 0.05
 _MOST_VOID = 1024
 """Entries of requests that wait no more, before they are looked for and dropped."""
 
@@ -20,8 +21,11 @@ class Checks:
         self._waited = 0
         """How many waited when those that did not were last dropped."""
 
-    def push(self, due: float, request: Request) -> None:
-        """Look at it then."""
+    def push(self, request: Request, timeout_s: float, now: float) -> None:
+        """Look at a waiting request again when it may have run out of time; it may wait for so long."""
+        due = (request.queued_at or now) + timeout_s
+        if request.deadline_at is not None:
+            due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))
         self._serial += 1
         heapq.heappush(self._heap, (due, self._serial, request))
         if len(self._heap) > 2 * self._waited + _MOST_VOID:

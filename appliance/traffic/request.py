@@ -11,6 +11,7 @@ from appliance.messages import Admit, Rejected, Retried, Settle
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.fairness import Ticket
 from appliance.traffic.quotas import Reservation
+from engine.messages import Finished
 from store.requests import RequestRow
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,12 @@ class OnReplica:
         self.submissions = admit.submissions
         self.rows = admit.rows
         self.tokens = admit.prompt_tokens
+
+    def end(self, rows: int, tokens: int) -> None:
+        """One of its submissions has left the replica."""
+        self.submissions -= 1
+        self.rows -= rows
+        self.tokens -= tokens
 
 
 class Request:
@@ -103,6 +110,15 @@ class Request:
         self.key_id = key_id
         if self.ticket is not None:
             self.ticket.key_id = key_id
+
+    def count(self, finished: Finished) -> None:
+        """A replica says what it did for one of its submissions."""
+        self.counted = True
+        self.generated_tokens += finished.generated_tokens
+        self.cached_tokens += finished.cached_tokens
+        self.preemptions += finished.preemptions
+        if self.batch_size_at_start is None:
+            self.batch_size_at_start = finished.batch_size
 
     @property
     def taken_tokens(self) -> int:

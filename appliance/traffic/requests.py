@@ -21,14 +21,11 @@ Whether a new request may wait is `appliance.traffic.admission`'s to say, whose 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
 from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Retried, Settle
-from appliance.protocol import LimitUsage
-from appliance.traffic import figures
 from appliance.traffic.admission import (
     Refusal,
     Waiting,
@@ -37,23 +34,21 @@ from appliance.traffic.admission import (
     hopeless,
     refusal,
     reserve,
-    retry_after_s,
     suspended,
+    timed_out,
     unknown_model,
 )
+from appliance.traffic.books import Books, Clock
 from appliance.traffic.checks import Checks
-from appliance.traffic.closures import Closure, Closures
+from appliance.traffic.closures import Closure
 from appliance.traffic.credits import CreditAccount
-from appliance.traffic.figures import ModelFigures, QueueFigures, TenantFigures
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import expected_tokens
 from appliance.traffic.overload import DROP_BACKGROUND
 from appliance.traffic.queue import BACKGROUND
 from appliance.traffic.quotas import Quotas
-from appliance.traffic.remaining import Remaining, remaining
 from appliance.traffic.request import Request, own_settle, rejected_row, retried_row, row_of
 from appliance.traffic.rules import QueueRules
-from appliance.traffic.tenants import Tenants
 from engine.messages import Finished, Report
 from store.policies import Policies
 from store.requests import RequestRow
@@ -64,13 +59,6 @@ _DROPPED_RETRY_S = 30.0
 MOST_DROPPED = 500
 """At a look, of what an overload gives up: thousands at once would hold up everybody else."""
 _TIDY_EVERY_S = 10.0
-_CHECK_EVERY_S = 0.05
-
-
-class Clock(Protocol):
-    """Seconds."""
-
-    def __call__(self) -> float: ...
 
 
 class RowSink(Protocol):
@@ -80,8 +68,8 @@ class RowSink(Protocol):
     def end(self, row: RequestRow) -> bool: ...
 
 
-class Ledger:
-    """Every request in flight, the queues, the quotas and the replicas' accounts.
+class Ledger(Books):
+    """Leads every request from its `Admit` to its end; what there is now can be read of `Books`.
 
     `send(front, message)` delivers to a front; a front that is gone swallows it. `salt(tenant)` is the
     prefix cache's salt of a tenant. `clock` never jumps, and says who has waited for how long; `unix` is the
@@ -99,39 +87,19 @@ class Ledger:
         rules: QueueRules,
         quotas: Quotas,
     ) -> None:
-        self.quotas = quotas
+        super().__init__(clock, quotas)
         self._send = send
         self._rows = rows
         self._salt = salt
-        self._clock = clock
         self._unix = unix
         self._rules = rules
-        self._tenants = Tenants()
-        self._models: dict[str, ModelTraffic] = {}
-        self._requests: dict[str, Request] = {}
         self._checks = Checks()
         """When a request that waits may have waited too long."""
         self._serial = 0
-        self._running = 0
-        self._waiting_tokens = 0
-        """Of the prompts of all that wait, or are held."""
-        self._admitted = 0
-        self._refused = 0
-        self._ended = 0
-        self._preemptions = 0
         self._tidied_at = 0.0
         self._lost_fronts: set[str] = set()
         """Fronts that closed a channel to a replica: they are dying, or of no use. What is dispatched for
         them may not arrive."""
-        self._closures = Closures()
-        self._held: OrderedDict[str, Request] = OrderedDict()
-        """Requests that came while their model was closed, and wait until it is open again."""
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
 
     # ── what operators decide ──
 
@@ -159,7 +127,7 @@ class Ledger:
             model.set_rules(rules)
         for request in self._requests.values():
             if request.queued_at is not None:
-                self._check_at(request, now)
+                self._checks.push(request, rules.timeout_s, now)
         self._dispatch_all()
 
     # ── models and replicas ──
@@ -168,14 +136,9 @@ class Ledger:
         """Take requests for this model from now on."""
         self._models[name] = ModelTraffic(name, version, self._rules, self._tenants)
 
-    def knows(self, name: str) -> bool:
-        """Whether requests for this model are taken."""
-        return name in self._models
-
     def remove_model(self, name: str) -> None:
         """Take no more requests for this model; those that wait are refused. Its replicas must be lost."""
-        held = [request for request in self._held.values() if request.first.model == name]
-        waiting = [*self._models[name].waiting(), *held]
+        waiting = [*self._models[name].waiting(), *self._closures.held(name)]
         for request in waiting:
             self._unqueue(request)
         del self._models[name]
@@ -191,10 +154,6 @@ class Ledger:
     def recover_model(self, name: str) -> None:
         """A replica of it may answer soon: requests may wait again."""
         self._models[name].failure = None
-
-    def failure(self, name: str) -> str | None:
-        """Why the model's requests are refused; None if they are not."""
-        return self._models[name].failure
 
     def fail_model(self, name: str, why: str) -> None:
         """None of its replicas can be started until something is mended: refuse what waits and what comes."""
@@ -216,10 +175,6 @@ class Ledger:
         if account in model.accounts:
             model.accounts.remove(account)
             model.learned()
-
-    def occupied(self, account: CreditAccount) -> bool:
-        """Whether anything runs on the replica."""
-        return any(account in request.dispatched for request in self._requests.values())
 
     def lose_replica(self, account: CreditAccount) -> None:
         """The replica is dead: what it had is void. Its requests go on when their fronts ask again."""
@@ -275,7 +230,7 @@ class Ledger:
             if closure is None:
                 self._enqueue(model, request)
             else:
-                self._held[request.request_id] = request
+                self._closures.hold(request)
 
     def settle(self, front: str, settle: Settle) -> None:
         """A front's last word on a request."""
@@ -327,42 +282,15 @@ class Ledger:
         self._look_after_held()
 
     def _look_after_held(self) -> None:
-        for request in list(self._held.values()):
-            closure, model = self._closures.of(request.first.model), self._models[request.first.model]
-            if closure is not None and closure.hold:
-                continue
+        for request, closure in self._closures.released():
+            model = self._models[request.first.model]
             if closure is not None:
                 self._refuse(request, closed(closure))
             elif model.failure is not None:
                 self._refuse(request, failed_model(request.first.model, model.failure))
             else:
-                del self._held[request.request_id]
+                self._closures.let_go(request)
                 self._enqueue(model, request)
-
-    def unfinished(self, model: str | None = None) -> Iterator[Request]:
-        """The requests in flight (of `model`, None: of all) that are not held: what a drain waits for. None
-        may come or end meanwhile."""
-        for request in self._requests.values():
-            if request.request_id not in self._held and model in (None, request.first.model):
-                yield request
-
-    def finished(self, model: str | None = None) -> bool:
-        """Whether nothing is `unfinished`; looks no further than the first that is."""
-        return next(self.unfinished(model), None) is None
-
-    def remaining(self, model: str | None = None) -> Remaining:
-        """What is left to do of the unfinished requests (of `model`, None: of all)."""
-        now, total = self._clock(), Remaining()
-        for name, traffic in self._models.items():
-            if model in (None, name):
-                total = total.beside(remaining(self.unfinished(name), traffic.forecast, now))
-        return total
-
-    def held(self, model: str | None = None) -> int:
-        """How many requests are held (for `model`, None: for any)."""
-        if model is None:
-            return len(self._held)
-        return sum(1 for request in self._held.values() if request.first.model == model)
 
     # ── operator and time ──
 
@@ -378,11 +306,6 @@ class Ledger:
         """Abort every request in flight (of `model`, None: of all) that is not held; their number."""
         return sum([self.abort(request.request_id, message) for request in list(self.unfinished(model))])
 
-    def accounts_of(self, request_id: str) -> list[CreditAccount]:
-        """Where a request runs now."""
-        request = self._requests.get(request_id)
-        return list(request.dispatched) if request else []
-
     def expire(self) -> None:
         """Refuse what has waited too long, and move with the load. To be called a few times a second."""
         now = self._clock()
@@ -397,54 +320,6 @@ class Ledger:
         if now - self._tidied_at > _TIDY_EVERY_S:
             self._tidied_at = now
             self._tidy(now)
-
-    # ── figures ──
-
-    def figures(self) -> QueueFigures:
-        """How full the house is."""
-        now = self._clock()
-        overload, step = figures.overload(self._models.values())
-        return QueueFigures(
-            waiting=self._waiting(),
-            running=self._running,
-            oldest_wait_s=self._oldest_wait_s(now),
-            admitted=self._admitted,
-            refused=self._refused,
-            ended=self._ended,
-            waiting_tokens=self._waiting_tokens,
-            preemptions=self._preemptions,
-            overload=overload,
-            overload_step=step,
-            classes=figures.classes(self._models.values(), now),
-        )
-
-    def tenant(self, name: str) -> TenantFigures:
-        """What one tenant has in the house."""
-        return figures.tenant(self._tenants.of(name))
-
-    def models(self) -> list[ModelFigures]:
-        """What there is of each model in the house."""
-        now = self._clock()
-        return [figures.model(model, now) for model in self._models.values()]
-
-    def usage(self, scope: str, name: str) -> list[LimitUsage]:
-        """How much of its limits a tenant or key uses, for operators."""
-        kv_tokens = {model.name: model.kv_tokens for model in self._models.values()}
-        return [*self.quotas.usage(scope, name), *figures.usage(self._tenants, scope, name, kv_tokens)]
-
-    def queued(self, model: str) -> int:
-        """Requests that wait for this model."""
-        return self._models[model].queued
-
-    def _waiting(self) -> int:
-        return sum(model.queued for model in self._models.values()) + len(self._held)
-
-    def _oldest_wait_s(self, now: float) -> float:
-        held = next(iter(self._held.values()), None)
-        waits = [model.oldest_wait_s(now) for model in self._models.values()]
-        if held is not None and held.queued_at is not None:
-            waits.append(now - held.queued_at)
-        return max(0.0, *waits, 0.0)
 
     # ── into the queue and out of it ──
 
@@ -490,7 +365,7 @@ class Ledger:
         self._waiting_tokens += request.admit.prompt_tokens
         for use in self._tenants.of(request.tenant).uses(request.key_id):
             use.queue(request.admit.prompt_tokens, 1)
-        self._check_at(request, now)
+        self._checks.push(request, self._rules.timeout_s, now)
 
     def _enqueue(self, model: ModelTraffic, request: Request) -> None:
         """It waits for its first turn."""
@@ -508,43 +383,28 @@ class Ledger:
         self._waiting_tokens -= request.admit.prompt_tokens
         for use in self._tenants.of(request.tenant).uses(request.key_id):
             use.queue(request.admit.prompt_tokens, -1)
-        if self._held.pop(request.request_id, None) is None:
+        if not self._closures.let_go(request):
             self._models[request.first.model].remove(request)
 
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
         """A front's channel to a replica is closed: all that it did submit there has been counted."""
         self._lost_fronts.add(front)
         for request in [r for r in self._requests.values() if r.front == front]:
-            if request.queued_at is not None and request.request_id not in self._held:
+            if request.queued_at is not None and request not in self._closures:
                 self._models[request.first.model].strand(request)
             self._take_back(request, account)
             self._end_if_complete(request)
 
-    def _check_at(self, request: Request, now: float) -> None:
-        """Look at a waiting request again when it may have run out of time."""
-        queued_at = request.queued_at or now
-        due = queued_at + self._rules.timeout_s
-        if request.deadline_at is not None:
-            due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))
-        self._checks.push(due, request)
-
     def _refuse_late(self, now: float) -> None:
         """Refuse what has run out of time while it waited."""
+        timeout_s = self._rules.timeout_s
         for request in self._checks.due(now):
-            model = self._models[request.first.model]
-            timeout_s = self._rules.timeout_s
-            if now >= (request.queued_at or now) + timeout_s:
-                why = "no replica had room for it" if model.accounts else "no replica of the model is ready"
-                if request.request_id in self._held:
-                    why = "the service was draining"
-                message = f"the request waited {timeout_s:g} s and {why}: try again later"
-                wait_s = max((wait or 0.0 for wait in model.waits_s(now)), default=None)
-                after_s = retry_after_s(wait_s, model.oldest_wait_s(now))
-                self._refuse(request, Refusal(503, "queue_timeout", message, after_s))
-            elif (why_not := hopeless(request, model, now)) is not None:
-                self._refuse(request, why_not)
+            model, held = self._models[request.first.model], request in self._closures
+            why = timed_out(request, model, timeout_s, now, held=held) or hopeless(request, model, now)
+            if why is None:
+                self._checks.push(request, timeout_s, now)
             else:
-                self._check_at(request, now)
+                self._refuse(request, why)
 
     def _tidy(self, now: float) -> None:
         self._tenants.forget_unseen(now)
@@ -597,18 +457,11 @@ class Ledger:
             log.error("%s finished %s, which it was not given", account.replica, finished.request_id)
             return
         rows = len(finished.finish)
-        left.submissions -= 1
-        left.rows -= rows
-        left.tokens -= finished.credit_tokens
+        left.end(rows, finished.credit_tokens)
+        request.count(finished)
         if request.request_class == BACKGROUND:
             account.background_rows -= rows
-        request.counted = True
-        request.generated_tokens += finished.generated_tokens
-        request.cached_tokens += finished.cached_tokens
-        request.preemptions += finished.preemptions
         self._preemptions += finished.preemptions
-        if request.batch_size_at_start is None:
-            request.batch_size_at_start = finished.batch_size
         if finished.generated_tokens:
             self._tenants.learn_output(request.tenant, finished.generated_tokens // rows, request.most_each)
         if left.submissions == 0:

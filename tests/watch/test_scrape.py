@@ -37,7 +37,8 @@ def test_no_request_is_looked_at(parts: Parts) -> None:
     parts.counted.end(row(tenant="local"))
     for number in range(30):
         parts.ask(number, "local", asked_class="P0" if number % 3 == 0 else "P1")
-    ledger._requests, ledger._held = Unwalkable(ledger._requests), Unwalkable(ledger._held)
+    ledger._requests = Unwalkable(ledger._requests)
+    ledger._closures._held = Unwalkable(ledger._closures._held)
     (model,) = ledger._models.values()
     model._running, model.resumed = Unwalkable(model._running), Unwalkable(model.resumed)
     text = parts.scrape()
