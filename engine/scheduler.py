@@ -33,6 +33,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from operator import attrgetter
 
+from engine.block_tables import BlockTables
 from engine.blocks import BlockPool, InvariantError
 from engine.ledger import Ledger
 from engine.messages import (
@@ -52,7 +53,6 @@ from engine.request import (
     Sequence,
     WaitingQueue,
     already_finished,
-    blocks_for,
     new_submission,
     refusal,
 )
@@ -129,6 +129,7 @@ class Scheduler:
         self.mixed_tokens = mixed_tokens
         self.limits = Limits(max_model_len=max_model_len, vocab_size=vocab_size, blocks=blocks)
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
+        self._tables = BlockTables(self.pool)
         self.watermark = max(1, blocks // 100)
         """Blocks that an admission leaves free while others run: room for their next ones."""
         # Ahead of it: two steps beside decodes, or one without any. What is more would wait here, where only
@@ -259,30 +260,11 @@ class Scheduler:
         # victim was given nothing in this plan.
         victims: list[Sequence] | None = None
         for sequence in needy:
-            while sequence.row >= 0 and not self._give_block(plan, sequence):
+            while sequence.row >= 0 and not self._tables.make_writable(plan, sequence):
                 if victims is None:
                     victims = sorted([*self._decoding.values(), *self._prefilling.values()], key=_order)
                 self._preempt(victims.pop())
         return victims is not None
-
-    def _give_block(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Make `position` writable: a new block, or a copy of a shared one. False when none is available."""
-        pool, table, row = self.pool, sequence.table, sequence.row
-        if sequence.position == len(table) * BLOCK_TOKENS:
-            if not pool.available:
-                return False
-            table.append(pool.allocate())
-            plan.blocks.append((row, len(table) - 1, table[-1]))
-            sequence.sent_blocks = len(table)
-        elif pool.references(table[-1]) > 1:
-            if not pool.available:
-                return False
-            shared, table[-1] = table[-1], pool.allocate()
-            pool.release(shared)
-            plan.copies.append((shared, table[-1]))
-            plan.blocks.append((row, len(table) - 1, table[-1]))
-        sequence.pause = min(len(table) * BLOCK_TOKENS, sequence.limit - 1)
-        return True
 
     def _schedule_chunk(self, step: ScheduledStep, sequence: Sequence, budget: int) -> int:
         """Compute the next tokens of a prefill, `budget` at most; returns how many."""
@@ -302,7 +284,7 @@ class Scheduler:
             del self._prefilling[sequence.row]
             if sequence.samples:
                 sample_rows = self._begin_decoding(step, sequence, end)
-        self._send_blocks(plan, sequence)
+        self._tables.send(plan, sequence)
         plan.chunks.append(
             Chunk(sequence.row, start, sequence.tokens[start:end], sample_rows, logprobs, next_token)
         )
@@ -317,17 +299,12 @@ class Scheduler:
         """The prefill ends with this chunk: it and its forks sample from it. Returns their rows."""
         for fork in leader.forks:
             fork.leader = None
-            fork.table = leader.table.copy()
-            for block in fork.table:
-                self.pool.share(block)
-            fork.chain = leader.chain.fork()
-            fork.finite = leader.finite
-            fork.sent_blocks = 0
-            self._send_blocks(step.plan, fork)
+            self._tables.fork(leader, fork)
+            self._tables.send(step.plan, fork)
         group = [leader, *leader.forks]
         leader.forks = []
         for sequence in group:
-            # A last block that is shared is not writable yet: `_give_block` sorts it out.
+            # A last block that is shared is not writable yet: `make_writable` sorts it out.
             writable = end if len(group) > 1 else len(sequence.table) * BLOCK_TOKENS
             sequence.position = end
             sequence.pause = min(writable, sequence.limit - 1)
@@ -336,12 +313,6 @@ class Scheduler:
             self._decoding[sequence.row] = sequence
         step.slots.extend(group)
         return [sequence.row for sequence in group]
-
-    def _send_blocks(self, plan: StepPlan, sequence: Sequence) -> None:
-        """Bring the device's block table of the sequence's row up to date."""
-        row, table = sequence.row, sequence.table
-        plan.blocks.extend((row, index, table[index]) for index in range(sequence.sent_blocks, len(table)))
-        sequence.sent_blocks = len(table)
 
     def _keeps_short(self, sequence: Sequence) -> bool:
         """Whether the step goes without this prompt, as it has an urgent one, which waits for all of it.
@@ -368,8 +339,6 @@ class Scheduler:
                 break
             for member in (sequence, *sequence.forks):
                 self._start(step.plan, member, hits * BLOCK_TOKENS)
-            sequence.position = sequence.finite = hits * BLOCK_TOKENS
-            sequence.registered = hits
             self._prefilling[sequence.row] = sequence
             budget -= self._schedule_chunk(step, sequence, budget)
         return given - budget
@@ -415,14 +384,10 @@ class Scheduler:
         return siblings
 
     def _blocks_for(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """The blocks of a prefill that are in the prefix cache, how many others it needs, and for how many
-        there is room."""
-        pool, count = self.pool, sequence.prefill_end
-        # What is scored must be computed.
-        hits = [] if sequence.wants_prompt_logprobs else pool.match(sequence.chain, sequence.tokens, count)
+        """As `BlockTables.find`, with room only above the watermark."""
+        hits, needed, room = self._tables.find(sequence)
         # An empty house needs no reserve: whatever passed `refusal` fits into the whole pool.
-        room = pool.available - pool.unused_among(hits) - (self.watermark if self.running else 0)
-        return hits, blocks_for(count) - len(hits), room
+        return hits, needed, room - (self.watermark if self.running else 0)
 
     def _take_blocks(self, sequence: Sequence) -> int | None:
         """Take the blocks of a prefill, found or new, and attach as many siblings as fit with it.
@@ -430,19 +395,16 @@ class Scheduler:
         Returns the number of blocks found in the prefix cache, or None (and takes nothing) if the sequence
         does not fit.
         """
-        pool = self.pool
         hits, needed, room = self._blocks_for(sequence)
         if needed > room:
-            self._blocked = (sequence, pool.gains + needed - room)
+            self._blocked = (sequence, self.pool.gains + needed - room)
             return None
         self._blocked = None
         # Each fork soon needs one block of its own, for its next token or its copy of the partial block.
         sequence.forks = self._siblings(sequence, room - needed)
         for fork in sequence.forks:
             fork.leader = sequence
-        for block in hits:
-            pool.share(block)
-        sequence.table = hits + [pool.allocate() for _ in range(needed)]
+        self._tables.take(sequence, hits, needed)
         return len(hits)
 
     def _start(self, plan: StepPlan, sequence: Sequence, cached: int) -> None:
@@ -491,20 +453,14 @@ class Scheduler:
         sequence.forks = []
 
     def _vacate(self, sequence: Sequence) -> None:
-        """Take a running sequence out of its row and free its blocks. What is in flight for it still runs,
-        before anything that a later plan does with them; what it writes may not be finite."""
+        """Take a running sequence out of its row, and free its blocks."""
         row = sequence.row
-        if sequence.finite < sequence.position:
-            for block in sequence.table[sequence.finite // BLOCK_TOKENS : blocks_for(sequence.position)]:
-                self.pool.doubt(block)
         self._decoding.pop(row, None)
         self._prefilling.pop(row, None)
         self._rows[row] = None
         self._free_rows.append(row)
-        self.pool.release_table(sequence.table)
         sequence.row = -1
-        sequence.table = []
-        sequence.position = sequence.registered = sequence.finite = 0
+        self._tables.release(sequence)
 
     # ── results ──────────────────────────────────────────────────────────────────────────────
 
@@ -552,7 +508,7 @@ class Scheduler:
         if sequence.row >= 0:
             if not prefill.samples:
                 sequence.finite = prefill.end
-            self._register(sequence, prefill.end)
+            self._tables.register(sequence, prefill.end)
         # The row is the plan's: the sequence may have lost it since, what was computed stands.
         scores = tokens.prompt_logprobs.get(prefill.row)
         if scores is not None and sequence.prompt_logprobs is not None:
@@ -565,7 +521,7 @@ class Scheduler:
         """After a token that might end the sequence or fill a block: its finish, or ""."""
         if sequence.row >= 0:
             # The newest token was sampled, not yet fed: its keys and values are not in the cache.
-            self._register(sequence, len(sequence.tokens) - 1)
+            self._tables.register(sequence, len(sequence.tokens) - 1)
             self._watch(sequence)
         # Stop tokens before min_tokens are suppressed by the sampler; none may slip through as an end.
         if token in sequence.stops and (
@@ -579,16 +535,6 @@ class Scheduler:
         full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
         sequence.watch = min((full + 1) * BLOCK_TOKENS + 1, sequence.limit)
 
-    def _register(self, sequence: Sequence, confirmed: int) -> None:
-        """Offer the full blocks under the first `confirmed` tokens to the prefix cache."""
-        if not self.pool.prefix_cache:
-            return
-        for index in range(sequence.registered, confirmed // BLOCK_TOKENS):
-            block = sequence.table[index]
-            if not self.pool.is_cached(block):
-                self.pool.register(block, sequence.chain.link(index, sequence.tokens))
-            sequence.registered = index + 1
-
     # ── ends ─────────────────────────────────────────────────────────────────────────────────
 
     def _cancel_all(self, sequences: list[Sequence]) -> None:
@@ -600,8 +546,7 @@ class Scheduler:
     def _break(self, sequence: Sequence, position: int) -> None:
         """End a sequence whose numbers are not finite after `position` tokens, and keep what it computed from
         anybody else."""
-        for block in sequence.table:
-            self.pool.taint(block)
+        self._tables.taint(sequence)
         self._end(
             sequence,
             "error",
