@@ -5,6 +5,7 @@ elsewhere, and what still waits in the spool. Read rights are enough, and nothin
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -43,11 +44,16 @@ class Findings(NamedTuple):
     """What is wrong, the first row of the chain that is first."""
     notes: list[str]
     """What could not be checked, and what is not wrong but worth a look."""
-    heads: int
-    """Recorded heads that the chain was held against."""
+    sources: dict[str, int]
+    """Recorded heads that the chain was held against, by where they were."""
     vouched_seq: int
     """Up to here, a recorded head vouches for the chain."""
     spooled: int
+
+    @property
+    def heads(self) -> int:
+        """Recorded heads that the chain was held against."""
+        return sum(self.sources.values())
 
     @property
     def ok(self) -> bool:
@@ -243,7 +249,8 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
         for _, source, signed in known
         if key is not None and signed is not None and not key.signed_head(signed)
     ]
-    heads = [head for head, _, signed in known if key is None or signed is None or key.signed_head(signed)]
+    held = [one for one in known if key is None or one.signed is None or key.signed_head(one.signed)]
+    heads = [one.head for one in held]
     if exports.is_export(path):
         rows, trailer = exports.read(path)
         verdict = audit.check(rows, heads, trailer.head.seq if trailer else 0)
@@ -261,4 +268,4 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
             if newer > 1
             else "the last row is newer than every recorded head: its removal would not show"
         )
-    return Findings(verdict, problems, notes, len(heads), vouched, 0)
+    return Findings(verdict, problems, notes, dict(Counter(one.source for one in held)), vouched, 0)

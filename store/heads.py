@@ -5,6 +5,7 @@ A signed head is one line, the same in the service's journal and in `audit.heads
 
     audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 sig=<64 hex>
 
+In the log ` of ` and the state directory follow: a journal may have the heads of other services too.
 `sig` is HMAC-SHA256 under `audit.key`, which the service makes at its first start and only its user can read.
 It tells a head that this service wrote from one that somebody else put into a file or a journal. It does not
 protect against who can read the key: they can sign whatever they like, and only a head that left the machine
@@ -125,6 +126,16 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
             yield SignedHead(int(match["seq"]), match["hash"], match["at"], match["signature"])
 
 
+def said_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
+    """The lines of a log whose heads are of the service with this state directory."""
+    ending = _of(folder)
+    return (line for line in lines if line.rstrip("\n").endswith(ending))
+
+
+def _of(folder: Path) -> str:
+    return f" of {folder.resolve()}"
+
+
 class HeadKeeper:
     """Records heads, signed: into the file, and into the log, which systemd's journal takes.
 
@@ -158,7 +169,7 @@ class HeadKeeper:
         if self.newest.seq == 0 or (known and self.last_error is None):
             return
         head = self._key.sign_head(self.newest, utc_now())
-        log.info("%s", head.line)
+        log.info("%s%s", head.line, _of(self.path.parent))
         self.recorded = head
         try:
             append_line(self.path, head.line)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from appliance.cli.audit_journal import JOURNAL, JournalHeads, heads_in_journal
 from appliance.cli.failure import Failure, told
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import find_run_dir, find_state_dir
@@ -35,8 +35,6 @@ from store.evidence import (
 )
 from store.heads import KEY_FILE, SigningKey, read_key
 from store.schemas import CONTROL
-
-UNIT = "appliance.service"
 
 _COLUMNS = (
     Column("TIME"),
@@ -99,11 +97,13 @@ def verify(
     file: str | None,
     *,
     heads: list[str],
-    journal: bool,
+    journal: bool | None,
     noted: list[str],
     as_json: bool,
 ) -> int:
-    """Hold the chain against all recorded heads and say what was found; the exit code."""
+    """Hold the chain against all recorded heads and say what was found; the exit code. `journal`: with those
+    of the unit, whatever its state directory was (True), of this state directory if there are some (None), or
+    without."""
     place = _place(run_dir, state_dir, file)
     with told(StoreError):
         recorded = [_noted(text) for text in noted]
@@ -113,16 +113,16 @@ def verify(
                     f"--heads {name} does not exist: name a text that has heads, such as a journal's"
                 )
             recorded += recorded_in(sys.stdin, "standard input") if name == "-" else read_heads(Path(name))
-        if journal:
-            recorded += _from_journal()
+        from_journal = _from_journal(place, journal)
+        recorded += from_journal.heads
         if place.folder is not None:
             findings = examine_folder(place.folder, recorded)
         else:
             findings = _examine_file(place.database, recorded, state_dir)
     if as_json:
-        print_json(_report(place, findings))
+        print_json(_report(place, findings, from_journal.missing))
     else:
-        _say(place, findings)
+        _say(place, findings, from_journal.missing)
     return 0 if findings.ok else 1
 
 
@@ -211,43 +211,49 @@ def _noted(text: str) -> Recorded:
     return Recorded(Head(int(found[1]), found[2].lower()), "--head")
 
 
-def _from_journal() -> list[Recorded]:
-    command = ["journalctl", "--quiet", "--no-pager", "--output=cat", f"--unit={UNIT}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    except OSError as error:
-        raise Failure(
-            f"journalctl cannot be run ({error.strerror}): bring the journal's output here, with --heads FILE"
-        ) from error
-    if done.returncode != 0:
-        raise Failure(f"{' '.join(command)} failed: {done.stderr.strip()}")
-    found = recorded_in(done.stdout.splitlines(), "the journal")
-    if not found:
-        raise Failure(
-            f"the journal of this machine has no head of {UNIT} that uid {os.geteuid()} may read: use root "
-            f"or a member of systemd-journal, or leave --journal out"
-        )
-    return found
+def _from_journal(place: Place, wanted: bool | None) -> JournalHeads:
+    if wanted:
+        found = heads_in_journal(None)
+        if not found.heads:
+            raise Failure(
+                f"no head in the journal of this machine: {found.missing}. Use root or a member of "
+                f"systemd-journal, bring its output here with --heads FILE, or leave --journal out"
+            )
+        return found
+    if wanted is not None:
+        return JournalHeads([], "--no-journal")
+    if place.folder is None:
+        return JournalHeads([], "a file by itself is of no service here; --journal takes them all the same")
+    return heads_in_journal(place.folder)
 
 
 # ── what is said ──
 
 
-def _say(place: Place, findings: Findings) -> None:
+def _say(place: Place, findings: Findings, missing: str | None) -> None:
     rows, head = findings.verdict.rows, findings.verdict.head
+    from_journal = findings.sources.get(JOURNAL, 0)
+    why = f" ({printable(missing)})" if missing else ""
+    print(
+        f"sources: the chain, {_of_heads(findings.heads - from_journal, 'recorded')}, "
+        f"{_of_heads(from_journal, 'journal')}{why}"
+    )
     for problem in findings.problems:
         print(paint(f"problem: {printable(problem)}", "red"))
     for note in findings.notes:
         print(paint(f"note: {printable(note)}", "yellow"))
     if findings.ok:
-        against = f"{findings.heads} recorded heads" if findings.heads != 1 else "1 recorded head"
-        print(f"{place.database} is whole: {rows:,} rows, held against {against}")
+        print(f"{place.database} is whole: {rows:,} rows")
         print(f"head {head.seq}:{head.hash}")
     else:
         print(f"{place.database} is not what the service wrote; {rows:,} rows before the fault hold")
 
 
-def _report(place: Place, findings: Findings) -> dict[str, Any]:
+def _of_heads(number: int, kind: str) -> str:
+    return f"{number or 'no'} {kind} head{'s' * (number != 1)}"
+
+
+def _report(place: Place, findings: Findings, missing: str | None) -> dict[str, Any]:
     verdict = findings.verdict
     return {
         "path": str(place.database),
@@ -258,6 +264,8 @@ def _report(place: Place, findings: Findings) -> dict[str, Any]:
         "problems": findings.problems,
         "notes": findings.notes,
         "heads": findings.heads,
+        "journal_heads": findings.sources.get(JOURNAL, 0),
+        "journal_missing": missing,
         "vouched_seq": findings.vouched_seq,
         "spooled": findings.spooled,
     }

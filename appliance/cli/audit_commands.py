@@ -61,8 +61,13 @@ def audit_verify(
         ),
     ] = None,
     journal: Annotated[
-        bool, typer.Option("--journal", help="Heads that the journal of this machine has.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--journal/--no-journal",
+            help="Heads that the journal has. Default: those of this state directory, if any.",
+            show_default=False,
+        ),
+    ] = None,
     head: Annotated[
         list[str] | None,
         typer.Option(metavar="SEQ:HASH", help="A head from your own records. May be repeated."),

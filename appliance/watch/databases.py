@@ -106,7 +106,7 @@ def _audit(state_dir: Path) -> Finding:
         subject="audit chain",
         level="problem",
         text=f"the audit chain is not what the service wrote: {findings.problems[0]}",
-        remedy="keep the files as evidence, and see what else says so: appliance audit verify --journal",
+        remedy="keep the files as evidence, and see what else says so: appliance audit verify",
     )
 
 

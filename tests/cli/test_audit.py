@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from store import audit, exports
 from store.audit import Actor
 from store.control import ControlStore
 from store.evidence import read_audit
-from store.heads import SigningKey
+from store.heads import SigningKey, read_key
 from tests.cli.conftest import Run
 
 TAIL = "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHERE name = 'audit'"
@@ -97,7 +99,8 @@ def test_a_sound_chain_is_said_to_be_whole_with_its_head(cli: Run, state: Path) 
     outcome = cli("audit", "verify", "--state-dir", state)
     assert outcome.code == 0
     last = outcome.out.splitlines()
-    assert "control.db is whole: 6 rows, held against" in last[-2]
+    assert last[0].startswith("sources: the chain, ") and "recorded head" in last[0]
+    assert "control.db is whole: 6 rows" in last[-2]
     seq, _, digest = last[-1].removeprefix("head ").partition(":")
     assert seq == "6"
     assert cli("audit", "verify", "--state-dir", state, "--head", f"{seq}:{digest}").code == 0
@@ -135,6 +138,90 @@ def test_a_tail_that_was_cut_with_its_heads_shows_against_the_journals(
     assert "--unit=appliance.service" in (tmp_path / "asked").read_text()
 
 
+@pytest.fixture
+def journalctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a program of that name before all others, with this text after its first line."""
+
+    def put(script: str) -> None:
+        (tmp_path / "journalctl").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "journalctl").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    return put
+
+
+def rewrite_with_the_services_own_key(state: Path) -> None:
+    """What the service's user can do: a changed row, every hash after it, and heads that are signed."""
+    chain = [row._asdict() for row in read_audit(state / "control.db")]
+    forge(state, "DELETE FROM audit; DELETE FROM sqlite_sequence WHERE name = 'audit'")
+    with closing(sqlite3.connect(state / "control.db", isolation_level=None)) as connection:
+        connection.execute("BEGIN")
+        for row in chain:
+            entry = audit.Entry(**{name: row[name] for name in audit.Entry._fields})
+            head = audit.append(connection, entry._replace(actor="uid:9") if row["seq"] == 2 else entry)
+        connection.execute("COMMIT")
+    signed = read_key(state / "audit.key").sign_head(head, audit.utc_now())
+    (state / "audit.heads").write_text(signed.line + "\n")
+
+
+def test_what_the_services_own_user_rewrote_shows_against_the_journal_without_asking_for_it(
+    cli: Run,
+    databases: Path,
+    caplog: pytest.LogCaptureFixture,
+    journalctl: Callable[[str], None],
+    tmp_path: Path,
+) -> None:
+    with caplog.at_level("INFO", "store.heads"):
+        control = ControlStore(databases / "control.db")
+        control.start()
+        control.create_tenant(actor="uid:7", name="acme", changes={}).result(10)
+        control.close()
+    lines = [f"12:00:00 INFO    heads: {message}\n" for message in caplog.messages]
+    (tmp_path / "lines").write_text("no head\n" + "".join(lines))
+    journalctl(f"cat {tmp_path}/lines")
+    verify = ("audit", "verify", "--state-dir")
+    sound = cli(*verify, databases)
+    assert sound.code == 0 and f", {len(lines)} journal heads\n" in sound.out
+
+    elsewhere = shutil.copytree(databases, tmp_path / "backup")
+    rewrite_with_the_services_own_key(databases)
+    found = cli(*verify, databases)
+    assert found.code == 1 and "rewritten, it or a row before it" in found.out
+    assert cli(*verify, databases, "--json").code == 1
+    without = cli(*verify, databases, "--no-journal")
+    assert without.code == 0 and "no journal heads (--no-journal)" in without.out
+    of_others = cli(*verify, elsewhere)
+    assert of_others.code == 0 and f"it has none of appliance.service with {elsewhere}" in of_others.out
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo no permission >&2; exit 1", "journalctl failed: no permission"),
+        ("exit 0", "it has none of appliance.service"),
+        ("exec sleep 60", "it was not read to its end within 0.2 s"),
+        (None, "journalctl cannot be run here"),
+    ],
+)
+def test_why_there_are_no_heads_of_the_journal_is_said_and_is_no_error(
+    cli: Run,
+    state: Path,
+    journalctl: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    script: str | None,
+    why: str,
+) -> None:
+    monkeypatch.setattr("appliance.cli.audit_journal.LONGEST_S", 0.2)
+    if script is None:
+        monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    else:
+        journalctl(script)
+    outcome = cli("audit", "verify", "--state-dir", state)
+    assert outcome.code == 0 and f"no journal heads ({why}" in outcome.out
+    assert why in json.loads(cli("audit", "verify", "--state-dir", state, "--json").out)["journal_missing"]
+
+
 def test_a_journal_without_heads_is_no_proof(
     cli: Run, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +229,7 @@ def test_a_journal_without_heads_is_no_proof(
     (tmp_path / "journalctl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     outcome = cli("audit", "verify", "--state-dir", state, "--journal")
-    assert outcome.code == 1 and "has no head of appliance.service" in outcome.err
+    assert outcome.code == 1 and "it has none of appliance.service" in outcome.err
 
 
 def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name(
