@@ -13,7 +13,7 @@ from appliance.traffic.credits import CreditAccount
 from appliance.traffic.figures import ModelFigures, QueueFigures, TenantFigures
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.quotas import Quotas
-from appliance.traffic.remaining import Remaining, remaining
+from appliance.traffic.remaining import Remaining
 from appliance.traffic.request import Request
 from appliance.traffic.tenants import Tenants
 
@@ -66,7 +66,7 @@ class Books:
         now, total = self._clock(), Remaining()
         for name, traffic in self._models.items():
             if model in (None, name):
-                total = total.beside(remaining(self.unfinished(name), traffic.forecast, now))
+                total = total.beside(traffic.outstanding.remaining(traffic.forecast, now))
         return total
 
     def held(self, model: str | None = None) -> int:

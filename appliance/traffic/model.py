@@ -12,6 +12,7 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.overload import Ladder
 from appliance.traffic.queue import BACKGROUND, REAL_TIME, RequestQueue
 from appliance.traffic.rates import DecayingMean
+from appliance.traffic.remaining import Outstanding
 from appliance.traffic.request import OnReplica, Request
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.tenants import Tenant, Tenants
@@ -62,6 +63,7 @@ class ModelTraffic:
         self.stranded: dict[str, Request] = {}
         """Requests of fronts that closed a channel to a replica: what is dispatched for them may get lost."""
         self.accounts: list[CreditAccount] = []
+        self.outstanding = Outstanding()
         self.forecast = Forecast()
         self.ladder = Ladder()
         self._tenants = tenants

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
 from typing import NamedTuple
 
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
+
+_MOST_VOID = 1024
+"""Entries of requests that wait no more, before they are dropped."""
 
 
 class Remaining(NamedTuple):
@@ -30,31 +33,77 @@ class Remaining(NamedTuple):
         )
 
 
-def remaining(requests: Iterable[Request], forecast: Forecast, now: float) -> Remaining:
-    """The work of one model's requests at `now`. Those that run end by themselves; those that wait
-    follow, all replicas serving them together."""
-    running = queued = 0
-    tokens = prompts = outputs = 0.0
-    last_running_s = last_queued_s = 0.0
-    for request in requests:
-        rows = max(1, request.admit.rows)
-        expected = request.expected_tokens / rows
-        if request.queued_at is not None:
-            queued += 1
-            prompts += request.admit.prompt_tokens
-            outputs += request.expected_tokens
-            last_queued_s = max(last_queued_s, expected * forecast.step_s)
-            continue
-        running += 1
-        made = 0.0
-        if request.began_at is not None and forecast.step_s > 0:
-            made = (now - request.began_at) / forecast.step_s
-        # One that should have ended will, with its next token for all we know.
-        left = max(1.0, expected - made)
-        tokens += left * rows
-        last_running_s = max(last_running_s, left * forecast.step_s)
-    seconds = last_running_s
-    if queued and forecast.known:
-        seconds += forecast.serving_s(prompts, outputs) + last_queued_s
-    known = forecast.known or not (running or queued)
-    return Remaining(running, queued, round(tokens + outputs), seconds if known else None)
+class Outstanding:
+    """The unfinished requests of one model, counted as they come and go. What waits is known by its sums:
+    what is left of all costs only those that had a turn, however many wait."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, Request] = {}
+        """Those that wait no more and have not ended."""
+        self._waiting: dict[str, _Work] = {}
+        self._prompts = 0
+        self._outputs = 0.0
+        self._longest: list[tuple[float, str]] = []
+        """A heap of (−output of a sample, request id) of those that wait; entries of others are void."""
+
+    def wait(self, request: Request) -> None:
+        """It begins to wait for a turn: its first, or to go on."""
+        self._begun.pop(request.request_id, None)
+        outputs = request.expected_tokens
+        work = _Work(request.admit.prompt_tokens, outputs, outputs / max(1, request.admit.rows))
+        self._waiting[request.request_id] = work
+        self._prompts += work.prompt_tokens
+        self._outputs += work.outputs
+        heapq.heappush(self._longest, (-work.each, request.request_id))
+        if len(self._longest) > 2 * len(self._waiting) + _MOST_VOID:
+            self._longest = [(-work.each, name) for name, work in self._waiting.items()]
+            heapq.heapify(self._longest)
+
+    def begin(self, request: Request) -> None:
+        """It waits no more: it runs, or is ending."""
+        work = self._waiting.pop(request.request_id)
+        self._begun[request.request_id] = request
+        self._prompts -= work.prompt_tokens
+        # What rounding has left over the hours goes where nothing waits.
+        self._outputs = self._outputs - work.outputs if self._waiting else 0.0
+
+    def end(self, request: Request) -> None:
+        """It has ended; nothing happens if it never waited here."""
+        self._begun.pop(request.request_id, None)
+
+    def remaining(self, forecast: Forecast, now: float) -> Remaining:
+        """The work of all at `now`. Those that run end by themselves; those that wait follow, all replicas
+        serving them together."""
+        tokens = seconds = 0.0
+        for request in self._begun.values():
+            rows = max(1, request.admit.rows)
+            made = 0.0
+            if request.began_at is not None and forecast.step_s > 0:
+                made = (now - request.began_at) / forecast.step_s
+            # One that should have ended will, with its next token for all we know.
+            left = max(1.0, request.expected_tokens / rows - made)
+            tokens += left * rows
+            seconds = max(seconds, left * forecast.step_s)
+        running, queued = len(self._begun), len(self._waiting)
+        if queued and forecast.known:
+            seconds += forecast.serving_s(self._prompts, self._outputs) + self._most_each() * forecast.step_s
+        known = forecast.known or not (running or queued)
+        return Remaining(running, queued, round(tokens + self._outputs), seconds if known else None)
+
+    def _most_each(self) -> float:
+        """The longest that a sample of those that wait is expected to be."""
+        while self._longest:
+            each, name = -self._longest[0][0], self._longest[0][1]
+            if (work := self._waiting.get(name)) is not None and work.each == each:
+                return each
+            heapq.heappop(self._longest)
+        return 0.0
+
+
+class _Work(NamedTuple):
+    """What a request that waits is expected to take."""
+
+    prompt_tokens: int
+    outputs: float
+    each: float
+    """Output tokens of each sample."""

@@ -349,6 +349,7 @@ class Ledger(Books):
             self._refuse(request, failed_model(request.first.model, model.failure))
         else:
             self._wait(request, self._clock())
+            model.outstanding.wait(request)
             waiting = model.stranded if front in self._lost_fronts else model.resumed
             waiting[request.request_id] = request
             self._dispatch(model)
@@ -370,6 +371,7 @@ class Ledger(Books):
     def _enqueue(self, model: ModelTraffic, request: Request) -> None:
         """It waits for its first turn."""
         self._serial += 1
+        model.outstanding.wait(request)
         model.push(request, self._serial)
         if request.front in self._lost_fronts:
             model.strand(request)
@@ -384,7 +386,9 @@ class Ledger(Books):
         for use in self._tenants.of(request.tenant).uses(request.key_id):
             use.queue(request.admit.prompt_tokens, -1)
         if not self._closures.let_go(request):
-            self._models[request.first.model].remove(request)
+            model = self._models[request.first.model]
+            model.remove(request)
+            model.outstanding.begin(request)
 
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
         """A front's channel to a replica is closed: all that it did submit there has been counted."""
@@ -524,6 +528,8 @@ class Ledger(Books):
         if self._requests.pop(request.request_id, None) is None:
             return
         self._ended += 1
+        if (model := self._models.get(request.first.model)) is not None:
+            model.outstanding.end(request)
         if request.keeps_place:
             self._leave_place(request)
             self._dispatch_all()

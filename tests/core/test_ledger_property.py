@@ -7,6 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from appliance.traffic.forecast import Forecast
+from appliance.traffic.remaining import Remaining
 from store.policies import Policies, Quota, TenantRecord
 from tests.core.house import FakeFront, FakeReplica, House
 
@@ -16,6 +18,41 @@ CONCURRENT = 3
 """Requests of it that may run at once."""
 
 pick = st.integers(0, 1_000)
+
+
+class Steady(Forecast):
+    """Of replicas whose rates are round numbers, so that sums in any order are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.step_s = True, 0.25
+
+    def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        return prompt_tokens + 64.0 * output_tokens
+
+
+def looked_up(house: House, forecast: Forecast) -> Remaining:
+    """As `Ledger.remaining`, by a look at every request."""
+    unfinished = list(house.ledger.unfinished())
+    queued = [request for request in unfinished if request.queued_at is not None]
+    lengths = {request: request.expected_tokens / request.admit.rows for request in unfinished}
+    tokens, running_s = 0.0, 0.0
+    for request in unfinished:
+        if request.queued_at is None:
+            made = (house.now - (request.began_at or house.now)) / forecast.step_s if forecast.step_s else 0.0
+            left = max(1.0, lengths[request] - made)
+            tokens += left * request.admit.rows
+            running_s = max(running_s, left * forecast.step_s)
+    outputs = sum(request.expected_tokens for request in queued)
+    seconds: float | None = running_s
+    if queued and forecast.known:
+        prompts = sum(request.admit.prompt_tokens for request in queued)
+        longest = max(lengths[request] for request in queued)
+        seconds = running_s + forecast.serving_s(prompts, outputs) + longest * forecast.step_s
+    known = forecast.known or not unfinished
+    return Remaining(
+        len(unfinished) - len(queued), len(queued), round(tokens + outputs), seconds if known else None
+    )
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -56,6 +93,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def no_more_run_than_may(self) -> None:
         if hasattr(self, "house"):
             assert len(self.house.on_replicas()) <= CONCURRENT
+
+    @invariant()
+    def what_is_left_is_what_a_look_at_every_request_finds(self) -> None:
+        if hasattr(self, "house"):
+            outstanding = self.house.ledger._models["m"].outstanding
+            for forecast in (Forecast(), Steady()):
+                assert outstanding.remaining(forecast, self.house.now) == looked_up(self.house, forecast)
 
     @rule(number=pick)
     def the_core_reads_a_front(self, number: int) -> None:
