@@ -73,10 +73,10 @@ async def serve(
     made of.
     """
     stop, hurry = _signals()
-    manager.tell(STATUS="starting: opening the databases")
     _raise_descriptor_limit()
-    with contextlib.ExitStack() as held:
-        state = held.enter_context(opened(loaded.settings))
+    async with contextlib.AsyncExitStack() as held:
+        held.callback(manager.close)
+        state = await held.enter_async_context(opened(loaded.settings, manager))
         service = Service(loaded, reread, state, manager, held, launch, front_module)
         await service.answer_operators()
         try:

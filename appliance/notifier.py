@@ -11,13 +11,11 @@ import logging
 from collections.abc import Callable
 
 from appliance.readiness import Readiness
-from appliance.systemd import Manager
+from appliance.systemd import EXTENSION_US, Manager
 
 log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
-_EXTENSION_US = 30_000_000
-"""While it loads or drains, the service manager is asked again and again to wait for so long."""
 _LEAST_SIGNS = 4
 """Signs of life within the watchdog's time."""
 
@@ -46,16 +44,12 @@ class Notifier:
     def begin_stop(self) -> None:
         """The service drains from now on."""
         self._stopping = True
-        self._manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=_EXTENSION_US)
+        self._manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=EXTENSION_US)
 
     def close(self) -> None:
-        """Say nothing more; the databases are being closed."""
+        """Say nothing more."""
         if self._timer is not None:
             self._timer.cancel()
-        self._manager.tell(
-            EXTEND_TIMEOUT_USEC=_EXTENSION_US, WATCHDOG=1, STATUS="stopped: closing the databases"
-        )
-        self._manager.close()
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._every_s, self._tick)
@@ -63,7 +57,7 @@ class Notifier:
         if not self._started and not self._stopping and readiness.started():
             self._started = manager.tell(READY=1)
         if self._stopping or (not self._started and readiness.worth_waiting_for()):
-            manager.tell(EXTEND_TIMEOUT_USEC=_EXTENSION_US)
+            manager.tell(EXTEND_TIMEOUT_USEC=EXTENSION_US)
         if manager.watchdog_s is not None:
             stalled_s = self._stalled_s()
             if stalled_s < manager.watchdog_s / 2:

@@ -47,7 +47,7 @@ class Service:
         reread: Callable[[], Loaded],
         state: State,
         manager: Manager,
-        held: contextlib.ExitStack,
+        held: contextlib.AsyncExitStack,
         launch: Launch,
         front_module: str,
     ) -> None:

@@ -7,15 +7,15 @@ import hashlib
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
 from appliance.rundir import RunDirLock, prepare_directories
 from appliance.settings import Settings
+from appliance.systemd import Manager
 from store.control import ControlStore
-from store.migrations import Schema
 from store.requests import RequestLog
 from store.schemas import CONTENTS, HISTORY
 from store.writer import Writer
@@ -40,20 +40,38 @@ class State(NamedTuple):
         return max(self.control.stalled_s, self.history.stalled_s, self.contents.stalled_s)
 
 
-@contextlib.contextmanager
-def opened(settings: Settings) -> Iterator[State]:
+@contextlib.asynccontextmanager
+async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
     """The state of the settings' directories, which are this service's alone meanwhile. Rows that a former
-    service left open are sealed. Raises RunDirError or a StoreError."""
+    service left open are sealed. Raises RunDirError or a StoreError.
+
+    A migration, a recovery or a slow disk takes its time: the service manager hears of which database, and
+    waits.
+    """
+    held = contextlib.ExitStack()
+    state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))
+    try:
+        yield state
+    finally:
+        await manager.wait_for(held.close)
+
+
+@contextlib.contextmanager
+def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
     run_dir, state_dir = Path(settings.run_dir), Path(settings.state_dir)
     prepare_directories(run_dir, state_dir)
     with contextlib.ExitStack() as held:
         lock = RunDirLock(run_dir, state_dir)
         held.callback(lock.release)
         control = ControlStore(state_dir / "control.db", spool_folder=run_dir)
-        control.start()
-        held.callback(control.close)
-        history = held.enter_context(_database(state_dir / "history.db", HISTORY))
-        contents = held.enter_context(_database(state_dir / "contents.db", CONTENTS))
+        history = Writer(state_dir / "history.db", HISTORY, synchronous="NORMAL")
+        contents = Writer(state_dir / "contents.db", CONTENTS, synchronous="NORMAL")
+        databases: tuple[ControlStore | Writer, ...] = (control, history, contents)
+        for database in databases:
+            manager.tell(STATUS=f"starting: opening {database.path}")
+            database.start()
+            held.callback(database.close)
+            held.callback(manager.tell, STATUS=f"stopped: closing {database.path}")
         requests = RequestLog(history)
         requests.seal_open_rows("the service ended without a word").add_done_callback(_say_sealed)
         yield State(control, history, contents, requests)
@@ -72,16 +90,6 @@ def cache_salts(control: ControlStore) -> Callable[[str], str]:
         return hmac.new(secret, owner.encode(), hashlib.sha256).hexdigest()[:32]
 
     return salt
-
-
-@contextlib.contextmanager
-def _database(path: Path, schema: Schema) -> Iterator[Writer]:
-    writer = Writer(path, schema, synchronous="NORMAL")
-    writer.start()
-    try:
-        yield writer
-    finally:
-        writer.close()
 
 
 def _say_sealed(sealed: Future[int]) -> None:

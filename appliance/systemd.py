@@ -5,14 +5,20 @@ The protocols are sd_listen_fds(3), sd_notify(3) and sd_watchdog_enabled(3). Wit
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
+EXTENSION_US = 30_000_000
+"""Whatever takes long, the service manager is asked again and again to wait for so long."""
+_EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
+T = TypeVar("T")
 
 
 class Manager:
@@ -51,6 +57,14 @@ class Manager:
             log.debug("the service manager did not take %s: %s", text, error)
             return False
         return True
+
+    async def wait_for(self, work: Callable[[], T]) -> T:
+        """Do `work` in a thread; what it returns or raises. The manager waits for as long as it takes."""
+        working = asyncio.create_task(asyncio.to_thread(work))
+        while not working.done():
+            self.tell(EXTEND_TIMEOUT_USEC=EXTENSION_US, WATCHDOG=1)
+            await asyncio.wait([working], timeout=_EVERY_S)
+        return working.result()
 
     def close(self) -> None:
         """Say nothing more."""

@@ -4,6 +4,7 @@ trouble."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import signal
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 
 from appliance.notifier import Notifier
+from appliance.settings import Settings
+from appliance.state import opened
 from appliance.systemd import Manager
 from store.migrations import Migration, Schema
 from store.writer import Writer
@@ -101,7 +104,54 @@ def test_a_life_is_told_from_loading_over_ready_to_drained(
     heard.listen()
     assert heard.place(READY="1") < heard.place(STOPPING="1") < heard.place(STATUS="draining: 1 running")
     assert heard.count("EXTEND_TIMEOUT_USEC") > asked + 1
-    assert heard.words[-1]["STATUS"].startswith("stopped")
+    last = [said["STATUS"] for said in heard.words if "STATUS" in said][-1]
+    assert last == f"stopped: closing {service.state_dir}/control.db"
+
+
+def test_databases_that_take_long_to_open_or_to_close_are_waited_for(
+    tmp_path: Path, heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    start, close = Writer.start, Writer.close
+
+    def slow_start(writer: Writer) -> None:
+        assert writer.path.name != "history.db" or go_on.wait(20)
+        start(writer)
+
+    def slow_close(writer: Writer, timeout_s: float = 5.0) -> None:
+        assert writer.path.name != "history.db" or go_on.wait(20)
+        close(writer, timeout_s)
+
+    async def asks_again_and_again(what: str) -> None:
+        async with asyncio.timeout(10):
+            while not heard.says(STATUS=what):
+                await asyncio.sleep(0.01)
+            so_far = heard.count("EXTEND_TIMEOUT_USEC")
+            while heard.count("EXTEND_TIMEOUT_USEC") < so_far + 3:
+                await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        settings = Settings(run_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"))
+        manager = Manager({"NOTIFY_SOCKET": str(heard.path)})
+        async with contextlib.AsyncExitStack() as held:
+            held.callback(manager.close)
+            opening = asyncio.create_task(held.enter_async_context(opened(settings, manager)))
+            await asks_again_and_again(f"starting: opening {tmp_path}/state/history.db")
+            assert not opening.done()
+            go_on.set()
+            await opening
+            go_on.clear()
+            closing = asyncio.create_task(held.aclose())
+            await asks_again_and_again(f"stopped: closing {tmp_path}/state/history.db")
+            assert not closing.done()
+            go_on.set()
+            await closing
+        assert not manager.listens
+
+    monkeypatch.setattr("appliance.systemd._EVERY_S", 0.05)
+    monkeypatch.setattr(Writer, "start", slow_start)
+    monkeypatch.setattr(Writer, "close", slow_close)
+    asyncio.run(scenario())
 
 
 class Board:
