@@ -369,9 +369,10 @@ class KeptPart(msgspec.Struct, array_like=True, frozen=True):
     number: int
     """Among the request's prompts, or answers; from 0."""
     sha256: str
-    """Hex, of the whole text as it was: a conversation as JSON without spaces, token ids as their text."""
+    """Hex, of `text`; of the whole text as it was where only hashes are kept: a conversation as JSON without
+    spaces, token ids as their text."""
     bytes: int
-    """Of that text."""
+    """Of the whole text as it was."""
     text: str | None = None
     """Without its secrets; None where only hashes are kept."""
     truncated: bool = False

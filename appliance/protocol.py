@@ -430,7 +430,7 @@ class KeptText(msgspec.Struct, kw_only=True):
     number: int
     """Among the request's prompts, or answers; from 0."""
     sha256: str
-    """Of the whole text as it was, in UTF-8."""
+    """Of `text`; of the whole text as it was where only hashes are kept."""
     bytes: int
     """Of the whole text as it was."""
     text: str | None = None

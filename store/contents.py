@@ -36,7 +36,7 @@ class Content(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     """Of the request, unix seconds: the retention goes by it."""
     sha256: str
-    """Of the whole text as it was, in UTF-8."""
+    """Of `text`; of the whole text as it was where only hashes are kept."""
     bytes: int
     """Of the whole text as it was."""
     text: str | None = None

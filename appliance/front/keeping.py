@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MOST_WAITING_CHARS = 32 << 20
 """Texts that wait for the thread; what comes beyond is dropped, and counted."""
 MOST_REQUEST_CHARS = 4 << 20
-"""Kept of one request; of texts beyond there is the hash only."""
+"""Kept of one request; of texts beyond there is the length only."""
 
 _BEYOND_CHARS = 1024
 """A secret that a text's end cuts in two must be known by its whole."""
@@ -133,24 +133,27 @@ def _part(
 ) -> KeptPart:
     if isinstance(text, list) and text and isinstance(text[0], int):
         text = said.decode(text)
-    whole = _plain(text)
-    data = whole.encode("utf-8", "surrogatepass")
-    part = KeptPart(name, number, hashlib.sha256(data).hexdigest(), len(data))
+    data = _plain(text).encode("utf-8", "surrogatepass")
     if said.identity.log_policy != "full":
-        return part
+        return KeptPart(name, number, hashlib.sha256(data).hexdigest(), len(data))
     # A message's text as it was meant, not as JSON escapes it: there a secret has another form.
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
-    return msgspec.structs.replace(
-        part,
-        text=shown[:most].encode("utf-8", "backslashreplace").decode(),
+    kept = shown[:most].encode("utf-8", "backslashreplace")
+    # Never a hash of what was taken out: with the rest beside it, a short secret could be guessed.
+    return KeptPart(
+        name,
+        number,
+        hashlib.sha256(kept).hexdigest(),
+        len(data),
+        text=kept.decode(),
         truncated=clean.cut or len(shown) > most,
         redactions=clean.secrets,
     )
 
 
 def _plain(text: Text) -> str:
-    """What is hashed: a text as it is, a conversation as JSON without spaces."""
+    """What is kept: a text as it is, a conversation as JSON without spaces."""
     return text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, separators=(",", ":"))
 
 
