@@ -58,7 +58,6 @@ class Drain:
         self.state = "announced"
         """"announced" (not ready, but still taking), "draining" or "drained"."""
         self.started_at = time.time()
-        self.drained_at: float | None = None
         self.ended = 0
         """Requests that did not finish within the grace and were ended."""
         self._house = house
@@ -66,6 +65,8 @@ class Drain:
         self._announced = False
         self._hurry = hurry or asyncio.Event()
         self._last_words_s = last_words_s
+        self._began = time.monotonic()
+        self._ended: float | None = None
         self._grace_ends: float | None = None
 
     @property
@@ -81,7 +82,7 @@ class Drain:
     @property
     def elapsed_s(self) -> float:
         """How long it has taken."""
-        return (self.drained_at or time.time()) - self.started_at
+        return (time.monotonic() if self._ended is None else self._ended) - self._began
 
     @property
     def grace_left_s(self) -> float:
@@ -91,7 +92,7 @@ class Drain:
     def replaces(self, former: Drain) -> None:
         """Go on where `former` is, with this one's grace."""
         if former.state != "drained":
-            self.started_at = former.started_at
+            self.started_at, self._began = former.started_at, former._began
         if former.state != "announced":
             self.state, self._announced = "draining", True
 
@@ -116,7 +117,7 @@ class Drain:
             log.warning("%s: %d requests did not finish in time", self.name, self.ended)
             self._hurry = asyncio.Event()
             await self._until(self._empty, self._last_words_s)
-        self.state, self.drained_at = "drained", time.time()
+        self.state, self._ended = "drained", time.monotonic()
         log.info("%s is drained after %.1f s", self.name, self.elapsed_s)
 
     def _empty(self) -> bool:

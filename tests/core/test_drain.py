@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ def test_a_hurry_ends_the_notice_and_the_grace() -> None:
         assert one.ended == 1
 
     asyncio.run(check())
+
+
+def test_a_clock_that_somebody_sets_changes_nothing_of_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 100.0)
+    monkeypatch.setattr("appliance.drain.time", clock)
+    house = FakeHouse()
+    house.fronts_know.set()
+    one, other = drain(house), drain(house)
+    clock.time, clock.monotonic = lambda: 5.0, lambda: 107.0
+    later = drain(house)
+    later.replaces(one)
+    for each in (one, later):
+        assert (each.elapsed_s, each.started_at) == (7.0, 1e9)
+    asyncio.run(other.run())
+    clock.monotonic = lambda: 110.0
+    assert (other.state, other.elapsed_s, one.elapsed_s) == ("drained", 7.0, 10.0)
 
 
 def test_a_drain_in_the_place_of_another_does_not_begin_again() -> None:
