@@ -65,8 +65,8 @@ class Drain:
         self._announced = False
         self._hurry = hurry or asyncio.Event()
         self._last_words_s = last_words_s
-        self._began = time.monotonic()
-        self._ended: float | None = None
+        self._begun_at = time.monotonic()
+        self._drained_at: float | None = None
         self._grace_ends: float | None = None
 
     @property
@@ -82,7 +82,7 @@ class Drain:
     @property
     def elapsed_s(self) -> float:
         """How long it has taken."""
-        return (time.monotonic() if self._ended is None else self._ended) - self._began
+        return (time.monotonic() if self._drained_at is None else self._drained_at) - self._begun_at
 
     @property
     def grace_left_s(self) -> float:
@@ -92,7 +92,7 @@ class Drain:
     def replaces(self, former: Drain) -> None:
         """Go on where `former` is, with this one's grace."""
         if former.state != "drained":
-            self.started_at, self._began = former.started_at, former._began
+            self.started_at, self._begun_at = former.started_at, former._begun_at
         if former.state != "announced":
             self.state, self._announced = "draining", True
 
@@ -117,7 +117,7 @@ class Drain:
             log.warning("%s: %d requests did not finish in time", self.name, self.ended)
             self._hurry = asyncio.Event()
             await self._until(self._empty, self._last_words_s)
-        self.state, self._ended = "drained", time.monotonic()
+        self.state, self._drained_at = "drained", time.monotonic()
         log.info("%s is drained after %.1f s", self.name, self.elapsed_s)
 
     def _empty(self) -> bool:
