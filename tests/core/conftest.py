@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,11 +100,20 @@ def read_answer(sock: socket.socket) -> list[str]:
 
 
 @pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that other users may look into. Every run of pytest that begins closes those above
+    `tmp_path`."""
+    with tempfile.TemporaryDirectory(prefix="appliance-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.fixture
 def make_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     made: list[Service] = []
 
-    def make(settings: str = "", models: tuple[str, ...] = ("m",)) -> Service:
-        made.append(Service(tmp_path, settings, models))
+    def make(settings: str = "", models: tuple[str, ...] = ("m",), folder: Path = tmp_path) -> Service:
+        made.append(Service(folder, settings, models))
         return made[-1]
 
     yield make

@@ -237,13 +237,12 @@ def test_a_suspended_tenants_operator_key_opens_nothing(service: Service) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_operators_are_known_by_uid_and_by_group(make_service: Make, tmp_path: Path) -> None:
+def test_operators_are_known_by_uid_and_by_group(open_folder: Path, make_service: Make) -> None:
     service = make_service(
-        "[admin]\nuids = [4001]\ngroups = [4100, 'no such group']\n[unix]\nadmin_mode = '0666'"
+        "[admin]\nuids = [4001]\ngroups = [4100, 'no such group']\n[unix]\nadmin_mode = '0666'",
+        folder=open_folder,
     )
     service.run_dir.mkdir(mode=0o755)
-    for folder in (service.folder, *service.folder.parents[:2]):
-        folder.chmod(0o755)
     service.start()
     service.wait_ready()
     key = new_key(service, scopes=["read"])
