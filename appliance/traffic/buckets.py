@@ -54,7 +54,7 @@ class Bucket:
     `level` may be below zero only after a crash, when more was used than was known.
     """
 
-    __slots__ = ("_peaks", "changed", "held", "level", "limit", "owner", "rate", "updated_at")
+    __slots__ = ("_peaks", "held", "level", "limit", "owner", "rate", "updated_at")
 
     def __init__(self, owner: str, limit: str, rate: Rate, now: float) -> None:
         self.owner = owner
@@ -66,8 +66,6 @@ class Bucket:
         self.held = 0.0
         """Taken by requests whose rows have not ended: reserved, or charged already."""
         self.updated_at = now
-        self.changed = True
-        """Since somebody last took this away: there is something to write down."""
         self._peaks = Peaks()
 
     @property
@@ -93,14 +91,12 @@ class Bucket:
         self.refill(now)
         self.rate = rate
         self.level = min(self.level, rate.capacity)
-        self.changed = True
 
     def take(self, amount: float) -> int:
         """A request takes this much of a bucket that was refilled just now; the number of this take."""
         number = self._peaks.take(self.level)
         self.level -= amount
         self.held += amount
-        self.changed = True
         return number
 
     def settle(self, number: int, unused: float, now: float) -> None:
@@ -110,12 +106,10 @@ class Bucket:
         peak = max(self.level, self._peaks.settle(number, unused, capacity))
         self.level += max(0.0, min(unused, capacity - peak))
         self.held -= unused
-        self.changed = True
 
     def let_go(self, amount: float) -> None:
         """A request that holds so much has ended: it is used."""
         self.held -= amount
-        self.changed = True
 
     def wait_s(self, amount: float) -> float:
         """Seconds until this much is there if nobody takes or gives back any; inf if it never can be."""

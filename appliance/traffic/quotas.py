@@ -13,7 +13,7 @@ No I/O. Not thread-safe: everything belongs to the core's event loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from appliance.durations import duration
 from appliance.messages import RateLimits
@@ -63,9 +63,17 @@ class Account:
 class Reservation:
     """What one request holds until its row has ended."""
 
-    __slots__ = ("max_tokens", "taken", "tokens")
+    __slots__ = ("accounts", "max_tokens", "taken", "tokens")
 
-    def __init__(self, taken: tuple[tuple[Bucket, int], ...], prompt_tokens: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        accounts: tuple[Account, ...],
+        taken: tuple[tuple[Bucket, int], ...],
+        prompt_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        self.accounts = accounts
+        """Whose buckets these are."""
         self.tokens = prompt_tokens + max_tokens
         """Reserved; after `Quotas.settle`, charged."""
         self.max_tokens = max_tokens
@@ -123,6 +131,8 @@ class Quotas:
         self._tenants: dict[str, Account] = {}
         self._keys: dict[str, Account] = {}
         """By the ids of a key and of those that it has replaced: rotating a key gives nothing new."""
+        self._changed: dict[Account, None] = {}
+        """Whose levels are others than were last told as news, in the order in which they became so."""
         self._gone: set[Name] = set()
         self._asked = False
 
@@ -152,12 +162,13 @@ class Quotas:
     def _open(self, scope: str, name: str, quota: Quota, known: Account | None, now: float) -> Account:
         if known is None:
             known = Account(scope, name, quota, now)
-        else:
+            self._changed[known] = None
+        elif (known.name, known.quota) != (name, quota):
             known.set_quota(quota, now)
-            if known.name != name:
-                known.name = name
-                for bucket in known.buckets.values():
-                    bucket.owner, bucket.changed = f"{scope} {name!r}", True
+            known.name = name
+            for bucket in known.buckets.values():
+                bucket.owner = f"{scope} {name!r}"
+            self._changed[known] = None
         self._accounts[(scope, name)] = known
         return known
 
@@ -180,7 +191,8 @@ class Quotas:
         """
         self._asked = True
         now = self._clock()
-        buckets = tuple(self._buckets(tenant, key_id, now))
+        accounts = self._accounts_of(tenant, key_id)
+        buckets = _refilled(accounts, now)
         if may_lower:
             max_tokens = _lowered(buckets, prompt_tokens, max_tokens, samples)
         needed = prompt_tokens + max_tokens
@@ -189,7 +201,9 @@ class Quotas:
             shortages = [Shortage(bucket, needed if bucket.counts_tokens else 1) for bucket in short]
             return max(shortages, key=lambda shortage: shortage.wait_s)
         taken = tuple((bucket, bucket.take(needed if bucket.counts_tokens else 1)) for bucket in buckets)
-        return Reservation(taken, prompt_tokens, max_tokens)
+        reservation = Reservation(accounts, taken, prompt_tokens, max_tokens)
+        self._note(reservation)
+        return reservation
 
     def settle(self, reservation: Reservation, tokens: int) -> None:
         """It took so many tokens, prompt and output together, and no more than were reserved: the others come
@@ -198,6 +212,7 @@ class Quotas:
         unused = max(0, reservation.tokens - tokens)
         for bucket, number in reservation.taken:
             bucket.settle(number, unused if bucket.counts_tokens else 0 if tokens else 1, now)
+        self._note(reservation)
         if not tokens:
             reservation.taken = ()
         reservation.tokens -= unused
@@ -206,12 +221,14 @@ class Quotas:
         """The row of a settled request has ended: what it took is used. To be called once."""
         for bucket, _ in reservation.taken:
             bucket.let_go(reservation.tokens if bucket.counts_tokens else 1)
+        if reservation.taken:
+            self._note(reservation)
         reservation.taken = ()
 
     def rate_limits(self, tenant: str, key_id: str) -> RateLimits | None:
         """For the headers of an answer: the tightest limit on requests and that on tokens. None without any
         limit."""
-        buckets = list(self._buckets(tenant, key_id, self._clock()))
+        buckets = _refilled(self._accounts_of(tenant, key_id), self._clock())
         if not buckets:
             return None
         requests = min((b for b in buckets if not b.counts_tokens), key=_level, default=None)
@@ -241,14 +258,16 @@ class Quotas:
 
     def buckets(self, tenant: str) -> list[Bucket]:
         """Those of a tenant, refilled; nobody else may change them."""
-        return list(self._buckets(tenant, "", self._clock()))
+        return list(_refilled(self._accounts_of(tenant, ""), self._clock()))
 
-    def _buckets(self, tenant: str, key_id: str, now: float) -> Iterator[Bucket]:
-        for account in (self._tenants.get(tenant), self._keys.get(key_id)):
-            if account is not None:
-                for bucket in account.buckets.values():
-                    bucket.refill(now)
-                    yield bucket
+    def _accounts_of(self, tenant: str, key_id: str) -> tuple[Account, ...]:
+        of_tenant, of_key = self._tenants.get(tenant), self._keys.get(key_id)
+        return tuple([account for account in (of_tenant, of_key) if account is not None])
+
+    def _note(self, reservation: Reservation) -> None:
+        """The levels that it takes from are others now."""
+        for account in reservation.accounts:
+            self._changed[account] = None
 
     # ── restarts ──
 
@@ -257,11 +276,9 @@ class Quotas:
         who has none any more."""
         monotonic = self._clock()
         gone, self._gone = list(self._gone), set()
-        changed = [
-            account
-            for account in self._accounts.values()
-            if any(bucket.changed for bucket in account.buckets.values())
-        ]
+        # Some were changed by requests that outlived them.
+        changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
+        self._changed = {}
         if not changed and self._asked:
             # Says up to which row of the request log the others are right, so that a start reads few of them.
             changed = list(self._accounts.values())[:1]
@@ -271,9 +288,7 @@ class Quotas:
     def remember(self, gone: Iterable[Name] = ()) -> None:
         """What `news` gave was not written: all of it, and who has none, is news again."""
         self._gone |= set(gone) - self._accounts.keys()
-        for account in self._accounts.values():
-            for bucket in account.buckets.values():
-                bucket.changed = True
+        self._changed = dict.fromkeys(self._accounts.values())
 
     def restore(self, state: QuotaState, now: float) -> None:
         """Go on at unix time `now` where the last run ended. To be called after the first `set_policies`."""
@@ -302,6 +317,13 @@ def _has_rates(quota: Quota) -> bool:
     return any(getattr(quota, limit) is not None for limit in LIMITS)
 
 
+def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
+    buckets = tuple([bucket for account in accounts for bucket in account.buckets.values()])
+    for bucket in buckets:
+        bucket.refill(now)
+    return buckets
+
+
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
     """The most to produce with what is left of every limit on tokens."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
@@ -326,7 +348,6 @@ def _levels(account: Account, monotonic: float, now: float) -> QuotaLevels:
     settled = {}
     for limit, bucket in account.buckets.items():
         bucket.refill(monotonic)
-        bucket.changed = False
         settled[limit] = bucket.settled
     return QuotaLevels(scope=account.scope, name=account.name, at=now, **settled)
 

@@ -113,6 +113,7 @@ class QuotaMachine(RuleBasedStateMachine):
         self.quotas.set_policies(self.policies())
         self.snapshot: dict[str, QuotaLevels] = {}
         self.changed_since: set[int] = set()
+        self.touched = set(self.quota)
         self.save()
 
     def policies(self) -> Policies:
@@ -151,6 +152,7 @@ class QuotaMachine(RuleBasedStateMachine):
         self.asks.append(ask)
         self.open.append(ask)
         self.changed_since.add(id(ask))
+        self.touched |= {"t", key}
 
     @rule(which=st.integers(0, 1000), part=st.sampled_from([0, 1, 4, 8]))
     def a_request_settles(self, which: int, part: int) -> None:
@@ -161,6 +163,7 @@ class QuotaMachine(RuleBasedStateMachine):
             self.quotas.settle(ask.reservation, ask.tokens)
             assert ask.reservation.tokens == ask.tokens
             ask.settled = True
+            self.touched |= {"t", ask.key}
 
     @rule(which=st.integers(0, 1000))
     def a_row_ends(self, which: int) -> None:
@@ -170,11 +173,18 @@ class QuotaMachine(RuleBasedStateMachine):
             self.quotas.close(ask.reservation)
             self.open.remove(ask)
             self.changed_since.add(id(ask))
+            self.touched |= {"t", ask.key} if ask.tokens else set()
 
     @rule()
     def save(self) -> None:
         levels, gone = self.quotas.news(self.now)
         assert not gone
+        told, limited = (
+            {one.name for one in levels},
+            {account.name for account in self.quotas._accounts.values()},
+        )
+        touched, self.touched = self.touched & limited, set()
+        assert told == touched or (not touched and len(told) == 1), "who changed is told, and nobody else"
         self.snapshot |= {one.name: one for one in levels}
         self.changed_since = set()
 
@@ -192,6 +202,7 @@ class QuotaMachine(RuleBasedStateMachine):
         self.quotas = Quotas(lambda: self.now)
         self.quotas.set_policies(self.policies())
         self.quotas.restore(QuotaState(list(self.snapshot.values()), used), self.now)
+        self.touched = set(self.quota)
         self.save()
 
     # ── what holds ──
