@@ -331,6 +331,7 @@ class Switchboard:
 
     def front_started(self, front: Front) -> None:
         self._by_name[front.name] = front
+        self.ledger.add_front(front.name)
         self._configure(front)
         front.send(self._told_identities or self._identities.current())
         for replica in self.replicas:

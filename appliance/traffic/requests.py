@@ -97,6 +97,8 @@ class Ledger(Books):
         """When a request that waits may have waited too long."""
         self._serial = 0
         self._tidied_at = 0.0
+        self._fronts: set[str] = set()
+        """That live."""
         self._lost_fronts: set[str] = set()
         """Fronts that closed a channel to a replica: they are dying, or of no use. What is dispatched for
         them may not arrive."""
@@ -200,6 +202,10 @@ class Ledger(Books):
 
     # ── fronts ──
 
+    def add_front(self, front: str) -> None:
+        """A front has started, and may ask. No other has its name, ever."""
+        self._fronts.add(front)
+
     def admit(self, front: str, admit: Admit) -> None:
         """A front asks for a turn: the first time, or again after it lost the replica."""
         known = self._requests.get(admit.request_id)
@@ -266,6 +272,7 @@ class Ledger(Books):
                     request, 499, "cancelled", "the front process died", self._unix()
                 )
             self._end_if_complete(request)
+        self._fronts.discard(front)
         self._lost_fronts.discard(front)
 
     # ── drain ──
@@ -392,7 +399,9 @@ class Ledger(Books):
 
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
         """A front's channel to a replica is closed: all that it did submit there has been counted."""
-        self._lost_fronts.add(front)
+        if front in self._fronts:
+            # Of one that is dead, replicas say it later, and nothing comes of it any more.
+            self._lost_fronts.add(front)
         for request in [r for r in self._requests.values() if r.front == front]:
             if request.queued_at is not None and request not in self._closures:
                 self._models[request.first.model].strand(request)

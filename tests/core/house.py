@@ -144,6 +144,7 @@ class House:
 
     def new_front(self) -> FakeFront:
         front = self.fronts[f"front-{len(self.fronts)}"] = FakeFront(f"front-{len(self.fronts)}")
+        self.ledger.add_front(front.name)
         for replica in self.live_replicas():
             replica.inbox[front.name] = deque()
         return front
@@ -361,5 +362,7 @@ class House:
             assert (account.available_rows, account.available_tokens) == (ROWS, TOKENS)
         figures = self.ledger.figures()
         assert (figures.waiting, figures.running) == (0, 0)
+        living = {front.name for front in self.fronts.values() if front.alive}
+        assert self.ledger._fronts == living and self.ledger._lost_fronts <= living, "a dead front is known"
         for usage in self.ledger.quotas.usage("tenant", "t"):
             assert usage.held == 0, "a quota holds something for nobody"
