@@ -398,8 +398,12 @@ class Switchboard:
     def replica_ready(self, replica: Replica) -> None:
         self.fleet.learn(replica)
         self.ledger.recover_model(replica.model)
-        for front in self._by_name.values():
-            self._attach(front, replica)
+        try:
+            for front in self._by_name.values():
+                self._attach(front, replica)
+        except OSError as error:
+            replica.kill(f"its channels to fronts could not be made: {error}")
+            return
         if replica.account is not None:
             # Only now: an `Admitted` must find the front's channel to its replica in place.
             self.ledger.add_replica(replica.account)

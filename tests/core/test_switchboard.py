@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,29 @@ def board(tmp_path: Path) -> Iterator[Any]:
     parts = Parts(tmp_path)
     yield parts.switchboard
     parts.close()
+
+
+def test_a_replica_that_not_every_front_can_reach_gets_no_requests_and_starts_anew(board: Any) -> None:
+    def attach_front(name: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    killed: list[str] = []
+    account = CreditAccount("demo-0", "demo", "cpu")
+    group = SimpleNamespace(attach_front=attach_front)
+    replica = SimpleNamespace(
+        name="demo-0",
+        model="demo",
+        account=account,
+        group=group,
+        described=None,
+        info=None,
+        kill=killed.append,
+    )
+    board.front_started(board.fronts[0])
+    board.replica_ready(replica)
+    assert killed == ["its channels to fronts could not be made: [Errno 24] Too many open files"]
+    assert board.ledger._models["demo"].accounts == []
+    board.replica_lost(replica)
 
 
 @pytest.mark.parametrize("replica_first", [True, False])
