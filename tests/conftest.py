@@ -4,9 +4,22 @@ float16; numerics of bfloat16 and FP8 are a GPU's to prove."""
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     # Here, before any test module is imported: Triton looks once, when it is first imported.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that other users may look into. Every run of pytest that begins closes those above
+    `tmp_path`."""
+    with tempfile.TemporaryDirectory(prefix="appliance-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)

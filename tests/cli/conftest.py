@@ -28,6 +28,8 @@ from store.schemas import HISTORY
 from store.writer import Writer
 from tests.cli.servers import AdminService, ApiService
 
+HOMES = ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
+
 
 class Outcome(NamedTuple):
     """What a command printed and returned."""
@@ -57,7 +59,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("APPLIANCE_CONFIG", "RUNTIME_DIRECTORY", "STATE_DIRECTORY", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("appliance.settings.SYSTEM_CONFIG", tmp_path / "no-such-file")
-    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+    for name in HOMES:
         monkeypatch.setenv(name, str(tmp_path / "home"))
 
 
@@ -76,8 +78,9 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 
 
 @pytest.fixture
-def run_unprivileged_cli(tmp_path: Path) -> Run:
-    """Runs the command in a process of a user without write rights to anything of root's."""
+def run_unprivileged_cli(open_folder: Path) -> Run:
+    """Runs the command in a process of a user without write rights to anything of root's. What it is to read
+    must lie in `open_folder`."""
 
     def run(*words: object) -> Outcome:
         # A first run imports everything: the interpreter's own files may be closed to the other user.
@@ -89,12 +92,14 @@ def run_unprivileged_cli(tmp_path: Path) -> Run:
             source += "os.setgroups([]); os.setegid(65534); os.seteuid(65534)\n"
         source += "sys.exit(main())"
         done = subprocess.run(
-            [sys.executable, "-c", source, *map(str, words)], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", source, *map(str, words)],
+            env={**os.environ, **dict.fromkeys(HOMES, str(open_folder / "home"))},
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         return Outcome(done.returncode, done.stdout, done.stderr)
 
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(folder.stat().st_mode | 0o055)
     return run
 
 

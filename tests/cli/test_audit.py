@@ -300,7 +300,9 @@ def test_a_copy_by_itself_is_verified_too(cli: Run, state: Path, tmp_path: Path)
     assert cli("audit", "verify", "--file", tmp_path / "none").code == 1
 
 
-def test_reading_takes_no_write_rights(cli: Run, state: Path, run_unprivileged_cli: Run) -> None:
+def test_reading_takes_no_write_rights(state: Path, open_folder: Path, run_unprivileged_cli: Run) -> None:
+    state = shutil.copytree(state, open_folder / "state")
+    state.chmod(0o755)
     if os.geteuid() == 0:
         # The other user is of the service's group; the key is for the service's user alone all the same.
         for file in state.iterdir():

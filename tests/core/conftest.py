@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,15 +96,6 @@ def read_answer(sock: socket.socket) -> list[str]:
     """Every line of an answer."""
     with sock, sock.makefile() as lines:
         return [line.strip() for line in lines]
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """One that other users may look into. Every run of pytest that begins closes those above
-    `tmp_path`."""
-    with tempfile.TemporaryDirectory(prefix="appliance-") as folder:
-        Path(folder).chmod(0o755)
-        yield Path(folder)
 
 
 @pytest.fixture
