@@ -107,17 +107,17 @@ class Ledger(Books):
 
     def set_policies(self, policies: Policies) -> None:
         """Go by these tenants and keys from now on, also for what waits."""
-        self._tenants.set_policies(policies)
         self.quotas.set_policies(policies)
-        for tenant in self._tenants:
+        changed = {tenant.name: tenant for tenant in self._tenants.set_policies(policies)}
+        for tenant in changed.values():
             for model in self._models.values():
                 for key_id in tenant.keys or ("",):
                     model.reconsider(tenant, key_id)
             tenant.held_at.clear()
             tenant.follow_rotations(self._tenants.limits_key)
-        for request in list(self._requests.values()):
+        for request in [one for one in self._requests.values() if one.tenant in changed]:
             request.count_against(self._tenants.limits_key(request.key_id))
-            if request.queued_at is not None and (tenant := self._tenants.of(request.tenant)).suspended:
+            if request.queued_at is not None and (tenant := changed[request.tenant]).suspended:
                 self._refuse(request, suspended(tenant))
         self._dispatch_all()
 

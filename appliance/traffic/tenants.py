@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from appliance.traffic.outputs import OutputLengths
-from store.policies import Policies, Quota, TenantRecord
+from store.policies import KeyRecord, Policies, Quota, TenantRecord
+
+Record = TypeVar("Record", TenantRecord, KeyRecord)
 
 _SEEN_S = 60.0
 """A tenant that asked so lately is expected to ask again."""
@@ -130,11 +133,16 @@ class Tenants:
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values())
 
-    def set_policies(self, policies: Policies) -> None:
-        """Take other decisions; a tenant that nothing was decided about has a weight of 1 and no limits."""
-        self._policies = policies
-        for tenant in self._tenants.values():
+    def set_policies(self, policies: Policies) -> list[Tenant]:
+        """Take other decisions; a tenant that nothing was decided about has a weight of 1 and no limits.
+        Returns the tenants for which, or for whose keys, something is different."""
+        before, self._policies = self._policies, policies
+        names = {record.name for record in _different(before.tenants, policies.tenants)}
+        names |= {record.tenant for record in _different(before.keys, policies.keys)}
+        changed = [self._tenants[name] for name in names & self._tenants.keys()]
+        for tenant in changed:
             self._apply(tenant)
+        return changed
 
     def of(self, name: str) -> Tenant:
         """The tenant of this name."""
@@ -198,3 +206,12 @@ class Tenants:
         tenant.weight = record.weight if record is not None else 1.0
         tenant.quota = record.quota if record is not None else _NO_LIMITS
         tenant.suspended = record is not None and record.suspended_at is not None
+
+
+def _different(before: Mapping[str, Record], after: Mapping[str, Record]) -> Iterator[Record]:
+    """The records that are not in both, or not the same."""
+    for one, other in ((before, after), (after, before)):
+        for name, record in one.items():
+            # Most are the same object: a change keeps the records that it is not about.
+            if (known := other.get(name)) is not record and known != record:
+                yield record
