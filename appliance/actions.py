@@ -202,12 +202,26 @@ class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class BeginBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Record that a backup is being taken, which the command does by itself."""
+    """Record that a backup begins, which the command takes by itself; `EndBackup` says what came of it."""
 
     path: str
     """Where it goes."""
     contents: bool = True
     """Prompts and answers are in it."""
+
+
+class EndBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Record what came of a backup, as the command that took it says: complete with `rows` and `sha256`, or
+    failed with `error`."""
+
+    path: str
+    """Where it is, or was to go."""
+    rows: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Of the audit chain in it."""
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    """Hex, of the archive; of a folder's `backup.json`, which has those of its other files."""
+    error: Annotated[str, msgspec.Meta(min_length=1, max_length=2000)] | None = None
+    """Why there is none."""
 
 
 class Action(NamedTuple):
@@ -241,7 +255,8 @@ ACTIONS: tuple[Action, ...] = (
     Action("config.reload", "Reload the settings", "none", ReloadConfig, Reloaded),
     Action("requests.cancel", "Cancel a request", "confirm", CancelRequest, Done),
     Action("requests.show", "Show a request's prompts and answers", "none", ShowContents, Contents),
-    Action("backup", "Take a backup", "none", BeginBackup, AuditHead),
+    Action("backup.begin", "Begin a backup", "none", BeginBackup, AuditHead),
+    Action("backup.end", "Say what came of a backup", "none", EndBackup, Done),
 )
 
 

@@ -59,6 +59,8 @@ class Backup(NamedTuple):
     files: list[BackupFile]
     audit_rows: int
     audit_head: str
+    sha256: str = ""
+    """Of the archive; of a folder's `backup.json`, which has those of its other files."""
 
 
 def back_up(
@@ -95,13 +97,14 @@ def back_up(
         folder.mkdir(mode=0o700)
         done = _fill(folder, state_dir, others, recorded, contents, made_at.isoformat(timespec="seconds"))
         finished = _archive(folder, suffix) if suffix else folder
+        digest = _sha256(finished if suffix else folder / MANIFEST_FILE)
         finished.rename(target)
         _sync(target.parent)
     except OSError as error:
         raise explain_os(Path(error.filename or target), error) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return done._replace(path=target)
+    return done._replace(path=target, sha256=digest)
 
 
 def _fill(
@@ -140,7 +143,7 @@ def _fill(
     head = findings.verdict.head
     done = Backup(folder, made_at, files, head.seq, head.hash)
     manifest = {**done._asdict(), "files": [file._asdict() for file in files]}
-    del manifest["path"]
+    del manifest["path"], manifest["sha256"]
     _write(folder / MANIFEST_FILE, json.dumps(manifest, indent=2).encode() + b"\n")
     for path in (*folder.rglob("*"), folder):
         if path.is_dir():

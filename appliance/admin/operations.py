@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from appliance.actions import Action, BeginBackup, CancelRequest, ReloadConfig, ShowContents, action_named
+from appliance.actions import (
+    Action,
+    BeginBackup,
+    CancelRequest,
+    EndBackup,
+    ReloadConfig,
+    ShowContents,
+    action_named,
+)
 from appliance.admin.app import ActionError
 from appliance.admin.decisions import Decisions
 from appliance.admin.status import audit_status, database_status, in_flight, status_of
@@ -48,6 +56,8 @@ class Effect(NamedTuple):
     result: msgspec.Struct
     before: object = None
     after: object = None
+    said: str = "ok"
+    """The audit's result."""
 
 
 class Operations:
@@ -141,7 +151,8 @@ class Operations:
         said = "failed: the service's log says why"
         try:
             done = await self._perform(acting, action, parameters)
-            what, said = done if isinstance(done, Effect) else Effect(done), "ok"
+            what = done if isinstance(done, Effect) else Effect(done)
+            said = what.said
         except (ValueError, ConflictError, UnknownRecordError, LookupError) as error:
             said = f"refused: {error}"
             raise ActionError(_status_of(error), str(error)) from error
@@ -179,6 +190,12 @@ class Operations:
                 self._control.trail.record_head()
                 head = self._control.trail.state().head
                 return AuditHead(seq=head.seq, hash=head.hash)
+            case EndBackup(path=path, rows=rows, sha256=sha256, error=error):
+                if error is not None and rows is None and sha256 is None:
+                    return Effect(Done(message=f"backup {path} failed"), said=f"failed: {error}")
+                if error is not None or rows is None or sha256 is None:
+                    raise ValueError("backup.end: give rows and sha256 of a complete backup, or an error")
+                return Done(message=f"backup {path} is complete")
         raise LookupError(f"{action.name} is in the registry and nobody does it")
 
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from appliance.actions import BeginBackup
-from appliance.cli.failure import Failure, told
+from appliance.actions import BeginBackup, EndBackup
+from appliance.cli.failure import Failure
 from appliance.cli.output import of_count, print_json
 from appliance.cli.service import find_run_dir, find_state_dir
 from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
@@ -19,6 +19,9 @@ from store.audit import Head
 from store.backup import Backup, back_up
 from store.errors import StoreError
 from store.evidence import Recorded
+
+_LONGEST_ERROR = 2000
+"""Characters of it that are recorded."""
 
 
 def take_backup(
@@ -33,11 +36,20 @@ def take_backup(
     """Copy, check, and say what was copied."""
     run = find_run_dir(run_dir, config)
     state, path = find_state_dir(state_dir, run, config), Path(target).absolute()
-    head = _announced(run, BeginBackup(path=str(path), contents=contents))
-    with told(StoreError, SettingsError):
+    head = _begun(run, BeginBackup(path=str(path), contents=contents))
+    try:
         done = back_up(
             state, path, others=_settings_files(config), recorded=_recorded(head), contents=contents
         )
+    except BaseException as error:
+        if head is not None:
+            why = str(error) or type(error).__name__
+            _ended(run, EndBackup(path=str(path), error=why[:_LONGEST_ERROR]))
+        if isinstance(error, StoreError | SettingsError):
+            raise Failure(str(error)) from error
+        raise
+    if head is not None:
+        _ended(run, EndBackup(path=str(done.path), rows=done.audit_rows, sha256=done.sha256))
     if as_json:
         print_json(
             {**done._asdict(), "path": str(done.path), "files": [file._asdict() for file in done.files]}
@@ -48,8 +60,8 @@ def take_backup(
     _say(done)
 
 
-def _announced(run: Path, begin: BeginBackup) -> Head | None:
-    """Have the running service record that a backup is taken; the audit's head, which the copy must hold."""
+def _begun(run: Path, begin: BeginBackup) -> Head | None:
+    """Have the running service record that a backup begins; the audit's head, which the copy must hold."""
     with AdminClient(run, key=os.environ.get("APPLIANCE_ADMIN_KEY") or None) as client:
         try:
             answer = client.act(begin)
@@ -59,6 +71,15 @@ def _announced(run: Path, begin: BeginBackup) -> Head | None:
             return None
     assert isinstance(answer, AuditHead)
     return Head(answer.seq, answer.hash)
+
+
+def _ended(run: Path, end: EndBackup) -> None:
+    """Have it record what came of the backup: a copy is no worse for a service that does not any more."""
+    with AdminClient(run, key=os.environ.get("APPLIANCE_ADMIN_KEY") or None) as client:
+        try:
+            client.act(end)
+        except (ServiceNotRunningError, AdminError) as error:
+            print(f"The end of this backup is not recorded in the audit: {error}", file=sys.stderr)
 
 
 def _recorded(head: Head | None) -> Iterable[Recorded]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.protocol import Contents, Done, ErrorBody, Key, NewKey, Peer, Status, Tenant
+from appliance.protocol import AuditHead, Contents, Done, ErrorBody, Key, NewKey, Peer, Status, Tenant
 from store.policies import Quota
 
 
@@ -74,6 +74,7 @@ class AdminService(_Service):
         """Of the latest request."""
         self.actions: list[tuple[str, Any]] = []
         self.contents: Contents | None = None
+        self.head: AuditHead | None = None
         super().__init__(path)
 
     def get(self, handler: _Handler) -> None:
@@ -113,6 +114,8 @@ class AdminService(_Service):
             result = a_tenant(parameters["name"])
         elif name == "requests.show":
             result = self.contents
+        elif name == "backup.begin":
+            result = self.head
         elif parameters.get("id") == "key_0":
             handler.answer(msgspec.json.encode(ErrorBody(message="no key has id 'key_0'")), 404)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,15 +10,20 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from appliance.protocol import AuditHead
 from store import audit, exports
 from store.audit import Actor
+from store.backup import Backup, back_up
 from store.control import ControlStore
+from store.errors import StoreError
 from store.evidence import read_audit
 from store.heads import SigningKey, read_key
 from tests.cli.conftest import Run
+from tests.cli.servers import AdminService
 
 TAIL = "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHERE name = 'audit'"
 
@@ -330,6 +336,52 @@ def test_a_backup_of_a_stopped_service_is_made_and_said_not_to_be_audited(
     assert cli("audit", "verify", "--state-dir", target).code == 0
     again = cli(*words, "--json")
     assert again.code == 0 and json.loads(again.out)["path"].startswith(f"{target}/appliance-")
+
+
+def test_a_backup_of_a_running_service_reports_its_begin_and_its_end(
+    cli: Run, state: Path, tmp_path: Path, run_dir: Path, admin: AdminService
+) -> None:
+    last = read_audit(state / "control.db")[-1]
+    admin.head = AuditHead(seq=last.seq, hash=last.hash)
+    target, place = tmp_path / "backup.tar", ("--state-dir", state, "--run-dir", run_dir)
+    made = cli("backup", target, *place, "--json")
+    digest = hashlib.sha256(target.read_bytes()).hexdigest()
+    assert made.code == 0 and json.loads(made.out)["sha256"] == digest
+    end = {"path": str(target), "rows": 6, "sha256": digest, "error": None}
+    assert admin.actions == [
+        ("backup.begin", {"path": str(target), "contents": True}),
+        ("backup.end", end),
+    ]
+    assert cli("backup", target, *place).code == 1
+    name, failed = admin.actions[-1]
+    assert (name, failed["sha256"]) == ("backup.end", None) and "exists already" in failed["error"]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_of_a_service_that_is_gone_by_the_end_the_command_says_that_it_is_not_recorded(
+    cli: Run,
+    state: Path,
+    tmp_path: Path,
+    run_dir: Path,
+    admin: AdminService,
+    monkeypatch: pytest.MonkeyPatch,
+    complete: bool,
+) -> None:
+    last = read_audit(state / "control.db")[-1]
+    admin.head = AuditHead(seq=last.seq, hash=last.hash)
+
+    def copy(*words: Any, **options: Any) -> Backup:
+        (run_dir / "admin.sock").unlink()
+        if not complete:
+            raise StoreError("the disk is gone")
+        return back_up(*words, **options)
+
+    monkeypatch.setattr("appliance.cli.backup.back_up", copy)
+    words = ("backup", tmp_path / "backup", "--state-dir", state, "--run-dir", run_dir)
+    outcome = cli(*words)
+    assert ("is complete" in outcome.out) == (outcome.code == 0) == complete
+    assert ("the disk is gone" in outcome.err) != complete
+    assert "The end of this backup is not recorded in the audit" in outcome.err
 
 
 def test_a_backup_has_the_settings(cli: Run, state: Path, tmp_path: Path, run_dir: Path) -> None:

@@ -113,10 +113,13 @@ def test_every_client_command_takes_the_run_directory(cli: Run, command: tuple[s
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.name)
 def test_every_action_of_the_registry_is_a_command_with_its_parameters(action: Action) -> None:
     command = typer.main.get_command(app)
-    for word in action.name.split("."):
+    words = action.name.split(".")
+    for word in words[:1] if words[0] == "backup" else words:  # one command, which reports begin and end
         command = command.commands[word]  # type: ignore[attr-defined]
     offered = {part for parameter in command.params for part in (parameter.name or "").split("_")}
     for field in msgspec.structs.fields(action.parameters):
+        if action.name == "backup.end" and field.name != "path":
+            continue  # what the command finds out
         assert set(field.name.removesuffix("_at").split("_")) <= offered, field.name
     if action.danger != "none":
         assert "yes" in offered

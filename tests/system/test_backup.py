@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import sqlite3
 import tarfile
@@ -42,12 +43,23 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         without = running.command("backup", str(tmp_path / "without"), "--no-contents")
         assert {file["name"] for file in without["files"]} == {*RESTORED} - {"contents.db"}
         assert not (tmp_path / "without" / "contents.db").exists()
-        taken = running.command("audit", "list", "--action", "backup")
-        assert [action["params"]["path"] for action in taken] == [
-            *map(str, backups),
-            str(tmp_path / "without"),
-        ]
-        assert {action["result"] for action in taken} == {"ok"}
+        begun = running.command("audit", "list", "--action", "backup.begin")
+        reported = running.command("audit", "list", "--action", "backup.end")
+        for taken in (begun, reported):
+            assert [action["params"]["path"] for action in taken] == [
+                *map(str, backups),
+                str(tmp_path / "without"),
+            ]
+            assert {action["result"] for action in taken} == {"ok"}
+        digests = [tmp_path / "first" / "backup.json", backups[1], tmp_path / "without" / "backup.json"]
+        for action, report, path in zip(reported, [*done, without], digests, strict=True):
+            assert action["params"]["rows"] == report["audit_rows"]
+            assert action["params"]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+        # One that fails says so there too.
+        with pytest.raises(AssertionError, match="exists already"):
+            running.command("backup", str(tmp_path / "second.tar.gz"))
+        failed = running.command("audit", "list", "--action", "backup.end")[-1]
+        assert failed["result"].startswith(f"failed: {backups[1]} exists already")
 
     with tarfile.open(backups[1]) as archive:
         archive.extractall(tmp_path, filter="data")
