@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -11,6 +13,7 @@ from appliance.front.documents import HealthDocument
 from appliance.scopes import OPEN, routes_for
 
 _RETRY_AFTER_S = 5
+_OTHERWISE: dict[int | str, dict[str, Any]] = {404: {"model": HealthDocument}, 503: {"model": HealthDocument}}
 
 
 def health_routes(box: Box) -> APIRouter:
@@ -22,7 +25,7 @@ def health_routes(box: Box) -> APIRouter:
         """Whether this front answers at all."""
         return _answer(200, "live", None)
 
-    @router.get("/health/ready", response_model=HealthDocument, responses={503: {"model": HealthDocument}})
+    @router.get("/health/ready", response_model=HealthDocument, responses=_OTHERWISE)
     async def ready(model: str | None = None) -> Response:
         """Whether a request would be answered now, to the model named or to each that is not drained; if not,
         why."""
@@ -30,7 +33,7 @@ def health_routes(box: Box) -> APIRouter:
         if model is not None:
             reason = box.silent_models.get(model) or box.catalog.problems.get(model, "")
             if not reason and not box.catalog.serves(model):
-                reason = f"there is no model {model!r}"
+                return _answer(404, "not_ready", f"there is no model {model!r}")
         elif not box.ready:
             reason = box.not_ready_reason or "no reason was given"
         elif box.catalog.problem:

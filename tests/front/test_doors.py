@@ -134,6 +134,8 @@ def test_a_clients_request_id_begins_ours_and_never_collides(front: Harness) -> 
 
 def test_health_says_whether_and_why_not(front: Harness) -> None:
     assert ask(front, "GET", "/health/ready", tcp=True).json == {"status": "ready", "reason": None}
+    unknown = ask(front, "GET", "/health/ready?model=gone", tcp=True)
+    assert (unknown.status, unknown.json["reason"]) == (404, "there is no model 'gone'")
     front.configure(ready=False, reason="demo loads: 40%")
     front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 503)
     answer = ask(front, "GET", "/health/ready", tcp=True)
