@@ -414,10 +414,7 @@ class Switchboard:
             self.ledger.report(replica.account, report)
         for name in report.fronts_gone:
             front = self._by_name.get(name)
-            if front is None:
-                # It was known to be dead before: the ledger has nothing to remember of it.
-                self.ledger.lose_front(name)
-            elif self.stopping is None:
+            if front is not None and self.stopping is None:
                 # Either it is dying too, or it is of no use without the replica.
                 front.kill_soon(f"it closed its channel to {replica.name}")
 
