@@ -171,16 +171,11 @@ class Promises(_SortedBlocks, Generic[Item]):
         before = sum(self._works[:at])
         if at == len(self._blocks):
             return time - before
-        latest = float("inf")
-        rest = 0.0
-        for entry in self._blocks[at]:
-            if entry[0] <= time:
-                before += entry[2]
-            else:
-                latest = min(latest, entry[0] - before - rest)
-                rest += entry[2]
-        latest = min(latest, self._latest(at + 1, before + rest)) - work_s
-        return min(latest, time - before)
+        block = self._blocks[at]
+        index = bisect_left(block, (time, 1 << 62))
+        before += sum([entry[2] for entry in block[:index]])
+        work, slack = _demand(block[index:], before)
+        return min(min(slack, self._latest(at + 1, work)) - work_s, time - before)
 
     def _latest(self, start: int, before: float) -> float:
         if start == len(self._blocks):
@@ -189,11 +184,7 @@ class Promises(_SortedBlocks, Generic[Item]):
         return min(map(sub, self._slacks[start:], works))
 
     def _summarize(self, at: int) -> None:
-        work, slack = 0.0, float("inf")
-        for entry in self._blocks[at]:
-            slack = min(slack, entry[0] - work)
-            work += entry[2]
-        self._works[at], self._slacks[at] = work, slack
+        self._works[at], self._slacks[at] = _demand(self._blocks[at], 0.0)
 
     def _insert_summary(self, at: int) -> None:
         self._works.insert(at, 0.0)
@@ -201,3 +192,13 @@ class Promises(_SortedBlocks, Generic[Item]):
 
     def _delete_summary(self, at: int) -> None:
         del self._works[at], self._slacks[at]
+
+
+def _demand(entries: list[_Entry], work: float) -> tuple[float, float]:
+    """The work of promises that follow `work`, which is counted in; and the least of (time − work before)."""
+    slack = float("inf")
+    for time, _, work_s, _ in entries:
+        if time - work < slack:
+            slack = time - work
+        work += work_s
+    return work, slack
