@@ -24,6 +24,9 @@ GENESIS_HASH = "0" * 64
 """The previous hash of the first row."""
 INTENT, RESULT = "intent", "result"
 
+KEY_ACTION = "audit.key"
+"""A row in which the service says with which key heads are signed from there on, where it was another."""
+
 _HASHES = frozenset({"previous_hash", "hash"})
 
 
@@ -206,6 +209,12 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
     return [AuditRow(*row) for row in found]
 
 
+def key_named(chain: Iterable[AuditRow], key: str) -> int:
+    """The newest row that says that the key of this id signs heads; 0: none does, it did from the start."""
+    named = canonical_json({"key": key})
+    return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
+
+
 def head(connection: sqlite3.Connection) -> Head:
     """The newest row; `Head(0, GENESIS_HASH)` of an empty chain."""
     row = connection.execute("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1").fetchone()
@@ -217,6 +226,12 @@ def rows(connection: sqlite3.Connection, after: int = 0, limit: int = 1000) -> l
     found = connection.execute(
         f"SELECT {_COLUMNS} FROM audit WHERE seq > ? ORDER BY seq LIMIT ?", (after, limit)
     )
+    return [AuditRow(*row) for row in found]
+
+
+def rows_of(connection: sqlite3.Connection, action: str) -> list[AuditRow]:
+    """All rows of an action, oldest first."""
+    found = connection.execute(f"SELECT {_COLUMNS} FROM audit WHERE action = ? ORDER BY seq", (action,))
     return [AuditRow(*row) for row in found]
 
 

@@ -5,6 +5,7 @@ elsewhere, and what still waits in the spool. Read rights are enough, and nothin
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -243,24 +244,47 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
     are checked where there is a `key`: a head without it says nothing about the chain. Raises a
     `StoreError`."""
     known = list(recorded)
-    problems = [
-        f"the head of row {signed.seq} in {source} does not carry this service's signature: "
-        f"another key, or a forged line"
-        for _, source, signed in known
-        if key is not None and signed is not None and not key.signed_head(signed)
-    ]
-    held = [one for one in known if key is None or one.signed is None or key.signed_head(one.signed)]
-    heads = [one.head for one in held]
-    if exports.is_export(path):
+    exported = exports.is_export(path)
+    trailer = None
+    if exported:
         rows, trailer = exports.read(path)
-        verdict = audit.check(rows, heads, trailer.head.seq if trailer else 0)
-        problems += exports.problems_of(trailer, verdict.head, key)
+        highest = trailer.head.seq if trailer else 0
+        since = 0 if key is None else audit.key_named(rows, key.id)
+
+        def held_against(heads: list[Recorded]) -> Verdict:
+            return audit.check(rows, [one.head for one in heads], highest)
     else:
-        verdict = verify_audit(path, heads)
+        since = 0 if key is None else _key_named(path, key.id)
+
+        def held_against(heads: list[Recorded]) -> Verdict:
+            return verify_audit(path, [one.head for one in heads])
+
+    signed, replaced, forged = _by_signature(known, key, since)
+    verdict = held_against(signed)
+    problems = [
+        f"the head of row {one.head.seq} in {one.source} does not carry this service's signature: "
+        f"another key, or a forged line"
+        for one in forged
+    ]
+    notes = []
+    if exported:
+        problems += exports.problems_of(trailer, verdict.head, key)
     if verdict.problem is not None:
         problems.insert(0, f"row {verdict.broken_seq}: {verdict.problem}")
+    elif replaced:
+        # Nobody can check their signatures any more: what they say must agree all the same.
+        older = held_against(replaced)
+        if older.problem is not None:
+            problems.insert(
+                0, f"row {older.broken_seq}: {older.problem} (signed with a key before row {since})"
+            )
+        else:
+            notes.append(
+                f"{len(replaced)} of the heads were signed with another key, which this one replaced in row "
+                f"{since}: their hashes agree, their signatures were not checked"
+            )
+    heads = [one.head for one in signed]
     vouched = max([head.seq for head in heads if head.seq <= verdict.head.seq], default=0)
-    notes = []
     if verdict.ok and vouched < verdict.head.seq:
         newer = verdict.head.seq - vouched
         notes.append(
@@ -268,4 +292,29 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
             if newer > 1
             else "the last row is newer than every recorded head: its removal would not show"
         )
-    return Findings(verdict, problems, notes, dict(Counter(one.source for one in held)), vouched, 0)
+    sources = dict(Counter(one.source for one in (*signed, *replaced)))
+    return Findings(verdict, problems, notes, sources, vouched, 0)
+
+
+def _by_signature(
+    known: list[Recorded], key: SigningKey | None, since: int
+) -> tuple[list[Recorded], list[Recorded], list[Recorded]]:
+    """Heads that this key signed, or that need no signature; those of other keys from before row `since`, in
+    which the chain says that this one replaced them; and those that nobody should have signed."""
+    signed, replaced, forged = [], [], []
+    for one in known:
+        if key is None or one.signed is None or key.signed_head(one.signed):
+            signed.append(one)
+        elif one.signed.key != key.id and one.head.seq < since:
+            replaced.append(one)
+        else:
+            forged.append(one)
+    return signed, replaced, forged
+
+
+def _key_named(path: Path, key: str) -> int:
+    with reading(path, CONTROL) as connection:
+        try:
+            return audit.key_named(audit.rows_of(connection, audit.KEY_ACTION), key)
+        except sqlite3.DatabaseError:
+            return 0  # what is damaged is named by row, by who holds the chain against heads

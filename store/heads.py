@@ -3,10 +3,11 @@ show.
 
 A signed head is one line, the same in the service's journal and in `audit.heads` beside the database:
 
-    audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 sig=<64 hex>
+    audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 key=<16 hex> sig=<64 hex>
 
 In the log ` of ` and the state directory follow: a journal may have the heads of other services too.
-`sig` is HMAC-SHA256 under `audit.key`, which the service makes at its first start and only its user can read.
+`sig` is HMAC-SHA256 under `audit.key`, which the service makes at its first start and only its user can read;
+`key` tells that key from the one that another took the place of.
 It tells a head that this service wrote from one that somebody else put into a file or a journal. It does not
 protect against who can read the key: they can sign whatever they like, and only a head that left the machine
 before (a forwarded journal, a note on paper) speaks against them.
@@ -38,7 +39,7 @@ ROWS_BETWEEN_HEADS = 16
 _KEY_BYTES = 32
 _LINE = re.compile(
     r"\baudit head seq=(?P<seq>[0-9]{1,18}) hash=(?P<hash>[0-9a-f]{64}) "
-    r"at=(?P<at>[0-9T:.+-]{10,40}) sig=(?P<signature>[0-9a-f]{64})\b"
+    r"at=(?P<at>[0-9T:.+-]{10,40}) (?:key=(?P<key>[0-9a-f]{16}) )?sig=(?P<signature>[0-9a-f]{64})\b"
 )
 
 
@@ -49,6 +50,8 @@ class SignedHead(NamedTuple):
     hash: str
     at: str
     signature: str
+    key: str = ""
+    """The id of the key that signed it; empty in heads from before there were ids."""
 
     @property
     def head(self) -> Head:
@@ -58,14 +61,22 @@ class SignedHead(NamedTuple):
     @property
     def line(self) -> str:
         """As it stands in journal and file."""
-        return f"audit head seq={self.seq} hash={self.hash} at={self.at} sig={self.signature}"
+        key = f" key={self.key}" if self.key else ""
+        return f"audit head seq={self.seq} hash={self.hash} at={self.at}{key} sig={self.signature}"
 
 
 class SigningKey:
     """The service's own secret, for signatures that only its user and root can make."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, fresh: bool = False) -> None:
+        """`fresh`: it was made by this very start."""
         self._secret = secret
+        self.fresh = fresh
+
+    @property
+    def id(self) -> str:
+        """Tells keys apart, and nothing of the secret."""
+        return self.sign("audit key id", "")[:16]
 
     def sign(self, purpose: str, content: str) -> str:
         """The signature of `content`, in hex; one for another purpose never passes for it."""
@@ -77,7 +88,8 @@ class SigningKey:
 
     def sign_head(self, head: Head, at: str) -> SignedHead:
         """The head as the service vouches for it at this time."""
-        return SignedHead(head.seq, head.hash, at, self.sign("audit head", f"{head.seq} {head.hash} {at}"))
+        signature = self.sign("audit head", f"{head.seq} {head.hash} {at}")
+        return SignedHead(head.seq, head.hash, at, signature, self.id)
 
     def signed_head(self, head: SignedHead) -> bool:
         """Whether this key signed it."""
@@ -100,6 +112,7 @@ def make_or_read_key(folder: Path) -> SigningKey:
             fresh.rename(path)
         except OSError as error:
             raise explain_os(path, error) from error
+        return SigningKey(secret, fresh=True)
     return read_key(path)
 
 
@@ -114,7 +127,8 @@ def read_key(path: Path) -> SigningKey:
     if len(secret) != _KEY_BYTES:
         raise NotWritableError(
             f"{path} is not a key ({_KEY_BYTES} bytes in hex): restore it from a backup, or move it away "
-            f"for a new one to be made (heads that the old one signed cannot be checked then)"
+            f"for the next start to make a new one, which the audit chain records (signatures of older heads "
+            f"cannot be checked then, their hashes can)"
         )
     return SigningKey(secret)
 
@@ -123,7 +137,9 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
     """The heads in a journal's output, a heads file, or any text."""
     for line in lines:
         for match in _LINE.finditer(line):
-            yield SignedHead(int(match["seq"]), match["hash"], match["at"], match["signature"])
+            yield SignedHead(
+                int(match["seq"]), match["hash"], match["at"], match["signature"], match["key"] or ""
+            )
 
 
 def said_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
@@ -150,12 +166,31 @@ class HeadKeeper:
         self.newest = Head(0, "")
         self._key = key
 
+    @property
+    def key_id(self) -> str:
+        """Of the key that signs."""
+        return self._key.id
+
     def start(self) -> None:
         """Make the file: that it is missing beside a chain shows that somebody took it away."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
             self.last_error = f"{self.path} cannot be made ({error.strerror})"
+
+    def replaced_another(self, named: int, newest: int) -> bool:
+        """Whether the chain, which goes to row `newest`, must say that this key signs heads from now on: it
+        was made just now, or the file has heads of another for rows after `named`, the latest that says so.
+        """
+        if self._key.fresh:
+            return True
+        try:
+            with self.path.open(encoding="utf-8", errors="replace") as lines:
+                return any(
+                    named < head.seq <= newest and not self._key.signed_head(head) for head in heads_in(lines)
+                )
+        except OSError:
+            return False
 
     def saw(self, head: Head) -> None:
         """The chain has grown to `head`. The first one that the keeper sees is recorded at once."""

@@ -28,6 +28,9 @@ _LOOKED_THROUGH = 10_000
 """The newest rows, among which a start looks for intents that the last life of the service left."""
 
 
+_SERVICE = "service"
+
+
 class TrailState(NamedTuple):
     """How the audit trail is doing."""
 
@@ -148,6 +151,11 @@ class AuditTrail:
 
     def _begin(self, connection: sqlite3.Connection) -> Appended:
         appended = self.append(connection)
+        key, newest = self._heads.key_id, appended.head.seq
+        named = audit.key_named(audit.rows_of(connection, audit.KEY_ACTION), key)
+        if newest and self._heads.replaced_another(named, newest):
+            log.warning("heads of the audit chain are signed with another key from now on: %s", key)
+            audit.append(connection, audit.outcome(_SERVICE, audit.KEY_ACTION, {"key": key}, "ok"))
         for row in audit.unfinished(connection, _LOOKED_THROUGH):
             log.warning("audit row %d: %s by %s has no result", row.seq, row.action, row.actor)
             audit.append(

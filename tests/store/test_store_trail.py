@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from store import evidence, heads
+from store import audit, evidence, heads
 from store.audit import Actor, AuditRow, Head, outcome
 from store.control import ControlStore
 from store.errors import NotWritableError, StorageFaultError, UnknownTenantError
@@ -200,6 +200,88 @@ def test_a_forged_head_accuses_no_row(tmp_path):
     findings = evidence.examine_folder(tmp_path, evidence.recorded_in([forged.line], "journal"))
     assert not findings.ok and len(findings.problems) == 1 and "signature" in findings.problems[0]
     assert findings.verdict.ok and findings.heads == len(recorded_heads(tmp_path))
+
+
+def renew_key(folder: Path) -> list[str]:
+    """As an operator does whose key is broken; the lines of heads before."""
+    lines = (folder / "audit.heads").read_text().splitlines(keepends=True)
+    (folder / "audit.key").rename(folder / "audit.key.lost")
+    fill_nothing(folder)
+    return lines
+
+
+def fill_nothing(folder: Path) -> None:
+    control = ControlStore(folder / "control.db")
+    control.start()
+    control.close()
+
+
+def test_a_new_key_is_a_row_and_heads_of_the_old_one_are_no_problem_for_ever(tmp_path):
+    fill(tmp_path)
+    old = read_key(tmp_path / "audit.key").id
+    renew_key(tmp_path)
+    fill_nothing(tmp_path)
+    key = read_key(tmp_path / "audit.key").id
+    *before, named = read_audit(tmp_path / "control.db")
+    assert (named.actor, named.action, json.loads(named.params)) == ("service", "audit.key", {"key": key})
+    assert key != old and len(before) == 5
+    findings = evidence.examine_folder(tmp_path)
+    assert findings.ok and findings.vouched_seq == 6
+    assert "signed with another key, which this one replaced in row 6" in findings.notes[0]
+
+
+@pytest.mark.parametrize("row", [1, 4])
+def test_a_new_key_hides_no_rewrite(tmp_path, row):
+    """Of who may do all that the service may, but forget what the journal has."""
+    fill(tmp_path)
+    journal = evidence.recorded_in(renew_key(tmp_path), "journal")
+    chain = read_audit(tmp_path / "control.db")
+    forge(tmp_path, "DELETE FROM audit; DELETE FROM sqlite_sequence WHERE name = 'audit'")
+    with closing(sqlite3.connect(tmp_path / "control.db", isolation_level=None)) as connection:
+        connection.execute("BEGIN")
+        for one in chain:
+            entry = audit.Entry(**{name: getattr(one, name) for name in audit.Entry._fields})
+            newest = audit.append(connection, entry._replace(actor="x") if one.seq == row else entry)
+        connection.execute("COMMIT")
+    line = read_key(tmp_path / "audit.key").sign_head(newest, audit.utc_now()).line
+    (tmp_path / "audit.heads").write_text(line + "\n")
+    assert evidence.examine_folder(tmp_path).ok, "nothing beside the chain speaks against it"
+    findings = evidence.examine_folder(tmp_path, journal)
+    assert not findings.ok and "rewritten, it or a row before it" in findings.problems[0]
+    assert findings.problems[0].endswith("(signed with a key before row 6)")
+
+
+@pytest.mark.parametrize("left", [2, 4])
+def test_a_new_key_hides_no_rows_that_were_cut_off_before_it(tmp_path, left):
+    fill(tmp_path)
+    lines = (tmp_path / "audit.heads").read_text().splitlines(keepends=True)
+    forge(
+        tmp_path,
+        f"DELETE FROM audit WHERE seq > {left}; UPDATE sqlite_sequence SET seq = {left} WHERE name = 'audit'",
+    )
+    (tmp_path / "audit.heads").unlink()
+    renew_key_without_heads(tmp_path)
+    assert evidence.examine_folder(tmp_path).ok
+    findings = evidence.examine_folder(tmp_path, evidence.recorded_in(lines, "journal"))
+    assert not findings.ok and "does not carry this service's signature" in findings.problems[-1]
+
+
+def renew_key_without_heads(folder: Path) -> None:
+    (folder / "audit.heads").write_text("")
+    renew_key(folder)
+
+
+def test_another_key_that_no_row_names_signs_nothing(tmp_path):
+    fill(tmp_path)
+    newest = evidence.read_audit_head(tmp_path / "control.db")
+    other = heads.SigningKey(b"another").sign_head(newest, "2026-01-01T00:00:00+00:00")
+    renew_key(tmp_path)
+    later = heads.SigningKey(b"another").sign_head(
+        evidence.read_audit_head(tmp_path / "control.db"), "2026-01-01T00:00:00+00:00"
+    )
+    assert evidence.examine_folder(tmp_path, evidence.recorded_in([other.line], "journal")).ok
+    findings = evidence.examine_folder(tmp_path, evidence.recorded_in([later.line], "journal"))
+    assert "another key, or a forged line" in findings.problems[0]
 
 
 @pytest.mark.parametrize("key", [None, "no key"])
@@ -465,7 +547,7 @@ def test_an_export_says_by_itself_whether_it_is_whole(tmp_path):
 def test_the_pages_recipe_for_a_heads_signature_holds(tmp_path):
     fill(tmp_path)
     line = (tmp_path / "audit.heads").read_text().splitlines()[-1]
-    seq, digest, at, signature = (part.partition("=")[2] for part in line.split()[2:])
+    seq, digest, at, _, signature = (part.partition("=")[2] for part in line.split()[2:])
     key = bytes.fromhex((tmp_path / "audit.key").read_text().strip())
     done = subprocess.run(
         ["openssl", "dgst", "-sha256", "-mac", "HMAC", "-macopt", f"hexkey:{key.hex()}"],
