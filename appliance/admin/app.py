@@ -44,6 +44,7 @@ class Backend(Protocol):
     def peers(self) -> list[Peer]: ...
     def configuration(self) -> Configuration: ...
     def metrics(self) -> bytes: ...
+    def turned_away(self, actor: Actor, action: Action, why: str) -> None: ...
     async def act(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct: ...
 
 
@@ -89,6 +90,9 @@ def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
     async def refuse(request: Request, error: Exception) -> Response:
         caller: Caller = request.scope["state"]["caller"]
         log.warning("%s turned away from %s: %s", caller.actor.name, _asked(request.scope), error)
+        action = next((one for one in ACTIONS if request.scope["path"] == f"/actions/{one.name}"), None)
+        if action is not None and request.method == "POST":
+            backend.turned_away(caller.actor, action, str(error))
         return _error(403, str(error))
 
     app.include_router(looking)

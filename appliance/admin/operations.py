@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -48,6 +50,8 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 3.0
+_MOST_TURNED_AWAY = 10
+"""Audit rows a minute of one caller without the scope, for each is a write to the disk; the log has all."""
 
 
 class Effect(NamedTuple):
@@ -87,6 +91,8 @@ class Operations:
         self._decisions = Decisions(control, switchboard)
         self._steering = Steering(switchboard, reloader)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turned_away: Counter[str] = Counter()
+        self._minute = 0.0
 
     # ── showing ──
 
@@ -141,6 +147,17 @@ class Operations:
         task = asyncio.get_running_loop().create_task(reload())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def turned_away(self, actor: Actor, action: Action, why: str) -> None:
+        """Record that somebody who is known tried an action that is not for them. What they sent with it was
+        not read."""
+        minute = time.monotonic() // 60
+        if minute != self._minute:
+            self._turned_away.clear()
+            self._minute = minute
+        self._turned_away[actor.name] += 1
+        if self._turned_away[actor.name] <= _MOST_TURNED_AWAY:
+            self._control.trail.conclude(actor, action.name, {}, f"refused: {why}")
 
     async def act(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct:
         """Do it. Raises ActionError."""

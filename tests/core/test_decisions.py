@@ -135,6 +135,26 @@ def test_who_is_turned_away_writes_no_line_of_his_own_into_the_log(service: Serv
     )
 
 
+def test_who_tries_an_action_without_its_scope_is_in_the_audit_some_times_a_minute(service: Service) -> None:
+    made = new_key(service, scopes=["read"])
+    transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
+    with httpx.Client(transport=transport, base_url="http://box") as http:
+        reader = {"Authorization": f"Bearer {made.key}"}
+        for _ in range(30):
+            assert http.post("/actions/keys.revoke", headers=reader, json={"id": made.id}).status_code == 403
+        # A look, what nobody sent who is known, and what is no action's parameters are in the log at most.
+        http.get("/actions/keys.revoke", headers=reader)
+        http.post("/actions/keys.revoke", headers={"Authorization": "Bearer ak-wrong"}, json={})
+        assert http.post("/actions/keys.revoke", json={"bogus": 1}).status_code == 400
+    with AdminClient(service.run_dir) as client:
+        client.act(CreateTenant(name="after"))  # behind all of them in the chain
+    rows = [row for row in read_audit(service.state_dir / "control.db") if row.action == "keys.revoke"]
+    assert 10 <= len(rows) <= 20, "of one minute, or of two"
+    assert {row.actor for row in rows} == {f"uid:{os.geteuid()} key:{made.id}"}
+    assert {row.params for row in rows} == {"{}"} and {row.phase for row in rows} == {"result"}
+    assert all(row.result.startswith("refused: this needs a key of scope 'admin'") for row in rows)
+
+
 def test_each_decision_is_recorded_with_who_where_before_and_after(service: Service) -> None:
     service.admin.act(CreateTenant(name="acme"))
     service.admin.act(SetTenant(name="acme", weight=3.0, requests_per_minute=60.0))
