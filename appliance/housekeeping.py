@@ -42,6 +42,8 @@ class Housekeeper:
         self._history = history
         self._contents = contents
         self._rules = rules
+        # A former life may have left some there.
+        self._log_has_removed = True
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -77,7 +79,10 @@ class Housekeeper:
         before, otherwise = self._contents.limits()
         operation = partial(retention.remove_contents, before=before, otherwise=otherwise)
         if await _remove(self._contents.writer, operation):
-            await asyncio.wrap_future(retention.empty_log(self._contents.writer))
+            self._log_has_removed = True
+        if self._log_has_removed:
+            emptying = await asyncio.wrap_future(retention.empty_log(self._contents.writer))
+            self._log_has_removed = not emptying.done
 
 
 async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:

@@ -70,17 +70,32 @@ def remove_contents(
     return _and_pages(connection, gone, gone > 0)
 
 
-def empty_log(writer: Writer) -> Future[None]:
-    """Have the write-ahead log put into the database and emptied: what was removed lies there as it was,
-    until it is overwritten. The future raises a `StoreError`; a reader in the way leaves it for the next
-    removal."""
-    found: list[sqlite3.Connection] = []
+class Emptying:
+    """What `empty_log` came to."""
 
-    def empty(_: None) -> None:
-        found[0].execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+        self.done = False
+        """False: a reader was in the way."""
+
+
+def empty_log(writer: Writer) -> Future[Emptying]:
+    """Have the write-ahead log put into the database and emptied: what was removed lies there as it was,
+    until it is overwritten. Waits for no reader, since what is to be written waits too: whoever asks tries
+    again later. The future raises a `StoreError`."""
+
+    def empty(emptying: Emptying) -> None:
+        connection = emptying.connection
+        patience_ms = int(connection.execute("PRAGMA busy_timeout").fetchone()[0])
+        connection.execute("PRAGMA busy_timeout=0")
+        try:
+            busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        finally:
+            connection.execute(f"PRAGMA busy_timeout={patience_ms}")
+        emptying.done = not busy
 
     # After the commit: no checkpoint can be made within a transaction.
-    return writer.call(found.append, empty)
+    return writer.call(Emptying, empty)
 
 
 def _remove_of_tenant(connection: sqlite3.Connection, tenant: str, until: float, most: int) -> int:

@@ -147,6 +147,31 @@ def test_texts_that_wait_take_a_bounded_share_of_memory(contents):
     stuck.close()
 
 
+def busy_timeout(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA busy_timeout").fetchone()[0])
+
+
+def test_a_reader_is_not_waited_for_when_the_log_is_emptied(contents):
+    log = ContentLog(contents)
+    log.keep([content("req-1", text="a most secret phrase", created_at=1.0)])
+    contents.flush()
+    wal = contents.path.with_name(contents.path.name + "-wal")
+    with closing(sqlite3.connect(contents.path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM contents").fetchone()
+        until_done(contents, partial(retention.remove_contents, before={}, otherwise=2.0))
+        patience = contents.call(busy_timeout).result(10)
+        # One that waited would do so for longer than the test.
+        contents.call(lambda connection: connection.execute("PRAGMA busy_timeout=60000").fetchone()).result(
+            10
+        )
+        assert not retention.empty_log(contents).result(10).done
+    assert b"secret phrase" in wal.read_bytes()
+    assert retention.empty_log(contents).result(10).done
+    assert b"secret phrase" not in wal.read_bytes()
+    assert patience > 0 and contents.call(busy_timeout).result(10) == 60000
+
+
 def test_what_was_removed_is_nowhere_in_the_files_once_the_log_is_emptied(contents):
     log = ContentLog(contents)
     for number in range(20):
