@@ -18,6 +18,8 @@ SECRETS = [
     (f"cookie {JWT}", JWT, "cookie [key redacted]"),
     ("Authorization: Bearer abcDEF123456==", "abcDEF123456", "Authorization: Bearer [token redacted]"),
     ("password: hunter2hunter2", "hunter2", "password: [password redacted]"),
+    ("Server=db;Uid=me;Pwd=hunter2hunter2;", "hunter2", "Server=db;Uid=me;Pwd=[password redacted];"),
+    ("DB_PWD=hunter2hunter2", "hunter2", "DB_PWD=[password redacted]"),
     ('{"api_key": "0123456789ab"}', "0123456789ab", '{"api_key": "[password redacted]"}'),
     ("postgres://me:s3cret-pw@db/x", "s3cret-pw", "postgres://me:[password redacted]@db/x"),
     (f"see\n{PRIVATE}\nend", "MIIEow", "see\n[private key redacted]\nend"),
