@@ -14,6 +14,9 @@ from msgspec import UNSET, UnsetType
 
 from appliance.protocol import AuditHead, Contents, Done, DrainStatus, Key, NewKey, Reloaded, Tenant
 
+LONGEST_GRACE_S = 7 * 86400.0
+"""Of a drain: a week."""
+
 Danger = Literal["none", "confirm", "typed"]
 
 
@@ -170,7 +173,7 @@ class DrainService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     """Only this model; null: the whole service."""
-    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 120.0
+    grace_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_GRACE_S)] = 120.0
     """What still runs after so many seconds is ended with an error."""
     queue: bool = False
     """Let new requests wait until service is resumed, instead of refusing them."""

@@ -25,6 +25,7 @@ from appliance.actions import (
     CreateKey,
     CreateTenant,
     DeleteTenant,
+    DrainService,
     MapPeer,
     ResumeTenant,
     RevokeKey,
@@ -187,6 +188,7 @@ def test_each_decision_is_recorded_with_who_where_before_and_after(service: Serv
         (MapPeer(peer="uid:99999999999", tenant="local"), 400, "peer is"),
         (UnmapPeer(peer="gid:3"), 404, "gid 3 is not mapped"),
         (SuspendTenant(name="nobody"), 404, "no tenant"),
+        (DrainService(grace_s=1e300), 400, "<= 604800.0 - at `[$].grace_s`"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else None,
 )
