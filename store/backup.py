@@ -100,6 +100,10 @@ def back_up(
         digest = _sha256(finished if suffix else folder / MANIFEST_FILE)
         finished.rename(target)
         _sync(target.parent)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{error.filename or target} went away while the backup was taken: begin again"
+        ) from error
     except OSError as error:
         raise explain_os(Path(error.filename or target), error) from error
     finally:

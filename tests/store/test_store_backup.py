@@ -16,7 +16,7 @@ from store.audit import Head
 from store.contents import Content, ContentLog, read_contents
 from store.control import ControlStore, read_keys
 from store.errors import CorruptDatabaseError, StorageFaultError, StoreError
-from store.evidence import Recorded, examine_folder
+from store.evidence import Recorded, examine_folder, read_audit_head
 from store.requests import RequestFilter, RequestReader
 from store.schemas import CONTENTS
 from store.writer import Writer
@@ -144,6 +144,20 @@ def test_a_damaged_database_is_no_backup_and_leaves_nothing(running, tmp_path, h
     with pytest.raises(CorruptDatabaseError, match=r"history\.db"):
         take(running, place / "b")
     assert list(place.iterdir()) == []
+
+
+def test_what_goes_away_meanwhile_is_named_without_the_remedy_of_a_lost_database(
+    running, tmp_path_factory, monkeypatch
+):
+    target = tmp_path_factory.mktemp("backups") / "x"
+
+    def gone(*_: object) -> None:
+        (running / "audit.heads").unlink()
+
+    monkeypatch.setattr(backup, "read_audit_head", lambda path: gone() or read_audit_head(path))
+    with pytest.raises(StoreError, match=r"audit\.heads went away while .* begin again") as caught:
+        take(running, target)
+    assert "restore" not in str(caught.value) and not [*target.parent.iterdir()]
 
 
 def test_a_full_target_says_so_and_leaves_nothing(running, tiny_disk):
