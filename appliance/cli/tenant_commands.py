@@ -48,7 +48,7 @@ KvShare = Annotated[
 ]
 
 Weight = Annotated[
-    float | None,
+    str | None,
     typer.Option(
         metavar="N", help="Share of service against other tenants of a class (1).", show_default=False
     ),

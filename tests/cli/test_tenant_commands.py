@@ -104,6 +104,7 @@ def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> Non
         ),
         (("tenants", "set", "a", "--tokens-per-day", "1e400"), "'1e400' cannot be used: write a number"),
         (("tenants", "set", "a", "--weight", "nan"), "--weight 'nan' cannot be used: write a number"),
+        (("tenants", "set", "a", "--weight", "two"), "--weight 'two' cannot be used: write a number"),
         (("tenants", "set", "a", "--highest-class", "none"), "write P0, P1, P2 or P3\n"),
         (("tenants", "set", "a", "--burst", "60"), "--burst '60' is no span of time: write for example 90s"),
         (("tenants", "set", "a"), "nothing was given to be changed: see appliance tenants set --help"),
