@@ -58,6 +58,7 @@ class ContentKeeper:
             return
         with self._lock:
             if self._waiting >= _MOST_WAITING:
+                self.writer.count_dropped(1)
                 log.error("request %s: its texts are not kept, too many wait already", message.request_id)
                 return
             self._waiting += 1

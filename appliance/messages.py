@@ -398,6 +398,8 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Runs with an `Idempotency-Key`, under way or kept."""
     kept_bytes: int = 0
     """What these take."""
+    dropped_texts: int = 0
+    """Requests since the start whose texts were not kept, because too much waited."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name: a tokenizer that cannot be read."""
     configured: int = 0

@@ -37,6 +37,8 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """Runs with an `Idempotency-Key`, under way or kept for retries."""
     kept_bytes: int = 0
     """What these take."""
+    dropped_texts: int = 0
+    """Requests since the front started whose texts were not kept, because too much waited."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name."""
     restarts: int = 0

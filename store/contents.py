@@ -71,10 +71,12 @@ class ContentLog:
         rows = [msgspec.structs.astuple(content) for content in contents]
         size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         with self._lock:
-            if self._waiting_bytes + size > MOST_WAITING_BYTES:
-                self._dropped += 1
-                return False
-            self._waiting_bytes += size
+            fits = self._waiting_bytes + size <= MOST_WAITING_BYTES
+            self._waiting_bytes += size if fits else 0
+            self._dropped += not fits
+        if not fits:
+            self._writer.count_dropped(len(rows))
+            return False
         written = self._writer.submit_for_result(partial(_insert, rows))
         written.add_done_callback(partial(self._done, size))
         return True

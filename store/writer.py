@@ -188,6 +188,11 @@ class Writer:
                     "%s: the disk did not answer within %.0f s; left as it is", self.path, timeout_s + 10.0
                 )
 
+    def count_dropped(self, rows: int) -> None:
+        """Count rows that were dropped before they came here, for want of room."""
+        with self._condition:
+            self._dropped_rows += rows
+
     def state(self) -> WriterState:
         """The writer's figures at this moment."""
         with self._condition:

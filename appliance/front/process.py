@@ -169,6 +169,7 @@ class Front:
                 cpu_seconds=usage.ru_utime + usage.ru_stime,
                 kept_answers=len(box.retries),
                 kept_bytes=box.retries.kept_bytes,
+                dropped_texts=box.keeper.dropped,
                 problems=box.catalog.problems,
                 configured=self._configured,
             )

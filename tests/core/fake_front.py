@@ -197,6 +197,7 @@ class FakeFront:
                     tokens=10,
                     unauthenticated=0,
                     cpu_seconds=0.001,
+                    dropped_texts=3,
                     problems=self.problems(),
                     configured=self.configured,
                 )

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import httpx
 import pytest
 
 from appliance.client import AdminError
@@ -191,6 +192,11 @@ def test_a_model_that_a_front_cannot_serve_is_a_problem_until_it_can(make_servic
     assert {problem.where for problem in status.problems} == {"front-0", "front-1"}
     assert status.problems[0].what == "model 'm' cannot be used: tokenizer.json is missing"
     assert status.fronts[0].problems == {"m": "tokenizer.json is missing"}
+    assert status.fronts[0].dropped_texts == 3
+    metrics = httpx.Client(transport=httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock")))
+    with metrics:
+        said = metrics.get("http://box/metrics").text
+    assert 'appliance_front_dropped_texts_total{front="front-0"} 3' in said
     assert "not ready: model 'm' does not answer" in service.log.read_text()
     (service.folder / "m" / "untold").unlink()
     service.wait_ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from appliance.front.keeping import MOST_WAITING_CHARS, Keeper, Said
 from appliance.messages import Identity, KeepRules, KeptPart
 from tests.front.harness import MODEL, Harness
 
@@ -120,6 +122,21 @@ def test_what_a_client_left_unread_is_kept_as_far_as_it_went(policy: Harness, cl
             next(response.iter_bytes())
     prompt, answer = kept(policy)
     assert prompt.text == "a" and answer.text and policy.text(0).startswith(answer.text)
+
+
+async def drop_one() -> Keeper:
+    keeper = Keeper(lambda keep, descriptors: None)
+    large = "x" * (MOST_WAITING_CHARS // 2)
+    for number in range(3):
+        keeper.keep(
+            Said(f"req-{number}", Identity(tenant="t", log_policy="hashes"), 1.0, [large], [], lambda ids: "")
+        )
+    await keeper.flush()
+    return keeper
+
+
+def test_what_is_dropped_because_too_much_waits_is_counted() -> None:
+    assert asyncio.run(drop_one()).dropped == 1
 
 
 def test_what_never_ran_is_not_kept(policy: Harness, client: openai.OpenAI) -> None:

@@ -140,6 +140,7 @@ def test_texts_that_wait_take_a_bounded_share_of_memory(contents):
     large = "x" * (MOST_WAITING_BYTES // 4)
     kept = [log.keep([content(f"req-{number}", text=large)]) for number in range(6)]
     assert kept == [True, True, True, False, False, False] and log.dropped == 3
+    assert stuck.state().dropped_rows == 3, "as status and metrics show it"
     assert log.keep([content("small")])
     stuck.start()
     stuck.flush()

@@ -216,6 +216,11 @@ class Families:
             "appliance_front_kept_answers", "Answers that a front keeps for retries.", "front"
         )
         self.front_kept_bytes = _gauge("appliance_front_kept_bytes", "What these take.", "front")
+        self.front_dropped_texts = _counter(
+            "appliance_front_dropped_texts_total",
+            "Requests whose texts were not kept, because too much waited.",
+            "front",
+        )
 
         self.store_waiting = _gauge(
             "appliance_store_waiting_rows", "Changes that wait for their commit.", "database"

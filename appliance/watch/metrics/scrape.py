@@ -171,6 +171,7 @@ class Scraper:
             families.front_unauthenticated.set(status.unauthenticated, name)
             families.front_kept_answers.set(status.kept_answers, name)
             families.front_kept_bytes.set(status.kept_bytes, name)
+            families.front_dropped_texts.set(status.dropped_texts, name)
 
     def _read_store(self) -> None:
         families = self._families
