@@ -249,7 +249,7 @@ def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
                 f"http://{running.flags[1]}/openapi.json",
                 f"--header=Authorization: Bearer {key}",
                 "--checks=not_a_server_error",
-                "--max-examples=40",
+                "--max-examples=20",
                 "--seed=1",
                 "--workers=1",  # CPython 3.11 keeps one recursion count for ast.parse in all threads
                 "--request-timeout=30",

@@ -80,16 +80,16 @@ def answer(running: Service) -> str:
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on(victim: int) -> None:
     with service("--tensor-parallel-size", "2") as running:
-        undisturbed = Stream(running)
+        undisturbed = Stream(running, max_tokens=200)
         undisturbed.join(60)
         assert undisturbed.finish == "length", undisturbed.error
-        streams = [Stream(running) for _ in range(3)]
+        streams = [Stream(running, max_tokens=200) for _ in range(3)]
         for stream in streams:
             assert stream.begun.wait(30)
         pids = running.replica()["pids"]
         assert len(pids) == 2
         psutil.Process(pids[victim]).kill()
-        wait_gone(pids, 1.0)
+        wait_gone(pids, 5.0)
         for stream in streams:
             stream.join(60)
             assert not stream.is_alive()
@@ -103,10 +103,10 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on(victim: int) 
             lambda: [row for row in running.rows() if row["resubmissions"]], 5, "rows that tell of it"
         )
         assert len(rows) == 3
-        assert {row["billed_tokens"] for row in rows} == {400}
+        assert {row["billed_tokens"] for row in rows} == {200}
         assert len(list(running.run_dir.glob("ranks-*"))) == 1  # where the new ranks met
         running.stop()
-        wait_gone([process.pid for process in everybody], 1.0)
+        wait_gone([process.pid for process in everybody], 5.0)
         assert [path.name for path in running.run_dir.iterdir()] == ["service.lock"]
 
 
@@ -117,7 +117,7 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
             assert stream.begun.wait(30)
         fronts = running.status()["fronts"]
         psutil.Process(fronts[0]["pid"]).kill()
-        wait_gone([fronts[0]["pid"]], 1.0)
+        wait_gone([fronts[0]["pid"]], 5.0)
         for stream in streams:
             stream.join(60)
             assert not stream.is_alive()
@@ -152,7 +152,7 @@ def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
         assert len(children) == 3
         running.process.kill()
         running.process.wait()
-        wait_gone(children, 1.0)
+        wait_gone(children, 5.0)
         for stream in streams:
             stream.join(20)
             assert not stream.is_alive()
