@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from appliance.memory_files import read_memory
 from appliance.messages import Keep, KeptPart
 from appliance.protocol import Contents, KeptText
 from appliance.settings import LogSettings
@@ -66,10 +67,7 @@ class ContentKeeper:
 
     def _take(self, message: Keep, descriptor: int) -> None:
         try:
-            with open(descriptor, "rb", buffering=0) as memory:
-                memory.seek(0)
-                data = memory.read(_MOST_BYTES) or b""
-            parts = msgspec.msgpack.decode(data, type=list[KeptPart])
+            parts = msgspec.msgpack.decode(read_memory(descriptor, _MOST_BYTES), type=list[KeptPart])
             texts = message.identity.log_policy == "full"
             if not self._log.keep(_content(message, part, texts) for part in parts):
                 log.error(

@@ -10,11 +10,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
+from appliance.background import Background
 from appliance.drain import STOPPING, Drain, DrainError, Drains
 from appliance.fronts import Dealer, Front
 from appliance.identities import IdentityTable, changes
@@ -114,7 +114,7 @@ class Switchboard:
         self._front_module = front_module
         self._front_numbers = itertools.count()
         self._leaving: set[Front] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self.set_fronts(settings.fronts)
 
     @property
@@ -302,7 +302,7 @@ class Switchboard:
         for front in staying[count:]:
             self._leaving.add(front)
             front.begin_stop(self.settings.drain_grace_s)
-            self._run(self._forget(front))
+            self._background.run(self._forget(front))
         for _ in range(count - len(staying)):
             # Never a number again: what replicas say late of a front that is gone must not meet another one.
             front = Front(
@@ -321,11 +321,6 @@ class Switchboard:
         await front.ended()
         self.fronts.remove(front)
         self._leaving.discard(front)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # ── fronts (FrontEvents) ──
 

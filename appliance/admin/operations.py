@@ -27,6 +27,7 @@ from appliance.admin.app import ActionError
 from appliance.admin.decisions import Decisions
 from appliance.admin.status import audit_status, database_status, in_flight, status_of
 from appliance.admin.steering import Steering
+from appliance.background import Background
 from appliance.contents import ContentKeeper
 from appliance.protocol import (
     AuditHead,
@@ -90,7 +91,7 @@ class Operations:
         self._started_at = started_at
         self._decisions = Decisions(control, switchboard)
         self._steering = Steering(switchboard, reloader)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self._turned_away: Counter[str] = Counter()
         self._minute = 0.0
 
@@ -144,9 +145,7 @@ class Operations:
             with contextlib.suppress(ActionError):
                 await self.act(actor, action_named("config.reload"), ReloadConfig())
 
-        task = asyncio.get_running_loop().create_task(reload())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.run(reload())
 
     def turned_away(self, actor: Actor, action: Action, why: str) -> None:
         """Record that somebody who is known tried an action that is not for them. What they sent with it was

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
+from appliance.background import Background
 from appliance.front.errors import ApiError
 from appliance.front.identity import Directory
 from appliance.front.keeping import Keeper
@@ -54,13 +55,7 @@ class Box:
         self.streams = 0
         self.unauthenticated = 0
         self._unflushed: list[Callable[[], None]] = []
-        self._runs: set[asyncio.Task[None]] = set()
-
-    def spawn(self, run: Coroutine[Any, Any, None]) -> None:
-        """Run something that has no client of its own; it handles its own errors."""
-        task = asyncio.get_running_loop().create_task(run)
-        self._runs.add(task)
-        task.add_done_callback(self._runs.discard)
+        self.background = Background()
 
     def reject(self, call: Call, error: ApiError) -> None:
         """Log a request that the front refused by itself."""

@@ -26,6 +26,7 @@ from appliance.front.recording import Follower
 from appliance.front.respond import GenerationResponse
 from appliance.front.retries import Record
 from appliance.http import Connection
+from appliance.memory_files import new_memory
 from appliance.messages import HandOver, Retried
 from store.policies import INTERACTIVE
 
@@ -60,7 +61,7 @@ async def answer(box: Box, request: Request, call: Call, body: bytes, prepare: P
     if record.verdict == "elsewhere":
         return MovedResponse(box, call, scope, body)
     if first:
-        box.spawn(_run(box, call, record, prepare))
+        box.background.run(_run(box, call, record, prepare))
     return RecordedResponse(box, call, record, first)
 
 
@@ -199,9 +200,8 @@ class MovedResponse(Response):
             self._box.reject(self._call, error)
             await error.response()(scope, receive, send)
             return
-        request = os.memfd_create("request")
+        request = new_memory("request", _as_it_came(scope, self._request_body))
         try:
-            _write(request, _as_it_came(scope, self._request_body))
             peer = scope["state"]["peer"]
             self._box.hand_over(HandOver(self._scope, peer.kind, peer.address), (descriptor, request))
         finally:
@@ -248,19 +248,6 @@ def _as_it_came(scope: Scope, body: bytes) -> bytes:
     lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _UNSAID]
     lines += [b"content-length: %d" % len(body), b"", b""]
     return b"\r\n".join(lines) + body
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def read_memory(descriptor: int) -> bytes:
-    """What `MovedResponse` wrote into a memfd, whose descriptor is closed here."""
-    with open(descriptor, "rb", buffering=0) as memory:
-        memory.seek(0)
-        return memory.readall() or b""
 
 
 async def _nothing() -> dict[str, object]:

@@ -19,6 +19,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from appliance.background import Background
+from appliance.memory_files import new_memory
 from appliance.messages import Identity, Keep, KeepRules, KeptPart
 from appliance.text.redaction import Redactor
 
@@ -67,7 +69,7 @@ class Keeper:
         self._hand_over = hand_over
         self._waiting_chars = 0
         self._threads = ThreadPoolExecutor(1, "keep")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     def keep(self, said: Said) -> None:
         """Keep it soon, as its tenant's policy says."""
@@ -76,14 +78,11 @@ class Keeper:
             log.error("request %s: its texts are not kept, too much waits already", said.request_id)
             return
         self._waiting_chars += said.chars
-        task = asyncio.get_running_loop().create_task(self._run(said))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.run(self._run(said))
 
     async def flush(self) -> None:
         """Wait until everything is handed over."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await self._background.ended()
 
     async def _run(self, said: Said) -> None:
         try:
@@ -103,16 +102,7 @@ class Keeper:
 
 def _in_memory(said: Said, rules: KeepRules) -> int:
     """A memfd with the parts, as msgpack."""
-    data = msgspec.msgpack.encode(list(_parts(said, rules)))
-    descriptor = os.memfd_create("kept")
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return new_memory("kept", msgspec.msgpack.encode(list(_parts(said, rules))))
 
 
 def _parts(said: Said, rules: KeepRules) -> Iterator[KeptPart]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
 import resource
 import socket
-from collections.abc import Coroutine
-from typing import Any
 
 from appliance.front.app import build_app
 from appliance.front.box import Box
-from appliance.front.idempotency import read_memory
 from appliance.http import HttpServer
+from appliance.memory_files import read_memory
 from appliance.messages import (
     Abort,
     Admitted,
@@ -52,16 +49,15 @@ class Front:
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None
         self._configured = 0
-        self._tasks: set[asyncio.Task[None]] = set()
         self.ended = asyncio.Event()
         """It was told to stop, and has."""
 
     def start(self) -> None:
         """Listen to the core."""
         self._channel.listen(self._take, _core_gone)
-        self._spawn(self._configure())
-        self._spawn(self._report())
-        self._spawn(self._mend())
+        self._box.background.run(self._configure())
+        self._box.background.run(self._report())
+        self._box.background.run(self._mend())
 
     # ── what the core says ──
 
@@ -73,7 +69,7 @@ class Front:
         elif isinstance(message, Connection):
             sock = self._take_socket()
             request = read_memory(self._channel.take_fd()) if message.has_request else b""
-            self._spawn(self._server.adopt(sock, message.peer, request))
+            self._box.background.run(self._server.adopt(sock, message.peer, request))
         elif isinstance(message, Claimed):
             self._box.retries.take(message)
         elif isinstance(message, Refused):
@@ -95,7 +91,7 @@ class Front:
             if not message.ready:
                 self._box.ready, self._box.not_ready_reason = False, message.reason
         elif isinstance(message, StopFront):
-            self._spawn(self._stop(message.grace_s))
+            self._box.background.run(self._stop(message.grace_s))
 
     def _take_socket(self) -> socket.socket:
         return socket.socket(fileno=self._channel.take_fd())
@@ -174,17 +170,6 @@ class Front:
                 configured=self._configured,
             )
         )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        with contextlib.suppress(asyncio.CancelledError):
-            if task.exception() is not None:
-                log.error("a background task failed", exc_info=task.exception())
 
 
 def _core_gone() -> None:

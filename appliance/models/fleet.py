@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from appliance.background import Background
 from appliance.messages import ServedModel
 from appliance.models.fit import why_not_beside
 from appliance.models.registry import describe
@@ -63,7 +64,7 @@ class Fleet:
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
         self._given_up: set[str] = set()
         """Models whose wanted settings could not be loaded: they run with the former ones."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
         for model in served:
             ledger.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
@@ -98,9 +99,7 @@ class Fleet:
 
     def look_at_folder(self, replica: Replica) -> None:
         """Its folder may hold other files than it did for the replica's life before: find out."""
-        task = asyncio.get_running_loop().create_task(self._describe(replica, replica.lives))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.run(self._describe(replica, replica.lives))
 
     async def _describe(self, replica: Replica, life: int) -> None:
         try:

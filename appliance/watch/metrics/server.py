@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI, Response
 
+from appliance.background import Background
 from appliance.http import HttpServer
 from appliance.listeners import address_of, bind_tcp, listens_on
 from appliance.messages import Limits
@@ -45,7 +44,7 @@ class MetricsServer:
         self._app = metrics_app(scrape)
         self._server: HttpServer | None = None
         self._address = ""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
         """Open the address that `settings` name, if it is another than the present one: `change` takes it.
@@ -58,13 +57,13 @@ class MetricsServer:
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
         """Listen where `settings` say."""
         if self._server is not None and (opened is not None or settings.metrics.listen is None):
-            self._run(self._server.stop(_STOP_S))
+            self._background.run(self._server.stop(_STOP_S))
             self._server = None
             log.info("metrics do not listen on %s any more", self._address)
         if opened is not None:
             self._address = address_of(opened)
             self._server = HttpServer(self._app, _LIMITS)
-            self._run(self._server.listen(opened))
+            self._background.run(self._server.listen(opened))
             log.info("metrics listen on %s", self._address)
 
     async def stop(self) -> None:
@@ -78,8 +77,3 @@ class MetricsServer:
         if self._server is None:
             return []
         return [SocketStatus(name="metrics", address=self._address, state="accepting")]
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
