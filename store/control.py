@@ -429,8 +429,3 @@ def read_policies(path: Path) -> Policies:
             records.select(connection, KeyRecord),
             records.select(connection, PeerRecord),
         )
-
-
-def read_keys(path: Path) -> list[KeyRecord]:
-    """All keys in the file at `path`, oldest first, through a read-only connection. Raises a `StoreError`."""
-    return list(read_policies(path).keys.values())

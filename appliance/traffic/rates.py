@@ -79,16 +79,6 @@ class ReplicaRates:
         """Part of the prompts' tokens that had to be computed: the others were in the prefix cache."""
         return 1.0 - min(1.0, self._cached.ratio)
 
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens computed in a second if it did nothing else; 0 while nobody knows."""
-        return 1.0 / self.prompt_token_s if self.prompt_token_s > 0 else 0.0
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Output tokens in a second with the sequences that run now."""
-        return self.rows / self.step_s if self.step_s > 0 else 0.0
-
     def step_at(self, rows: float) -> float:
         """Seconds of a step with so many rows: what is measured now, scaled by what steps of other batches
         took."""

@@ -36,25 +36,8 @@ from engine.messages import ReplicaSpec, SamplingParams, Submit
 from tests.engine.soak_books import Books
 from tests.engine.soak_known import Known
 from tests.engine.soak_traffic import Cancelled, Limits, Rhythm, draw_submit
+from tests.engine.tiny import TINY
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 157,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
 TINY_SIZES = {"max_rows": 8, "step_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
 SIZES = {"max_rows": 64, "step_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
 """Pools that hold less than the rows would like."""

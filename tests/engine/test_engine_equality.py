@@ -18,29 +18,12 @@ import pytest
 
 from engine.generate import LocalEngine
 from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLogprob
+from tests.engine.tiny import TINY
 
 NEAR_TIE = 1e-4
 """Nats between the best two tokens."""
 LOGPROB_ERROR = 1e-3
-VOCAB = 157
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
+VOCAB = TINY["vocab_size"]
 
 
 @dataclass
@@ -68,7 +51,7 @@ Build = Callable[..., LocalEngine]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-llama")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(TINY))
     return folder
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from store.control import ControlStore
 from store.requests import RequestLog, RequestReader, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
@@ -30,6 +31,14 @@ class History:
 
     def close(self) -> None:
         self.writer.close()
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> Iterator[ControlStore]:
+    store = ControlStore(tmp_path / "control.db")
+    store.start()
+    yield store
+    store.close()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from store import backup
 from store.audit import Head
 from store.contents import Content, ContentLog, read_contents
-from store.control import ControlStore, read_keys
+from store.control import ControlStore, read_policies
 from store.errors import CorruptDatabaseError, StorageFaultError, StoreError
 from store.evidence import Recorded, examine_folder, read_audit_head
 from store.requests import RequestFilter, RequestReader
@@ -72,7 +72,7 @@ def test_a_running_service_is_copied_whole_for_its_owner_only(running, tmp_path_
     }
     for path in (target, *target.rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
-    assert [key.name for key in read_keys(target / "control.db")] == ["k"]
+    assert [key.name for key in read_policies(target / "control.db").keys.values()] == ["k"]
     assert [row.request_id for row in RequestReader(target / "history.db").query(RequestFilter(), 10)] == [
         "req-1"
     ]

@@ -14,19 +14,11 @@ from pathlib import Path
 import pytest
 
 from store import audit
-from store.control import ControlStore, read_keys
+from store.control import ControlStore, read_policies
 from store.errors import StorageFaultError, UnknownKeyError
 from store.evidence import read_audit, read_audit_head, verify_audit
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def control(tmp_path):
-    store = ControlStore(tmp_path / "control.db")
-    store.start()
-    yield store
-    store.close()
 
 
 def create(control: ControlStore, name: str = "laptop", **options: float):
@@ -130,7 +122,7 @@ def test_a_change_and_its_audit_row_stand_or_fall_together(control):
             params={"not": object()},
             apply=lambda connection: connection.execute("DELETE FROM keys").rowcount,
         ).result(10)
-    assert [record.id for record in read_keys(control.path)] == [created.record.id]
+    assert [record.id for record in read_policies(control.path).keys.values()] == [created.record.id]
     assert [row.action for row in read_audit(control.path)] == ["keys.create"]
 
 
@@ -193,7 +185,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         [sys.executable, "-c", source, path], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == -9
-    assert [record.id for record in read_keys(path)] == [done.stdout.strip()]
+    assert [record.id for record in read_policies(path).keys.values()] == [done.stdout.strip()]
     assert verify_audit(path).rows == 1
 
 
@@ -212,7 +204,7 @@ def test_a_full_disk_refuses_new_keys_and_keeps_the_old_ones_working(tiny_disk):
     ballast.unlink()
     after = create(control, "after")
     control.close()
-    assert after.record in read_keys(control.path)
+    assert after.record in read_policies(control.path).keys.values()
     assert verify_audit(control.path).ok
 
 

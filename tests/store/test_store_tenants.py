@@ -23,14 +23,6 @@ from store.schemas import CONTROL
 WHO = "uid:0"
 
 
-@pytest.fixture
-def control(tmp_path):
-    store = ControlStore(tmp_path / "control.db")
-    store.start()
-    yield store
-    store.close()
-
-
 def tenant(control: ControlStore, name: str = "acme", **changes: Any) -> TenantRecord:
     control.create_tenant(actor=WHO, name=name, changes=changes).result(10)
     return control.policies.tenants[name]

@@ -22,14 +22,6 @@ from store.spool import RESERVED_BYTES, Spool, SpoolFile
 ROOT = Actor("uid:0", "box")
 
 
-@pytest.fixture
-def control(tmp_path):
-    store = ControlStore(tmp_path / "control.db")
-    store.start()
-    yield store
-    store.close()
-
-
 def phases(path: Path) -> list[tuple[str, str | None, str]]:
     return [(row.action, row.phase, row.result) for row in read_audit(path)]
 
