@@ -12,7 +12,7 @@ import torch
 
 from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec, SamplingParams, Submit
-from tests.engine.test_engine_equality import CONFIG
+from tests.engine.tiny import TINY
 
 POISON = 99
 """A token whose embedding is not a number."""
@@ -22,7 +22,7 @@ PROMPTS = [[(5 * place + family) % 90 + 3 for place in range(70)] for family in 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> LocalEngine:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     made = LocalEngine(
         ReplicaSpec(
             replica="tiny-0",

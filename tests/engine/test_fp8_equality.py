@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec
 from kernels import reference
-from tests.engine.test_engine_equality import CONFIG, LENGTHS, Alone, Answer, Ask, prompt, serve
+from tests.engine.test_engine_equality import LENGTHS, Alone, Answer, Ask, prompt, serve
+from tests.engine.tiny import TINY
 
 KV = {"kv_dtype": "fp8"}
 BOTH = {"weights": "fp8", "kv_dtype": "fp8"}
@@ -49,7 +50,7 @@ def sums_in_float64() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-llama")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(TINY))
     return folder
 
 

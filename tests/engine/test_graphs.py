@@ -18,7 +18,7 @@ from engine.prompt_graphs import MOST_FP8_KEYS, PromptGraphs
 from engine.sizing import ladder
 from kernels import AttentionInput, ChunkSpan
 from kernels.draws import Variant
-from tests.engine.test_engine_equality import CONFIG
+from tests.engine.tiny import TINY
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 17, 64, 100, 256, 1000, 1024])
@@ -60,7 +60,7 @@ WAITING = SamplingParams(
 
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[[], LocalEngine]:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
     spec = ReplicaSpec(
         replica="tiny-0",
         model_path=str(tmp_path),
@@ -163,7 +163,7 @@ def windowed(tmp_path: Path, made: Callable[[], LocalEngine]) -> Callable[[], Lo
     """Two layers, one of which sees a window alone: two lists of tiles."""
     family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     windows = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | family | windows))
+    (tmp_path / "config.json").write_text(json.dumps(TINY | family | windows))
     return made
 
 
