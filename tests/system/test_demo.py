@@ -39,12 +39,25 @@ class Terminal:
 
     def expect(self, words: str, timeout_s: float = 60) -> None:
         """Read until `words` have come, after what was expected before."""
+        assert self._comes(words, timeout_s), f"{words!r} did not come within {timeout_s} s: {self.text}"
+        self.text = self.text.partition(words)[2]
+
+    def press(self, keys: str, words: str) -> None:
+        """Type until `words` come: a signal that a program gets just before it reads wakes nobody."""
+        for _ in range(10):
+            self.type(keys)
+            if self._comes(words, 6):
+                break
+        self.expect(words)
+
+    def _comes(self, words: str, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while words not in self.text:
             ready, _, _ = select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"{words!r} did not come within {timeout_s} s: {self.text}"
+            if not ready:
+                return False
             self.text += os.read(self._descriptor, 4096).decode(errors="replace")
-        self.text = self.text.partition(words)[2]
+        return True
 
     def type(self, keys: str) -> None:
         os.write(self._descriptor, keys.encode())
@@ -58,8 +71,7 @@ def test_in_a_terminal_ctrl_c_is_the_chats_and_ctrl_d_ends_the_demo() -> None:
     demo.expect(PURPOSE)
     demo.expect("Ctrl-D leaves.")
     demo.expect("> ")
-    demo.type("\x03")
-    demo.expect("> ")
+    demo.press("\x03", "> ")
     demo.type("What does textwrap.dedent do?\n")
     demo.expect(PURPOSE)
     demo.expect("> ")
