@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from argparse import Namespace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -13,18 +14,22 @@ import pytest
 pytest.importorskip("triton")
 from tests.kernels.exercise import GROUPS
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts/sanitize"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(name: str) -> ModuleType:
+    loader = SourceFileLoader(f"{name}_script", str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module
+    loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def sanitize() -> ModuleType:
-    loader = SourceFileLoader("sanitize_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("sanitize_script", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sanitize_script"] = module
-    loader.exec_module(module)
-    return module
+    return script("sanitize")
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -34,6 +39,44 @@ def test_a_group_of_kernels_runs(group: str) -> None:
 
 def test_the_script_runs_every_group(sanitize: ModuleType) -> None:
     assert set(sanitize.GROUPS) == set(GROUPS)
+
+
+def test_the_tool_is_found_in_a_toolkit_that_is_not_on_the_path(
+    sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(sanitize, "PLACES", (f"{tmp_path}/cuda*",))
+    assert sanitize.find_tool() is None
+    for folder in (tmp_path / "cuda-13.0" / "compute-sanitizer", tmp_path / "home" / "bin"):
+        folder.mkdir(parents=True)
+        (folder / "compute-sanitizer").touch(0o755)
+    assert sanitize.find_tool() == f"{tmp_path}/cuda-13.0/compute-sanitizer/compute-sanitizer"
+    monkeypatch.setenv("CUDA_HOME", f"{tmp_path}/home")
+    assert sanitize.find_tool() == f"{tmp_path}/home/bin/compute-sanitizer"
+
+
+def test_a_group_that_hangs_is_cut_off_and_not_clean(
+    sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging = tmp_path / "compute-sanitizer"
+    hanging.write_text("#!/bin/sh\necho begun\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    arguments = Namespace(logs=tmp_path, until=0.0)
+    outcome = sanitize._check(str(hanging), "memcheck", "place", {"PATH": "/usr/bin:/bin"}, arguments)
+    assert outcome.count is None and outcome.last == "timed out" and outcome.seconds < 30
+    assert not sanitize.is_clean("memcheck", outcome)
+
+
+def test_on_a_gpu_each_file_that_needs_one_has_a_process() -> None:
+    test_gpu = script("test_gpu")
+    commands = test_gpu._commands(Namespace(parts=["tests"], timeout=400.0, logs=Path("logs")))
+    marked = {
+        path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark" + ".gpu" in path.read_text()
+    }
+    found = {ROOT / command[-1] for command in commands.values()}
+    assert marked <= found and len(found) == len(commands) > 10
+    assert set(test_gpu.ALONE) <= set(commands)
 
 
 MEMCHECK = """========= COMPUTE-SANITIZER
