@@ -132,7 +132,10 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """`residual + linear(x)`. May overwrite `residual`."""
 
-    def rope_cache_write(
+    def plan_attention(self, inputs: AttentionInput) -> Any:
+        """What `attend` wants to know, made once a pass and used by every layer."""
+
+    def attend(
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
@@ -144,36 +147,24 @@ class Ops(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         heads: int,
-        k_scales: torch.Tensor | None = None,
-        v_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Splits `qkv [tokens, (heads + 2 kv_heads) × head_dim]`; norms each query and key head (`q_norm`,
-        `k_norm` `[head_dim]`, or None); rotates both; writes keys and values into the pool; returns the
-        queries `[tokens, heads, head_dim]`.
-
-        positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct. cos_sin: `[positions,
-        head_dim]` float32 of `kernels.rope.cos_sin_table`. keys, values: the pool, `[blocks, kv_heads, 64,
-        head_dim]`, of the model's dtype, or e4m3 with a scale for each token and head, `k_scales` and
-        `v_scales` `[blocks, kv_heads, 64]` float32.
-        """
-
-    def plan_attention(self, inputs: AttentionInput) -> Any:
-        """What `attention` wants to know, made once a pass and used by every layer."""
-
-    def attention(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
         plan: Any,
         scale: float,
         window: int | None,
         k_scales: torch.Tensor | None = None,
         v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of a pass over the paged cache, in which its own keys and values are already:
-        `[tokens, heads, head_dim]`, as q. The pool is as in `rope_cache_write`. window: a token sees itself
-        and the window - 1 before it. Softmax in float32. What a pool holds must be finite."""
+        """Splits `qkv [tokens, (heads + 2 kv_heads) × head_dim]`; norms each query and key head (`q_norm`,
+        `k_norm` `[head_dim]`, or None); rotates both (RoPE, Su et al. 2021); writes keys and values into the
+        pool; and returns the causal attention of the pass over the paged cache: `[tokens, heads, head_dim]`,
+        as qkv. Softmax in float32.
+
+        positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct. cos_sin: `[positions,
+        head_dim]` float32 of `kernels.rope.cos_sin_table`. keys, values: the pool, `[blocks, kv_heads, 64,
+        head_dim]`, of the model's dtype, or e4m3 with a scale for each token and head, `k_scales` and
+        `v_scales` `[blocks, kv_heads, 64]` float32; what it holds must be finite. A decode's position and
+        slot are those of the last of its `lens` tokens in its row of the block table. window: a token sees
+        itself and the window - 1 before it.
+        """
 
 
 def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansion_blocks: int = 0) -> Ops:

@@ -15,7 +15,7 @@ import torch
 from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, Weight
 from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
-from kernels.triton.attention_decode import DecodeWorkspace
+from kernels.triton.attention_decode import DecodeWorkspace, Rotation
 from kernels.triton.linear_table import Table
 
 __all__ = ["CudaOps"]
@@ -35,6 +35,16 @@ class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
     """By window, made by the first layer that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A layer's cache, as `Ops.attend` says."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    k_scales: torch.Tensor | None
+    v_scales: torch.Tensor | None
 
 
 class CudaOps:
@@ -119,7 +129,11 @@ class CudaOps:
 
     # ── attention ────────────────────────────────────────────────────────────────────────────────
 
-    def rope_cache_write(
+    def plan_attention(self, inputs: AttentionInput) -> _AttentionPlan:
+        tiles = inputs.tiles or {}
+        return _AttentionPlan(inputs, {window: _ChunkPlan(None, None, tiles[window]) for window in tiles})
+
+    def attend(
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
@@ -131,71 +145,81 @@ class CudaOps:
         keys: torch.Tensor,
         values: torch.Tensor,
         heads: int,
-        k_scales: torch.Tensor | None = None,
-        v_scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return fused.rope_cache_write(
-            qkv,
-            positions,
-            slots,
-            cos_sin,
-            q_norm,
-            k_norm,
-            eps,
-            keys,
-            values,
-            heads,
-            k_scales,
-            v_scales,
-            pdl=True,
-        )
-
-    def plan_attention(self, inputs: AttentionInput) -> _AttentionPlan:
-        tiles = inputs.tiles or {}
-        return _AttentionPlan(inputs, {window: _ChunkPlan(None, None, tiles[window]) for window in tiles})
-
-    def attention(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
         plan: _AttentionPlan,
         scale: float,
         window: int | None,
         k_scales: torch.Tensor | None = None,
         v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        inputs, decodes = plan.inputs, len(plan.inputs.rows)
-        out = torch.empty_like(q)
+        pool, norms = _Pool(keys, values, k_scales, v_scales), (q_norm, k_norm, eps)
+        if self._only_decodes(plan.inputs):
+            return self._decode(qkv, pool, plan.inputs, heads, scale, window, Rotation(cos_sin, *norms))
+        scales = (k_scales, v_scales)
+        q = fused.rope_cache_write(
+            qkv, positions, slots, cos_sin, *norms, keys, values, heads, *scales, pdl=True
+        )
+        decodes, out = len(plan.inputs.rows), torch.empty_like(q)
         if decodes:
-            attention_decode.decode(
-                q[:decodes],
-                keys,
-                values,
-                inputs.block_table,
-                inputs.rows,
-                inputs.lens,
-                scale,
-                self._decode_workspace(q, keys.shape[1], inputs.block_table.shape[0]),
-                window,
-                k_scales,
-                v_scales,
-                out=out[:decodes],
-            )
-        if inputs.chunks or inputs.tiles:
-            if window not in plan.chunks:
-                plan.chunks[window] = self._plan_chunks(q, keys, inputs, window, expand=k_scales is not None)
-            chunks = plan.chunks[window]
-            table = inputs.block_table
-            if chunks.expanded is not None:
-                assert chunks.pages is not None and k_scales is not None and v_scales is not None
-                wide = self._scratch(keys, q.dtype)
-                attention_prefill.expand(keys, values, k_scales, v_scales, table, chunks.pages, *wide)
-                attention_prefill.prefill(q, *wide, None, chunks.expanded, scale, window, out=out)
-            if chunks.direct is not None:
-                direct, scales = chunks.direct, (k_scales, v_scales)
-                attention_prefill.prefill(q, keys, values, table, direct, scale, window, *scales, out=out)
+            self._decode(q[:decodes], pool, plan.inputs, heads, scale, window, None, out[:decodes])
+        if plan.inputs.chunks or plan.inputs.tiles:
+            self._prefill(q, pool, plan, scale, window, out)
         return out
+
+    def _only_decodes(self, inputs: AttentionInput) -> bool:
+        return not inputs.chunks and not inputs.tiles
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        pool: _Pool,
+        inputs: AttentionInput,
+        heads: int,
+        scale: float,
+        window: int | None,
+        rotation: Rotation | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        _, kv_heads, _, head_dim = pool.keys.shape
+        sequences = inputs.block_table.shape[0]
+        return attention_decode.decode(
+            q,
+            pool.keys,
+            pool.values,
+            inputs.block_table,
+            inputs.rows,
+            inputs.lens,
+            scale,
+            self._decode_workspace(sequences, heads, kv_heads, head_dim, q.device),
+            window,
+            pool.k_scales,
+            pool.v_scales,
+            out,
+            rotation,
+        )
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        pool: _Pool,
+        plan: _AttentionPlan,
+        scale: float,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> None:
+        inputs, table, scales = plan.inputs, plan.inputs.block_table, (pool.k_scales, pool.v_scales)
+        if window not in plan.chunks:
+            expand = pool.k_scales is not None
+            plan.chunks[window] = self._plan_chunks(q, pool.keys, inputs, window, expand)
+        chunks = plan.chunks[window]
+        if chunks.expanded is not None:
+            assert chunks.pages is not None and pool.k_scales is not None and pool.v_scales is not None
+            wide = self._scratch(pool.keys, q.dtype)
+            narrow = (pool.keys, pool.values, pool.k_scales, pool.v_scales)
+            attention_prefill.expand(*narrow, table, chunks.pages, *wide)
+            attention_prefill.prefill(q, *wide, None, chunks.expanded, scale, window, out=out)
+        if chunks.direct is not None:
+            both = (pool.keys, pool.values)
+            attention_prefill.prefill(q, *both, table, chunks.direct, scale, window, *scales, out=out)
 
     def _plan_chunks(
         self, q: torch.Tensor, keys: torch.Tensor, inputs: AttentionInput, window: int | None, expand: bool
@@ -211,11 +235,12 @@ class CudaOps:
         made = attention_prefill.plan_expansion(inputs.chunks, heads, kv_heads, window, blocks)
         return _ChunkPlan(on_device(made.pages), on_device(made.expanded), on_device(made.direct))
 
-    def _decode_workspace(self, q: torch.Tensor, kv_heads: int, sequences: int) -> DecodeWorkspace:
-        _, heads, head_dim = q.shape
+    def _decode_workspace(
+        self, sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+    ) -> DecodeWorkspace:
         key = (heads, kv_heads, head_dim)
         if key not in self._decode_workspaces:
-            made = attention_decode.allocate_workspace(sequences, heads, kv_heads, head_dim, q.device)
+            made = attention_decode.allocate_workspace(sequences, heads, kv_heads, head_dim, device)
             self._decode_workspaces[key] = made
         return self._decode_workspaces[key]
 

@@ -133,6 +133,7 @@ def rope_cache_write(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """The first half of `Ops.attend`: the queries `[tokens, heads, head_dim]`, turned."""
     _, kv_heads, _, head_dim = keys.shape
     both = heads + kv_heads
     qkv = qkv.view(-1, both + kv_heads, head_dim)
@@ -157,6 +158,28 @@ def rope_cache_write(
             pool[block, :, offset], per_head = quantise_fp8(heads_of_pool)
             scales[block, :, offset] = per_head.squeeze(-1)
     return rotated[:, :heads].to(qkv.dtype)
+
+
+def attend(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    plan: _AttentionPlan,
+    scale: float,
+    window: int | None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    norms, pool, scales = (q_norm, k_norm, eps), (keys, values), (k_scales, v_scales)
+    q = rope_cache_write(qkv, positions, slots, cos_sin, *norms, *pool, heads, *scales)
+    return attention(q, *pool, plan, scale, window, *scales)
 
 
 _Pool = tuple[torch.Tensor, torch.Tensor | None]
@@ -195,6 +218,7 @@ def attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """The second half of `Ops.attend`: as q, whose keys and values are in the pool already."""
     parts = []
     decodes = len(plan.lens)
     if decodes:

@@ -6,6 +6,7 @@ sample. Which kernels those are, and how they are specialised, is left to the op
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -33,6 +34,8 @@ def launch_all(dimensions: Dimensions, table: Table) -> None:
         for window in dimensions.windows:
             if tokens <= dimensions.max_rows:
                 layers.launch(tokens, window, _decodes(dimensions, tokens))
+                if tokens > 1:
+                    layers.launch(tokens, window, _mixed(dimensions, tokens))
             layers.launch(tokens, window, _chunk(dimensions, tokens))
     for rows in {1, min(2, dimensions.max_rows), dimensions.max_rows}:
         for rank in range(dimensions.tensor_parallel):
@@ -78,13 +81,10 @@ class _Layers:
         residual = self._numbers(tokens, d.hidden)
         qkv = ops.norm_linear(residual, self._gain, _EPS, weights["qkv"], self._bias("qkv", d.qkv_bias))
         positions, slots = (torch.empty(tokens, dtype=torch.int64, device=_META) for _ in range(2))
-        pool = (self._keys, self._values)
-        norms = (self._head_gain, self._head_gain)
-        queries = ops.rope_cache_write(
-            qkv, positions, slots, self._cos_sin, *norms, _EPS, *pool, d.rank_heads, *self._scales
-        )
-        plan = ops.plan_attention(attention)
-        attended = ops.attention(queries, *pool, plan, d.head_dim**-0.5, window, *self._scales)
+        heads = (self._cos_sin, self._head_gain, self._head_gain, _EPS)
+        pool = (self._keys, self._values, d.rank_heads)
+        seen = (ops.plan_attention(attention), d.head_dim**-0.5, window)
+        attended = ops.attend(qkv, positions, slots, *heads, *pool, *seen, *self._scales)
         self._add(attended.view(tokens, -1), "o", residual, d.o_bias)
         up_bias = self._bias("gate_up", d.mlp_bias)
         activated = ops.norm_gate_up(residual, self._gain, _EPS, weights["gate_up"], up_bias)
@@ -119,6 +119,12 @@ def _weight(dimensions: Dimensions, n: int, k: int, fp8: bool) -> Weight:
 def _decodes(dimensions: Dimensions, tokens: int) -> AttentionInput:
     rows, lens = (torch.empty(tokens, dtype=torch.int64, device=_META) for _ in range(2))
     return AttentionInput(_block_table(dimensions), rows, lens, _BLOCKS, [])
+
+
+def _mixed(dimensions: Dimensions, tokens: int) -> AttentionInput:
+    """Decodes beside a chunk of one token."""
+    decodes = _decodes(dimensions, tokens - 1)
+    return replace(decodes, chunks=[ChunkSpan(tokens - 1, 1, 0, 0)])
 
 
 def _chunk(dimensions: Dimensions, tokens: int) -> AttentionInput:

@@ -66,9 +66,6 @@ def fused_cases(tokens: int) -> list[tuple[str, int, Callable[[bool], Callable[[
     qkv = tokens * (HEADS + 2 * KV_HEADS) * HEAD_DIM
     blocks = -(-tokens // 64) + 1
     where = torch.arange(tokens, device="cuda")
-    rows = torch.randperm(tokens, device="cuda")
-    lengths = torch.randint(0, 64, (tokens,), device="cuda")
-    block_table = torch.arange(tokens, device="cuda").remainder(blocks).unsqueeze(1)
 
     def norm(pdl: bool) -> Callable[[], object]:
         x = random(tokens, HIDDEN)
@@ -99,9 +96,6 @@ def fused_cases(tokens: int) -> list[tuple[str, int, Callable[[bool], Callable[[
             scales = [torch.zeros(shape[:3], device="cuda") for _ in range(2)] if fp8 else []
             norms = (head, head) if normed else (None, None)
             rest = (table, *norms, 1e-5, *pools, HEADS, *scales)
-            if tokens <= 1024:
-                places = (rows, lengths, block_table)
-                return lambda: fused.rope_cache_write_rows(x, *places, *rest, pdl=pdl)
             return lambda: fused.rope_cache_write(x, where, where, *rest, pdl=pdl)
 
         return make

@@ -6,11 +6,11 @@
 
 A few layers of a public shape with random weights, more than the L2 holds, run one after another in a CUDA
 graph by the decoder's own code; medians of replays. A way is what differs from the shipped tables: a
-product's plan (form, rows, block_n, block_k, warps, stages, split; or "library") and fields of attention's
-`DecodeConfig`. r stands for the rows, padded; 256b for the columns of so many bytes; 110k for the stages that
-fit into so many KiB. Beside the time of a layer stand the limit (bytes of weights and cache, at the device's
-read bandwidth) and by how much the hidden states differ from the first way's. With --alone, each product too,
-in a chain of its own.
+product's plan (form, rows, block_n, block_k, warps, stages, split; or "library"), fields of attention's
+`DecodeConfig`, and rope=apart: RoPE and cache write in a launch of their own. r stands for the rows, padded;
+256b for the columns of so many bytes; 110k for the stages that fit into so many KiB. Beside the time of a
+layer stand the limit (bytes of weights and cache, at the device's read bandwidth) and by how much the hidden
+states differ from the first way's. With --alone, each product too, in a chain of its own.
 """
 
 from __future__ import annotations
@@ -61,19 +61,25 @@ class Way:
     """By product."""
     attention: dict[str, int]
     """Fields of `DecodeConfig`."""
+    apart: bool = False
+    """Whether RoPE and cache write are not attention's."""
 
     @classmethod
     def parse(cls, text: str) -> Way:
-        plans, attention = {}, {}
+        plans, attention, apart = {}, {}, False
         for part in text.split():
             name, _, value = part.partition("=")
             if name.startswith("attention."):
                 attention[name.removeprefix("attention.")] = int(value)
             elif name in LAYER_PRODUCTS:
                 plans[name] = value
+            elif part == "rope=apart":
+                apart = True
             else:
-                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(LAYER_PRODUCTS)}")
-        return cls(text or "as shipped", plans, attention)
+                raise argparse.ArgumentTypeError(
+                    f"{part!r} is neither rope=apart, attention.FIELD=… nor of {', '.join(LAYER_PRODUCTS)}"
+                )
+        return cls(text or "as shipped", plans, attention, apart)
 
     def plan(self, name: str, rows: int, item: int) -> Plan | None:
         """Of a product of `rows` tokens with weights of `item` bytes; None: the library."""
@@ -91,9 +97,12 @@ class Way:
 class Ops(CudaOps):
     """Operations whose table can be exchanged."""
 
-    def use(self, table: Table) -> None:
-        self._table = table
+    def use(self, table: Table, way: Way) -> None:
+        self._table, self._apart = table, way.apart
         self._decode_workspaces = {}  # the last was perhaps for fewer sequences
+
+    def _only_decodes(self, inputs: AttentionInput) -> bool:
+        return not self._apart and super()._only_decodes(inputs)
 
 
 class Layers:
@@ -157,7 +166,7 @@ class Layers:
             most = attention_decode._most_items(sequences, kv_heads, others[-1])
             return replace(changed, items=max(sequences, min(changed.items, most)))
 
-        self.ops.use(table)
+        self.ops.use(table, way)
         with mock.patch.object(attention_decode, "config_for", config_for):
             yield
 

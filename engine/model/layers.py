@@ -154,7 +154,7 @@ class Attention:
     ) -> torch.Tensor:
         """From `[tokens, (heads + 2 kv_heads) × head_dim]` to `[tokens, heads × head_dim]` of this rank's
         heads: the input of `o`."""
-        q = self.ops.rope_cache_write(
+        attended = self.ops.attend(
             qkv,
             inputs.positions,
             inputs.slots,
@@ -165,13 +165,13 @@ class Attention:
             kv.keys,
             kv.values,
             self.shard.heads,
+            plan,
+            self.scale,
+            self.window,
             kv.k_scales,
             kv.v_scales,
         )
-        attended = self.ops.attention(
-            q, kv.keys, kv.values, plan, self.scale, self.window, kv.k_scales, kv.v_scales
-        )
-        return attended.view(q.shape[0], -1)
+        return attended.view(len(qkv), -1)
 
     def pieces(self, prefix: str) -> list[Piece]:
         config, shard, size = self.config, self.shard, self.config.head_dim

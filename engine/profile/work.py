@@ -102,6 +102,8 @@ def _of_step(
         for window in config.sliding_windows:
             pairs += _pairs(context, count, window)
             pages += _seen(context + count, count, window)
+    new = both * (config.head_dim * number + of_kv)
+    decodes = layers * len(shape.contexts) * (2 * q * number + (0 if shape.chunks else new))
     quantised = tokens * (q + intermediate) * (number + 1)
     made = {
         "qkv": layer(
@@ -114,12 +116,8 @@ def _of_step(
         "_norm": Work((2 * layers * tokens + rows) * hidden * 2 * number),
         "_silu_mul": Work(layers * tokens * intermediate * 3 * number),
         "_quantise": Work(layers * quantised),
-        "_rope": Work(layers * tokens * (2 * q * number + both * (config.head_dim * number + of_kv))),
-        "_decode_kernel": Work(
-            sum(seen) * both * of_kv + layers * len(shape.contexts) * 2 * q * number,
-            4.0 * sum(seen) * q,
-            attention,
-        ),
+        "_rope": Work(layers * tokens * (2 * q * number + new)),
+        "_decode_kernel": Work(sum(seen) * both * of_kv + decodes, 4.0 * sum(seen) * q, attention),
         "_prefill_kernel": Work(pages * both * of_kv, 4.0 * pairs * q, attention),
         "_expand_kernel": Work(pages * both * (of_kv + config.head_dim * number)),
         "scan_kernel": Work(rows * config.vocab_size * number),

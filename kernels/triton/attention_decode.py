@@ -9,6 +9,11 @@ to arrive adds them up, in the order of the cache: one kernel, and the same bits
 
 The query heads of a KV head are the rows of one tensor-core tile (16 or more). FP8 tiles are converted to
 float16: on Hopper one instruction for two values, where bfloat16 takes several.
+
+With a `Rotation`, what comes in is the product of q, k and v: the kernel norms and rotates what it reads of
+it, and whoever has a sequence's last page writes the new key and value there and adds them to the sums out of
+registers. So no launch stands between that product and attention, and all that does not come from it
+(lengths, pages, angles) is read before it has ended.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import PAGE_TOKENS
+from kernels.triton.new_tokens import angles, rounded, turned
 
 _LOG2_E = 1.4426950408889634
 
@@ -108,6 +114,12 @@ def _decode_kernel(
     table_stride,
     q_stride,
     scale,
+    keys,
+    values,
+    cos_sin,
+    q_norm,
+    k_norm,
+    eps,
     KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -122,10 +134,11 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr,
     LEAST: tl.constexpr,
+    NEW: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if PDL and not EARLY:
+    if PDL and not NEW:
         gdc_wait()
         gdc_launch_dependents()
     kv_head = tl.program_id(0) % KV_HEADS
@@ -159,12 +172,16 @@ def _decode_kernel(
         if item < sequences:
             empty = tl.load(lens + item) == 0
 
+    lift: tl.constexpr = _LIFT if SCALED else 0.0
     tile_row = tl.arange(0, TILE_ROWS)
     dim = tl.arange(0, HEAD_DIM)
     token = tl.arange(0, 64)
     real = (tile_row < HEADS)[:, None]
     place = (kv_head * HEADS + tile_row)[:, None] * HEAD_DIM + dim[None, :]
-    if PDL and EARLY:
+    if NEW:
+        new_position = tl.maximum(length - 1, 0).to(tl.int64)
+        cos, sin = angles(cos_sin + new_position * HEAD_DIM, HEAD_DIM)
+    if PDL and NEW:
         gdc_wait()
         gdc_launch_dependents()
 
@@ -178,9 +195,31 @@ def _decode_kernel(
         begin = (item - first_item) * each
         end = tl.minimum(begin + each, pages)
         blocks = table + row * table_stride + first
-        query = tl.load(q + sequence.to(tl.int64) * q_stride + place, mask=real, other=0.0).to(COMPUTE)
+        own = q + sequence.to(tl.int64) * q_stride
         m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
+        cached = length
+        if NEW:
+            # The new token counts here; the cache, in which it is not yet, has those before it.
+            cached = length - 1
+            newest = begin + each >= pages
+            query = turned(own, kv_head * HEADS + tile_row, real, cos, sin, q_norm, eps, HEAD_DIM, NORM)
+            query = query.to(q.dtype.element_ty).to(COMPUTE)
+            k_head = KV_HEADS * HEADS + kv_head + tl.arange(0, 1)
+            new_k = turned(own, k_head, newest, cos, sin, k_norm, eps, HEAD_DIM, NORM)
+            new_v = tl.load(
+                own + (k_head + KV_HEADS)[:, None] * HEAD_DIM + dim[None, :], mask=newest, other=0.0
+            )
+            kept_k, k_scale = rounded(new_k, keys, SCALED)
+            kept_v, v_scale = rounded(new_v.to(tl.float32), values, SCALED)
+            new_score = tl.sum(query.to(tl.float32) * kept_k.to(COMPUTE).to(tl.float32), 1) * (
+                k_scale * scale
+            )
+            m = tl.where(newest, new_score, m)
+            total = tl.where(newest, tl.exp2(total + lift), total)
+            new_page = tl.load(blocks + pages - 1).to(tl.int64) * KV_HEADS + kv_head
+        else:
+            query = tl.load(own + place, mask=real, other=0.0).to(COMPUTE)
         acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
         for page in tl.range(begin, end, num_stages=STAGES):
             tile = (tl.load(blocks + page).to(tl.int32) * KV_HEADS + kv_head) * 64
@@ -192,14 +231,14 @@ def _decode_kernel(
             else:
                 scores = scores * scale
             position = (first + page) * 64 + token
-            seen = position < length
+            seen = position < cached
             if WINDOW > 0:
                 seen = seen & (position >= length - WINDOW)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             m_new = tl.maximum(m, tl.max(scores, 1))
             old = tl.exp2(m - m_new)
             if SCALED:
-                weights = tl.exp2(scores - (m_new - _LIFT)[:, None])
+                weights = tl.exp2(scores - (m_new - lift)[:, None])
                 total = total * old + tl.sum(weights, 1)
                 weights = weights * tl.load(v_scales + tile + token)[None, :]
                 v = _spread(v, SPREAD)
@@ -210,6 +249,17 @@ def _decode_kernel(
             m = m_new
         if SCALED:
             acc = _gather(acc, SPREAD)
+        if NEW:
+            weight = tl.exp2(new_score - m + lift) * v_scale
+            if newest:
+                acc += weight[:, None] * kept_v.to(COMPUTE).to(tl.float32)
+                new_slot = new_page * 64 + new_position % 64
+                at = new_slot * HEAD_DIM + dim[None, :]
+                tl.store(keys + at, kept_k)
+                tl.store(values + at, kept_v)
+                if SCALED:
+                    tl.store(k_scales + new_slot, k_scale)
+                    tl.store(v_scales + new_slot, v_scale)
         out_row = out + sequence.to(tl.int64) * (KV_HEADS * HEADS * HEAD_DIM)
         if pieces == 1:
             tl.store(out_row + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
@@ -264,10 +314,18 @@ class DecodeConfig:
     num_warps: int = 4
     least_pages: int = 1
     """A sequence of no more is not cut: reading them one after another is cheaper than adding up sums."""
-    early: bool = False
-    """Whether rows, lens and block_table are read before the kernel in front has ended. Only where a kernel
-    without PDL stands between what wrote them and this one, as the embedding does in a decoder's pass: one
-    with it may start before the one in front has waited for its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What makes queries, keys and values of the product of all three; see `kernels.Ops.attend`."""
+
+    cos_sin: torch.Tensor
+    """`[positions, head_dim]` float32."""
+    q_norm: torch.Tensor | None = None
+    """`[head_dim]`"""
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
 
 
 def config_for(
@@ -290,13 +348,6 @@ def config_for(
 
 def _most_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
     return sequences + 4 * multiprocessors // kv_heads
-
-
-def workspace_bytes(sequences: int, heads: int, kv_heads: int, head_dim: int, multiprocessors: int) -> int:
-    """Bytes of a `DecodeWorkspace` for up to `sequences` sequences."""
-    items = _most_items(sequences, kv_heads, multiprocessors)
-    group = triton.next_power_of_2(heads // kv_heads)
-    return 4 * kv_heads * (items * group * (head_dim + 2) + sequences)
 
 
 def allocate_workspace(
@@ -325,12 +376,18 @@ def decode(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    rotation: Rotation | None = None,
     pdl: bool = True,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
     """Attention of one new token for each sequence over its pages: `[sequences, heads, head_dim]`, as q.
 
-    q: `[sequences, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
+    q: `[sequences, heads, head_dim]`, heads contiguous. With a `rotation`, the product of queries, keys and
+    values, `[sequences, (heads + 2 kv_heads) × head_dim]`: the new keys and values are not in the cache yet
+    and are written there; the cache must not be shared between sequences where their new tokens stand. Then
+    rows, lens and block_table are read before the kernel in front has ended, so with PDL a kernel without it
+    must stand between what wrote them and this one, as the embedding does in a decoder's pass.
+    keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
     block_table: `[max_rows, columns]` int32 or int64. rows: `[sequences]`, the block table's row of each.
     lens: `[sequences]`, tokens in the cache, the new one included; 0: padding, whose result is zeros and of
@@ -338,12 +395,13 @@ def decode(
     config: None: `config_for`. The result's last bits depend on its `items`.
     The softmax is in float32. Takes no lengths on the host, so a CUDA graph may hold it.
     """
-    sequences, heads, head_dim = q.shape
-    blocks, kv_heads, _, _ = keys.shape
+    blocks, kv_heads, _, head_dim = keys.shape
+    sequences, heads = q.shape[0], _query_heads(q, kv_heads, head_dim, rotation)
     group = heads // kv_heads
     gp = int(triton.next_power_of_2(group))
     scaled = k_scales is not None
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if out is None:
+        out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
     if config is None:
         multiprocessors = _multiprocessors(q.device)
         config = config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors)
@@ -370,6 +428,12 @@ def decode(
         block_table.stride(0),
         q.stride(0),
         scale * _LOG2_E,
+        keys,
+        values,
+        None if rotation is None else rotation.cos_sin,
+        None if rotation is None else rotation.q_norm,
+        None if rotation is None else rotation.k_norm,
+        0.0 if rotation is None else rotation.eps,
         KV_HEADS=kv_heads,
         HEADS=group,
         HEAD_DIM=head_dim,
@@ -384,13 +448,29 @@ def decode(
         STAGES=config.stages,
         AT_ONCE=max(1, config.at_once // (gp * head_dim)),
         LEAST=config.least_pages,
+        NEW=rotation is not None,
+        NORM=rotation is not None and rotation.q_norm is not None,
         PDL=pdl,
-        EARLY=bool(config.early),
         num_warps=config.num_warps,
         launch_pdl=pdl,
         maxnreg=config.maxnreg,
     )
     return out
+
+
+def _query_heads(q: torch.Tensor, kv_heads: int, head_dim: int, rotation: Rotation | None) -> int:
+    """Raises ValueError for a product that these heads do not make."""
+    if rotation is None:
+        return q.shape[1]
+    heads = q.shape[1] // head_dim - 2 * kv_heads
+    if q.shape[1] % head_dim or heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"q has {q.shape[1]} columns, which are not (heads + 2 × {kv_heads}) × {head_dim} with heads a "
+            f"multiple of {kv_heads}"
+        )
+    if (rotation.q_norm is None) != (rotation.k_norm is None):
+        raise ValueError("q_norm and k_norm are given together or not at all")
+    return heads
 
 
 def _check_workspace(

@@ -240,12 +240,6 @@ def _expand_kernel(
     tl.store(out_values + target, v.to(out_values.dtype.element_ty))
 
 
-def scratch_bytes(scratch_blocks: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes of the scratch's keys and values: `[scratch_blocks, kv_heads, 64, head_dim]` of the model's dtype
-    (2 bytes) each, one pair for all layers."""
-    return 2 * 2 * scratch_blocks * kv_heads * PAGE_TOKENS * head_dim
-
-
 def expand(
     keys: torch.Tensor,
     values: torch.Tensor,

@@ -148,7 +148,7 @@ def _norm(
     normed = (row * tl.rsqrt(mean + eps) * gain).to(x.dtype.element_ty)
     if QUANTISE:
         row = normed.to(tl.float32)
-        scale, inverse = _fp8_scale(tl.max(tl.abs(row), axis=0))
+        scale, inverse = fp8_scale(tl.max(tl.abs(row), axis=0))
         tl.store(out + at, (row * inverse).to(out.dtype.element_ty), mask=inside)
         tl.store(scales + token, scale)
     else:
@@ -156,7 +156,7 @@ def _norm(
 
 
 @triton.jit
-def _fp8_scale(largest):
+def fp8_scale(largest):
     """The scale of values up to `largest`, and what to multiply them with. Divisions are exactly rounded,
     as the twin's. Conversion to e4m3 saturates in hardware, so a last place above 448 does no harm."""
     return tl.div_rn(largest, 448.0), tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
@@ -181,58 +181,12 @@ def rope_cache_write(
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `kernels.Ops`. A slot of -1 writes nothing: the padding rows of a graph.
+    """The queries of `Ops.attend`, `[tokens, heads, head_dim]`, turned; writes keys and values into the pool.
+    A slot of -1 writes nothing.
 
-    k_scales, v_scales: `[blocks, kv_heads, 64]` float32, where keys and values are e4m3.
+    qkv, keys, values: contiguous. k_scales, v_scales: `[blocks, kv_heads, 64]` float32, where keys and values
+    are e4m3.
     """
-    where = (positions, slots, None, None, None)
-    return _launch_rope(
-        qkv, where, cos_sin, q_norm, k_norm, eps, keys, values, heads, k_scales, v_scales, pdl
-    )
-
-
-def rope_cache_write_rows(
-    qkv: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    heads: int,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
-    *,
-    pdl: bool = False,
-) -> torch.Tensor:
-    """`rope_cache_write` of one decoded token a sequence, whose place is looked up on the device.
-
-    rows: `[tokens]` integers into the tables; -1 for padding, which writes nothing. lengths: `[table rows]`
-    tokens in the cache, which is the new token's position. block_table: `[table rows, columns]`.
-    """
-    where = (None, None, rows, lengths, block_table)
-    return _launch_rope(
-        qkv, where, cos_sin, q_norm, k_norm, eps, keys, values, heads, k_scales, v_scales, pdl
-    )
-
-
-def _launch_rope(
-    qkv: torch.Tensor,
-    where: tuple[torch.Tensor | None, ...],
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    heads: int,
-    k_scales: torch.Tensor | None,
-    v_scales: torch.Tensor | None,
-    pdl: bool,
-) -> torch.Tensor:
     tokens = qkv.shape[0]
     _, kv_heads, page, head_dim = keys.shape
     for name, tensor in (("qkv", qkv), ("keys", keys), ("values", values), ("cos_sin", cos_sin)):
@@ -249,7 +203,6 @@ def _launch_rope(
     queries = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return queries
-    positions, slots, rows, lengths, block_table = where
     both = heads + 2 * kv_heads
     # Heads of a program. 16 of 128 in bf16 are 4 KB: 16 bytes a thread of each half; fewer finish sooner.
     group = min(8 if tokens <= 256 else 16, triton.next_power_of_2(both))
@@ -257,10 +210,6 @@ def _launch_rope(
         qkv,
         positions,
         slots,
-        rows,
-        lengths,
-        block_table,
-        0 if block_table is None else block_table.stride(0),
         cos_sin,
         q_norm,
         k_norm,
@@ -272,7 +221,6 @@ def _launch_rope(
         v_scales,
         heads,
         kv_heads,
-        FROM_ROWS=rows is not None,
         NORM=q_norm is not None,
         QUANTISE=k_scales is not None,
         PDL=pdl,
@@ -286,15 +234,11 @@ def _launch_rope(
     return queries
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
 def _rope(
     qkv,
     positions,
     slots,
-    rows,
-    lengths,
-    block_table,
-    table_stride,
     cos_sin,
     q_norm,
     k_norm,
@@ -306,7 +250,6 @@ def _rope(
     v_scales,
     heads,
     kv_heads,
-    FROM_ROWS: tl.constexpr,
     NORM: tl.constexpr,
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
@@ -337,21 +280,12 @@ def _rope(
     at = (token * both + head)[:, None] * HEAD_DIM + dim[None, :]
     low = tl.load(qkv + at, mask=inside, other=0.0)
     high = tl.load(qkv + at + half, mask=inside, other=0.0)
-    if FROM_ROWS:
-        row = tl.load(rows + token).to(tl.int64)
-        live = row >= 0
-        row = tl.maximum(row, 0)
-        position = tl.load(lengths + row).to(tl.int64)
-        position = tl.where(live, position, 0)
-        block = tl.load(block_table + row * table_stride + position // PAGE).to(tl.int64)
-        offset = position % PAGE
-    else:
-        position = tl.load(positions + token).to(tl.int64)
-        slot = tl.load(slots + token).to(tl.int64)
-        live = slot >= 0
-        slot = tl.maximum(slot, 0)
-        block = slot // PAGE
-        offset = slot % PAGE
+    position = tl.load(positions + token).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    live = slot >= 0
+    slot = tl.maximum(slot, 0)
+    block = slot // PAGE
+    offset = slot % PAGE
     cos = tl.load(cos_sin + position * HEAD_DIM + dim, mask=in_dim, other=0.0)[None, :]
     sin = tl.load(cos_sin + position * HEAD_DIM + half + dim, mask=in_dim, other=0.0)[None, :]
     a = low.to(tl.float32)
@@ -377,7 +311,7 @@ def _rope(
     is_v = is_v & (head < both) & live
     if QUANTISE:
         largest = tl.maximum(tl.max(tl.abs(turned_a), axis=1), tl.max(tl.abs(turned_b), axis=1))
-        scale, inverse = _fp8_scale(largest)
+        scale, inverse = fp8_scale(largest)
         turned_a *= inverse[:, None]
         turned_b *= inverse[:, None]
         tl.store(k_scales + place, scale, mask=is_k)
@@ -458,7 +392,7 @@ def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.const
     to = out + token * width + column
     if QUANTISE:
         row = product.to(tl.float32)
-        scale, inverse = _fp8_scale(tl.max(tl.abs(row), axis=0))
+        scale, inverse = fp8_scale(tl.max(tl.abs(row), axis=0))
         tl.store(to, (row * inverse).to(out.dtype.element_ty), mask=inside)
         tl.store(scales + token, scale)
     else:

@@ -18,6 +18,7 @@ from kernels import PAGE_TOKENS, Activation, Fp8Weight, Weight
 from kernels.cuda import CudaOps
 from kernels.dimensions import Dimensions
 from kernels.reference import quantise_fp8
+from kernels.triton import fused
 from kernels.triton.linear_table import Product, Table
 
 LAYER_PRODUCTS = ("qkv", "o", "gate_up", "down")
@@ -122,7 +123,7 @@ class Layers:
         qkv = self._qkv
         if without != "qkv":
             qkv = ops.norm_linear(residual, self._norm, _EPS, layer.qkv, None)
-        queries = ops.rope_cache_write(
+        queries = fused.rope_cache_write(
             qkv,
             self._positions,
             self._slots,
@@ -133,6 +134,7 @@ class Layers:
             self._keys,
             self._values,
             self._heads,
+            pdl=True,
         )
         if without != "o":
             residual = ops.linear_add(queries.view(self._rows, -1), layer.o, None, residual)

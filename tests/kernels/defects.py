@@ -45,6 +45,7 @@ class Defect:
 
 _TESTED_BY = {
     "linear_rows.py": "linear",
+    "new_tokens.py": "attention_decode",
     "linear_stream.py": "linear",
     "sampling_kernels.py": "sampling",
     "sampling_full.py": "sampling",
@@ -55,8 +56,8 @@ _DECODE = [
     Defect(
         "a token too many is seen",
         "attention_decode.py",
-        "seen = position < length",
-        "seen = position <= length",
+        "seen = position < cached",
+        "seen = position <= cached",
         "attends or error",
     ),
     Defect(
@@ -100,6 +101,48 @@ _DECODE = [
         "tl.store(counter, 0)",
         "tl.store(counter, 1)",
         "cut or bits",
+    ),
+    Defect(
+        "every piece counts the new token",
+        "attention_decode.py",
+        "newest = begin + each >= pages",
+        "newest = begin + each >= 0",
+        "new_tokens and (cut or (error and mixed))",
+    ),
+    Defect(
+        "the new token's value is not weighed",
+        "attention_decode.py",
+        "acc += weight[:, None] * kept_v",
+        "acc += kept_v",
+        "new_tokens",
+    ),
+    Defect(
+        "the new token is written a place too far",
+        "attention_decode.py",
+        "new_slot = new_page * 64 + new_position % 64",
+        "new_slot = new_page * 64 + (new_position + 1) % 64",
+        "new_tokens",
+    ),
+    Defect(
+        "new values have the scale of keys",
+        "attention_decode.py",
+        "tl.store(v_scales + new_slot, v_scale)",
+        "tl.store(v_scales + new_slot, k_scale)",
+        "new_tokens and (scale or (error and fp8))",
+    ),
+    Defect(
+        "a new token is turned the other way",
+        "new_tokens.py",
+        "tl.where(dim < half, -sin, sin)",
+        "tl.where(dim < half, sin, -sin)",
+        "new_tokens",
+    ),
+    Defect(
+        "a new token is not normed",
+        "new_tokens.py",
+        "own = (own * inverse * own_gain)",
+        "own = (own * own_gain)",
+        "new_tokens",
     ),
 ]
 _PREFILL = [
@@ -195,13 +238,6 @@ _FUSED = [
         "is_k = is_k & live",
         "is_k = is_k & (block >= 0)",
         "minus_one",
-    ),
-    Defect(
-        "a decode writes to the page after its own",
-        "fused.py",
-        "block_table + row * table_stride + position // PAGE",
-        "block_table + row * table_stride + (position + 1) // PAGE",
-        "tables",
     ),
     Defect(
         "e4m3 scales are another format's",

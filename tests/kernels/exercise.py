@@ -42,9 +42,12 @@ def decode() -> None:
         config = attention_decode.config_for(len(lens), 2, 64, case.keys.element_size(), 8)
         config = replace(config, items=len(lens) + 3)
         _finite(case.run(config=config))
+        made = decode_cases.new(case, norm=window is None)
+        _finite(made.run(config=config))
         if ON_GPU:
-            case = decode_cases._fp8(case)
-            _finite(case.run(config=replace(config, stages=5, maxnreg=96)))
+            made.case = decode_cases._fp8(made.case)
+            config = replace(config, stages=5, maxnreg=96)
+            _finite(made.case.run(config=config), made.run(config=config))
 
 
 def prefill() -> None:
@@ -77,14 +80,6 @@ def fuse() -> None:
         _finite(rope.run(fused.rope_cache_write, *rope.pools(DTYPE), pdl=pdl))
         pools = rope.pools(values)
         _finite(rope.run(fused.rope_cache_write, *pools, *rope.scales(), pdl=pdl))
-        table = torch.arange(len(pools[0]), device=DEVICE).repeat(rope.tokens, 1)
-        lengths = torch.arange(rope.tokens, device=DEVICE) * 7
-        which = torch.arange(rope.tokens, device=DEVICE) - 1
-        places = (which, lengths, table, rope.table)
-        norms = (*rope.norms, 1e-5)
-        _finite(
-            fused.rope_cache_write_rows(rope.qkv, *places, *norms, *rope.pools(DTYPE), rope.heads, pdl=pdl)
-        )
 
 
 def multiply() -> None:

@@ -1,8 +1,9 @@
 """Paged decode attention in Triton equals its twin.
 
 The interpreter (CPU, float32) proves indexing and masking: block tables, rows, shares and pieces, windows,
-padding, scales. Only a GPU proves the numerics of bfloat16 and FP8, the order of memory between the pieces of
-a sequence, that a captured graph follows lengths that change, and PDL: the tests marked `gpu`.
+padding, scales; of new tokens, what is normed, turned, written and counted. Only a GPU proves the numerics of
+bfloat16 and FP8, the order of memory between the pieces of a sequence, that a captured graph follows lengths
+that change, and PDL: the tests marked `gpu`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from kernels import PAGE_TOKENS, reference
+from kernels.rope import cos_sin_table, default_frequencies
 
 triton = pytest.importorskip("triton")
 from kernels.triton import attention_decode as kernel  # noqa: E402
+from kernels.triton import fused  # noqa: E402
 
 ON_CPU = not torch.cuda.is_available()
 needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs where there is no GPU")
@@ -38,10 +41,10 @@ class Case:
     scale: float = SCALE
 
     def run(self, **options: object) -> torch.Tensor:
-        _, heads, head_dim = self.q.shape
-        kv_heads = self.keys.shape[1]
         options.setdefault("pdl", not ON_CPU)
         if "workspace" not in options:
+            _, heads, head_dim = self.q.shape
+            kv_heads = self.keys.shape[1]
             options["workspace"] = kernel.allocate_workspace(
                 len(self.lens), heads, kv_heads, head_dim, self.q.device
             )
@@ -216,6 +219,133 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
         case.run(workspace=kernel.allocate_workspace(3, 4, 4, 16, case.q.device))
 
 
+# ── new tokens: of the product of queries, keys and values ───────────────────────────────────────
+
+
+@dataclass
+class New:
+    """A batch whose new tokens are not in the cache yet. The last block of each sequence is its own."""
+
+    case: Case
+    qkv: torch.Tensor
+    rotation: kernel.Rotation
+
+    def run(self, **options: object) -> torch.Tensor:
+        """Also writes the new keys and values into the case's cache."""
+        heads, head_dim = self.case.q.shape[1:]
+        case, kv_heads = self.case, self.case.keys.shape[1]
+        workspace = kernel.allocate_workspace(len(case.lens), heads, kv_heads, head_dim, self.qkv.device)
+        options = {"workspace": workspace, "pdl": not ON_CPU, "rotation": self.rotation} | options
+        return replace(case, q=self.qkv).run(**options)
+
+    def twin(self, dtype: torch.dtype | None = None) -> Case:
+        """The case as the twin leaves it, numbers and cache in `dtype` or as they are."""
+        case, rotation = self.case, self.rotation
+        there = case.lens > 0
+        dtype = dtype or case.keys.dtype
+        pools = [case.keys.to(dtype, copy=True), case.values.to(dtype, copy=True)]
+        scales = [None if each is None else each.clone() for each in (case.k_scales, case.v_scales)]
+        position = (case.lens - 1).clamp(min=0).long()
+        block = case.table.long()[case.rows.long(), position // PAGE_TOKENS]
+        queries = torch.zeros_like(case.q)
+        queries[there] = reference.rope_cache_write(
+            self.qkv[there],
+            position[there],
+            (block * PAGE_TOKENS + position % PAGE_TOKENS)[there],
+            rotation.cos_sin,
+            rotation.q_norm,
+            rotation.k_norm,
+            rotation.eps,
+            *pools,
+            case.q.shape[1],
+            *scales,
+        )
+        keys, values = pools
+        return replace(case, q=queries, keys=keys, values=values, k_scales=scales[0], v_scales=scales[1])
+
+
+def new(case: Case, norm: bool, seed: int = 9) -> New:
+    random_ = torch.Generator().manual_seed(seed)
+    (_, heads, size), kv_heads, device = case.q.shape, case.keys.shape[1], case.q.device
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random_).to(case.q.dtype).to(device)
+
+    blocks = len(case.keys)
+    keys, values = (torch.cat((pool, pool[: len(case.lens)])) for pool in (case.keys, case.values))
+    assert len(keys) == blocks + len(case.lens)
+    for index, (row, length) in enumerate(zip(case.rows.tolist(), case.lens.tolist(), strict=True)):
+        if length:
+            case.table[row, (length - 1) // PAGE_TOKENS] = blocks + index
+    table = cos_sin_table(default_frequencies(size, 10000.0), int(case.lens.max()) + 1).to(device)
+    norms = (draw(size), draw(size)) if norm else (None, None)
+    qkv = draw(len(case.lens), (heads + 2 * kv_heads) * size)
+    return New(replace(case, keys=keys, values=values), qkv, kernel.Rotation(table, *norms, 1e-5))
+
+
+def _same_cache(found: Case, expected: Case) -> None:
+    torch.testing.assert_close(found.keys, expected.keys, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.values, expected.values), "values are only copied"
+
+
+@needs_cpu
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 64, 100])
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
+def test_new_tokens_are_turned_written_and_seen(lens: list[int], window: int | None, norm: bool) -> None:
+    made = new(make(lens, window=window), norm)
+    twin = made.twin()
+    close(made.run(), twin.expected(), 1e-4)
+    _same_cache(made.case, twin)
+
+
+@needs_cpu
+@pytest.mark.parametrize("extra", [0, 1, 5, 10])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(7, 1, 32), (20, 1, 16), (8, 2, 128)])
+def test_new_tokens_are_the_same_however_the_work_is_cut(
+    heads: int, kv_heads: int, size: int, extra: int
+) -> None:
+    made = new(make([300, 1, 0, 193, 64, 65], heads, kv_heads, size), True)
+    twin = made.twin()
+    workspace = kernel.allocate_workspace(16, heads, kv_heads, size, made.qkv.device)
+    for _ in range(2):
+        found = made.run(config=kernel.DecodeConfig(6 + extra, 3), workspace=workspace)
+        close(found, twin.expected(), 1e-4)
+        _same_cache(made.case, twin)
+        assert (workspace.arrived == 0).all()
+
+
+@needs_cpu
+def test_new_tokens_are_cached_with_a_scale_for_each_token_and_head() -> None:
+    made = new(make([130, 70, 0, 193]), True)
+    plain = made.twin()
+    case = made.case
+    scales = [torch.rand(case.keys.shape[:3]) + 0.1 for _ in range(2)]
+    made.case = replace(
+        case,
+        keys=case.keys / scales[0].unsqueeze(-1),
+        values=case.values / scales[1].unsqueeze(-1),
+        k_scales=scales[0],
+        v_scales=scales[1],
+    )
+    close(made.run(), plain.expected(), 1e-4)
+    for pool, per_token, whole in zip(
+        (made.case.keys, made.case.values), scales, (plain.keys, plain.values), strict=True
+    ):
+        torch.testing.assert_close(pool * per_token.unsqueeze(-1), whole, rtol=1e-4, atol=1e-5)
+        written = (pool.abs().amax(-1) - 448).abs() < 1e-2
+        assert written.sum() == 3 * 2, "of three tokens and two heads, the largest magnitude is e4m3's"
+
+
+@needs_cpu
+def test_a_product_of_other_heads_is_refused() -> None:
+    made = new(make([130]), True)
+    with pytest.raises(ValueError, match=r"q has 112 columns, which are not \(heads \+ 2 × 2\) × 16"):
+        replace(made, qkv=made.qkv[:, :112]).run()
+    with pytest.raises(ValueError, match="q_norm and k_norm are given together"):
+        made.run(rotation=replace(made.rotation, k_norm=None))
+
+
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -285,10 +415,8 @@ def test_the_bits_are_the_same_every_time_and_without_pdl(lens: str, fp8: bool) 
     case = _fp8(case) if fp8 else case
     workspace = kernel.allocate_workspace(len(case.lens), *LLAMA, case.q.device)
     first = case.run(workspace=workspace)
-    multiprocessors = torch.cuda.get_device_properties(case.q.device).multi_processor_count
-    config = kernel.config_for(len(case.lens), LLAMA[1], LLAMA[2], case.keys.element_size(), multiprocessors)
-    for pdl, early in ((True, False), (True, True), (False, False)) * 10:
-        found = case.run(workspace=workspace, pdl=pdl, config=replace(config, early=early))
+    for pdl in (True, False) * 10:
+        found = case.run(workspace=workspace, pdl=pdl)
         assert torch.equal(found, first)
         assert (workspace.arrived == 0).all()
 
@@ -319,3 +447,81 @@ def test_a_captured_graph_follows_the_lengths() -> None:
         case.lens.copy_(torch.tensor(lens))
         graph.replay()
         assert _error(out, case.expected()) < 5e-3
+
+
+def _new_on_gpu(lens: list[int], shape: tuple[int, int, int], norm: bool, fp8: bool) -> New:
+    made = new(make(lens, *shape, dtype=torch.bfloat16, device="cuda", blocks=700), norm)
+    return replace(made, case=_fp8(made.case)) if fp8 else made
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "lens"), [(LLAMA, lens) for lens in GPU_LENS] + [(shape, "mixed") for shape in OTHERS]
+)
+def test_the_error_of_new_tokens_is_that_of_torch(
+    shape: tuple[int, int, int], lens: str, norm: bool, fp8: bool
+) -> None:
+    """As `test_the_error_is_that_of_torch`; the cache is the twin's but for single roundings of keys."""
+    made = _new_on_gpu(GPU_LENS[lens], shape, norm, fp8)
+    twin = made.twin()
+    found = made.run(out=torch.full_like(twin.q, float("nan")))
+    assert (found[made.case.lens == 0] == 0).all()
+    if int(made.case.lens.max()) > 0:
+        exact = twin.expected()
+        torchs = twin.expected(torch.float16 if fp8 else torch.bfloat16).to(torch.bfloat16)
+        assert _error(found, exact) <= 2 * _error(torchs, exact) + 2e-3
+    for cache, expected in ((made.case.keys, twin.keys), (made.case.values, twin.values)):
+        apart = cache.view(torch.uint8) != expected.view(torch.uint8)
+        assert apart.float().mean() < 1e-4
+    assert torch.equal(made.case.values.view(torch.uint8), twin.values.view(torch.uint8))
+    if made.case.k_scales is not None and twin.k_scales is not None:
+        assert torch.equal(made.case.v_scales, twin.v_scales)
+        torch.testing.assert_close(made.case.k_scales, twin.k_scales, rtol=1e-2, atol=0)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_new_tokens_have_the_same_bits_every_time_and_without_pdl(fp8: bool) -> None:
+    """Behind a kernel that only then writes what this one reads, launched with and without PDL."""
+    made = _new_on_gpu(GPU_LENS["mixed"], LLAMA, True, fp8)
+    workspace = kernel.allocate_workspace(len(made.case.lens), *LLAMA, made.qkv.device)
+    source = made.qkv.clone()
+    first = made.run(workspace=workspace, pdl=False)
+    keys = made.case.keys.clone()
+    ones = torch.ones(made.qkv.shape[1] // 128 * 128, dtype=torch.bfloat16, device="cuda")
+    assert len(ones) == made.qkv.shape[1]
+    expected = fused.rms_norm(source, ones, 1e-5, pdl=False)
+    made.qkv = expected
+    normed = made.run(workspace=workspace, pdl=False)
+    for pdl in (True, False) * 10:
+        made.qkv = fused.rms_norm(source, ones, 1e-5, pdl=pdl)
+        assert torch.equal(made.run(workspace=workspace, pdl=pdl), normed)
+    made.qkv = source
+    assert torch.equal(made.run(workspace=workspace), first)
+    assert torch.equal(made.case.keys.view(torch.uint8), keys.view(torch.uint8))
+    assert (workspace.arrived == 0).all()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_captured_graph_writes_new_tokens_where_the_lengths_say() -> None:
+    made = new(make([640] * 16, *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=100), False)
+    blocks = torch.randperm(100, device="cuda")[:16]
+    workspace = kernel.allocate_workspace(16, *LLAMA, made.qkv.device)
+    out = made.run(workspace=workspace).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made.run(workspace=workspace, out=out)
+    for lens in ([640] * 16, [1, 0, 500, 64] * 4, [577] + [0] * 15):
+        made.case.lens.copy_(torch.tensor(lens))
+        for row, length, block in zip(made.case.rows.tolist(), lens, blocks.tolist(), strict=True):
+            made.case.table[row] = block  # read by nobody else
+            made.case.table[row, max(length - 1, 0) // PAGE_TOKENS] = block
+        twin = made.twin()
+        graph.replay()
+        assert _error(out, twin.expected()) < 5e-3
+        assert torch.equal(made.case.values, twin.values)

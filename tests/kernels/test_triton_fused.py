@@ -230,24 +230,6 @@ def test_a_slot_of_minus_one_writes_nothing() -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("integers", [torch.int64, torch.int32], ids=str)
-def test_a_decode_finds_its_slots_in_the_tables(integers: torch.dtype) -> None:
-    rope = Rope(6, 2, 16, 4, torch.float32, False)
-    lengths = torch.tensor([5, 0, 63, 64, 130, 9], device=DEVICE)
-    table = torch.tensor([[3, 0, 1], [1, 0, 0], [2, 0, 0], [0, 0, 2], [1, 2, 3], [0, 0, 0]], device=DEVICE)
-    rows = torch.tensor([4, 2, -1, 3], device=DEVICE)
-    rope.positions = lengths[rows.clamp(min=0)]
-    rope.slots = table[rows.clamp(min=0), rope.positions // PAGE_TOKENS] * PAGE_TOKENS + rope.positions % 64
-    rope.slots[2] = -1
-    rope.positions[2] = 0
-    pools, by_rows = rope.pools(torch.float32), rope.pools(torch.float32)
-    queries = rope.run(fused.rope_cache_write, *pools)
-    tables = (rows.to(integers), lengths.to(integers), table.to(integers))
-    found = fused.rope_cache_write_rows(rope.qkv, *tables, rope.table, *rope.norms, EPS, *by_rows, rope.heads)
-    assert torch.equal(found, queries)
-    assert torch.equal(by_rows[0], pools[0]) and torch.equal(by_rows[1], pools[1])
-
-
 def test_quantised_pages_have_a_scale_for_each_token_and_head() -> None:
     rope = Rope(6, 2, 16, 5, torch.float32, True)
     plain, scaled, scales = rope.pools(torch.float32), rope.pools(torch.float32), rope.scales()
