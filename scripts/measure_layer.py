@@ -247,7 +247,10 @@ def main() -> None:
         # The vocabulary is no part of a layer.
         changes = {"num_hidden_layers": LAYERS, "vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2}
         (folder / "config.json").write_text(json.dumps(SHAPES[arguments.shape] | changes))
-        table = compile_all(folder, arguments)
+        try:
+            table = compile_all(folder, arguments)
+        except compiling.GpuError as error:
+            raise SystemExit(str(error)) from None
         found = []
         print("dtype rows µs a layer, of the limit, [products alone,] ± against the first way, way")
         for fp8 in arguments.fp8:

@@ -33,6 +33,7 @@ import torch
 
 from engine.bench.shapes import SHAPES, write_config
 from engine.config import ModelConfig
+from engine.device import DeviceError, select_device
 from engine.families import read_config
 from engine.model.checkpoint import INDEX, read_entries
 from engine.model.decoder import Decoder
@@ -73,6 +74,10 @@ def main() -> None:
     arguments = parser.parse_args()
 
     folder, device = arguments.folder, arguments.device
+    try:
+        select_device(device, 0, 1)
+    except DeviceError as error:
+        raise SystemExit(str(error)) from None
     config = write_checkpoint(folder, arguments.shape, arguments.layers)
     files = sorted(folder.glob("*.safetensors"))
     nbytes = sum(file.stat().st_size for file in files)

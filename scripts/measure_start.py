@@ -25,12 +25,14 @@ def since_start() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--max-rows", type=int, default=1024)
     parser.add_argument("--max-model-len", type=int, default=8448)
     arguments = parser.parse_args()
     from engine.bench.shapes import write_config
+    from engine.bench.start import FAILURES
     from engine.generate import LocalEngine
     from engine.messages import ReplicaSpec, SamplingParams
 
@@ -44,20 +46,21 @@ def main() -> None:
         before = stage
 
     with tempfile.TemporaryDirectory() as scratch:
-        engine = LocalEngine(
-            ReplicaSpec(
-                replica="start-0",
-                model_path=str(write_config(arguments.shape, Path(scratch))),
-                load_format="dummy",
-                device="auto",
-                weights=arguments.weights,
-                kv_dtype=arguments.kv_dtype,
-                max_model_len=arguments.max_model_len,
-                max_rows=arguments.max_rows,
-                step_tokens=8192,
-            ),
-            progress,
+        spec = ReplicaSpec(
+            replica="start-0",
+            model_path=str(write_config(arguments.shape, Path(scratch))),
+            load_format="dummy",
+            device=arguments.device,
+            weights=arguments.weights,
+            kv_dtype=arguments.kv_dtype,
+            max_model_len=arguments.max_model_len,
+            max_rows=arguments.max_rows,
+            step_tokens=8192,
         )
+        try:
+            engine = LocalEngine(spec, progress)
+        except FAILURES as error:
+            raise SystemExit(str(error)) from None
     began = time.perf_counter()
     for prompt in (300, 20):
         engine.generate([[1] * prompt] * 2, SamplingParams(max_tokens=4, ignore_eos=True))

@@ -30,6 +30,8 @@ def main() -> int:
     """Run the chosen workloads; a table on standard output, raw figures with --json. 1 where the engine
     cannot be started."""
     arguments = _arguments()
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="engine-bench-") as scratch:
         chosen = {name: WORKLOADS[name] for name in arguments.workloads or WORKLOADS}
         longest = max(workload.prompt_tokens + workload.output_tokens for workload in chosen.values())
@@ -63,10 +65,9 @@ def main() -> int:
                 "limit": best,
                 "runs": [asdict(one) for one in runs],
             }
+            if arguments.json:  # as it grows: a run may be cut short
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
         engine.close()
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

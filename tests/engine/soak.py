@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from engine.bench.shapes import SHAPES, write_config
+from engine.bench.start import FAILURES
 from engine.generate import LocalEngine
 from engine.memory import resident_bytes
 from engine.messages import ReplicaSpec, SamplingParams, Submit
@@ -288,6 +289,8 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
         if getattr(arguments, name) is not None
     }
     defaults: dict[str, Any] = TINY_SIZES if tiny else FILL_SIZES if arguments.fill else SIZES
+    if tiny and arguments.fill:
+        defaults = TINY_SIZES | {"kv_blocks": 20}  # so that all rows have room at once
     sizes = {**defaults, **given}
     fields: dict[str, Any] = {
         "replica": "soak-0",
@@ -305,7 +308,11 @@ def main(given: list[str] | None = None) -> int:
     """Storm after storm; a line each minute, figures at the end. Ends with 1 where something was wrong."""
     arguments = _arguments(given)
     with tempfile.TemporaryDirectory(prefix="engine-soak-") as folder:
-        engine = build(arguments, Path(folder))
+        try:
+            engine = build(arguments, Path(folder))
+        except FAILURES as error:
+            print(error, file=sys.stderr)
+            return 1
         info = msgspec.to_builtins(engine.info)
         print(f"{arguments.shape} on {info['devices'][0]}, {info['dtype']}: {info['kv_blocks']} blocks, "
               f"{info['max_rows']} rows, {info['step_tokens']} tokens a step", flush=True)  # fmt: skip
