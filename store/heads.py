@@ -192,6 +192,16 @@ class HeadKeeper:
         except OSError:
             return False
 
+    def beyond(self, newest: int) -> SignedHead | None:
+        """The head of the latest row after `newest` that this key vouched for: what the chain once had. None:
+        nothing speaks against the chain's end."""
+        try:
+            with self.path.open(encoding="utf-8", errors="replace") as lines:
+                ours = [head for head in heads_in(lines) if head.seq > newest and self._key.signed_head(head)]
+        except OSError:
+            return None
+        return max(ours, key=lambda head: head.seq, default=None)
+
     def saw(self, head: Head) -> None:
         """The chain has grown to `head`. The first one that the keeper sees is recorded at once."""
         self.newest = head

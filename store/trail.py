@@ -40,7 +40,7 @@ class TrailState(NamedTuple):
     """Up to here, heads vouch for the chain."""
     spool: SpoolState
     last_error: str | None
-    """Why entries are spooled, or heads not filed; None when all is well."""
+    """Why entries are spooled, or heads not filed, or what the chain lacks; None when all is well."""
 
 
 class Appended(NamedTuple):
@@ -58,6 +58,7 @@ class AuditTrail:
         self._spool = spool
         self._heads = heads
         self._refused: str | None = None
+        self._shorter: str | None = None
 
     def start(self) -> None:
         """Bring into the chain what a former service left: spooled entries, and a result for each intent that
@@ -115,7 +116,7 @@ class AuditTrail:
             head=self._heads.newest,
             recorded_seq=0 if recorded is None else recorded.seq,
             spool=self._spool.state(),
-            last_error=self._refused or self._heads.last_error,
+            last_error=self._refused or self._shorter or self._heads.last_error,
         )
 
     # ── the writer's thread ──
@@ -152,6 +153,13 @@ class AuditTrail:
     def _begin(self, connection: sqlite3.Connection) -> Appended:
         appended = self.append(connection)
         key, newest = self._heads.key_id, appended.head.seq
+        if (beyond := self._heads.beyond(newest)) is not None:
+            self._shorter = (
+                f"the audit chain ends at row {newest}, but {self._heads.path} has the head of row "
+                f"{beyond.seq}: tenants, keys and the record are without what came after; stop, keep the "
+                "files, and restore a backup (appliance audit verify says more)"
+            )
+            log.error("%s", self._shorter)
         named = audit.key_named(audit.rows_of(connection, audit.KEY_ACTION), key)
         if newest and self._heads.replaced_another(named, newest):
             log.warning("heads of the audit chain are signed with another key from now on: %s", key)

@@ -175,6 +175,38 @@ def test_a_tail_cut_off_with_care_shows_against_the_file_of_heads(tmp_path):
     assert findings.problems == ["row 4: rows 4 to 5 are missing from the end"]
 
 
+@pytest.mark.parametrize("how", ["gone", "emptied", "cut"])
+def test_a_start_with_less_than_heads_vouch_for_says_so(tmp_path, caplog, how):
+    fill(tmp_path)
+    path = tmp_path / "control.db"
+    if how == "gone":
+        path.unlink()
+    elif how == "emptied":
+        path.write_bytes(b"")
+    else:
+        forge(tmp_path, "DELETE FROM audit WHERE seq > 3")
+    control = ControlStore(path)
+    control.start()
+    said = control.trail.state().last_error
+    control.close()
+    rows = 3 if how == "cut" else 0
+    assert said is not None and said in caplog.messages
+    assert said.startswith(
+        f"the audit chain ends at row {rows}, but {tmp_path / 'audit.heads'} has the head of row 5: "
+    )
+
+
+def test_a_whole_chain_is_not_missed_and_neither_is_what_another_key_signed(tmp_path, caplog):
+    fill(tmp_path)
+    with (tmp_path / "audit.heads").open("a") as file:
+        file.write(f"audit head seq=99 hash={'0' * 64} at=2026-11-20T23:16:01+00:00 sig={'0' * 64}\n")
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    assert control.trail.state().last_error is None
+    control.close()
+    assert "ends at row" not in caplog.text
+
+
 def test_a_forged_head_is_known_by_its_signature(tmp_path):
     fill(tmp_path)
     newest = evidence.read_audit_head(tmp_path / "control.db")
