@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from engine.model.decoder import Decoder
+from kernels import Stream
 
 
 def product_rows(most: int) -> list[int]:
@@ -29,10 +30,11 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
         return torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
 
     for tokens in product_rows(step_tokens):
-        residual = zeros(tokens, config.hidden_size)
+        residual = Stream(zeros(tokens, config.hidden_size))
         layer.attention.qkv.after_norm(residual, layer.input_norm, eps)
-        residual = layer.attention.o.add_to(residual, zeros(tokens, shard.heads * config.head_dim), ranks)
+        attended = zeros(tokens, shard.heads * config.head_dim)
+        residual = layer.attention.o.add_to(residual, attended, layer.post_norm, ranks)
         activated = layer.mlp.activate(residual, layer.post_norm, eps)
-        layer.mlp.down.add_to(residual, activated, ranks)
+        layer.mlp.down.add_to(residual, activated, None, ranks)
     for rows in product_rows(max_rows):
         decoder.logits(zeros(rows, config.hidden_size))

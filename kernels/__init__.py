@@ -49,6 +49,26 @@ Activation = torch.Tensor | Fp8Activation
 """`[tokens, n]`: in the model's dtype, or quantised."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gained:
+    """An RMSNorm but for its one factor per token: 1 / √(Σ x² / n + eps)."""
+
+    values: torch.Tensor
+    """[tokens, n]: x × gain, rounded once to x's dtype"""
+    squares: torch.Tensor
+    """[parts, tokens] float32: sums of x² over parts of n, together all of it"""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream between two halves of a layer."""
+
+    values: torch.Tensor
+    """[tokens, hidden]"""
+    gained: Gained | None = None
+    """The values for the norm that reads them next, where the product that made them has worked it out."""
+
+
 @dataclass(slots=True)
 class ChunkSpan:
     """A prompt slice inside a pass."""
@@ -106,31 +126,38 @@ class Ops(Protocol):
 
     def norm_linear(
         self,
-        x: torch.Tensor,
+        x: Stream,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`linear(rms_norm(x))`, written into `out` where it is given."""
+        """`linear(rms_norm(x.values))`, written into `out` where it is given. `x.gained`, where there is any,
+        is of `norm_weight`."""
 
     def norm_gate_up(
         self,
-        x: torch.Tensor,
+        x: Stream,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None,
     ) -> Activation:
-        """`silu(gate) × up` of `linear(rms_norm(x))`, whose first half is the gate: `[tokens, out / 2]`
+        """`silu(gate) × up` of `norm_linear(x)`, whose first half is the gate: `[tokens, out / 2]`
         (SwiGLU, Shazeer 2020). Perhaps quantised already where the weight is: its one reader is a product
         with another `Fp8Weight`."""
 
     def linear_add(
-        self, x: Activation, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor
-    ) -> torch.Tensor:
-        """`residual + linear(x)`. May overwrite `residual`."""
+        self,
+        x: Activation,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        residual: Stream,
+        next_gain: torch.Tensor | None,
+    ) -> Stream:
+        """`residual + linear(x)`, perhaps with what the norm of `next_gain [out]` needs of it, which reads it
+        next; None: no norm of this stream does. May overwrite `residual.values`."""
 
     def plan_attention(self, inputs: AttentionInput) -> Any:
         """What `attend` wants to know, made once a pass and used by every layer."""

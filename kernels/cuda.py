@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, Weight
+from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, Stream, Weight
 from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
 from kernels.triton.attention_decode import DecodeWorkspace, Rotation
+from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Table
 
 __all__ = ["CudaOps"]
@@ -81,38 +82,67 @@ class CudaOps:
 
     def norm_linear(
         self,
-        x: torch.Tensor,
+        x: Stream,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._product(x, weight, norm_weight=norm_weight, eps=eps, bias=bias, out=out)
+        return self._norm_product(x, norm_weight, eps, weight, bias=bias, out=out)
 
     def norm_gate_up(
         self,
-        x: torch.Tensor,
+        x: Stream,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None,
     ) -> Activation:
-        options: dict[str, Any] = {"norm_weight": norm_weight, "eps": eps, "bias": bias}
-        if isinstance(weight, Fp8Weight) and not self._ours(len(x), weight.values):
+        normed = (x, norm_weight, eps, weight)
+        if isinstance(weight, Fp8Weight) and self._plan(len(x.values), weight.values) is None:
             # The library's product takes nothing with it: what follows is one pass, and quantises as well.
-            return Fp8Activation(*fused.silu_mul_fp8(self._product(x, weight, **options), pdl=True))
-        return self._product(x, weight, silu_mul=True, **options)
+            return Fp8Activation(*fused.silu_mul_fp8(self._norm_product(*normed, bias=bias), pdl=True))
+        return self._norm_product(*normed, bias=bias, silu_mul=True)
 
     def linear_add(
-        self, x: Activation, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor
-    ) -> torch.Tensor:
-        return self._product(x, weight, bias=bias, residual=residual, out=residual)
+        self,
+        x: Activation,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        residual: Stream,
+        next_gain: torch.Tensor | None,
+    ) -> Stream:
+        values = residual.values
+        options: dict[str, Any] = {"bias": bias, "residual": values, "out": values}
+        plan = None if next_gain is None else self._sharing_plan(len(values), weight)
+        if plan is None:
+            return Stream(self._product(x, weight, **options))
+        gained = linear.allocate_gained(plan, values)
+        options |= {"next_gain": next_gain, "gained": gained, "plan": plan}
+        return Stream(self._product(x, weight, **options), gained)
 
-    def _ours(self, rows: int, weight: torch.Tensor) -> bool:
-        """Whether a product is our kernel's."""
+    def _norm_product(
+        self, x: Stream, norm_weight: torch.Tensor, eps: float, weight: Weight, **options: Any
+    ) -> torch.Tensor:
+        plan = None if x.gained is None else self._sharing_plan(len(x.values), weight)
+        if x.gained is None or plan is None:
+            return self._product(x.values, weight, norm_weight=norm_weight, eps=eps, **options)
+        return self._product(x.gained.values, weight, squares=x.gained.squares, eps=eps, plan=plan, **options)
+
+    def _sharing_plan(self, rows: int, weight: Weight) -> Plan | None:
+        """The plan of a product that can share a norm with another product; None where it cannot.
+
+        A norm keeps x within float16's range; x × gain may leave it."""
+        if isinstance(weight, Fp8Weight) or weight.dtype == torch.float16:
+            return None
+        plan = self._plan(rows, weight)
+        return plan if plan is not None and plan.tiled else None
+
+    def _plan(self, rows: int, weight: torch.Tensor) -> Plan | None:
+        """Of a product; None: it is the library's."""
         outputs, inputs = weight.shape
-        return self._table.choose(rows, outputs, inputs, weight.dtype) is not None
+        return self._table.choose(rows, outputs, inputs, weight.dtype)
 
     def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
         """`linear.linear` or `linear.linear_fp8`, as weight and x want it."""

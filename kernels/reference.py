@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels import PAGE_TOKENS, Activation, AttentionInput, ChunkSpan, Fp8Activation, Fp8Weight, Weight
+from kernels import (
+    PAGE_TOKENS,
+    Activation,
+    AttentionInput,
+    ChunkSpan,
+    Fp8Activation,
+    Fp8Weight,
+    Stream,
+    Weight,
+)
 
 name = "reference"
 
@@ -66,27 +75,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def norm_linear(
-    x: torch.Tensor,
+    x: Stream,
     norm_weight: torch.Tensor,
     eps: float,
     weight: Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    result = linear(rms_norm(x, norm_weight, eps), weight, bias)
+    result = linear(rms_norm(x.values, norm_weight, eps), weight, bias)
     return result if out is None else out.copy_(result)
 
 
 def norm_gate_up(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None
+    x: Stream, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None
 ) -> torch.Tensor:
     return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
 
 
 def linear_add(
-    x: Activation, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor
-) -> torch.Tensor:
-    return residual.add_(linear(x, weight, bias))
+    x: Activation,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    residual: Stream,
+    next_gain: torch.Tensor | None,
+) -> Stream:
+    return Stream(residual.values.add_(linear(x, weight, bias)))
 
 
 def add_rms_norm(

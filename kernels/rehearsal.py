@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan, Fp8Weight, Weight
+from kernels import PAGE_TOKENS, Activation, AttentionInput, ChunkSpan, Fp8Weight, Stream, Weight
 from kernels.cuda import CudaOps
 from kernels.dimensions import Dimensions
 from kernels.draws import Draws, Logits
@@ -76,31 +76,36 @@ class _Layers:
             self._scales = (k_scales, v_scales)
 
     def launch(self, tokens: int, window: int | None, attention: AttentionInput) -> None:
-        """One pass of `tokens` tokens through the layer and the output matrix."""
+        """One pass of `tokens` tokens through the layer, as the first and as one of many, and the output
+        matrix."""
         d, ops, weights = self._d, self._ops, self._weights
-        residual = self._numbers(tokens, d.hidden)
-        qkv = ops.norm_linear(residual, self._gain, _EPS, weights["qkv"], self._bias("qkv", d.qkv_bias))
+        residual = Stream(self._numbers(tokens, d.hidden))
+        of_qkv = (self._gain, _EPS, weights["qkv"], self._bias("qkv", d.qkv_bias))
+        qkv = ops.norm_linear(residual, *of_qkv)
         positions, slots = (torch.empty(tokens, dtype=torch.int64, device=_META) for _ in range(2))
         heads = (self._cos_sin, self._head_gain, self._head_gain, _EPS)
         pool = (self._keys, self._values, d.rank_heads)
         seen = (ops.plan_attention(attention), d.head_dim**-0.5, window)
         attended = ops.attend(qkv, positions, slots, *heads, *pool, *seen, *self._scales)
-        self._add(attended.view(tokens, -1), "o", residual, d.o_bias)
+        residual = self._add(attended.view(tokens, -1), "o", residual, d.o_bias, self._gain)
         up_bias = self._bias("gate_up", d.mlp_bias)
         activated = ops.norm_gate_up(residual, self._gain, _EPS, weights["gate_up"], up_bias)
-        self._add(activated, "down", residual, d.mlp_bias)
+        ops.norm_linear(self._add(activated, "down", residual, d.mlp_bias, self._gain), *of_qkv)
+        last = self._add(activated, "down", residual, d.mlp_bias, None)
         if tokens <= d.max_rows:
-            ops.norm_linear(residual, self._gain, _EPS, weights["lm_head"], None)
+            ops.norm_linear(last, self._gain, _EPS, weights["lm_head"], None)
 
-    def _add(self, x: object, name: str, residual: torch.Tensor, biased: bool) -> None:
+    def _add(
+        self, x: Activation, name: str, residual: Stream, biased: bool, next_gain: torch.Tensor | None
+    ) -> Stream:
         """A product that ends a half of the layer. Split models sum it over the ranks, of which the first
         adds the bias."""
         weight, bias = self._weights[name], self._bias(name, biased)
         if self._d.tensor_parallel == 1:
-            self._ops.linear_add(x, weight, bias, residual)  # type: ignore[arg-type]
-            return
+            return self._ops.linear_add(x, weight, bias, residual, next_gain)
         for one in {bias, None}:
-            self._ops.linear(x, weight, one)  # type: ignore[arg-type]
+            self._ops.linear(x, weight, one)
+        return Stream(residual.values)
 
     def _bias(self, name: str, biased: bool) -> torch.Tensor | None:
         return self._numbers(self._d.products[name][0]) if biased else None

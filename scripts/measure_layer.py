@@ -7,10 +7,11 @@
 A few layers of a public shape with random weights, more than the L2 holds, run one after another in a CUDA
 graph by the decoder's own code; medians of replays. A way is what differs from the shipped tables: a
 product's plan (form, rows, block_n, block_k, warps, stages, split; or "library"), fields of attention's
-`DecodeConfig`, and rope=apart: RoPE and cache write in a launch of their own. r stands for the rows, padded;
-256b for the columns of so many bytes; 110k for the stages that fit into so many KiB. Beside the time of a
-layer stand the limit (bytes of weights and cache, at the device's read bandwidth) and by how much the hidden
-states differ from the first way's. With --alone, each product too, in a chain of its own.
+`DecodeConfig`, rope=apart: RoPE and cache write in a launch of their own, and norms=apart: so is every norm.
+r stands for the rows, padded; 256b for the columns of so many bytes; 110k for the stages that fit into so
+many KiB. Beside the time of a layer stand the limit (bytes of weights and cache, at the device's read
+bandwidth) and by how much the hidden states differ from the first way's. With --alone, each product too, in a
+chain of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import single
-from kernels import AttentionInput, compiling
+from kernels import AttentionInput, Stream, Weight, compiling
 from kernels.cuda import CudaOps
 from kernels.dimensions import read_dimensions
 from kernels.triton import attention_decode
@@ -61,25 +62,26 @@ class Way:
     """By product."""
     attention: dict[str, int]
     """Fields of `DecodeConfig`."""
-    apart: bool = False
-    """Whether RoPE and cache write are not attention's."""
+    apart: frozenset[str] = frozenset()
+    """Of `rope` (with the cache write) and `norms`, those that have launches of their own."""
 
     @classmethod
     def parse(cls, text: str) -> Way:
-        plans, attention, apart = {}, {}, False
+        plans, attention, apart = {}, {}, set[str]()
         for part in text.split():
             name, _, value = part.partition("=")
             if name.startswith("attention."):
                 attention[name.removeprefix("attention.")] = int(value)
             elif name in LAYER_PRODUCTS:
                 plans[name] = value
-            elif part == "rope=apart":
-                apart = True
+            elif part in ("rope=apart", "norms=apart"):
+                apart.add(name)
             else:
                 raise argparse.ArgumentTypeError(
-                    f"{part!r} is neither rope=apart, attention.FIELD=… nor of {', '.join(LAYER_PRODUCTS)}"
+                    f"{part!r} is neither rope=apart, norms=apart, attention.FIELD=… "
+                    f"nor of {', '.join(LAYER_PRODUCTS)}"
                 )
-        return cls(text or "as shipped", plans, attention, apart)
+        return cls(text or "as shipped", plans, attention, frozenset(apart))
 
     def plan(self, name: str, rows: int, item: int) -> Plan | None:
         """Of a product of `rows` tokens with weights of `item` bytes; None: the library."""
@@ -95,14 +97,17 @@ class Way:
 
 
 class Ops(CudaOps):
-    """Operations whose table can be exchanged."""
+    """Operations whose table can be exchanged, and which can launch alone what they share."""
 
     def use(self, table: Table, way: Way) -> None:
         self._table, self._apart = table, way.apart
         self._decode_workspaces = {}  # the last was perhaps for fewer sequences
 
     def _only_decodes(self, inputs: AttentionInput) -> bool:
-        return not self._apart and super()._only_decodes(inputs)
+        return "rope" not in self._apart and super()._only_decodes(inputs)
+
+    def _sharing_plan(self, rows: int, weight: Weight) -> Plan | None:
+        return None if "norms" in self._apart else super()._sharing_plan(rows, weight)
 
 
 class Layers:
@@ -125,7 +130,7 @@ class Layers:
             kv_fp8=fp8,
         )
         if device == META:
-            self.decoder.layers = self.decoder.layers[:1]
+            self.decoder.layers = self.decoder.layers[:2]  # the first, and one of many
         else:
             load_dummy(self.decoder, seed=1)
             self.decoder.layers = self.decoder.layers * TURNS
@@ -176,16 +181,17 @@ class Layers:
     def alone(self) -> dict[str, Callable[[], object]]:
         """The products in chains of their own, with the norm and the quantisation that go with them."""
         decoder, eps = self.decoder, self.decoder.config.rms_norm_eps
-        layers = decoder.layers
+        layers, ranks = decoder.layers, decoder.ranks
         x = torch.randn((self.rows, decoder.config.hidden_size), device=self.device).to(decoder.dtype)
         attended = torch.randn((self.rows, self.shapes["o"][1]), device=self.device).to(decoder.dtype)
-        activated = layers[0].mlp.activate(x, layers[0].post_norm, eps)
-        ranks = decoder.ranks
+        gain = layers[0].post_norm
+        stream = layers[0].attention.o.add_to(Stream(x), attended, gain, ranks)
+        activated = layers[0].mlp.activate(stream, gain, eps)
         return {
-            "qkv": lambda: [one.attention.qkv.after_norm(x, one.input_norm, eps) for one in layers],
-            "o": lambda: [one.attention.o.add_to(x, attended, ranks) for one in layers],
-            "gate_up": lambda: [one.mlp.activate(x, one.post_norm, eps) for one in layers],
-            "down": lambda: [one.mlp.down.add_to(x, activated, ranks) for one in layers],
+            "qkv": lambda: [one.attention.qkv.after_norm(stream, gain, eps) for one in layers],
+            "o": lambda: [one.attention.o.add_to(stream, attended, gain, ranks) for one in layers],
+            "gate_up": lambda: [one.mlp.activate(stream, gain, eps) for one in layers],
+            "down": lambda: [one.mlp.down.add_to(stream, activated, gain, ranks) for one in layers],
         }
 
 

@@ -4,7 +4,8 @@
 
 A chain of whole layers (norm + qkv, o + residual, norm + gate and up + SwiGLU, down + residual) with weights
 of their own, so that none is in cache, and each product in a chain of its own, in CUDA graphs; medians of
-replays. Ours with PDL on and off, and torch (cuBLAS products with our norm and SwiGLU kernels).
+replays. Ours with PDL on and off, and torch (cuBLAS products with our norm and SwiGLU kernels). In the chain
+of layers, products share norms as they do when they serve; in a chain of its own, a product norms x.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from kernels import Activation, Fp8Weight, Stream, Weight
+from kernels.cuda import CudaOps
 from kernels.triton import fused, linear
-from kernels.triton.linear_table import load_table
+from kernels.triton.linear_table import Table, load_table
 
 HIDDEN, INTERMEDIATE, QKV, VOCAB = 4096, 14336, 6144, 128256
 LAYERS = 6
@@ -35,56 +40,43 @@ WEIGHTS = {
 }
 
 
-class Products:
-    """The products of some layers, by one implementation."""
+class Ops(CudaOps):
+    """Operations whose products may be launched without PDL."""
 
-    def __init__(self, fp8: bool, way: str, device: torch.device) -> None:
-        self.fp8, self.way = fp8, way
-        self.workspace = linear.allocate_workspace(device)
-        self.table = load_table(torch.cuda.get_device_name(device))
-        self.norm = torch.rand(HIDDEN, device=device).add(0.5).bfloat16()
+    def __init__(self, table: Table, pdl: bool) -> None:
+        super().__init__(table=table)
+        self.pdl = pdl
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: tuple[torch.Tensor, torch.Tensor],
-        norm: bool = False,
-        residual: torch.Tensor | None = None,
-        silu: bool = False,
+    def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
+        return super()._product(x, weight, pdl=self.pdl, **options)
+
+
+class Library:
+    """As much of `kernels.Ops` as a layer's products need, by torch and our kernels for what is between."""
+
+    def norm_linear(
+        self, x: Stream, gain: torch.Tensor, eps: float, weight: Weight, bias: None
     ) -> torch.Tensor:
-        if self.way == "torch":
-            return self._torch(x, weight, norm, residual, silu)
-        options = {
-            "norm_weight": self.norm if norm else None,
-            "eps": EPS,
-            "residual": residual,
-            "silu_mul": silu,
-            "workspace": self.workspace,
-            "table": self.table,
-            "pdl": self.way == "pdl",
-        }
-        if self.fp8:
-            return linear.linear_fp8(x, *weight, **options)
-        return linear.linear(x, weight[0], **options)
+        if not isinstance(weight, Fp8Weight):
+            return F.linear(fused.rms_norm(x.values, gain, eps), weight, bias)
+        return _scaled(*fused.rms_norm_fp8(x.values, gain, eps), weight)
 
-    def _torch(
-        self,
-        x: torch.Tensor,
-        weight: tuple[torch.Tensor, torch.Tensor],
-        norm: bool,
-        residual: torch.Tensor | None,
-        silu: bool,
+    def norm_gate_up(
+        self, x: Stream, gain: torch.Tensor, eps: float, weight: Weight, bias: None
     ) -> torch.Tensor:
-        x = x.contiguous()
-        if self.fp8:
-            quantised, scales = fused.rms_norm_fp8(x, self.norm, EPS) if norm else linear.quantise(x)
-            scaling = {"scale_a": scales, "scale_b": weight[1].view(1, -1), "out_dtype": torch.bfloat16}
-            product = torch._scaled_mm(quantised, weight[0].t(), use_fast_accum=True, **scaling)
-        else:
-            product = F.linear(fused.rms_norm(x, self.norm, EPS) if norm else x, weight[0])
-        if silu:
-            product = fused.silu_mul(product)
-        return product if residual is None else residual + product
+        return fused.silu_mul(self.norm_linear(x, gain, eps, weight, bias))
+
+    def linear_add(
+        self, x: torch.Tensor, weight: Weight, bias: None, residual: Stream, next_gain: torch.Tensor
+    ) -> Stream:
+        if isinstance(weight, Fp8Weight):
+            return Stream(residual.values + _scaled(*linear.quantise(x.contiguous()), weight))
+        return Stream(residual.values + F.linear(x, weight, bias))
+
+
+def _scaled(x: torch.Tensor, scales: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    scaling = {"scale_a": scales, "scale_b": weight.scales.view(1, -1), "out_dtype": torch.bfloat16}
+    return torch._scaled_mm(x, weight.values.t(), use_fast_accum=True, **scaling)
 
 
 def microseconds(run: Callable[[], object]) -> float:
@@ -108,15 +100,20 @@ def microseconds(run: Callable[[], object]) -> float:
     return sorted(times[2:])[len(times[2:]) // 2]
 
 
-def weight_of(shape: tuple[int, int], fp8: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def weight_of(shape: tuple[int, int], fp8: bool, device: torch.device) -> Weight:
     weight = torch.randn(shape, device=device, dtype=torch.bfloat16) * shape[1] ** -0.5
+    if not fp8:
+        return weight
     scales = torch.full(shape[:1], shape[1] ** -0.5 / 100, device=device)
-    return ((weight.float() / scales[:, None]).to(torch.float8_e4m3fn) if fp8 else weight), scales
+    return Fp8Weight((weight.float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
 
 
 def measure(fp8: bool, device: torch.device, rows_list: list[int]) -> list[dict[str, object]]:
     layers = [{name: weight_of(shape, fp8, device) for name, shape in WEIGHTS.items()} for _ in range(LAYERS)]
     head = None if fp8 else weight_of((VOCAB, HIDDEN), False, device)
+    gain = torch.rand(HIDDEN, device=device).add(0.5).bfloat16()
+    table = load_table(torch.cuda.get_device_name(device))
+    ways: dict[str, Any] = {"pdl": Ops(table, True), "no pdl": Ops(table, False), "torch": Library()}
     item = 1 if fp8 else 2
     found: list[dict[str, object]] = []
 
@@ -127,36 +124,34 @@ def measure(fp8: bool, device: torch.device, rows_list: list[int]) -> list[dict[
             {**row, "us": round(us, 2), "gb_s": round(gb_s), "of_limit": round(gb_s / CEILING_GB_S, 3)}
         )
 
-    for rows in rows_list:
+    for rows, (way, ops) in product(rows_list, ways.items()):
         x = torch.randn(rows, HIDDEN, device=device).bfloat16()
         wide = torch.randn(rows, INTERMEDIATE, device=device).bfloat16()
-        for way in ("pdl", "no pdl", "torch"):
-            product = Products(fp8, way, device)
 
-            def chain(product: Products = product, x: torch.Tensor = x) -> torch.Tensor:
-                hidden = x
-                for layer in layers * TURNS:
-                    qkv = product(hidden, layer["qkv"], norm=True)
-                    hidden = product(qkv[:, :HIDDEN], layer["o"], residual=hidden)
-                    up = product(hidden, layer["gate_up"], norm=True, silu=True)
-                    hidden = product(up, layer["down"], residual=hidden)
-                return hidden
+        def chain(ops: Any = ops, x: torch.Tensor = x) -> torch.Tensor:
+            hidden = Stream(x.clone())
+            for layer in layers * TURNS:
+                qkv = ops.norm_linear(hidden, gain, EPS, layer["qkv"], None)
+                hidden = ops.linear_add(qkv[:, :HIDDEN], layer["o"], None, hidden, gain)
+                up = ops.norm_gate_up(hidden, gain, EPS, layer["gate_up"], None)
+                hidden = ops.linear_add(up, layer["down"], None, hidden, gain)
+            return hidden.values
 
-            each: dict[str, Callable[[tuple[torch.Tensor, torch.Tensor]], object]] = {
-                "qkv": lambda weight: product(x, weight, norm=True),  # noqa: B023
-                "o": lambda weight: product(x, weight, residual=x),  # noqa: B023
-                "gate_up": lambda weight: product(x, weight, norm=True, silu=True),  # noqa: B023
-                "down": lambda weight: product(wide, weight, residual=x),  # noqa: B023
-            }
-            total = sum(n * k for n, k in WEIGHTS.values()) * item
-            add("layer", rows, way, microseconds(chain) / len(layers * TURNS), total)
-            for name, (n, k) in WEIGHTS.items():
-                own = [layer[name] for layer in layers] * TURNS
-                us = microseconds(lambda own=own, name=name: [each[name](weight) for weight in own])  # noqa: B023
-                add(name, rows, way, us / len(own), n * k * item)
-            if head is not None:
-                us = microseconds(lambda: [product(x, head, norm=True) for _ in range(TURNS)])  # noqa: B023
-                add("lm_head", rows, way, us / TURNS, VOCAB * HIDDEN * 2)
+        each: dict[str, Callable[[Weight], object]] = {
+            "qkv": lambda weight: ops.norm_linear(Stream(x), gain, EPS, weight, None),  # noqa: B023
+            "o": lambda weight: ops.linear_add(wide[:, :HIDDEN], weight, None, Stream(x), gain),  # noqa: B023
+            "gate_up": lambda weight: ops.norm_gate_up(Stream(x), gain, EPS, weight, None),  # noqa: B023
+            "down": lambda weight: ops.linear_add(wide, weight, None, Stream(x), gain),  # noqa: B023
+        }
+        total = sum(n * k for n, k in WEIGHTS.values()) * item
+        add("layer", rows, way, microseconds(chain) / len(layers * TURNS), total)
+        for name, (n, k) in WEIGHTS.items():
+            own = [layer[name] for layer in layers] * TURNS
+            us = microseconds(lambda own=own, name=name: [each[name](weight) for weight in own])  # noqa: B023
+            add(name, rows, way, us / len(own), n * k * item)
+        if head is not None:
+            us = microseconds(lambda: [each["qkv"](head) for _ in range(TURNS)])  # noqa: B023
+            add("lm_head", rows, way, us / TURNS, VOCAB * HIDDEN * 2)
     return found
 
 

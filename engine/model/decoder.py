@@ -16,7 +16,7 @@ from engine.messages import BLOCK_TOKENS
 from engine.model.layers import Layer, Piece, Place
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
-from kernels import Ops
+from kernels import Ops, Stream
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtypes of `engine.config.DTYPE_BYTES`."""
@@ -68,16 +68,17 @@ class Decoder:
         the final norm, which `logits` applies to the rows that need it."""
         ops, ranks, eps = self.ops, self.ranks, self.config.rms_norm_eps
         first = self.shard.first_vocab if ranks.size > 1 else None
-        residual = ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first))
+        residual = Stream(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
         plan = ops.plan_attention(inputs.attention)
-        for layer, pool in zip(self.layers, kv, strict=True):
+        next_gains = [*(layer.input_norm for layer in self.layers[1:]), None]
+        for layer, pool, next_gain in zip(self.layers, kv, next_gains, strict=True):
             attention, mlp = layer.attention, layer.mlp
             qkv = attention.qkv.after_norm(residual, layer.input_norm, eps)
             attended = attention(qkv, inputs, plan, pool, self.cos_sin)
-            residual = attention.o.add_to(residual, attended, ranks)
+            residual = attention.o.add_to(residual, attended, layer.post_norm, ranks)
             activated = mlp.activate(residual, layer.post_norm, eps)
-            residual = mlp.down.add_to(residual, activated, ranks)
-        return residual
+            residual = mlp.down.add_to(residual, activated, next_gain, ranks)
+        return residual.values
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Of rows of `forward`'s result: `[rows, vocabulary on this rank]` in the model's dtype, written into
@@ -87,7 +88,8 @@ class Decoder:
         on, where the vocabulary does not divide, mean nothing. All ranks side by side
         (`all_gather_last_dim`), cut at `config.vocab_size`, are the whole logits.
         """
-        return self.ops.norm_linear(hidden, self.final_norm, self.config.rms_norm_eps, self.head, None, out)
+        eps = self.config.rms_norm_eps
+        return self.ops.norm_linear(Stream(hidden), self.final_norm, eps, self.head, None, out)
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 

@@ -4,10 +4,15 @@
 `linear` and `linear_fp8` take any number of rows: a table of measured shapes (`linear_table`) says which
 kernel a shape gets, and where cuBLAS (through torch) is better; rules say it for shapes that are not there.
 What touches the same bytes is done on the way: RMSNorm and the quantisation of x before, bias, residual and
-SwiGLU after. One row is normed and quantised by every program for itself; more rows by a launch of their own.
+SwiGLU after. One row is normed and quantised by every program for itself; more rows by a launch of their own,
+or (`kernels.Gained`) by two products that follow one another: the first multiplies what it writes by the
+norm's gain and adds up its squares, the second multiplies its sums by what is left of the norm, a factor for
+each token.
 
 Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rms_norm` does; then (FP8)
-divided by its scale, its largest magnitude / 448, and rounded to e4m3, as `reference.quantise_fp8` does.
+divided by its scale, its largest magnitude / 448, and rounded to e4m3, as `reference.quantise_fp8` does. A
+norm that two products share rounds x × gain once where the twin rounds x × factor × gain once: the same
+relative error, as long as x × gain is within the dtype's range, which float16's may not be.
 Sums are float32. Bias and residual are added to the float32 sum, which is rounded once, to the dtype of
 `out`; the twins round the product before they add a residual. SwiGLU rounds gate, up and silu(gate) as its
 twin does. FP8 products of one row are exact in float32; of more rows, they are summed by the tensor cores in
@@ -26,12 +31,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from kernels import Gained
 from kernels.triton import fused
 from kernels.triton.linear_plans import Fused, Plan
 from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv
 from kernels.triton.linear_table import Table
 
-__all__ = ["Workspace", "allocate_workspace", "linear", "linear_fp8", "quantise"]
+__all__ = ["Workspace", "allocate_gained", "allocate_workspace", "linear", "linear_fp8", "quantise"]
 
 
 def linear(
@@ -43,6 +49,9 @@ def linear(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     silu_mul: bool = False,
+    squares: torch.Tensor | None = None,
+    next_gain: torch.Tensor | None = None,
+    gained: Gained | None = None,
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     table: Table | None = None,
@@ -56,13 +65,19 @@ def linear(
     residual, out: `[rows, N]` (`N / 2`), rows may be strided; they may be the same tensor. workspace: for
     products that are split over K; one is made for the call where it is None, at the cost of a launch. table:
     of the device; None: rules alone. plan: instead of the table's.
+
+    A norm that is shared (by a product of a plan that is `tiled`): squares: x is `Gained.values` and these
+    its `Gained.squares`, with the norm's eps and without norm_weight. gained: of `allocate_gained`, filled
+    from the result, with the gain of the norm that reads it next, next_gain `[N]`.
     """
-    extras = Fused(bias, residual, norm_weight, eps, silu_mul)
+    extras = Fused(bias, residual, norm_weight, eps, silu_mul, squares, next_gain, gained)
     _check(x, weight, extras, out)
     if weight.dtype != x.dtype:
         raise ValueError(f"weight is {weight.dtype} and x is {x.dtype}; they must be the same")
     rows = x.shape[0]
     plan = plan or (table or Table()).choose(rows, weight.shape[0], weight.shape[1], weight.dtype)
+    if squares is not None or gained is not None:
+        _check_shared(plan, x, weight, extras)
     alone = plan is not None and rows == 1 and plan.form == "gemv"
     if norm_weight is not None and rows and not alone:
         x = fused.rms_norm(x.contiguous(), norm_weight, eps, pdl=pdl)
@@ -130,6 +145,14 @@ def linear_fp8(
         return _cublas_fp8(x, x_scale, weight, weight_scale, extras, out, pdl)
     _launch(plan, x, x_scale, weight, weight_scale, extras, out, workspace, pdl)
     return out
+
+
+def allocate_gained(plan: Plan, result: torch.Tensor) -> Gained:
+    """For the result `[rows, columns]` of a product of `plan` without SwiGLU, which fills it."""
+    rows, columns = result.shape
+    parts = triton.cdiv(columns, plan.block_n)
+    squares = torch.empty((parts, rows), dtype=torch.float32, device=result.device)
+    return Gained(torch.empty((rows, columns), dtype=result.dtype, device=result.device), squares)
 
 
 def quantise(
@@ -269,3 +292,27 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tens
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)}, strides {tensor.stride()}; needs whole rows of {wanted}"
             )
+
+
+def _check_shared(plan: Plan | None, x: torch.Tensor, weight: torch.Tensor, extras: Fused) -> None:
+    """Raises ValueError where a product cannot share a norm as it is asked to."""
+    rows, columns = x.shape[0], weight.shape[0]
+    if plan is None or not plan.tiled:
+        raise ValueError(f"a norm is shared by products of form dot or tiles, not by {plan or 'the library'}")
+    if extras.silu_mul and extras.gained is not None:
+        raise ValueError("gained is for results without SwiGLU; silu_mul asks for it")
+    wanted: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = []
+    if extras.squares is not None:
+        wanted.append(("squares", extras.squares, (len(extras.squares), rows)))
+        if extras.norm_weight is not None:
+            raise ValueError(
+                "squares say that x is multiplied by the norm's gain; norm_weight would be again"
+            )
+    if extras.gained is not None:
+        wanted.append(("next_gain", extras.next_gain, (columns,)))
+        wanted.append(("gained.values", extras.gained.values, (rows, columns)))
+        parts = triton.cdiv(columns, plan.block_n)
+        wanted.append(("gained.squares", extras.gained.squares, (parts, rows)))
+    for name, tensor, shape in wanted:
+        if tensor is None or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(f"{name} is {None if tensor is None else tuple(tensor.shape)}; needs {shape}")

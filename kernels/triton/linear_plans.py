@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from kernels import Gained
+
 MOST_ROWS = 64
 """Above, the tensor cores' rate begins to count, and cuBLAS has better tiles. Twice as many where the weights
 are e4m3 and outputs few: there the library reads them at a third of the memory's rate."""
@@ -46,6 +48,11 @@ class Plan:
     split: int = 1
     """Programs that share K."""
 
+    @property
+    def tiled(self) -> bool:
+        """Whether a program has a tile of all tokens, and may share a norm with another product."""
+        return self.form in ("dot", "tiles")
+
 
 @dataclass(frozen=True, slots=True)
 class Fused:
@@ -56,6 +63,9 @@ class Fused:
     norm_weight: torch.Tensor | None = None
     eps: float = 0.0
     silu_mul: bool = False
+    squares: torch.Tensor | None = None
+    next_gain: torch.Tensor | None = None
+    gained: Gained | None = None
 
 
 def fits_workspace(plan: Plan, n: int) -> bool:

@@ -99,33 +99,42 @@ def launch_dot(
     pdl: bool,
 ) -> None:
     """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
-    already."""
+    already, but for its tokens' factors where `fused` has its squares."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
+    parts = 0 if fused.squares is None else fused.squares.shape[0]
     _dot[(tiles * plan.split,)](
         x,
         x_scale,
         weight,
         weight_scale,
+        fused.squares,
         fused.bias,
         fused.residual,
         out,
+        fused.next_gain,
+        None if fused.gained is None else fused.gained.values,
+        None if fused.gained is None else fused.gained.squares,
         workspace.partials,
         workspace.arrived,
         x.shape[0],
+        parts,
         out.shape[1],
         x.stride(0),
         0 if fused.residual is None else fused.residual.stride(0),
         out.stride(0),
+        fused.eps,
         K=x.shape[1],
         ROWS=plan.rows,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         SPLIT=plan.split,
+        PARTS=triton.next_power_of_2(parts),
         SCALED=weight_scale is not None,
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
+        GAIN=fused.gained is not None,
         PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -163,7 +172,7 @@ def _finish(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """What follows on the sums `acc [BLOCK_N, ROWS]`; writes them."""
+    """What follows on the sums `acc [BLOCK_N, ROWS]`; writes them, and returns what it wrote."""
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.arange(0, ROWS)
     if BIAS:
@@ -181,7 +190,22 @@ def _finish(
         before = residual + row.to(tl.int64)[None, :] * residual_stride + column[:, None]
         acc += tl.load(before, mask=inside, other=0.0).to(tl.float32)
     to = out + row.to(tl.int64)[None, :] * out_stride + column[:, None]
-    tl.store(to, acc.to(dtype), mask=inside)
+    result = acc.to(dtype)
+    tl.store(to, result, mask=inside)
+    return result
+
+
+@triton.jit
+def _write_gained(x, gain, tile, gained, squares, rows, columns, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile `x [BLOCK_N, ROWS]` of the result, for the norm with `gain [BLOCK_N]` that reads it next."""
+    row = tl.arange(0, ROWS)
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (column < columns)[:, None] & (row < rows)[None, :]
+    x = x.to(tl.float32)
+    to = gained + row.to(tl.int64)[None, :] * columns + column[:, None]
+    tl.store(to, (x * gain.to(tl.float32)[:, None]).to(gained.dtype.element_ty), mask=inside)
+    squared = tl.sum(tl.where(inside, x * x, 0.0), axis=0)
+    tl.store(squares + tile * rows + row, squared, mask=row < rows)
 
 
 @triton.jit
@@ -195,31 +219,39 @@ def _widen(values, FP8: tl.constexpr):
 # ── the programs ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _dot(
     x,
     x_scale,
     weight,
     weight_scale,
+    x_squares,
     bias,
     residual,
     out,
+    next_gain,
+    gained,
+    squares,
     partials,
     arrived,
     rows,
+    parts,
     columns,
     x_stride,
     residual_stride,
     out_stride,
+    eps,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     SCALED: tl.constexpr,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A tile of BLOCK_N weight rows by 1 / SPLIT of K, for all tokens."""
@@ -232,9 +264,16 @@ def _dot(
     live = row < rows
     weights = weight + weight_row[:, None] * K + k[None, :]
     xs = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    if GAIN:
+        gain = tl.load(next_gain + weight_row)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if PARTS:
+        # Asked for here and added up when the product is done: until then they are on their way.
+        which = tl.arange(0, PARTS)
+        there = (which < parts)[:, None] & live[None, :]
+        squared = tl.load(x_squares + which[:, None] * rows + row[None, :], mask=there, other=0.0)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for at in tl.range(0, depth, BLOCK_K):
         w = tl.load(weights + at, eviction_policy="evict_first")
@@ -259,7 +298,9 @@ def _dot(
         if SCALED:
             of_token = tl.load(x_scale + row, mask=live, other=0.0)
             acc = acc * of_token[None, :] * tl.load(weight_scale + weight_row)[:, None]
-        _finish(
+        if PARTS:
+            acc = acc * tl.rsqrt(tl.sum(squared, axis=0) / K + eps)[None, :]
+        result = _finish(
             acc,
             tile,
             bias,
@@ -275,6 +316,8 @@ def _dot(
             BIAS,
             RESIDUAL,
         )
+        if GAIN:
+            _write_gained(result, gain, tile, gained, squares, rows, columns, ROWS, BLOCK_N)
 
 
 @triton.jit

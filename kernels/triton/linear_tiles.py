@@ -38,37 +38,46 @@ def launch_tiles(
     pdl: bool,
 ) -> None:
     """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
-    already."""
+    already, but for its tokens' factors where `fused` has its squares."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()
     if x.data_ptr() % 16 or x.stride(0) * size % 16:
         x = x.clone(memory_format=torch.contiguous_format)  # the copy engine reads 16 bytes at once
     tiles = triton.cdiv(n, plan.block_n)
+    parts = 0 if fused.squares is None else fused.squares.shape[0]
     _tiles[(tiles * plan.split,)](
         _weight_tiles(plan, weight, fused.silu_mul),
         TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [plan.rows, plan.block_k], _shared(size, 2)),
         x_scale,
         weight_scale,
+        fused.squares,
         fused.bias,
         fused.residual,
         out,
+        fused.next_gain,
+        None if fused.gained is None else fused.gained.values,
+        None if fused.gained is None else fused.gained.squares,
         workspace.partials,
         workspace.arrived,
         x.shape[0],
+        parts,
         out.shape[1],
         0 if fused.residual is None else fused.residual.stride(0),
         out.stride(0),
+        fused.eps,
         K=k,
         ROWS=plan.rows,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         STAGES=plan.stages,
         SPLIT=plan.split,
+        PARTS=triton.next_power_of_2(parts),
         SCALED=weight_scale is not None,
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
+        GAIN=fused.gained is not None,
         PDL=pdl,
         WARPS=plan.warps,
         num_warps=plan.warps,
@@ -104,6 +113,13 @@ def _to_store(width, rows, warps):
     return gl.BlockedLayout([vector, 1, 2], [lanes, 32 // lanes, 1], [1, warps, 1], [2, 0, 1])
 
 
+@gluon.constexpr_function
+def _to_add_up(rows, warps):
+    """For `[parts, rows]`: threads next to each other have rows next to each other."""
+    lanes = min(32, rows)
+    return gl.BlockedLayout([1, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
 @gluon.jit
 def _fetch_weights(w_tiles, tile, k, ready, w, wanted, BLOCK_N: gl.constexpr, SILU: gl.constexpr):
     if SILU:
@@ -124,31 +140,39 @@ def _gated(acc, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     return gated * up.to(DTYPE).to(gl.float32)
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "parts"])
 def _tiles(
     w_tiles,
     x_tiles,
     x_scale,
     weight_scale,
+    x_squares,
     bias,
     residual,
     out,
+    next_gain,
+    gained,
+    squares,
     partials,
     arrived,
     rows,
+    parts,
     columns,
     residual_stride,
     out_stride,
+    eps,
     K: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
     SCALED: gl.constexpr,
     SILU: gl.constexpr,
     BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
+    GAIN: gl.constexpr,
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
@@ -190,6 +214,12 @@ def _tiles(
         of_row = gl.load(weight_scale + weight_row)
     if BIAS:
         added = gl.load(bias + weight_row).to(gl.float32)
+    width: gl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
+    halves: gl.constexpr = _to_store(width, ROWS, WARPS)
+    to_store: gl.constexpr = gl.SliceLayout(2, halves)
+    column = tile * width + gl.arange(0, width, layout=gl.SliceLayout(1, to_store))
+    if GAIN:
+        gain = gl.load(next_gain + gl.minimum(column, columns - 1))
 
     if PDL:
         # The copy engine reads x's description now. Rows behind the last one are zeros, not memory.
@@ -203,14 +233,17 @@ def _tiles(
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, mma))
     if SCALED:
         of_token = gl.load(x_scale + row, mask=row < rows, other=0.0)
-    width: gl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
-    halves: gl.constexpr = _to_store(width, ROWS, WARPS)
-    to_store: gl.constexpr = gl.SliceLayout(2, halves)
-    column = (tile * width + gl.arange(0, width, layout=gl.SliceLayout(1, to_store)))[:, None]
-    token = gl.arange(0, ROWS, layout=gl.SliceLayout(0, to_store))[None, :]
-    inside = (column < columns) & (token < rows)
+    if PARTS:
+        to_add_up: gl.constexpr = _to_add_up(ROWS, WARPS)
+        part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, to_add_up))[:, None]
+        of_part = gl.arange(0, ROWS, layout=gl.SliceLayout(0, to_add_up))[None, :]
+        there = (part < parts) & (of_part < rows)
+        squared = gl.load(x_squares + part * rows + of_part, mask=there, other=0.0)
+    token = gl.arange(0, ROWS, layout=gl.SliceLayout(0, to_store))
+    inside = (column < columns)[:, None] & (token < rows)[None, :]
+    at_token, at_column = token.to(gl.int64)[None, :], column[:, None]
     if RESIDUAL:
-        before = gl.load(residual + token.to(gl.int64) * residual_stride + column, mask=inside, other=0.0)
+        before = gl.load(residual + at_token * residual_stride + at_column, mask=inside, other=0.0)
 
     acc = gl.zeros([BLOCK_N, ROWS], gl.float32, layout=mma)
     stage = 0
@@ -246,6 +279,9 @@ def _tiles(
     if last:
         if SCALED:
             acc = acc * of_token[None, :] * of_row[:, None]
+        if PARTS:
+            factor = gl.rsqrt(gl.sum(squared, axis=0) / K + eps)
+            acc = acc * gl.convert_layout(factor, gl.SliceLayout(0, mma))[None, :]
         if BIAS:
             acc += added[:, None]
         if SILU:
@@ -254,4 +290,12 @@ def _tiles(
             result = gl.convert_layout(acc, to_store)
         if RESIDUAL:
             result += before.to(gl.float32)
-        gl.store(out + token.to(gl.int64) * out_stride + column, result.to(dtype), mask=inside)
+        result = result.to(dtype)
+        gl.store(out + at_token * out_stride + at_column, result, mask=inside)
+        if GAIN:
+            # As `linear_rows._write_gained`.
+            x = result.to(gl.float32)
+            product = (x * gain.to(gl.float32)[:, None]).to(dtype)
+            gl.store(gained + at_token * columns + at_column, product, mask=inside)
+            squared_x = gl.sum(gl.where(inside, x * x, 0.0), axis=0)
+            gl.store(squares + tile * rows + token, squared_x, mask=token < rows)

@@ -3,7 +3,8 @@
 Some layers with weights of their own, so that none is in cache, run one after another in a CUDA graph: norm
 and qkv, RoPE and cache write, o + residual, norm and gate and up with SwiGLU, down + residual. Attention is
 left out: it takes its time wherever the products take theirs. A product is judged by what the layer's time
-does, since what stands before and after it (and starts early, with PDL) is part of its cost.
+does, since what stands before and after it (and starts early, with PDL) is part of its cost: so are the norms
+that it cannot share with them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from itertools import pairwise
 
 import torch
 
-from kernels import PAGE_TOKENS, Activation, Fp8Weight, Weight
+from kernels import PAGE_TOKENS, Activation, Fp8Weight, Stream, Weight
 from kernels.cuda import CudaOps
 from kernels.dimensions import Dimensions
-from kernels.reference import quantise_fp8
+from kernels.reference import quantise_fp8, rms_norm
 from kernels.triton import fused
 from kernels.triton.linear_table import Product, Table
 
@@ -82,44 +83,55 @@ class Layers:
         ops = CudaOps(table=table)
 
         def chain() -> torch.Tensor:
-            residual = self._x.clone()
+            residual = Stream(self._x.clone())
             for layer in self._layers * self._turns:
                 residual = self._run(ops, layer, residual, without)
-            return residual
+            return residual.values
 
         return graph_microseconds(chain) / (len(self._layers) * self._turns)
 
     def launch(self, table: Table) -> None:
-        """One layer, without waiting: to note its kernels, or to warm up."""
-        self._run(CudaOps(table=table), self._layers[0], self._x.clone(), None)
+        """A layer as the first and as one of many, without waiting: to note its kernels, or to warm up."""
+        ops, residual = CudaOps(table=table), Stream(self._x.clone())
+        for _ in range(2):
+            residual = self._run(ops, self._layers[0], residual, None)
 
     def error(self, name: str, table: Table, rows: int) -> float:
         """Of a product of the first `rows` rows with the plans of `table`: ‖out − ref‖ / ‖ref‖, where ref is
         computed in float32 from the same weights (with FP8 weights, x is quantised alike). NaN if the result
-        has any."""
-        ops, weight = CudaOps(table=table), getattr(self._layers[0], name)
+        has any. A norm is shared as in the layer."""
+        ops, layer = CudaOps(table=table), self._layers[0]
+        weight = getattr(layer, name)
         x = self._activated[:rows] if name == "down" else self._random(rows, self._shapes[name][1])
-        residual = self._x[:rows]
+        residual, stream = self._x[:rows], Stream(x)
         normed = x.float()
         if name in ("qkv", "gate_up"):
-            normed = ops.rms_norm(x, self._norm, _EPS).float()
+            before = layer.o if name == "gate_up" else layer.down
+            inputs = self._random(rows, self._shapes["o" if name == "gate_up" else "down"][1])
+            stream = ops.linear_add(inputs, before, None, stream, self._norm)
+            normed = ops.rms_norm(stream.values, self._norm, _EPS).float()
         if isinstance(weight, Fp8Weight):
             values, scales = quantise_fp8(normed.to(x.dtype))
             normed = values.float() * scales
         product = normed @ _wide(weight).T
         if name == "qkv":
-            wanted, got = product, ops.norm_linear(x, self._norm, _EPS, weight, None)
+            wanted, got = product, ops.norm_linear(stream, self._norm, _EPS, weight, None)
         elif name == "gate_up":
             gate, up = product.chunk(2, dim=1)
             wanted = torch.nn.functional.silu(gate) * up
-            made = ops.norm_gate_up(x, self._norm, _EPS, weight, None)
-            got = made if isinstance(made, torch.Tensor) else made.values.float() * made.scales
+            gated = ops.norm_gate_up(stream, self._norm, _EPS, weight, None)
+            got = gated if isinstance(gated, torch.Tensor) else gated.values.float() * gated.scales
         else:
             wanted = residual.float() + product
-            got = ops.linear_add(x, weight, None, residual.clone())
+            made = ops.linear_add(x, weight, None, Stream(residual.clone()), self._norm)
+            got = made.values
+            if made.gained is not None:
+                factor = (made.gained.squares.sum(0) / self.dimensions.hidden + _EPS).rsqrt()
+                got = torch.cat((got.float(), made.gained.values.float() * factor[:, None]), dim=1)
+                wanted = torch.cat((wanted, rms_norm(wanted, self._norm.float(), _EPS)), dim=1)
         return float((got.float() - wanted).norm() / wanted.norm())
 
-    def _run(self, ops: CudaOps, layer: _Layer, residual: torch.Tensor, without: str | None) -> torch.Tensor:
+    def _run(self, ops: CudaOps, layer: _Layer, residual: Stream, without: str | None) -> Stream:
         qkv = self._qkv
         if without != "qkv":
             qkv = ops.norm_linear(residual, self._norm, _EPS, layer.qkv, None)
@@ -137,12 +149,12 @@ class Layers:
             pdl=True,
         )
         if without != "o":
-            residual = ops.linear_add(queries.view(self._rows, -1), layer.o, None, residual)
+            residual = ops.linear_add(queries.view(self._rows, -1), layer.o, None, residual, self._norm)
         activated: Activation = self._activated
         if without != "gate_up":
             activated = ops.norm_gate_up(residual, self._norm, _EPS, layer.gate_up, None)
         if without != "down":
-            residual = ops.linear_add(activated, layer.down, None, residual)
+            residual = ops.linear_add(activated, layer.down, None, residual, self._norm)
         return residual
 
     def _make(self) -> _Layer:
@@ -181,7 +193,7 @@ class Head:
 
     def launch(self, table: Table) -> None:
         """As `Layers.launch`."""
-        CudaOps(table=table).norm_linear(self._x, self._norm, _EPS, self._weights[0], None, self._logits)
+        self._run(CudaOps(table=table), self._weights[0])
 
     def microseconds(self, table: Table) -> float:
         """Of norm and product."""
@@ -189,7 +201,7 @@ class Head:
 
         def chain() -> None:
             for weight in self._weights * self._turns:
-                ops.norm_linear(self._x, self._norm, _EPS, weight, None, self._logits)
+                self._run(ops, weight)
 
         return graph_microseconds(chain) / (len(self._weights) * self._turns)
 
@@ -197,8 +209,11 @@ class Head:
         """As `Layers.error`."""
         ops, x = CudaOps(table=table), self._x[:rows]
         wanted = ops.rms_norm(x, self._norm, _EPS).float() @ self._weights[0].float().T
-        got = ops.norm_linear(x, self._norm, _EPS, self._weights[0], None)
+        got = ops.norm_linear(Stream(x), self._norm, _EPS, self._weights[0], None)
         return float((got.float() - wanted).norm() / wanted.norm())
+
+    def _run(self, ops: CudaOps, weight: torch.Tensor) -> None:
+        ops.norm_linear(Stream(self._x), self._norm, _EPS, weight, None, self._logits)
 
 
 def graph_microseconds(run: Callable[[], object]) -> float:

@@ -99,6 +99,13 @@ def multiply() -> None:
                 fp8 = linear_cases.Fp8Case(tokens, 160, 384, extras, DTYPE, E4M3)
                 weight = (fp8.quantised, fp8.weight_scale)
                 _finite(linear.linear_fp8(fp8.x, *weight, **fp8.options(), plan=of_one))
+        if of_two_bytes.tiled:
+            case = linear_cases.Case(tokens, 160, 384, everything, DTYPE)
+            half, gained = case.half_normed(3), linear.allocate_gained(of_two_bytes, case.out)
+            options = case.options_after(replace(half, squares=half.squares.clone()))
+            options |= {"next_gain": case.weight[:, 0].contiguous(), "gained": gained}
+            _finite(linear.linear(half.values, case.weight, **options, plan=of_two_bytes, pdl=ON_GPU))
+            _finite(gained.values, gained.squares)
     _finite(*linear.quantise(case.x, values=E4M3 if ON_GPU else torch.float32, pdl=ON_GPU))
 
 

@@ -13,13 +13,14 @@ cores sum more than one row in about 14 bits, and a last place of a norm may tur
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import reference
+from kernels import Gained, reference
 from kernels.triton.linear_plans import MOST_ROWS, SPLIT_PROGRAMS, Plan, choose
 
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
@@ -34,6 +35,7 @@ RAGGED_GEMV = Plan("gemv", 1, 4, 512, warps=4)
 DOT = Plan("dot", 16, 64, 64, warps=4, stages=3)
 SPLIT_DOT = Plan("dot", 16, 64, 64, warps=4, stages=3, split=3)
 ALL = ("norm", "bias", "residual")
+WIDE_DOT = Plan("dot", 16, 128, 64, warps=4, stages=3)
 
 
 def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -85,6 +87,18 @@ class Case:
         if self.norm is None:
             return x
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
+
+    def half_normed(self, parts: int) -> Gained:
+        """x as a product that shares the norm writes it, in so many parts, with other numbers behind them."""
+        assert self.norm is not None
+        squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
+        for index, part in enumerate(self.x.float().tensor_split(parts, dim=1)):
+            squares[index] = part.pow(2).sum(1)
+        return Gained((self.x.float() * self.norm.float()).to(self.x.dtype), squares)
+
+    def options_after(self, gained: Gained) -> dict[str, object]:
+        """Of the product of `gained.values`."""
+        return {**self.options(), "norm_weight": None, "squares": gained.squares}
 
 
 def _as_good(found: torch.Tensor, twin: torch.Tensor, exact: torch.Tensor) -> None:
@@ -163,6 +177,66 @@ def test_every_output_is_its_scaled_product(case: tuple) -> None:
     _check_fp8(made, product)
 
 
+GAINING = [
+    # rows, outputs, K, extras, plan: outputs that fill no tile
+    (5, 160, 192, ("residual",), DOT),
+    (16, 157, 192, ("bias", "residual"), WIDE_DOT),
+    (3, 200, 384, ("residual",), SPLIT_DOT),
+    (13, 257, 192, (), SPLIT_DOT),
+]
+
+
+def check_gained(case: Case, plan: Plan) -> None:
+    """A product and what it makes for the next norm, and nothing around that."""
+    rows, columns = case.out.shape
+    gain = _random(columns, seed=6, dtype=case.x.dtype)
+    parts = -(-columns // plan.block_n)
+    values = torch.full((rows + 2, columns), POISON, dtype=case.x.dtype, device=DEVICE)
+    squares = torch.full((parts + 1, rows), POISON, device=DEVICE)
+    gained = Gained(values[:rows], squares[:parts])
+    alone = linear.linear(case.x, case.weight, **{**case.options(), "out": None}, plan=plan, pdl=False)
+    options = {"next_gain": gain, "gained": gained, "plan": plan, "pdl": False}
+    assert torch.equal(linear.linear(case.x, case.weight, **case.options(), **options), alone)
+    assert torch.equal(gained.values, (alone.float() * gain.float()).to(alone.dtype))
+    for part, squared in zip(alone.double().pow(2).split(plan.block_n, dim=1), gained.squares, strict=True):
+        assert torch.allclose(squared.double(), part.sum(1), rtol=1e-5)
+    assert values[rows:].eq(POISON).all() and squares[parts:].eq(POISON).all()
+    made = linear.allocate_gained(plan, alone)
+    assert made.values.shape == gained.values.shape and made.squares.shape == gained.squares.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", GAINING, ids=str)
+def test_a_result_is_gained_for_the_norm_that_reads_it(case: tuple, dtype: torch.dtype) -> None:
+    *shape, plan = case
+    if DEVICE.type == "cuda" and dtype == torch.float32:
+        plan = replace(plan, stages=2)
+    check_gained(Case(*shape, dtype), plan)
+
+
+AFTER = [
+    # rows, outputs, K, extras, plan, parts of the squares
+    (5, 160, 384, ALL, DOT, 3),
+    (16, 160, 384, ("norm", "bias", "silu"), WIDE_DOT, 6),
+    (3, 160, 384, ("norm",), SPLIT_DOT, 1),
+    (13, 160, 192, ("norm", "bias", "silu"), SPLIT_DOT, 5),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", AFTER, ids=str)
+def test_a_gained_x_is_normed_after_its_product(case: tuple, dtype: torch.dtype) -> None:
+    *shape, plan, parts = case
+    if DEVICE.type == "cuda" and dtype == torch.float32:
+        plan = replace(plan, stages=2)
+    made = Case(*shape, dtype)
+    made.x *= torch.arange(1, len(made.x) + 1, device=DEVICE).unsqueeze(1) / 4  # a factor of its own each
+    gained = made.half_normed(parts)
+    _check(
+        made, linear.linear(gained.values, made.weight, **made.options_after(gained), plan=plan, pdl=False)
+    )
+
+
 def test_the_counters_of_a_split_are_zero_again() -> None:
     case = Case(5, 160, 192, (), torch.float16)
     workspace = linear.allocate_workspace(DEVICE)
@@ -237,6 +311,24 @@ def test_what_does_not_fit_is_named() -> None:
         linear.linear_fp8(x, weight, torch.zeros(1))
 
 
+def test_a_norm_that_cannot_be_shared_is_refused() -> None:
+    x, weight, squares = torch.zeros(2, 64), torch.zeros(32, 64), torch.zeros(1, 2)
+    with pytest.raises(ValueError, match="dot or tiles, not by the library"):
+        linear.linear(x, weight, squares=squares)
+    with pytest.raises(ValueError, match=r"squares is \(1, 3\); needs \(1, 2\)"):
+        linear.linear(x, weight, squares=torch.zeros(1, 3), plan=DOT)
+    with pytest.raises(ValueError, match="norm_weight would be again"):
+        linear.linear(x, weight, squares=squares, norm_weight=torch.zeros(64), plan=DOT)
+    gained = linear.allocate_gained(DOT, torch.zeros(2, 32))
+    with pytest.raises(ValueError, match=r"next_gain is None; needs \(32,\)"):
+        linear.linear(x, weight, gained=gained, plan=DOT)
+    options = {"next_gain": torch.zeros(32), "gained": gained}
+    with pytest.raises(ValueError, match=r"gained.squares is \(1, 2\); needs \(2, 2\)"):
+        linear.linear(x, weight, **options, plan=replace(DOT, block_n=16))
+    with pytest.raises(ValueError, match="without SwiGLU"):
+        linear.linear(x, weight, **options, silu_mul=True, plan=DOT)
+
+
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
 
 SHAPES = [
@@ -278,6 +370,84 @@ def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
         _check_fp8(case, found)
 
 
+def check_as_good_as_apart(case: Case, plan: Plan) -> None:
+    """A product of a gained x against the same product of a normed x."""
+    gained = case.half_normed(7)
+    shared = linear.linear(gained.values, case.weight, **case.options_after(gained), plan=plan).clone()
+    apart = linear.linear(case.x, case.weight, **case.options(), plan=plan)
+    exact = case.exact(case.exact_normed() @ case.weight.double().T)
+    errors = [float((found.double() - exact).norm() / exact.norm()) for found in (shared, apart)]
+    assert errors[0] <= 1.5 * errors[1]
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if "norm" in shape[2]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_shared_norm_costs_no_accuracy(shape: tuple, dtype: torch.dtype) -> None:
+    for rows in ROWS[1:-1]:
+        plan = choose(rows, *shape[:2], dtype)
+        assert plan is not None
+        check_as_good_as_apart(Case(rows, *shape, dtype), plan)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 7, 16, 33, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_result_is_gained_in_every_dtype(rows: int, dtype: torch.dtype) -> None:
+    for shape in ((4096, 4096, ("residual",)), (1000, 192, ("bias", "residual"))):
+        plan = choose(rows, *shape[:2], dtype)
+        assert plan is not None
+        check_gained(Case(rows, *shape, dtype), plan)
+
+
+def sharing_layers(case: Case, workspace: object, pdl: bool, plans: tuple[Plan, Plan]) -> list[torch.Tensor]:
+    """Products that share norms and depend on one another, so that one that starts too early reads too
+    early."""
+    results = [case.x]
+    for _ in range(4):
+        x, options = results[-1], {"workspace": workspace, "pdl": pdl}
+        gained = linear.allocate_gained(plans[0], x)
+        first = {"residual": x, "next_gain": case.norm, "gained": gained, "plan": plans[0]}
+        x = linear.linear(x, case.weight, **first, **options)
+        then = {"squares": gained.squares, "eps": EPS, "plan": plans[1]}
+        results += [x, gained.values, gained.squares]
+        results.append(linear.linear(gained.values, case.weight, **then, **options))
+    return results
+
+
+def check_bits(run: Callable[[bool], list[torch.Tensor]]) -> None:
+    """That products with PDL, again and in a graph, give what those without it do. run: with PDL or without;
+    what it gives begins with its input."""
+    expected = run(False)
+    assert not any(tensor.isnan().any() for tensor in expected)
+    for _ in range(5):
+        assert all(map(torch.equal, run(True), expected))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(True)
+    for _ in range(5):
+        for tensor in captured[1:]:
+            tensor.fill_(POISON)
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 8, 16, 64])
+def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
+    case = Case(rows, 4096, 4096, ("norm",), torch.bfloat16)
+    workspace = linear.allocate_workspace(DEVICE)
+    plan = choose(rows, 4096, 4096, torch.bfloat16)
+    assert plan is not None
+    for plans in ((plan, plan), (replace(plan, split=4), replace(plan, split=1))):
+        check_bits(lambda pdl, plans=plans: sharing_layers(case, workspace, pdl, plans))
+    assert workspace.arrived.eq(0).all()
+
+
 def _layer(case: Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
     """Products that depend on one another, so that one that starts too early reads too early."""
     results = [case.x]
@@ -299,16 +469,5 @@ def _layer(case: Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
 def test_pdl_repetition_and_graphs_change_no_bit(rows: int) -> None:
     case = Fp8Case(rows, 4096, 4096, ("norm",), torch.bfloat16, torch.float8_e4m3fn)
     workspace = linear.allocate_workspace(DEVICE)
-    expected = _layer(case, workspace, pdl=False)
-    for _ in range(5):
-        assert all(map(torch.equal, _layer(case, workspace, pdl=True), expected))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = _layer(case, workspace, pdl=True)
-    for _ in range(5):
-        for tensor in captured[1:]:
-            tensor.fill_(POISON)
-        graph.replay()
-        assert all(map(torch.equal, captured, expected))
+    check_bits(lambda pdl: _layer(case, workspace, pdl))
     assert workspace.arrived.eq(0).all()

@@ -46,19 +46,38 @@ def plan_for(shape: tuple[int, int, tuple[str, ...], Plan], rows: int, dtype: to
 # ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_weights_are_asked_for_before_the_wait_and_x_after_it() -> None:
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Any]:
+    """What each of some kernels does in which order."""
     done = compiled("tests.kernels.tiles_compiled")
     assert done.returncode == 0, done.stderr
-    kernels: dict[str, Any] = json.loads(done.stdout)
-    assert len(kernels) == 3
+    return json.loads(done.stdout)
+
+
+def test_weights_are_asked_for_before_the_wait_and_x_after_it(kernels: dict[str, Any]) -> None:
+    assert len(kernels) == 5
     for name, kernel in kernels.items():
-        events = kernel["events"]
+        events = [event for event in kernel["events"] if event != "load"]
         wait, first_product = events.index("wait"), events.index("product")
         assert events[0] == "launch_dependents", name
         # Of each stage its weights, and once nothing of x, to read x's description.
         assert events[1:wait] == ["copy"] * (kernel["stages"] + 1), name
         assert events[wait + 1 : first_product] == ["copy"] * kernel["stages"], name
         assert kernel["shared"] <= 113 << 10, name  # so that two programs fit a multiprocessor
+
+
+def test_what_a_shared_norm_reads_is_on_its_way_during_the_product(kernels: dict[str, Any]) -> None:
+    def loads(name: str) -> tuple[int, int, int]:
+        """Before the wait, between it and the first product, and later."""
+        events = kernels[name]["events"]
+        wait, product = events.index("wait"), events.index("product")
+        return tuple(part.count("load") for part in (events[:wait], events[wait:product], events[product:]))
+
+    gains, residual, _ = loads("gaining")
+    assert gains > 0 and residual > 0
+    assert loads("gaining")[2] == loads("normed_after")[2] == 0
+    # 64 parts for 8 tokens by 128 threads.
+    assert loads("normed_after") == (0, 4, 0)
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
@@ -106,6 +125,33 @@ def test_rows_may_lie_apart_anywhere_and_a_residual_in_the_result() -> None:
     assert wide[:, 1024:].eq(POISON).all()
 
 
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_norm_is_shared_with_the_product_before_and_after(shape: tuple, dtype: torch.dtype) -> None:
+    n, k, extras, _ = shape
+    for rows in ROWS:
+        plan = plan_for(shape, rows, dtype)
+        plain = tuple(extra for extra in extras if extra in ("bias", "residual"))
+        products.check_gained(products.Case(rows, n, k, plain, dtype), plan)
+        normed = ("norm", *(extra for extra in extras if extra != "norm"))
+        products.check_as_good_as_apart(products.Case(rows, n, k, normed, dtype), plan)
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 8, 16, 64])
+def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
+    case = products.Case(rows, 4096, 4096, ("norm",), BF16)
+    workspace = linear.allocate_workspace(DEVICE)
+    few = plan_for(SHAPES[0], rows, BF16)
+    dot = Plan("dot", max(16, few.rows), 64, 128, 4, 4, 2)
+    for plans in ((few, replace(few, split=1)), (replace(few, split=4), dot), (dot, few)):
+        products.check_bits(lambda pdl, plans=plans: products.sharing_layers(case, workspace, pdl, plans))
+    assert workspace.arrived.eq(0).all()
+
+
 def _layer(case: products.Fp8Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
     """Products that depend on one another, so that one that starts too early reads too early."""
     rows, results = len(case.x), [case.x]
@@ -129,17 +175,5 @@ def _layer(case: products.Fp8Case, workspace: object, pdl: bool) -> list[torch.T
 def test_pdl_repetition_and_graphs_change_no_bit(rows: int) -> None:
     case = products.Fp8Case(rows, 4096, 4096, ("norm",), BF16, FP8)
     workspace = linear.allocate_workspace(DEVICE)
-    expected = _layer(case, workspace, pdl=False)
-    assert not expected[-1].isnan().any()
-    for _ in range(5):
-        assert all(map(torch.equal, _layer(case, workspace, pdl=True), expected))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = _layer(case, workspace, pdl=True)
-    for _ in range(5):
-        for tensor in captured[1:]:
-            tensor.fill_(POISON)
-        graph.replay()
-        assert all(map(torch.equal, captured, expected))
+    products.check_bits(lambda pdl: _layer(case, workspace, pdl))
     assert workspace.arrived.eq(0).all()

@@ -20,6 +20,7 @@ EVENTS = {
     r"griddepcontrol\.launch_dependents": "launch_dependents",
     r"griddepcontrol\.wait": "wait",
     r"cp\.async\.bulk\.tensor": "copy",
+    r"ld\.global": "load",
     r"wgmma\.mma_async": "product",
 }
 
@@ -37,6 +38,18 @@ def gated() -> None:
     linear.linear(bf16(8, 4096), bf16(28672, 4096), silu_mul=True, plan=PLAN)
 
 
+def gaining() -> None:
+    gained = linear.allocate_gained(PLAN, bf16(8, 4096))
+    residual = bf16(8, 4096)
+    shared = {"next_gain": bf16(4096), "gained": gained}
+    linear.linear(bf16(8, 4096), bf16(4096, 4096), residual=residual, plan=PLAN, **shared)
+
+
+def normed_after() -> None:
+    squares = torch.empty((64, 8), dtype=torch.float32, device=META)
+    linear.linear(bf16(8, 4096), bf16(28672, 4096), silu_mul=True, squares=squares, eps=1e-5, plan=PLAN)
+
+
 def fp8() -> None:
     weight = torch.empty((4096, 4096), dtype=torch.float8_e4m3fn, device=META)
     scale = torch.empty(4096, dtype=torch.float32, device=META)
@@ -47,7 +60,7 @@ def fp8() -> None:
 
 if __name__ == "__main__":
     found = {}
-    for launch in (split, gated, fp8):
+    for launch in (split, gated, gaining, normed_after, fp8):
         (job,) = compiling.record(GPU.target, launch)
         with compiling._offline(GPU.target):
             kernel = job.function.preload(job.specialisation)

@@ -1,0 +1,127 @@
+"""A decoder whose products share norms against one of the twins, in Triton's interpreter: that each norm has
+its own gain, stream and squares, whichever products can share it. Attention is the twins' in both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.families import read_config
+from engine.model.decoder import Decoder
+from engine.model.loader import load_dummy
+from engine.parallel import single
+from kernels import Stream, reference
+from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_table import Entry, Product, Table
+from tests.engine.model.driver import Driver, Sequence
+from tests.kernels.test_build import SMALL
+
+fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 products are the interpreter's")
+
+LAYERS, HIDDEN, INTERMEDIATE = 2, 192, 256
+SHAPE = {
+    "model_type": "llama",
+    "num_hidden_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "torch_dtype": "float32",
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+PRODUCTS = {
+    "qkv": (320, HIDDEN),
+    "o": (HIDDEN, HIDDEN),
+    "gate_up": (2 * INTERMEDIATE, HIDDEN),
+    "down": (HIDDEN, INTERMEDIATE),
+}
+PLANS = {
+    "qkv": Plan("dot", 16, 64, 64, 4, 2),
+    "o": Plan("dot", 16, 128, 64, 4, 2),
+    "gate_up": Plan("dot", 16, 64, 32, 4, 2, split=2),
+    "down": Plan("dot", 16, 64, 64, 4, 2, split=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("librarys", "norms"),
+    [
+        # The first layer's qkv reads the embedding, and the output matrix its own choice of rows.
+        ((), 2),
+        (("o",), 2 + LAYERS),
+        (("gate_up",), 2 + LAYERS),
+        (("down",), 2 + LAYERS - 1),
+        (("qkv",), 2 + LAYERS - 1),
+        (tuple(PRODUCTS), 2 + 2 * LAYERS - 1),
+    ],
+)
+def test_products_that_share_norms_make_the_same_model(
+    librarys: tuple[str, ...], norms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels.cuda import CudaOps
+
+    class Products(CudaOps):
+        plan_attention = staticmethod(reference.plan_attention)
+        attend = staticmethod(reference.attend)
+
+    table = Table()
+    for name, shape in PRODUCTS.items():
+        entry = Entry(None if name in librarys else PLANS[name], 0.0, 0.0)
+        table = table.with_entry(Product(torch.float32, *shape), 16, entry)
+    without_dependent_launches(monkeypatch)
+    launched = []
+    norm = fused.rms_norm
+
+    def counted(*arguments: object, **options: object) -> torch.Tensor:
+        launched.append(arguments)
+        return norm(*arguments, **options)
+
+    monkeypatch.setattr(fused, "rms_norm", counted)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | SHAPE))
+    found, expected = (logits(tmp_path, ops) for ops in (Products(0, table), reference))
+    assert len(launched) == 2 * norms
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() < 2e-5 * other.abs().max()
+
+
+def without_dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an interpreter, which does not know them, needs."""
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(fused.tl.extra.cuda, name, lambda: None)
+
+
+def logits(folder: Path, ops: object) -> list[torch.Tensor]:
+    """Of a pass with prompts and one of decodes."""
+    decoder = Decoder(read_config(folder), single(), ops, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
+    load_dummy(decoder, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for layer in decoder.layers:
+        for gain in (layer.input_norm, layer.post_norm):
+            gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5)
+    driver = Driver(decoder, 4)
+    sequences = [Sequence() for _ in range(3)]
+    prompts = [(sequence, [7 * index + 1] * (index + 2)) for index, sequence in enumerate(sequences)]
+    return [driver.run([], prompts), driver.run([(one, 5) for one in sequences], [])]
+
+
+def test_float16_shares_no_norm_since_x_times_its_gain_may_leave_the_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from kernels.cuda import CudaOps
+
+    without_dependent_launches(monkeypatch)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 64, generator=generator).mul(3000).half()
+    weight = torch.randn(64, 64, generator=generator).div(8).half()
+    gain = torch.full((64,), 40.0).half()
+    ends = []
+    for ops in (CudaOps(), reference):
+        stream = ops.linear_add(x, weight, None, Stream(x.clone()), gain)
+        ends.append(ops.norm_linear(stream, gain, 1e-5, weight, None))
+    assert (ends[0] - ends[1]).abs().max() < 2e-3 * ends[1].abs().max()
