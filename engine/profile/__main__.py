@@ -54,7 +54,7 @@ def main() -> int:
     works = {}
     if timeline.on_gpu:
         names = label_products(names, config.layers, shapes)
-        works = work_by_kernel(config, info, shapes, device)
+        works = work_by_kernel(config, info, shapes, device, names.count("_norm") / len(shapes))
     rows = rows_of(names, timeline, works, len(shapes))
     tokens = sum(shape.tokens for shape in shapes) / len(shapes)
     decodes = sum(len(shape.contexts) for shape in shapes) / len(shapes)

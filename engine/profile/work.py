@@ -63,19 +63,27 @@ def is_product(name: str) -> bool:
 
 
 def work_by_kernel(
-    config: ModelConfig, info: ReplicaInfo, shapes: Sequence[StepShape], device: Ceilings | None
+    config: ModelConfig,
+    info: ReplicaInfo,
+    shapes: Sequence[StepShape],
+    device: Ceilings | None,
+    norms: float | None = None,
 ) -> dict[str, Work]:
-    """What all `shapes` together make of each kernel, by its name or the product's, on the only rank."""
+    """What all `shapes` together make of each kernel, by its name or the product's, on the only rank.
+
+    norms: launches of a norm in a step, where products share some; None: every norm is one."""
     made: dict[str, Work] = {}
     for shape in shapes:
-        for name, work in _of_step(config, info, shape, device).items():
+        of_tokens = 2 * config.layers if norms is None else norms - bool(shape.logit_rows)
+        for name, work in _of_step(config, info, shape, device, of_tokens).items():
             made[name] = made[name] + work if name in made else work
     return made
 
 
 def _of_step(
-    config: ModelConfig, info: ReplicaInfo, shape: StepShape, device: Ceilings | None
+    config: ModelConfig, info: ReplicaInfo, shape: StepShape, device: Ceilings | None, norms: float
 ) -> dict[str, Work]:
+    """norms: launches of a norm of all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
     fp8, number = info.weights == FP8, DTYPE_BYTES[info.dtype]
     weight = 1 if fp8 else number
@@ -113,7 +121,7 @@ def _of_step(
         "gate_up": layer(2 * intermediate, hidden, intermediate),
         "down": layer(hidden, intermediate, 2 * hidden),
         "lm_head": product(config.vocab_size, hidden, rows, config.vocab_size, number, slow),
-        "_norm": Work((2 * layers * tokens + rows) * hidden * 2 * number),
+        "_norm": Work((norms * tokens + rows) * hidden * 2 * number),
         "_silu_mul": Work(layers * tokens * intermediate * 3 * number),
         "_quantise": Work(layers * quantised),
         "_rope": Work(layers * tokens * (2 * q * number + new)),

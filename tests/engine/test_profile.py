@@ -150,6 +150,13 @@ def test_fp8_halves_the_layers_weights_and_the_cache_but_not_the_output_matrix(l
     assert half["lm_head"].bytes == wide["lm_head"].bytes
 
 
+def test_norms_that_products_share_are_no_work_of_the_norms_kernel(llama: ModelConfig) -> None:
+    step = StepShape([640] * 8, [], 8)
+    every = work_by_kernel(llama, info(), [step], H200)["_norm"].bytes
+    assert every == (2 * 32 + 1) * 8 * 4096 * 2 * 2
+    assert work_by_kernel(llama, info(), [step], H200, norms=2)["_norm"].bytes == every * 2 / 65
+
+
 def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     works = work_by_kernel(llama, info(), [StepShape([], [(0, 8192)], 1)], H200)
     assert works["qkv"].operations == 2 * 32 * 8192 * 6144 * 4096
