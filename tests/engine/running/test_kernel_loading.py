@@ -13,6 +13,7 @@ import torch
 from engine.kernel_loading import load_products, product_rows
 from engine.parallel import single
 from engine.runner import Runner
+from kernels import Stream
 from tests.engine.running.test_runner import folder, quiet, spec_of
 
 __all__ = ["folder"]
@@ -38,9 +39,9 @@ def test_every_product_is_run_for_every_number_of_rows(folder: Path) -> None:
         """Notes the rows that meet each weight."""
 
         def __getattr__(self, name: str) -> Any:
-            def noted(x: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+            def noted(x: torch.Tensor | Stream, *others: Any, **options: Any) -> Any:
                 matrix = next(one for one in others if isinstance(one, torch.Tensor) and one.dim() == 2)
-                weights[id(matrix)].append(len(x))
+                weights[id(matrix)].append(len(x.values if isinstance(x, Stream) else x))
                 return original(x, *others, **options)
 
             original = getattr(ops, name)
