@@ -85,7 +85,9 @@ class Doorkeeper:
             raise TurnedAwayError(401, "use the header 'Authorization: Bearer KEY'")
         found = self._valid_key(credentials.decode("latin-1"))
         if found is None:
-            raise TurnedAwayError(401, "this key is not valid; make one with: appliance keys create")
+            raise TurnedAwayError(
+                401, "this key is unknown, revoked or expired; make one with: appliance keys create"
+            )
         key, tenant = found
         if tenant.suspended_at is not None:
             raise TurnedAwayError(403, f"tenant {tenant.name!r} of key {key.id} is suspended")

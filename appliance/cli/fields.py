@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from appliance.classes import CLASS_NAMES
 from appliance.cli.failure import Failure
 from appliance.cli.times import span_s
 
@@ -46,7 +47,10 @@ def _count(text: str, flag: str) -> int:
 
 
 def _class(text: str, flag: str) -> int:
-    return int(text.upper().removeprefix("P"))
+    number = int(text.upper().removeprefix("P"))
+    if not 0 <= number < len(CLASS_NAMES):
+        raise ValueError(text)
+    return number
 
 
 def _words(text: str, flag: str) -> list[str]:

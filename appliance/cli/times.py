@@ -18,12 +18,15 @@ def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> 
     if seconds is not None:
         return now + seconds if ahead else now - seconds
     try:
-        return datetime.fromisoformat(text.strip()).timestamp()
+        at = datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError, OSError):
         raise Failure(
             f"{option} {text!r} is neither a span nor a date: write for example 90s, 30m, 12h, 7d, "
             f"2026-11-20 or 2026-11-20T14:30"
         ) from None
+    if ahead and at <= now:
+        raise Failure(f"{option} {text!r} is past: write a later date, or a span from now such as 90d")
+    return at
 
 
 def span_s(text: str, option: str) -> float:

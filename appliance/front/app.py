@@ -31,8 +31,8 @@ OpenAI's API over the models of one box. On TCP every request needs a key; on th
 is enough, and a key, if it is valid, wins. `x-appliance-class` (P0 to P3) or `service_tier` ask for a class
 of service; with `x-appliance-deadline-ms` an answer that cannot be complete by then is refused at once. Every
 answer carries `x-request-id`."""
-
-_MESSAGES = {404: "there is no such path here", 405: "this path does not take this method"}
+_MOST_SHOWN = 100
+"""Characters of a path or method."""
 
 
 def build_app(box: Box) -> tuple[FastAPI, ASGIApp]:
@@ -69,9 +69,7 @@ def _refuse(box: Box, request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         refusal = error
     elif isinstance(error, HTTPException):
-        message = _MESSAGES.get(error.status_code, str(error.detail))
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
+        refusal = _refused_by_router(request, error)
     elif isinstance(error, InsufficientScopeError):
         refusal = forbidden(str(error), "insufficient_scope")
     elif isinstance(error, ClientLeft):
@@ -83,6 +81,19 @@ def _refuse(box: Box, request: Request, error: Exception) -> Response:
     if call is not None and not call.admitted:
         box.reject(call_of(request), refusal)
     return refusal.response()
+
+
+def _refused_by_router(request: Request, error: HTTPException) -> ApiError:
+    path = request.scope["path"][:_MOST_SHOWN]
+    message, code = str(error.detail), None
+    if error.status_code == 404:
+        message = f"there is no path {path!r} here; GET /openapi.json lists what there is"
+        code = "not_found"
+    elif error.status_code == 405:
+        taken = (error.headers or {}).get("Allow", "other methods")
+        message = f"{path!r} does not take {request.method[:_MOST_SHOWN]}; it takes {taken}"
+        code = "method_not_allowed"
+    return ApiError(error.status_code, message, code=code, headers=error.headers)
 
 
 def _openapi(app: FastAPI, open_paths: frozenset[str]) -> dict[str, Any]:

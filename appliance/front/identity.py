@@ -50,7 +50,8 @@ class Directory:
                 return known
             if peer.kind != "unix" or key.startswith(KEY_PREFIX):
                 raise unauthorized(
-                    "this key is not valid; make one with: appliance keys create", "invalid_api_key"
+                    "this key is unknown, revoked or expired; make one with: appliance keys create",
+                    "invalid_api_key",
                 )
         if peer.kind != "unix":
             raise unauthorized(

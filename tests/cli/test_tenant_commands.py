@@ -106,6 +106,8 @@ def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> Non
         (("tenants", "set", "a", "--weight", "nan"), "--weight 'nan' cannot be used: write a number"),
         (("tenants", "set", "a", "--weight", "two"), "--weight 'two' cannot be used: write a number"),
         (("tenants", "set", "a", "--highest-class", "none"), "write P0, P1, P2 or P3\n"),
+        (("tenants", "set", "a", "--highest-class", "P7"), "'P7' cannot be used: write P0, P1, P2 or P3\n"),
+        (("keys", "create", "--name", "a", "--expires", "2001-01-01"), "'2001-01-01' is past: write a later"),
         (("tenants", "set", "a", "--burst", "60"), "--burst '60' is no span of time: write for example 90s"),
         (("tenants", "set", "a"), "nothing was given to be changed: see appliance tenants set --help"),
         (("keys", "set", "key_1"), "nothing was given to be changed: see appliance keys set --help"),

@@ -105,8 +105,13 @@ def test_strangers_are_counted_and_not_logged(front: Harness) -> None:
 def test_errors_of_the_router_have_openais_shape(front: Harness) -> None:
     missing = ask(front, "GET", "/v1/nothing")
     assert (missing.status, missing.error["code"]) == (404, "not_found")
+    assert (
+        missing.error["message"]
+        == "there is no path '/v1/nothing' here; GET /openapi.json lists what there is"
+    )
     wrong = ask(front, "GET", "/v1/chat/completions")
     assert (wrong.status, wrong.error["code"], wrong.headers["allow"]) == (405, "method_not_allowed", "POST")
+    assert wrong.error["message"] == "'/v1/chat/completions' does not take GET; it takes POST"
     front.wait_for(lambda: len(front.rejected) == 2)
     assert [row.endpoint for row in front.rejected] == ["/v1/nothing", "/v1/chat/completions"]
 
