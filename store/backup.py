@@ -80,7 +80,7 @@ def back_up(
     """
     made_at = datetime.now(UTC)
     suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
-    if suffix is None and target.is_dir():
+    if suffix is None and os.path.isdir(target):  # says no where it may not look: making it says why
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
         raise StoreError(f"{target} exists already: name another one, or move it away")

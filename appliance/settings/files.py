@@ -29,12 +29,12 @@ class Tables(NamedTuple):
 def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
     """The main settings file, None if there is none. Where only its `conf.d` is there, it need not exist.
 
-    Raises SettingsError if one is named that does not exist.
+    Raises SettingsError if one is named that does not exist, or if this user may not look.
     """
     for named, by in ((flag, "--config"), (environ.get("APPLIANCE_CONFIG"), "$APPLIANCE_CONFIG")):
         if named:
             path = Path(named).absolute()
-            if not path.is_file():
+            if not _is_file(path):
                 raise SettingsError(
                     Fault(
                         place=Place(by),
@@ -47,14 +47,14 @@ def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
         environ.get("HOME") or os.path.expanduser("~"), ".config"
     )
     for path in (SYSTEM_CONFIG, Path(home) / "appliance" / "appliance.toml"):
-        if path.is_file() or drop_ins(path):
+        if _is_file(path) or drop_ins(path):
             return path
     return None
 
 
 def drop_ins(path: Path) -> list[Path]:
     """The files that are laid over the main one at `path`, in order of their names."""
-    return sorted(found for found in (path.parent / DROP_INS).glob("*.toml") if found.is_file())
+    return sorted(found for found in (path.parent / DROP_INS).glob("*.toml") if _is_file(found))
 
 
 def read_tables(path: Path | None) -> Tables:
@@ -64,7 +64,7 @@ def read_tables(path: Path | None) -> Tables:
     if path is None:
         return tables
     found: list[Fault] = []
-    for file in [*([path] if path.is_file() else []), *drop_ins(path)]:
+    for file in [*([path] if _is_file(path) else []), *drop_ins(path)]:
         try:
             values, lines = _read(file)
         except SettingsError as error:
@@ -105,6 +105,18 @@ def field_lines(text: str) -> dict[faults.Path, int]:
                 found.setdefault(header + path, begin + 1)
         begin = end
     return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except PermissionError as error:
+        fault = Fault(
+            place=Place(str(path)),
+            what=f"it cannot be looked for ({error.strerror})",
+            remedy="let this user into its folder, or name another file with --config",
+        )
+        raise SettingsError(fault) from error
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:

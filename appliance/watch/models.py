@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
                 f"{replica.name} runs on {where} in {held}: {of_bytes(replica.used_bytes)} used, "
                 f"{of_bytes(replica.predicted_bytes)} predicted ({difference:+.0%})",
             )
-        if not Path(model.folder).is_dir():
+        if _is_gone(Path(model.folder)):
             yield _finding(
                 model.name,
                 "problem",
@@ -59,8 +60,23 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
             )
 
 
+def _is_gone(folder: Path) -> bool:
+    """As far as this user may look: the service's may see more."""
+    try:
+        return not folder.is_dir()
+    except PermissionError:
+        return False
+
+
 def _files(model: ModelSettings) -> Iterator[str]:
     """What is missing in the folder."""
+    try:
+        yield from _missing(model)
+    except PermissionError as error:
+        yield f"{error.filename} cannot be looked at by uid {os.getuid()}: ask as the service's user"
+
+
+def _missing(model: ModelSettings) -> Iterator[str]:
     folder = Path(model.folder)
     if not folder.is_dir():
         yield f"{folder} is not a folder"

@@ -37,6 +37,26 @@ def test_without_anything_the_shipped_model_is_served_on_a_private_socket(tmp_pa
     assert (settings.unix.uids, settings.unix.api_mode) == ("owner", "0660")
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_file_that_may_not_be_looked_for_is_named(
+    tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ".config" / "appliance" / "appliance.toml"
+
+    def is_file(self: Path) -> bool:  # root, who may run this, may look everywhere
+        if self == path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return False
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    with pytest.raises(SettingsError) as caught:
+        find_config(str(path) if named else None, {"HOME": str(tmp_path)})
+    assert str(caught.value) == (
+        f"{path}: it cannot be looked for (Permission denied): let this user into its folder, or name "
+        "another file with --config"
+    )
+
+
 def test_the_directories_that_systemd_gives_are_used(tmp_path: Path) -> None:
     environ = {
         "HOME": str(tmp_path),

@@ -126,6 +126,16 @@ def test_nothing_is_overwritten(running, tmp_path):
     assert taken.read_text() == "mine"
 
 
+def test_a_target_that_may_not_be_looked_at_is_named(running, tmp_path, monkeypatch):
+    def refuse(*asked, **options):  # as a folder of somebody else's does to who is not root
+        raise PermissionError(13, "Permission denied", str(tmp_path / "theirs"))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(backup.tempfile, "mkdtemp", refuse)
+    with pytest.raises(StoreError, match=r"theirs cannot be opened \(Permission denied\)"):
+        take(running, tmp_path / "theirs" / "copy")
+
+
 def test_a_broken_chain_is_no_backup_and_leaves_nothing(running, tmp_path):
     place = tmp_path / "place"
     place.mkdir()
