@@ -15,6 +15,14 @@ from appliance.settings.fields import ModelSettings, Settings
 
 Part = TypeVar("Part", bound=msgspec.Struct)
 
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
 _MOST_FAULTS = 50
 NOT_SETTINGS = ("config_file",)
 """Fields of `Settings` that no file may say."""
@@ -98,7 +106,17 @@ class _Complaint(msgspec.Struct):
         if field.endswith("_mode"):
             return wrong, 'write a file mode in octal, such as "0660"'
         words = _words_at(self.part, self.path) if "enum value" in self.said else []
-        return wrong, f"it can be {', '.join(words)}" if words else f"{self.said[0].lower()}{self.said[1:]}"
+        return wrong, f"it can be {', '.join(words)}" if words else _remedy(self.said)
+
+
+def _remedy(said: str) -> str:
+    """What msgspec expected, in the words of the page of settings."""
+
+    def named(kinds: re.Match[str]) -> str:
+        return " or ".join(_KINDS.get(kind, kind) for kind in kinds[1].split(" | ") if kind != "null")
+
+    expected = re.sub(r"`([^`]+)`", named, said.partition(", got ")[0]).replace("Expected ", "write ", 1)
+    return expected.replace(">=", "≥").replace("<=", "≤")
 
 
 def _understand(message: str, value: Any, part: type[msgspec.Struct]) -> _Complaint:
