@@ -237,8 +237,8 @@ def test_a_key_of_scope_read_looks_and_one_of_scope_admin_acts(service: Service)
         acting.act(RevokeKey(id=app.id))
     assert audit(service)[-1]["actor"] == f"uid:{os.getuid()} key:{operator.id}"
     for key, said, status in (
-        (app.key, "this key is not valid", 401),
-        ("ak-nothing", "this key is not valid", 401),
+        (app.key, "this key is unknown, revoked or expired", 401),
+        ("ak-nothing", "this key is unknown, revoked or expired", 401),
         (new_key(service).key, "has neither scope admin nor read", 403),
     ):
         with AdminClient(service.run_dir, key=key) as turned, pytest.raises(AdminError, match=said) as caught:
