@@ -3,8 +3,9 @@
 
 `gemv`: each program multiplies a few rows of the weight with one token, which it norms and quantises itself.
 `dot`: the weight is the 64-row side of the tensor cores' product and the tokens, padded to 16, 32 or 64, the
-other. K may be split over programs; the last of a tile to arrive adds the float32 sums of all in the order
-of the splits, so that results do not depend on timing.
+other. `wide`: the same of e4m3 weights, which go through registers into x's 16-bit dtype on their way to the
+tensor cores, so that x is not quantised. K may be split over programs; the last of a tile to arrive adds the
+float32 sums of all in the order of the splits, so that results do not depend on timing.
 
 See `kernels.triton.linear` for what a product does on the way, and how it rounds.
 """
@@ -98,8 +99,9 @@ def launch_dot(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
-    already, but for its tokens' factors where `fused` has its squares."""
+    """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. With weight_scale
+    alone, x is in a 16-bit dtype, to which the weights are widened. x is normed already, but for its tokens'
+    factors where `fused` has its squares."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]
@@ -131,6 +133,7 @@ def launch_dot(
         SPLIT=plan.split,
         PARTS=triton.next_power_of_2(parts),
         SCALED=weight_scale is not None,
+        WIDEN=weight_scale is not None and x_scale is None,
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
@@ -216,6 +219,17 @@ def _widen(values, FP8: tl.constexpr):
     return values.to(tl.float32)
 
 
+@triton.jit
+def _widen_to(values, like):
+    """In the dtype of `like`, which holds every e4m3 value. Over float32: the instruction that turns float16
+    into bfloat16 itself has a quarter of the rate."""
+    if values.dtype == tl.float8e4nv:
+        values = values.to(tl.float16)
+        if like.dtype != tl.float16:
+            values = values.to(tl.float32)
+    return values.to(like.dtype)
+
+
 # ── the programs ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -248,6 +262,7 @@ def _dot(
     SPLIT: tl.constexpr,
     PARTS: tl.constexpr,
     SCALED: tl.constexpr,
+    WIDEN: tl.constexpr,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -278,6 +293,8 @@ def _dot(
     for at in tl.range(0, depth, BLOCK_K):
         w = tl.load(weights + at, eviction_policy="evict_first")
         part = tl.load(xs + at, mask=live[:, None], other=0.0)
+        if WIDEN:
+            w = _widen_to(w, part)
         acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
 
     last = True
@@ -296,8 +313,9 @@ def _dot(
                 acc += tl.load(sums + other * size + cell, cache_modifier=".cg")
     if last:
         if SCALED:
-            of_token = tl.load(x_scale + row, mask=live, other=0.0)
-            acc = acc * of_token[None, :] * tl.load(weight_scale + weight_row)[:, None]
+            if not WIDEN:
+                acc = acc * tl.load(x_scale + row, mask=live, other=0.0)[None, :]
+            acc = acc * tl.load(weight_scale + weight_row)[:, None]
         if PARTS:
             acc = acc * tl.rsqrt(tl.sum(squared, axis=0) / K + eps)[None, :]
         result = _finish(

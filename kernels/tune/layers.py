@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from kernels import PAGE_TOKENS, Activation, Fp8Weight, Stream, Weight
+from kernels import PAGE_TOKENS, Activation, Fp8Weight, Gained, Stream, Weight
 from kernels.cuda import CudaOps
 from kernels.dimensions import Dimensions
 from kernels.reference import quantise_fp8, rms_norm
@@ -98,22 +98,20 @@ class Layers:
 
     def error(self, name: str, table: Table, rows: int) -> float:
         """Of a product of the first `rows` rows with the plans of `table`: ‖out − ref‖ / ‖ref‖, where ref is
-        computed in float32 from the same weights (with FP8 weights, x is quantised alike). NaN if the result
-        has any. A norm is shared as in the layer."""
+        computed in float32 from the same weights (with FP8 weights, x is quantised alike, unless the plan is
+        wide). NaN if the result has any. A norm is shared where the product can."""
         ops, layer = CudaOps(table=table), self._layers[0]
         weight = getattr(layer, name)
         x = self._activated[:rows] if name == "down" else self._random(rows, self._shapes[name][1])
         residual, stream = self._x[:rows], Stream(x)
         normed = x.float()
         if name in ("qkv", "gate_up"):
-            before = layer.o if name == "gate_up" else layer.down
-            inputs = self._random(rows, self._shapes["o" if name == "gate_up" else "down"][1])
-            stream = ops.linear_add(inputs, before, None, stream, self._norm)
-            normed = ops.rms_norm(stream.values, self._norm, _EPS).float()
-        if isinstance(weight, Fp8Weight):
+            stream = Stream(x, self._gained(x))
+            normed = ops.rms_norm(x, self._norm, _EPS).float()
+        if isinstance(weight, Fp8Weight) and not _is_wide(table, rows, weight):
             values, scales = quantise_fp8(normed.to(x.dtype))
             normed = values.float() * scales
-        product = normed @ _wide(weight).T
+        product = normed @ _floats(weight).T
         if name == "qkv":
             wanted, got = product, ops.norm_linear(stream, self._norm, _EPS, weight, None)
         elif name == "gate_up":
@@ -166,6 +164,11 @@ class Layers:
 
     def _gain(self) -> torch.Tensor:
         return torch.rand(self.dimensions.hidden, device=self.device).add(0.5).to(self.dimensions.torch_dtype)
+
+    def _gained(self, x: torch.Tensor) -> Gained:
+        """As a product of tiles of 64 outputs writes it."""
+        squares = x.float().pow(2).unflatten(1, (-1, 64)).sum(2).T.contiguous()
+        return Gained((x.float() * self._norm.float()).to(x.dtype), squares)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=self.dimensions.torch_dtype, device=self.device)
@@ -257,7 +260,13 @@ def _quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scales.flatten()
 
 
-def _wide(weight: Weight) -> torch.Tensor:
+def _is_wide(table: Table, rows: int, weight: Fp8Weight) -> bool:
+    n, k = weight.values.shape
+    plan = table.choose(rows, n, k, weight.values.dtype)
+    return plan is not None and plan.form == "wide"
+
+
+def _floats(weight: Weight) -> torch.Tensor:
     if isinstance(weight, Fp8Weight):
         return weight.values.float() * weight.scales[:, None]
     return weight.float()

@@ -286,9 +286,23 @@ _LINEAR = [
     Defect(
         "dot: weights have no scale",
         "linear_rows.py",
-        "acc = acc * of_token[None, :] * tl.load(weight_scale + weight_row)[:, None]",
-        "acc = acc * of_token[None, :]",
+        "acc = acc * tl.load(weight_scale + weight_row)[:, None]",
+        "acc = acc * 1.0",
         "product",
+    ),
+    Defect(
+        "dot: a quantised x has no scale, as in a wide product",
+        "linear_rows.py",
+        "WIDEN=weight_scale is not None and x_scale is None",
+        "WIDEN=weight_scale is not None",
+        "product",
+    ),
+    Defect(
+        "wide: weights lose bits on their way",
+        "linear_rows.py",
+        "            values = values.to(tl.float32)\n    return values.to(like.dtype)",
+        "            values = values.to(tl.int32)\n    return values.to(like.dtype)",
+        "wide or widened",
     ),
     Defect(
         "gate and up change places",

@@ -1,11 +1,13 @@
-"""Compiles some products by `linear_tiles` for Hopper and prints, as JSON, what each does in which order; a
-process of its own, as `launches_of_serving`."""
+"""Compiles some products for Hopper and prints, as JSON, what each by `linear_tiles` does in which order, and
+how wide ones come by their weights; a process of its own, as `launches_of_serving`."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,6 +24,14 @@ EVENTS = {
     r"cp\.async\.bulk\.tensor": "copy",
     r"ld\.global": "load",
     r"wgmma\.mma_async": "product",
+}
+WAYS = {
+    "copies": r"cp\.async\.c[ag]",
+    "from registers": r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{|\bmma\.sync\.aligned",
+    "from shared memory": r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*%rd",
+    "to float16": r"cvt\.rn\.f16x2\.e4m3x2",
+    "to bfloat16": r"cvt\.rn\.bf16x2\.f32",
+    "at a quarter of the rate": r"cvt\.(rn\.)?bf16\.f16",
 }
 
 
@@ -58,13 +68,23 @@ def fp8() -> None:
     linear.linear_fp8(x, weight, scale, x_scale=torch.empty(8, device=META), plan=plan)
 
 
+def wide(plan: Plan) -> None:
+    weight = torch.empty((4096, 4096), dtype=torch.float8_e4m3fn, device=META)
+    linear.linear_fp8(bf16(8, 4096), weight, torch.empty(4096, device=META), plan=plan)
+
+
+def compiled(launch: Callable[[], object]) -> tuple[Any, str]:
+    """A kernel and its PTX without comments."""
+    (job,) = compiling.record(GPU.target, launch)
+    with compiling._offline(GPU.target):
+        kernel = job.function.preload(job.specialisation)
+    return kernel, re.sub(r"//.*", "", kernel.asm["ptx"])
+
+
 if __name__ == "__main__":
-    found = {}
+    found, ways = {}, {}
     for launch in (split, gated, gaining, normed_after, fp8):
-        (job,) = compiling.record(GPU.target, launch)
-        with compiling._offline(GPU.target):
-            kernel = job.function.preload(job.specialisation)
-        ptx = re.sub(r"//.*", "", kernel.asm["ptx"])
+        kernel, ptx = compiled(launch)
         matches = re.finditer("|".join(EVENTS), ptx)
         events = [
             next(name for pattern, name in EVENTS.items() if re.match(pattern, match[0])) for match in matches
@@ -74,4 +94,7 @@ if __name__ == "__main__":
             "stages": PLAN.stages,
             "shared": kernel.metadata.shared,
         }
-    print(json.dumps(found))
+    for rows in (8, 16, 64):
+        _, ptx = compiled(lambda rows=rows: wide(Plan("wide", rows, 64, 128, 4, 4)))
+        ways[rows] = {name: len(re.findall(pattern, ptx)) for name, pattern in WAYS.items()}
+    print(json.dumps({"tiles": found, "wide": ways}))
