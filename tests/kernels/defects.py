@@ -300,9 +300,9 @@ _LINEAR = [
     Defect(
         "wide: weights lose bits on their way",
         "linear_rows.py",
-        "            values = values.to(tl.float32)\n    return values.to(like.dtype)",
-        "            values = values.to(tl.int32)\n    return values.to(like.dtype)",
-        "wide or widened",
+        "values.to(tl.float32).to(tl.uint32, bitcast=True) >> 16",
+        "values.to(tl.float32).to(tl.uint32, bitcast=True) >> 15",
+        "widened",
     ),
     Defect(
         "gate and up change places",

@@ -27,7 +27,10 @@ from kernels.triton.linear_plans import MOST_ROWS, SPLIT_PROGRAMS, Plan, choose
 from kernels.triton.linear_table import Entry, Product, Table
 from kernels.tune.candidates import BUCKETS, candidates
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
+linear_rows = pytest.importorskip("kernels.triton.linear_rows", exc_type=ImportError)
 
 EPS = 1e-5
 POISON = 77.0
@@ -225,19 +228,20 @@ def test_a_wide_product_widens_its_weights_and_leaves_x(case: tuple, dtype: torc
     check_wide(made, made.multiply(made.x, **made.options(), plan=plan, pdl=False))
 
 
-def test_every_e4m3_value_is_widened_to_itself() -> None:
-    every = torch.arange(256, dtype=torch.uint8)
-    every[[0x7F, 0xFF]] = 0  # those are no numbers
-    weight = torch.zeros(256, 64).to(torch.float8_e4m3fn)
-    weight[:, 5] = every.view(torch.float8_e4m3fn)
-    x, dtypes = torch.zeros(2, 64), [torch.float16]
-    x[1, 5] = 1
-    if DEVICE.type == "cuda":
-        dtypes.append(torch.bfloat16)
-    scale = torch.ones(256, device=DEVICE)
-    for dtype in dtypes:
-        found = linear.linear_fp8(x.to(DEVICE, dtype), weight.to(DEVICE), scale, plan=WIDE, pdl=False)
-        assert torch.equal(found[1].cpu(), weight[:, 5].to(dtype)) and not found[0].any()
+@triton.jit
+def _widen_each(values, widened):
+    index = tl.arange(0, 256)
+    to = widened + index
+    tl.store(to, linear_rows._widen_to(tl.load(values + index), tl.load(to)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_every_e4m3_value_is_widened_to_itself(dtype: torch.dtype) -> None:
+    values = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    widened = torch.zeros(256, dtype=dtype, device=DEVICE)
+    _widen_each[(1,)](values, widened)
+    number = ~values.float().isnan()  # the others no weight has, and the interpreter does not know
+    assert number.sum() == 254 and torch.equal(widened[number], values.to(dtype)[number])
 
 
 GAINING = [

@@ -30,8 +30,8 @@ WAYS = {
     "from registers": r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{|\bmma\.sync\.aligned",
     "from shared memory": r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*%rd",
     "to float16": r"cvt\.rn\.f16x2\.e4m3x2",
-    "to bfloat16": r"cvt\.rn\.bf16x2\.f32",
-    "at a quarter of the rate": r"cvt\.(rn\.)?bf16\.f16",
+    "to float32": r"cvt\.f32\.f16",
+    "to bfloat16 at once": r"cvt\.(rn\.)?bf16(x2)?\.(f16|e4m3)",
 }
 
 
