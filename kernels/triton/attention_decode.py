@@ -153,7 +153,7 @@ def _decode_kernel(
         sequence = item * 0
         first_item = item * 0
         all_items = (pages + most - 1) // most
-        empty = length == 0
+        empty = (length == 0) & (item == 0)
     else:
         index = tl.arange(0, SCAN)
         all_lens = tl.load(lens + index, mask=index < sequences, other=0).to(tl.int32)

@@ -37,7 +37,7 @@ HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 
 def decode() -> None:
     """Sequences in one piece and in several, with and without a window, padding, FP8."""
-    for lens, window in (([1, 64, 65, 0, 130, 700], None), ([300], None), ([200, 127], 100)):
+    for lens, window in (([1, 64, 65, 0, 130, 700], None), ([300], None), ([200, 127], 100), ([0], None)):
         case = decode_cases.make(lens, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
         config = attention_decode.config_for(len(lens), 2, 64, case.keys.element_size(), 8)
         config = replace(config, items=len(lens) + 3)

@@ -165,6 +165,17 @@ def test_sequences_may_share_blocks_and_rows() -> None:
 
 
 @needs_cpu
+@pytest.mark.parametrize("lens", [[0], [0, 70, 0]], ids=str)
+def test_padding_is_zeros_and_nothing_behind_them(lens: list[int]) -> None:
+    """With more programs than sequences, and with tokens that are in the cache and not."""
+    case, made, config = make(lens), new(make(lens), True), kernel.DecodeConfig(len(lens) + 4, 3)
+    for run, expected in ((case.run, case.expected()), (made.run, made.twin().expected())):
+        out = torch.full((len(lens) + 8, *case.q.shape[1:]), 7.0)
+        close(run(out=out[: len(lens)], config=config), expected, 1e-4)
+        assert (out[len(lens) :] == 7.0).all()
+
+
+@needs_cpu
 @pytest.mark.parametrize("extra", [0, 1, 2, 5, 10])
 @pytest.mark.parametrize(
     "lens", [[700], [300, 1, 0, 200, 64, 65], [64, 64, 64]], ids=["one", "mixed", "even"]
