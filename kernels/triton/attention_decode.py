@@ -12,8 +12,8 @@ float16: on Hopper one instruction for two values, where bfloat16 takes several.
 
 With a `Rotation`, what comes in is the product of q, k and v: the kernel norms and rotates what it reads of
 it, and whoever has a sequence's last page writes the new key and value there and adds them to the sums out of
-registers. So no launch stands between that product and attention, and all that does not come from it
-(lengths, pages, angles) is read before it has ended.
+registers. So no launch stands between that product and attention, and what does not come from it (lengths,
+rows, angles) is read before it has ended.
 """
 
 from __future__ import annotations
@@ -385,8 +385,8 @@ def decode(
     q: `[sequences, heads, head_dim]`, heads contiguous. With a `rotation`, the product of queries, keys and
     values, `[sequences, (heads + 2 kv_heads) × head_dim]`: the new keys and values are not in the cache yet
     and are written there; the cache must not be shared between sequences where their new tokens stand. Then
-    rows, lens and block_table are read before the kernel in front has ended, so with PDL a kernel without it
-    must stand between what wrote them and this one, as the embedding does in a decoder's pass.
+    rows, lens and cos_sin are read before the kernel in front has ended, so with PDL a kernel without it must
+    stand between what wrote them and this one, as the embedding does in a decoder's pass.
     keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
     block_table: `[max_rows, columns]` int32 or int64. rows: `[sequences]`, the block table's row of each.

@@ -8,6 +8,7 @@ that change, and PDL: the tests marked `gpu`.
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from kernels.rope import cos_sin_table, default_frequencies
 triton = pytest.importorskip("triton")
 from kernels.triton import attention_decode as kernel  # noqa: E402
 from kernels.triton import fused  # noqa: E402
+from tests.kernels.test_build import compiled  # noqa: E402
 
 ON_CPU = not torch.cuda.is_available()
 needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs where there is no GPU")
@@ -349,12 +351,48 @@ def test_new_tokens_are_cached_with_a_scale_for_each_token_and_head() -> None:
 
 
 @needs_cpu
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("head", [0, 4, 6], ids=["query", "key", "value"])
+def test_a_new_token_that_is_not_finite_breaks_its_own_sequence_alone(head: int, number: float) -> None:
+    lens, broken = [130, 193, 1, 64, 300], 1
+    found = []
+    for poisoned in (False, True):
+        made = new(make(lens), True)
+        if poisoned:
+            made.qkv.view(len(lens), -1, 16)[broken, head] = number
+        found.append((made.run(config=kernel.DecodeConfig(9, 3)), made.case.keys, made.case.values))
+    (clean, *clean_cache), (out, *cache) = found
+    others = [index for index in range(len(lens)) if index != broken]
+    assert torch.equal(out[others], clean[others])
+    assert not out[broken].isfinite().all()
+    own = len(cache[0]) - len(lens) + broken
+    for pool, clean_pool in zip(cache, clean_cache, strict=True):
+        rest = torch.arange(len(pool)) != own
+        assert torch.equal(pool[rest], clean_pool[rest])
+
+
+@needs_cpu
 def test_a_product_of_other_heads_is_refused() -> None:
     made = new(make([130]), True)
     with pytest.raises(ValueError, match=r"q has 112 columns, which are not \(heads \+ 2 × 2\) × 16"):
         replace(made, qkv=made.qkv[:, :112]).run()
     with pytest.raises(ValueError, match="q_norm and k_norm are given together"):
         made.run(rotation=replace(made.rotation, k_norm=None))
+
+
+# ── compiled for a GPU ───────────────────────────────────────────────────────────────────────────
+
+
+def test_before_the_wait_stand_lengths_rows_and_angles_alone() -> None:
+    done = compiled("tests.kernels.decode_compiled")
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    assert len(kernels) == 2
+    for name, events in kernels.items():
+        wait = events.index("griddepcontrol.wait")
+        assert set(events[:wait]) == {"ld.global.b32"}, name  # page numbers are wider, the product is not
+        assert events[wait + 1] == "griddepcontrol.launch_dependents", name
+        assert "ld.global.b64" in events[wait:] and "cp.async.bulk.tensor" in events[wait:], name
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────

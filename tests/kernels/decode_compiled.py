@@ -1,0 +1,59 @@
+"""Compiles decode attention of new tokens for Hopper and prints, as JSON, what each kernel does to memory in
+which order; a process of its own, as `launches_of_serving`."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from unittest import mock
+
+import torch
+
+from kernels import compiling
+from kernels.triton import attention_decode
+
+GPU = compiling.Gpu.of("NVIDIA H200", 90)
+META = torch.device("meta")
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+EVENTS = re.compile(
+    r"griddepcontrol\.\w+|ld\.global[\w.]*|st\.global[\w.]*|atom\.[\w.]*|cp\.async\.bulk\.tensor"
+)
+
+
+def launch(sequences: int, fp8: bool) -> None:
+    """Lengths and rows are words of 32 bits, as angles are; page numbers have 64, the product 16."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    pool = empty(64, KV_HEADS, 64, SIZE, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    scales = empty(64, KV_HEADS, 64, dtype=torch.float32) if fp8 else None
+    words = empty(sequences, dtype=torch.int32)
+    attention_decode.decode(
+        empty(sequences, (HEADS + 2 * KV_HEADS) * SIZE),
+        pool,
+        pool,
+        empty(256, 64, dtype=torch.int64),
+        words,
+        words,
+        0.1,
+        attention_decode.allocate_workspace(sequences, HEADS, KV_HEADS, SIZE, META),
+        k_scales=scales,
+        v_scales=scales,
+        rotation=attention_decode.Rotation(
+            empty(4096, SIZE, dtype=torch.float32), empty(SIZE), empty(SIZE), 1e-5
+        ),
+    )
+
+
+if __name__ == "__main__":
+    found = {}
+    with mock.patch.object(attention_decode, "_multiprocessors", lambda _device: 132):
+        for sequences, fp8 in ((1, True), (8, False)):
+            (job,) = compiling.record(GPU.target, partial(launch, sequences, fp8))
+            with compiling._offline(GPU.target):
+                ptx = re.sub(r"//.*", "", job.function.preload(job.specialisation).asm["ptx"])
+                job.function.device_caches.clear()
+            found[f"{sequences} fp8" if fp8 else f"{sequences} bf16"] = EVENTS.findall(ptx)
+    print(json.dumps(found))
