@@ -69,7 +69,8 @@ def linear(
     `[K]`. silu_mul: weight has the gate's rows, then up's; the result is `silu(gate) × up`, `[rows, N / 2]`.
     residual, out: `[rows, N]` (`N / 2`), rows may be strided; they may be the same tensor. workspace: for
     products that are split over K; one is made for the call where it is None, at the cost of a launch. table:
-    of the device; None: rules alone. plan: instead of the table's.
+    of the device; None: rules alone. plan: instead of the table's. pdl: weight, bias and next_gain are read
+    before the kernel in front has ended, so that one must not write them.
 
     A norm that is shared (by a product of a plan that is `tiled`): squares: x is `Gained.values` and these
     its `Gained.squares`, with the norm's eps and without norm_weight. gained: of `allocate_gained`, filled
