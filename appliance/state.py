@@ -67,6 +67,7 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
         history = Writer(state_dir / "history.db", HISTORY, synchronous="NORMAL")
         contents = Writer(state_dir / "contents.db", CONTENTS, synchronous="NORMAL")
         databases: tuple[ControlStore | Writer, ...] = (control, history, contents)
+        _say_missing(control.path, [history.path, contents.path])
         for database in databases:
             manager.tell(STATUS=f"starting: opening {database.path}")
             database.start()
@@ -75,6 +76,27 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
         requests = RequestLog(history)
         requests.seal_open_rows("the service ended without a word").add_done_callback(_say_sealed)
         yield State(control, history, contents, requests)
+
+
+def _say_missing(control: Path, others: list[Path]) -> None:
+    """Of databases that a former service had and that are gone: nothing else knows that there were rows."""
+    if not _has_bytes(control):
+        return  # a new box
+    for path in others:
+        if not _has_bytes(path):
+            log.warning(
+                "%s is missing or empty, though %s is not new: an empty one is begun, and what it held is "
+                "gone; to have it back, stop the service and restore a backup",
+                path,
+                control.name,
+            )
+
+
+def _has_bytes(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
 
 
 def cache_salts(control: ControlStore) -> Callable[[str], str]:

@@ -1,0 +1,40 @@
+"""The databases of a service, opened together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from appliance.settings import Settings
+from appliance.state import opened
+from appliance.systemd import Manager
+
+
+def open_once(folder: Path) -> None:
+    async def run() -> None:
+        settings = Settings(run_dir=str(folder / "run"), state_dir=str(folder / "state"))
+        async with opened(settings, Manager({})):
+            pass
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["history.db", "contents.db"])
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_database_that_is_gone_is_begun_anew_and_said(
+    name: str, emptied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        open_once(tmp_path)
+        open_once(tmp_path)
+        assert caplog.messages == [], "a new box, and one that lacks nothing, have nothing to say"
+        for path in (tmp_path / "state").glob(f"{name}*"):
+            path.unlink()
+        if emptied:
+            (tmp_path / "state" / name).touch()
+        open_once(tmp_path)
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path}/state/{name} is missing or empty, though control.db is not new")
