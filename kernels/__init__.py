@@ -91,7 +91,7 @@ class AttentionInput:
     rows: torch.Tensor
     """[decodes] int64: each decode's row of the block table."""
     lens: torch.Tensor
-    """[decodes] int64: tokens in the cache for each, the new one included; at least 1."""
+    """[decodes] int64: tokens in the cache for each, the new one included; 0: padding of a captured pass."""
     columns: int
     """Most columns of the block table that a decode uses; the host knows it from the plans."""
     chunks: list[ChunkSpan]

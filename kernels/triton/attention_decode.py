@@ -145,9 +145,10 @@ def _decode_kernel(
     item = tl.program_id(0) // KV_HEADS
 
     # Which piece of which sequence this item is. Pieces have at most `most` pages: then all fit the grid.
+    # Lengths and rows are another step's in the L1, perhaps, and this may be before the wait.
     if SCAN == 1:
-        length = tl.load(lens).to(tl.int32)
-        row = tl.load(rows).to(tl.int64)
+        length = tl.load(lens, cache_modifier=".cg").to(tl.int32)
+        row = tl.load(rows, cache_modifier=".cg").to(tl.int64)
         _, pages = _pages_of(length, WINDOW)
         most = tl.maximum((pages + items - 1) // items, LEAST)
         sequence = item * 0
@@ -156,8 +157,9 @@ def _decode_kernel(
         empty = (length == 0) & (item == 0)
     else:
         index = tl.arange(0, SCAN)
-        all_lens = tl.load(lens + index, mask=index < sequences, other=0).to(tl.int32)
-        all_rows = tl.load(rows + index, mask=index < sequences, other=0).to(tl.int32)
+        there = index < sequences
+        all_lens = tl.load(lens + index, mask=there, other=0, cache_modifier=".cg").to(tl.int32)
+        all_rows = tl.load(rows + index, mask=there, other=0, cache_modifier=".cg").to(tl.int32)
         _, all_pages = _pages_of(all_lens, WINDOW)
         most = tl.maximum((tl.sum(all_pages, 0) + items - sequences) // (items - sequences + 1), LEAST)
         ends = tl.cumsum((all_pages + most - 1) // most, 0)
@@ -170,7 +172,7 @@ def _decode_kernel(
         length = tl.sum(tl.where(chosen, all_lens, 0), 0)
         empty = False
         if item < sequences:
-            empty = tl.load(lens + item) == 0
+            empty = tl.load(lens + item, cache_modifier=".cg") == 0
 
     lift: tl.constexpr = _LIFT if SCALED else 0.0
     tile_row = tl.arange(0, TILE_ROWS)
