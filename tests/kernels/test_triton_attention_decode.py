@@ -390,7 +390,7 @@ def test_before_the_wait_stand_lengths_rows_and_angles_alone() -> None:
     assert len(kernels) == 2
     for name, events in kernels.items():
         wait = events.index("griddepcontrol.wait")
-        # Angles never change; lengths and rows are read past the L1. Page numbers are wider, the product is not.
+        # Angles never change; lengths and rows are read past the L1. Page numbers are wider.
         assert set(events[:wait]) == {"ld.global.b32", "ld.global.cg.b32"}, name
         assert events[wait + 1] == "griddepcontrol.launch_dependents", name
         assert "ld.global.b64" in events[wait:] and "cp.async.bulk.tensor" in events[wait:], name

@@ -24,7 +24,7 @@ from tests.system.service import APPLIANCE, Service, service
 pytestmark = pytest.mark.system
 
 TOKENS = 24
-LONG, LONGEST = 500, 1800
+LONG = 1800
 FRONTS = 2
 
 
@@ -234,7 +234,7 @@ def test_a_drain_of_one_model_leaves_the_other_alone(box: Service) -> None:
 
 def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Service) -> None:
     with ThreadPoolExecutor(1) as pool, box.http() as http, box.http() as other:
-        long = pool.submit(ask, http, "demo", tokens=LONGEST)
+        long = pool.submit(ask, http, "demo", tokens=LONG)
         box.wait_until(lambda: runs_one(box), 30, "the long request")
         with draining(box, "--grace", "60s") as process:
             box.wait_until(lambda: ask(other, "demo", tokens=1).refused, 30, "a refusal")
@@ -244,7 +244,7 @@ def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Se
         assert (process.returncode, out) == (1, "")
         assert errors.endswith("the service was resumed meanwhile\n")
         assert ask(other, "demo").status == 200
-        assert (long.result(60).status, long.result().tokens) == (200, LONGEST)
+        assert (long.result(60).status, long.result().tokens) == (200, LONG)
 
 
 def test_with_queue_new_requests_wait_and_are_served_when_service_resumes(box: Service) -> None:
