@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from engine.batch import RowTables
-from engine.forward import ForwardInput, KvPool
+from engine.forward import ForwardInput
 from engine.model.decoder import Decoder
 from engine.sampler import Sampler
 from engine.sizing import ladder
-from kernels import AttentionInput
+from kernels import AttentionInput, KvPool
 from kernels.draws import Variant
 from kernels.triton.rows import advance, empty_decodes, place
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from engine.batch import RowTables
-from engine.forward import ForwardInput, KvPool
+from engine.forward import ForwardInput
 from engine.messages import StepPlan
 from engine.model.decoder import Decoder
 from engine.sizing import prompt_ladder
 from engine.transfer import upload
-from kernels import AttentionInput, ChunkSpan
+from kernels import AttentionInput, ChunkSpan, KvPool
 from kernels.triton.attention_prefill import plan_tiles, tile_tokens
 
 MOST_CHUNKS = 4

@@ -22,7 +22,7 @@ from engine.batch import PromptSlice, RowTables, SamplingBatch
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.device import device_name, select_device
 from engine.families import read_config
-from engine.forward import ForwardInput, KvPool
+from engine.forward import ForwardInput
 from engine.kernel_build import KernelBuild, start_build
 from engine.kernel_loading import load_products
 from engine.launched import Launched, OnStream, OnThread, StepResults, continues, read, to_host
@@ -33,7 +33,7 @@ from engine.parallel import Ranks
 from engine.profiling import profile_cuda
 from engine.sampler import LOGPROB_ROWS, SampledStep, Sampler
 from engine.sizing import EXPANSION_BLOCKS, FP8, Sizing, kv_bytes_per_block, parameters, predict
-from kernels import select_backend, select_sampling
+from kernels import KvPool, select_backend, select_sampling
 
 if TYPE_CHECKING:
     from engine.graphs import DecodeGraphs

@@ -69,6 +69,40 @@ class Stream:
     """The values for the norm that reads them next, where the product that made them has worked it out."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What turns a head by its position (RoPE, Su et al. 2021), and norms it before."""
+
+    cos_sin: torch.Tensor
+    """[positions, head_dim] float32, of `kernels.rope.cos_sin_table`"""
+    q_norm: torch.Tensor | None = None
+    """[head_dim]: gain of an RMSNorm of each query head; None: neither queries nor keys have one."""
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(slots=True)
+class KvPool:
+    """One layer's KV cache on one rank: `[blocks, kv_heads, 64, head_dim]` each.
+
+    Finite from the start (zeros): attention reads whole blocks and masks what lies past a sequence's end.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    k_scales: torch.Tensor | None = None
+    """[blocks, kv_heads, 64] float32: a scale for each token and head of e4m3 keys; None: keys and values are
+    of the model's dtype."""
+    v_scales: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, each with blocks first. FP8 as bytes, which is what indexing knows."""
+        scales = [scales for scales in (self.k_scales, self.v_scales) if scales is not None]
+        if not scales:
+            return [self.keys, self.values]
+        return [self.keys.view(torch.uint8), self.values.view(torch.uint8), *scales]
+
+
 @dataclass(slots=True)
 class ChunkSpan:
     """A prompt slice inside a pass."""
@@ -168,30 +202,20 @@ class Ops(Protocol):
         qkv: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        cos_sin: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        rotation: Rotation,
+        pool: KvPool,
         heads: int,
         plan: Any,
         scale: float,
         window: int | None,
-        k_scales: torch.Tensor | None = None,
-        v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Splits `qkv [tokens, (heads + 2 kv_heads) × head_dim]`; norms each query and key head (`q_norm`,
-        `k_norm` `[head_dim]`, or None); rotates both (RoPE, Su et al. 2021); writes keys and values into the
-        pool; and returns the causal attention of the pass over the paged cache: `[tokens, heads, head_dim]`,
-        as qkv. Softmax in float32.
+        """Splits `qkv [tokens, (heads + 2 kv_heads) × head_dim]`; norms and rotates each query and key head;
+        writes keys and values into the pool; and returns the causal attention of the pass over the paged
+        cache: `[tokens, heads, head_dim]`, as qkv. Softmax in float32.
 
-        positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct. cos_sin: `[positions,
-        head_dim]` float32 of `kernels.rope.cos_sin_table`. keys, values: the pool, `[blocks, kv_heads, 64,
-        head_dim]`, of the model's dtype, or e4m3 with a scale for each token and head, `k_scales` and
-        `v_scales` `[blocks, kv_heads, 64]` float32; what it holds must be finite. A decode's position and
-        slot are those of the last of its `lens` tokens in its row of the block table. window: a token sees
-        itself and the window - 1 before it.
+        positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct. A decode's position and slot
+        are those of the last of its `lens` tokens in its row of the block table. window: a token sees itself
+        and the window - 1 before it.
         """
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, Stream, Weight
+from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, KvPool, Rotation, Stream, Weight
 from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
-from kernels.triton.attention_decode import DecodeWorkspace, Rotation
+from kernels.triton.attention_decode import DecodeWorkspace
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Table
 
@@ -36,16 +36,6 @@ class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
     """By window, made by the first layer that has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """A layer's cache, as `Ops.attend` says."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    k_scales: torch.Tensor | None
-    v_scales: torch.Tensor | None
 
 
 class CudaOps:
@@ -173,26 +163,16 @@ class CudaOps:
         qkv: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        cos_sin: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        rotation: Rotation,
+        pool: KvPool,
         heads: int,
         plan: _AttentionPlan,
         scale: float,
         window: int | None,
-        k_scales: torch.Tensor | None = None,
-        v_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        pool, norms = _Pool(keys, values, k_scales, v_scales), (q_norm, k_norm, eps)
         if self._only_decodes(plan.inputs):
-            return self._decode(qkv, pool, plan.inputs, heads, scale, window, Rotation(cos_sin, *norms))
-        scales = (k_scales, v_scales)
-        q = fused.rope_cache_write(
-            qkv, positions, slots, cos_sin, *norms, keys, values, heads, *scales, pdl=True
-        )
+            return self._decode(qkv, pool, plan.inputs, heads, scale, window, rotation)
+        q = fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=True)
         decodes, out = len(plan.inputs.rows), torch.empty_like(q)
         if decodes:
             self._decode(q[:decodes], pool, plan.inputs, heads, scale, window, None, out[:decodes])
@@ -206,7 +186,7 @@ class CudaOps:
     def _decode(
         self,
         q: torch.Tensor,
-        pool: _Pool,
+        pool: KvPool,
         inputs: AttentionInput,
         heads: int,
         scale: float,
@@ -235,7 +215,7 @@ class CudaOps:
     def _prefill(
         self,
         q: torch.Tensor,
-        pool: _Pool,
+        pool: KvPool,
         plan: _AttentionPlan,
         scale: float,
         window: int | None,

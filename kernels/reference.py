@@ -18,6 +18,8 @@ from kernels import (
     ChunkSpan,
     Fp8Activation,
     Fp8Weight,
+    KvPool,
+    Rotation,
     Stream,
     Weight,
 )
@@ -136,39 +138,34 @@ def rope_cache_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    rotation: Rotation,
+    pool: KvPool,
     heads: int,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The first half of `Ops.attend`: the queries `[tokens, heads, head_dim]`, turned."""
-    _, kv_heads, _, head_dim = keys.shape
+    _, kv_heads, _, head_dim = pool.keys.shape
+    q_norm, k_norm, eps = rotation.q_norm, rotation.k_norm, rotation.eps
     both = heads + kv_heads
     qkv = qkv.view(-1, both + kv_heads, head_dim)
     qk = qkv[:, :both]
     if q_norm is not None and k_norm is not None:
         qk = torch.cat((rms_norm(qk[:, :heads], q_norm, eps), rms_norm(qk[:, heads:], k_norm, eps)), dim=1)
     # The rotation pairs dimension i with i + head_dim / 2, as Hugging Face checkpoints are laid out.
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = rotation.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     low, high = qk.float().chunk(2, dim=-1)
     rotated = torch.empty(qk.shape, dtype=torch.float32, device=qk.device)
     low_out, high_out = rotated.chunk(2, dim=-1)
     torch.mul(low, cos, out=low_out).addcmul_(high, sin, value=-1.0)
     torch.mul(high, cos, out=high_out).addcmul_(low, sin)
     block, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
-    for pool, scales, heads_of_pool in (
-        (keys, k_scales, rotated[:, heads:]),
-        (values, v_scales, qkv[:, both:]),
+    for numbers, scales, new in (
+        (pool.keys, pool.k_scales, rotated[:, heads:]),
+        (pool.values, pool.v_scales, qkv[:, both:]),
     ):
         if scales is None:
-            pool[block, :, offset] = heads_of_pool.to(pool.dtype)
+            numbers[block, :, offset] = new.to(numbers.dtype)
         else:
-            pool[block, :, offset], per_head = quantise_fp8(heads_of_pool)
+            numbers[block, :, offset], per_head = quantise_fp8(new)
             scales[block, :, offset] = per_head.squeeze(-1)
     return rotated[:, :heads].to(qkv.dtype)
 
@@ -177,22 +174,15 @@ def attend(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    rotation: Rotation,
+    pool: KvPool,
     heads: int,
     plan: _AttentionPlan,
     scale: float,
     window: int | None,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    norms, pool, scales = (q_norm, k_norm, eps), (keys, values), (k_scales, v_scales)
-    q = rope_cache_write(qkv, positions, slots, cos_sin, *norms, *pool, heads, *scales)
-    return attention(q, *pool, plan, scale, window, *scales)
+    q = rope_cache_write(qkv, positions, slots, rotation, pool, heads)
+    return attention(q, pool.keys, pool.values, plan, scale, window, pool.k_scales, pool.v_scales)
 
 
 _Pool = tuple[torch.Tensor, torch.Tensor | None]

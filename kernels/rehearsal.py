@@ -11,7 +11,17 @@ from itertools import product
 
 import torch
 
-from kernels import PAGE_TOKENS, Activation, AttentionInput, ChunkSpan, Fp8Weight, Stream, Weight
+from kernels import (
+    PAGE_TOKENS,
+    Activation,
+    AttentionInput,
+    ChunkSpan,
+    Fp8Weight,
+    KvPool,
+    Rotation,
+    Stream,
+    Weight,
+)
 from kernels.cuda import CudaOps
 from kernels.dimensions import Dimensions
 from kernels.draws import Draws, Logits
@@ -65,15 +75,15 @@ class _Layers:
             for name, (n, k) in dimensions.products.items()
         }
         self._gain = self._numbers(dimensions.hidden)
-        self._head_gain = self._numbers(dimensions.head_dim) if dimensions.qk_norm else None
-        self._cos_sin = torch.empty((2 * _BLOCKS, dimensions.head_dim), dtype=torch.float32, device=_META)
+        head_gain = self._numbers(dimensions.head_dim) if dimensions.qk_norm else None
+        cos_sin = torch.empty((2 * _BLOCKS, dimensions.head_dim), dtype=torch.float32, device=_META)
+        self._rotation = Rotation(cos_sin, head_gain, head_gain, _EPS)
         pool = (_BLOCKS, dimensions.rank_kv_heads, PAGE_TOKENS, dimensions.head_dim)
         dtype = torch.float8_e4m3fn if dimensions.kv_fp8 else dimensions.torch_dtype
-        self._keys, self._values = (torch.empty(pool, dtype=dtype, device=_META) for _ in range(2))
-        self._scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self._pool = KvPool(*(torch.empty(pool, dtype=dtype, device=_META) for _ in range(2)))
         if dimensions.kv_fp8:
-            k_scales, v_scales = (torch.empty(pool[:3], dtype=torch.float32, device=_META) for _ in range(2))
-            self._scales = (k_scales, v_scales)
+            scales = (torch.empty(pool[:3], dtype=torch.float32, device=_META) for _ in range(2))
+            self._pool.k_scales, self._pool.v_scales = scales
 
     def launch(self, tokens: int, window: int | None, attention: AttentionInput) -> None:
         """One pass of `tokens` tokens through the layer, as the first and as one of many, and the output
@@ -83,10 +93,9 @@ class _Layers:
         of_qkv = (self._gain, _EPS, weights["qkv"], self._bias("qkv", d.qkv_bias))
         qkv = ops.norm_linear(residual, *of_qkv)
         positions, slots = (torch.empty(tokens, dtype=torch.int64, device=_META) for _ in range(2))
-        heads = (self._cos_sin, self._head_gain, self._head_gain, _EPS)
-        pool = (self._keys, self._values, d.rank_heads)
+        cached = (self._rotation, self._pool, d.rank_heads)
         seen = (ops.plan_attention(attention), d.head_dim**-0.5, window)
-        attended = ops.attend(qkv, positions, slots, *heads, *pool, *seen, *self._scales)
+        attended = ops.attend(qkv, positions, slots, *cached, *seen)
         residual = self._add(attended.view(tokens, -1), "o", residual, d.o_bias, self._gain)
         up_bias = self._bias("gate_up", d.mlp_bias)
         activated = ops.norm_gate_up(residual, self._gain, _EPS, weights["gate_up"], up_bias)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from kernels import KvPool, Rotation
 from kernels import sampling as twin
 from kernels.rope import cos_sin_table, default_frequencies
 from kernels.triton import fused, sampling
@@ -95,7 +96,7 @@ def fused_cases(tokens: int) -> list[tuple[str, int, Callable[[bool], Callable[[
             pools = [torch.zeros(shape, device="cuda", dtype=dtype) for _ in range(2)]
             scales = [torch.zeros(shape[:3], device="cuda") for _ in range(2)] if fp8 else []
             norms = (head, head) if normed else (None, None)
-            rest = (table, *norms, 1e-5, *pools, HEADS, *scales)
+            rest = (Rotation(table, *norms, 1e-5), KvPool(*pools, *scales), HEADS)
             return lambda: fused.rope_cache_write(x, where, where, *rest, pdl=pdl)
 
         return make

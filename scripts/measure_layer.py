@@ -31,12 +31,12 @@ import torch
 
 from engine.bench.shapes import SHAPES
 from engine.families import read_config
-from engine.forward import ForwardInput, KvPool
+from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import single
-from kernels import AttentionInput, Stream, Weight, compiling
+from kernels import AttentionInput, KvPool, Stream, Weight, compiling
 from kernels.cuda import CudaOps
 from kernels.dimensions import read_dimensions
 from kernels.triton import attention_decode

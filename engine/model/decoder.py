@@ -11,12 +11,12 @@ from collections.abc import Callable
 import torch
 
 from engine.config import ModelConfig
-from engine.forward import ForwardInput, KvPool
+from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.layers import Layer, Piece, Place
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
-from kernels import Ops, Stream
+from kernels import KvPool, Ops, Stream
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtypes of `engine.config.DTYPE_BYTES`."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from engine.config import ModelConfig, Shard
-from engine.forward import ForwardInput, KvPool
+from engine.forward import ForwardInput
 from engine.parallel import Ranks
-from kernels import Activation, Fp8Weight, Ops, Stream, Weight
+from kernels import Activation, Fp8Weight, KvPool, Ops, Rotation, Stream, Weight
 from kernels.reference import quantise_fp8
 
 
@@ -159,18 +159,12 @@ class Attention:
             qkv,
             inputs.positions,
             inputs.slots,
-            cos_sin,
-            self.q_norm,
-            self.k_norm,
-            self.config.rms_norm_eps,
-            kv.keys,
-            kv.values,
+            Rotation(cos_sin, self.q_norm, self.k_norm, self.config.rms_norm_eps),
+            kv,
             self.shard.heads,
             plan,
             self.scale,
             self.window,
-            kv.k_scales,
-            kv.v_scales,
         )
         return attended.view(len(qkv), -1)
 

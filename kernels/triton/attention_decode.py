@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels import PAGE_TOKENS
+from kernels import PAGE_TOKENS, Rotation
 from kernels.triton.new_tokens import angles, rounded, turned
 
 _LOG2_E = 1.4426950408889634
@@ -316,18 +316,6 @@ class DecodeConfig:
     num_warps: int = 4
     least_pages: int = 1
     """A sequence of no more is not cut: reading them one after another is cheaper than adding up sums."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """What makes queries, keys and values of the product of all three; see `kernels.Ops.attend`."""
-
-    cos_sin: torch.Tensor
-    """`[positions, head_dim]` float32."""
-    q_norm: torch.Tensor | None = None
-    """`[head_dim]`"""
-    k_norm: torch.Tensor | None = None
-    eps: float = 0.0
 
 
 def config_for(

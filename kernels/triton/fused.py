@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import PAGE_TOKENS
+from kernels import PAGE_TOKENS, KvPool, Rotation
 
 FP8 = torch.float8_e4m3fn
 """What quantised values are. Launchers take another dtype for them only where an
@@ -169,24 +169,16 @@ def rope_cache_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    rotation: Rotation,
+    pool: KvPool,
     heads: int,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
     """The queries of `Ops.attend`, `[tokens, heads, head_dim]`, turned; writes keys and values into the pool.
-    A slot of -1 writes nothing.
-
-    qkv, keys, values: contiguous. k_scales, v_scales: `[blocks, kv_heads, 64]` float32, where keys and values
-    are e4m3.
-    """
+    A slot of -1 writes nothing. qkv and the pool: contiguous."""
+    cos_sin, q_norm, k_norm, eps = rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.eps
+    keys, values, k_scales, v_scales = pool.keys, pool.values, pool.k_scales, pool.v_scales
     tokens = qkv.shape[0]
     _, kv_heads, page, head_dim = keys.shape
     for name, tensor in (("qkv", qkv), ("keys", keys), ("values", values), ("cos_sin", cos_sin)):

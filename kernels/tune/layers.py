@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from kernels import PAGE_TOKENS, Activation, Fp8Weight, Gained, Stream, Weight
+from kernels import PAGE_TOKENS, Activation, Fp8Weight, Gained, KvPool, Rotation, Stream, Weight
 from kernels.cuda import CudaOps
 from kernels.dimensions import Dimensions
 from kernels.reference import quantise_fp8, rms_norm
@@ -68,10 +68,10 @@ class Layers:
         self._activated = self._random(rows, self._shapes["down"][1])
         self._positions = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._slots = torch.arange(rows, device=self.device)
-        self._cos_sin = torch.rand(1, head_dim, device=self.device)
+        self._rotation = Rotation(torch.rand(1, head_dim, device=self.device))
         pool = (-(-rows // PAGE_TOKENS), dimensions.rank_kv_heads, PAGE_TOKENS, head_dim)
-        self._keys, self._values = (
-            torch.zeros(pool, dtype=dimensions.torch_dtype, device=self.device) for _ in range(2)
+        self._pool = KvPool(
+            *(torch.zeros(pool, dtype=dimensions.torch_dtype, device=self.device) for _ in range(2))
         )
         self._heads = heads
 
@@ -133,19 +133,8 @@ class Layers:
         qkv = self._qkv
         if without != "qkv":
             qkv = ops.norm_linear(residual, self._norm, _EPS, layer.qkv, None)
-        queries = fused.rope_cache_write(
-            qkv,
-            self._positions,
-            self._slots,
-            self._cos_sin,
-            None,
-            None,
-            _EPS,
-            self._keys,
-            self._values,
-            self._heads,
-            pdl=True,
-        )
+        where = (self._positions, self._slots, self._rotation, self._pool)
+        queries = fused.rope_cache_write(qkv, *where, self._heads, pdl=True)
         if without != "o":
             residual = ops.linear_add(queries.view(self._rows, -1), layer.o, None, residual, self._norm)
         activated: Activation = self._activated

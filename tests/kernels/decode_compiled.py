@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from kernels import compiling
+from kernels import Rotation, compiling
 from kernels.triton import attention_decode
 
 GPU = compiling.Gpu.of("NVIDIA H200", 90)
@@ -41,9 +41,7 @@ def launch(sequences: int, fp8: bool) -> None:
         attention_decode.allocate_workspace(sequences, HEADS, KV_HEADS, SIZE, META),
         k_scales=scales,
         v_scales=scales,
-        rotation=attention_decode.Rotation(
-            empty(4096, SIZE, dtype=torch.float32), empty(SIZE), empty(SIZE), 1e-5
-        ),
+        rotation=Rotation(empty(4096, SIZE, dtype=torch.float32), empty(SIZE), empty(SIZE), 1e-5),
     )
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import PAGE_TOKENS, AttentionInput, Ops, reference, select_backend
+from kernels import PAGE_TOKENS, AttentionInput, KvPool, Ops, Rotation, reference, select_backend
 from kernels.rope import cos_sin_table, default_frequencies
 
 OPS = select_backend("cpu")
@@ -127,7 +127,8 @@ def test_rope_cache_write_rotates_and_writes_every_head(normed: bool) -> None:
             else:
                 expected_keys[block, head - heads, offset] = turned
     table = cos_sin_table(default_frequencies(size, 10000.0), 512)
-    q = OPS.rope_cache_write(qkv, positions, slots, table, q_norm, k_norm, EPS, keys, values, heads)
+    rotation, pool = Rotation(table, q_norm, k_norm, EPS), KvPool(keys, values)
+    q = OPS.rope_cache_write(qkv, positions, slots, rotation, pool, heads)
     _close(q, expected_q, 1e-4)
     _close(keys, expected_keys, 1e-4)
     _close(values, expected_values, 1e-6)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels import PAGE_TOKENS, reference
+from kernels import PAGE_TOKENS, KvPool, Rotation, reference
 from kernels.rope import cos_sin_table, default_frequencies
 
 triton = pytest.importorskip("triton")
@@ -241,7 +241,7 @@ class New:
 
     case: Case
     qkv: torch.Tensor
-    rotation: kernel.Rotation
+    rotation: Rotation
 
     def run(self, **options: object) -> torch.Tensor:
         """Also writes the new keys and values into the case's cache."""
@@ -253,11 +253,12 @@ class New:
 
     def twin(self, dtype: torch.dtype | None = None) -> Case:
         """The case as the twin leaves it, numbers and cache in `dtype` or as they are."""
-        case, rotation = self.case, self.rotation
+        case = self.case
         there = case.lens > 0
         dtype = dtype or case.keys.dtype
-        pools = [case.keys.to(dtype, copy=True), case.values.to(dtype, copy=True)]
+        numbers = [each.to(dtype, copy=True) for each in (case.keys, case.values)]
         scales = [None if each is None else each.clone() for each in (case.k_scales, case.v_scales)]
+        pool = KvPool(*numbers, *scales)
         position = (case.lens - 1).clamp(min=0).long()
         block = case.table.long()[case.rows.long(), position // PAGE_TOKENS]
         queries = torch.zeros_like(case.q)
@@ -265,16 +266,12 @@ class New:
             self.qkv[there],
             position[there],
             (block * PAGE_TOKENS + position % PAGE_TOKENS)[there],
-            rotation.cos_sin,
-            rotation.q_norm,
-            rotation.k_norm,
-            rotation.eps,
-            *pools,
+            self.rotation,
+            pool,
             case.q.shape[1],
-            *scales,
         )
-        keys, values = pools
-        return replace(case, q=queries, keys=keys, values=values, k_scales=scales[0], v_scales=scales[1])
+        cache = {name: getattr(pool, name) for name in ("keys", "values", "k_scales", "v_scales")}
+        return replace(case, q=queries, **cache)
 
 
 def new(case: Case, norm: bool, seed: int = 9) -> New:
@@ -293,7 +290,7 @@ def new(case: Case, norm: bool, seed: int = 9) -> New:
     table = cos_sin_table(default_frequencies(size, 10000.0), int(case.lens.max()) + 1).to(device)
     norms = (draw(size), draw(size)) if norm else (None, None)
     qkv = draw(len(case.lens), (heads + 2 * kv_heads) * size)
-    return New(replace(case, keys=keys, values=values), qkv, kernel.Rotation(table, *norms, 1e-5))
+    return New(replace(case, keys=keys, values=values), qkv, Rotation(table, *norms, 1e-5))
 
 
 def _same_cache(found: Case, expected: Case) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import PAGE_TOKENS, reference
+from kernels import PAGE_TOKENS, KvPool, Rotation, reference
 from kernels.rope import cos_sin_table, default_frequencies
 
 fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
@@ -172,9 +172,8 @@ class Rope:
         return first, second
 
     def run(self, function: Callable[..., torch.Tensor], *pools: torch.Tensor, **more: bool) -> torch.Tensor:
-        keys, values, *scales = pools
-        where = (self.positions, self.slots, self.table, *self.norms, EPS, keys, values, self.heads)
-        return function(self.qkv, *where, *scales, **more)
+        rotation = Rotation(self.table, *self.norms, EPS)
+        return function(self.qkv, self.positions, self.slots, rotation, KvPool(*pools), self.heads, **more)
 
 
 ROPE_CASES = [(6, 2, 16, 9, True), (4, 4, 64, 3, False), (32, 8, 128, 2, False), (3, 1, 80, 5, True)]
