@@ -182,25 +182,23 @@ class HeadKeeper:
         """Whether the chain, which goes to row `newest`, must say that this key signs heads from now on: it
         was made just now, or the file has heads of another for rows after `named`, the latest that says so.
         """
-        if self._key.fresh:
-            return True
-        try:
-            with self.path.open(encoding="utf-8", errors="replace") as lines:
-                return any(
-                    named < head.seq <= newest and not self._key.signed_head(head) for head in heads_in(lines)
-                )
-        except OSError:
-            return False
+        return self._key.fresh or any(
+            named < head.seq <= newest and not self._key.signed_head(head) for head in self._filed()
+        )
 
     def beyond(self, newest: int) -> SignedHead | None:
         """The head of the latest row after `newest` that this key vouched for: what the chain once had. None:
         nothing speaks against the chain's end."""
+        ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
+        return max(ours, key=lambda head: head.seq, default=None)
+
+    def _filed(self) -> list[SignedHead]:
+        """What the file has; nothing where it cannot be read."""
         try:
             with self.path.open(encoding="utf-8", errors="replace") as lines:
-                ours = [head for head in heads_in(lines) if head.seq > newest and self._key.signed_head(head)]
+                return list(heads_in(lines))
         except OSError:
-            return None
-        return max(ours, key=lambda head: head.seq, default=None)
+            return []
 
     def saw(self, head: Head) -> None:
         """The chain has grown to `head`. The first one that the keeper sees is recorded at once."""
