@@ -31,9 +31,10 @@ _LOG2_E = 1.4426950408889634
 _LIFT = tl.constexpr(8.0)
 """In float16, weights are computed times 2**8, so that small ones stay clear of its subnormals."""
 
-_UNSEEN = tl.constexpr(-1.0e30)
-"""The score of a masked key. Finite, so that a row that sees nothing of a page yet is no NaN: what it sums
-there is multiplied by 0 when its first key comes."""
+_LOWEST = tl.constexpr(-1.0e30)
+"""The largest score of a row that has seen no key yet. Finite, so that a page of which it sees nothing is no
+NaN. A masked score is no such number but -inf: of `score × scale - largest` the compiler makes one
+instruction that does not round the product, where equal numbers leave a rest of 1e20, either way."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -99,7 +100,7 @@ def _prefill_kernel(
         inside = first
     LIFT: tl.constexpr = _LIFT if tl.float16 == COMPUTE else 0.0
     key = tl.arange(0, 64)
-    m = tl.full([TILE_ROWS], _UNSEEN, tl.float32)
+    m = tl.full([TILE_ROWS], _LOWEST, tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
     for page in tl.range(first, pages, num_stages=STAGES):
@@ -116,7 +117,7 @@ def _prefill_kernel(
             seen = place[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (place[None, :] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, _UNSEEN)
+            scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, 1) * scale)
         old = tl.exp2(m - m_new)
         weights = tl.exp2(scores * scale - (m_new - LIFT)[:, None])
@@ -127,6 +128,7 @@ def _prefill_kernel(
         v = v_tiles.load([tile, 0])
         acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc, input_precision=PRECISION)
         m = m_new
+    # Rows behind the last token may have seen nothing; they are NaN then, and not written.
     acc = acc / total[:, None]
     if REREAD:
         # Worked out again from the record: kept over the loop, these are registers that it lacks. Another

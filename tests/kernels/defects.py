@@ -23,7 +23,7 @@ class Defect:
     keyword: str
     """Which tests of the file's are expected to notice: pytest's -k."""
     interpreted: bool = True
-    """Whether the interpreter can notice: it has no Gluon."""
+    """Whether the interpreter can notice: it has no Gluon, and fuses no product with a sum."""
 
     @property
     def source(self) -> Path:
@@ -159,6 +159,14 @@ _PREFILL = [
         "whole = (first_position + 1) // 64",
         "whole = (first_position + 64) // 64",
         "attend or error",
+    ),
+    Defect(
+        "a key that is not seen has a finite score",
+        "attention_prefill.py",
+        'scores = tl.where(seen, scores, float("-inf"))',
+        "scores = tl.where(seen, scores, _LOWEST)",
+        "error and mixed",
+        interpreted=False,  # which rounds the score before it takes the largest from it
     ),
     Defect(
         "KV heads overlap in the queries",
