@@ -152,8 +152,7 @@ class Ops(Protocol):
 
     def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """`x [tokens, in] @ weight [out, in].T (+ bias [out])`: `[tokens, out]`. With an `Fp8Weight`, x is
-        quantised per token first, unless it is already, or a GPU's table has a wide plan for the product:
-        then the weight is widened to x's dtype."""
+        quantised per token first, unless it is already."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMSNorm (Zhang and Sennrich 2019) over the last dimension, in float32, rounded once to x's

@@ -105,9 +105,7 @@ class CudaOps:
     ) -> Stream:
         values = residual.values
         options: dict[str, Any] = {"bias": bias, "residual": values, "out": values}
-        plan = None
-        if next_gain is not None and isinstance(x, torch.Tensor):
-            plan = self._sharing_plan(values, weight)
+        plan = None if next_gain is None else self._sharing_plan(len(values), weight)
         if plan is None:
             return Stream(self._product(x, weight, **options))
         gained = linear.allocate_gained(plan, values)
@@ -117,22 +115,19 @@ class CudaOps:
     def _norm_product(
         self, x: Stream, norm_weight: torch.Tensor, eps: float, weight: Weight, **options: Any
     ) -> torch.Tensor:
-        plan = None if x.gained is None else self._sharing_plan(x.values, weight)
+        plan = None if x.gained is None else self._sharing_plan(len(x.values), weight)
         if x.gained is None or plan is None:
             return self._product(x.values, weight, norm_weight=norm_weight, eps=eps, **options)
         return self._product(x.gained.values, weight, squares=x.gained.squares, eps=eps, plan=plan, **options)
 
-    def _sharing_plan(self, stream: torch.Tensor, weight: Weight) -> Plan | None:
-        """The plan of a product that can share a norm of the stream with another product; None where it
-        cannot.
+    def _sharing_plan(self, rows: int, weight: Weight) -> Plan | None:
+        """The plan of a product that can share a norm with another product; None where it cannot.
 
-        A norm keeps x within float16's range; x × gain may leave it. What is quantised needs a launch of its
-        own anyway, which norms as well."""
-        if stream.dtype == torch.float16:
+        A norm keeps x within float16's range; x × gain may leave it."""
+        if isinstance(weight, Fp8Weight) or weight.dtype == torch.float16:
             return None
-        fp8 = isinstance(weight, Fp8Weight)
-        plan = self._plan(len(stream), weight.values if isinstance(weight, Fp8Weight) else weight)
-        return plan if plan is not None and (plan.form == "wide" if fp8 else plan.tiled) else None
+        plan = self._plan(rows, weight)
+        return plan if plan is not None and plan.tiled else None
 
     def _plan(self, rows: int, weight: torch.Tensor) -> Plan | None:
         """Of a product; None: it is the library's."""

@@ -91,8 +91,7 @@ class Way:
         tokens, block_n, columns, warps, stages, split = [*numbers, "1", "1"][:6]
         padded = max(8, 1 << (rows - 1).bit_length()) if tokens == "r" else int(tokens)
         block_k = int(columns[:-1]) // item if columns.endswith("b") else int(columns)
-        bytes_of_tokens = padded * (2 if form == "wide" else item)
-        bytes_of_stage = (int(block_n) * item + bytes_of_tokens) * block_k
+        bytes_of_stage = (int(block_n) + padded) * block_k * item
         count = int(stages[:-1]) * 1024 // bytes_of_stage if stages.endswith("k") else int(stages)
         return Plan(form, padded, int(block_n), block_k, int(warps), count, int(split))  # type: ignore[arg-type]
 
@@ -107,8 +106,8 @@ class Ops(CudaOps):
     def _only_decodes(self, inputs: AttentionInput) -> bool:
         return "rope" not in self._apart and super()._only_decodes(inputs)
 
-    def _sharing_plan(self, stream: torch.Tensor, weight: Weight) -> Plan | None:
-        return None if "norms" in self._apart else super()._sharing_plan(stream, weight)
+    def _sharing_plan(self, rows: int, weight: Weight) -> Plan | None:
+        return None if "norms" in self._apart else super()._sharing_plan(rows, weight)
 
 
 class Layers:

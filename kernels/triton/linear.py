@@ -9,19 +9,14 @@ or (`kernels.Gained`) by two products that follow one another: the first multipl
 norm's gain and adds up its squares, the second multiplies its sums by what is left of the norm, a factor for
 each token.
 
-With e4m3 weights x is quantised in every form but one: `wide`, which widens the weights, exactly, and takes x
-in the model's dtype. Only a table says that a product is wide.
-
-Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rms_norm` does; then (FP8, but
-for wide products) divided by its scale, its largest magnitude / 448, and rounded to e4m3, as
-`reference.quantise_fp8` does. A norm that two products share rounds x × gain once where the twin rounds
-x × factor × gain once: the same relative error, as long as x × gain is within the dtype's range, which
-float16's may not be.
+Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rms_norm` does; then (FP8)
+divided by its scale, its largest magnitude / 448, and rounded to e4m3, as `reference.quantise_fp8` does. A
+norm that two products share rounds x × gain once where the twin rounds x × factor × gain once: the same
+relative error, as long as x × gain is within the dtype's range, which float16's may not be.
 Sums are float32. Bias and residual are added to the float32 sum, which is rounded once, to the dtype of
 `out`; the twins round the product before they add a residual. SwiGLU rounds gate, up and silu(gate) as its
 twin does. FP8 products of one row are exact in float32; of more rows, they are summed by the tensor cores in
-about 14 bits (error of a product 2e-3 to 4e-3 in all, of which 1.7e-3 is the rounding to bfloat16). Wide
-products are summed as those of 16-bit weights are.
+about 14 bits (error of a product 2e-3 to 4e-3 in all, of which 1.7e-3 is the rounding to bfloat16).
 
 Nothing here waits for the device; all may be captured into graphs. PDL (programmatic dependent launch) must
 not change a bit: the order of every sum is fixed.
@@ -83,10 +78,6 @@ def linear(
     rows = x.shape[0]
     plan = plan or (table or Table()).choose(rows, weight.shape[0], weight.shape[1], weight.dtype)
     if squares is not None or gained is not None:
-        if plan is None or not plan.tiled:
-            raise ValueError(
-                f"a norm is shared by products of form dot or tiles, not by {plan or 'the library'}"
-            )
         _check_shared(plan, x, weight, extras)
     alone = plan is not None and rows == 1 and plan.form == "gemv"
     if norm_weight is not None and rows and not alone:
@@ -112,9 +103,6 @@ def linear_fp8(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     silu_mul: bool = False,
-    squares: torch.Tensor | None = None,
-    next_gain: torch.Tensor | None = None,
-    gained: Gained | None = None,
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     table: Table | None = None,
@@ -122,14 +110,12 @@ def linear_fp8(
     plan: Plan | None = None,
 ) -> torch.Tensor:
     """As `linear`, of e4m3 weights `[N, K]` with a float32 scale each, `weight_scale [N]`, and of x quantised
-    per token; not quantised where the plan is wide.
+    per token.
 
-    x: `[rows, K]` in the model's dtype, quantised here after it is normed, unless the plan is wide; or e4m3,
-    with `x_scale [rows]` or `[rows, 1]` float32, no norm_weight and no wide plan (a table's is passed over,
-    `Table.choose`); the result is then bfloat16 unless `out` says otherwise. A norm is shared (squares;
-    next_gain and gained) by a product whose plan is wide.
+    x: `[rows, K]` in the model's dtype, quantised here after it is normed; or e4m3, with `x_scale [rows]` or
+    `[rows, 1]` float32 and no norm_weight; the result is then bfloat16 unless `out` says otherwise.
     """
-    extras = Fused(bias, residual, norm_weight, eps, silu_mul, squares, next_gain, gained)
+    extras = Fused(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
     dtype = torch.bfloat16 if x_scale is not None else x.dtype
     if x_scale is not None and norm_weight is not None:
@@ -141,30 +127,14 @@ def linear_fp8(
         )
     rows = x.shape[0]
     # One row that is quantised already has no use for a kernel that quantises.
-    quantised = x_scale is not None
-    for_rows = max(rows, 2) if quantised else rows
-    plan = plan or (table or Table()).choose(
-        for_rows, weight.shape[0], weight.shape[1], weight.dtype, quantised=quantised
-    )
-    wide = plan is not None and plan.form == "wide"
-    if wide and quantised:
-        raise ValueError(f"x_scale says that x is quantised; {plan} needs x as it was before")
-    if squares is not None or gained is not None:
-        if plan is None or not wide:
-            raise ValueError(
-                f"with e4m3 weights a norm is shared by products of form wide, not by {plan or 'the library'}"
-            )
-        _check_shared(plan, x, weight, extras)
+    for_rows = rows if x_scale is None else max(rows, 2)
+    plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
     if out is None and (plan is not None or not rows):
         out = _allocate(x, weight, extras, dtype)
     if not rows and out is not None:
         return out
     alone = plan is not None and rows == 1 and plan.form in ("gemv", "stream")
-    if wide:
-        if norm_weight is not None:
-            x = fused.rms_norm(x.contiguous(), norm_weight, eps, pdl=pdl)
-            extras = replace(extras, norm_weight=None)
-    elif x_scale is None and not alone:
+    if x_scale is None and not alone:
         x = x.contiguous()
         if norm_weight is not None:
             x, x_scale = fused.rms_norm_fp8(x, norm_weight, eps, values=weight.dtype, pdl=pdl)
@@ -325,9 +295,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tens
             )
 
 
-def _check_shared(plan: Plan, x: torch.Tensor, weight: torch.Tensor, extras: Fused) -> None:
+def _check_shared(plan: Plan | None, x: torch.Tensor, weight: torch.Tensor, extras: Fused) -> None:
     """Raises ValueError where a product cannot share a norm as it is asked to."""
     rows, columns = x.shape[0], weight.shape[0]
+    if plan is None or not plan.tiled:
+        raise ValueError(f"a norm is shared by products of form dot or tiles, not by {plan or 'the library'}")
     if extras.silu_mul and extras.gained is not None:
         raise ValueError("gained is for results without SwiGLU; silu_mul asks for it")
     wanted: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = []

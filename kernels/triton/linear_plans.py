@@ -32,12 +32,10 @@ ALIGNMENT = 64
 class Plan:
     """The programs of one product."""
 
-    form: Literal["gemv", "stream", "dot", "tiles", "wide"]
+    form: Literal["gemv", "stream", "dot", "tiles"]
     """gemv: one row on the ordinary cores; dot: tiles in shared memory (both in `linear_rows`). stream: one
     row, weights straight into tensor-core registers (`linear_stream`). tiles: as dot, with weights on their
-    way before the kernel in front has ended; needs a Hopper GPU (`linear_tiles`). wide: as dot, of e4m3
-    weights and of x in the model's dtype, which the other forms quantise (`linear_rows`); chosen by tables
-    alone."""
+    way before the kernel in front has ended; needs a Hopper GPU (`linear_tiles`)."""
     rows: int
     """Tokens of the tile, padding included."""
     block_n: int
@@ -52,9 +50,8 @@ class Plan:
 
     @property
     def tiled(self) -> bool:
-        """Whether a program has a tile of all tokens, and may share a norm with another product, unless it
-        quantises x."""
-        return self.form in ("dot", "tiles", "wide")
+        """Whether a program has a tile of all tokens, and may share a norm with another product."""
+        return self.form in ("dot", "tiles")
 
 
 @dataclass(frozen=True, slots=True)

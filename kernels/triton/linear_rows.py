@@ -3,9 +3,8 @@
 
 `gemv`: each program multiplies a few rows of the weight with one token, which it norms and quantises itself.
 `dot`: the weight is the 64-row side of the tensor cores' product and the tokens, padded to 16, 32 or 64, the
-other. `wide`: the same of e4m3 weights, which go through registers into x's 16-bit dtype on their way to the
-tensor cores, so that x is not quantised. K may be split over programs; the last of a tile to arrive adds the
-float32 sums of all in the order of the splits, so that results do not depend on timing.
+other. K may be split over programs; the last of a tile to arrive adds the float32 sums of all in the order
+of the splits, so that results do not depend on timing.
 
 See `kernels.triton.linear` for what a product does on the way, and how it rounds.
 """
@@ -99,9 +98,8 @@ def launch_dot(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. With weight_scale
-    alone, x is in a 16-bit dtype, to which the weights are widened. x is normed already, but for its tokens'
-    factors where `fused` has its squares."""
+    """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
+    already, but for its tokens' factors where `fused` has its squares."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]
@@ -133,7 +131,6 @@ def launch_dot(
         SPLIT=plan.split,
         PARTS=triton.next_power_of_2(parts),
         SCALED=weight_scale is not None,
-        WIDEN=weight_scale is not None and x_scale is None,
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
@@ -219,18 +216,6 @@ def _widen(values, FP8: tl.constexpr):
     return values.to(tl.float32)
 
 
-@triton.jit
-def _widen_to(values, like):
-    """In the dtype of `like`, which holds every e4m3 value. bfloat16 is then the upper half of the float32,
-    which costs the conversion units nothing; the way from e4m3 or float16 itself is theirs alone."""
-    if values.dtype == tl.float8e4nv:
-        values = values.to(tl.float16)
-        if like.dtype == tl.bfloat16:
-            bits = values.to(tl.float32).to(tl.uint32, bitcast=True) >> 16
-            return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return values.to(like.dtype)
-
-
 # ── the programs ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -263,7 +248,6 @@ def _dot(
     SPLIT: tl.constexpr,
     PARTS: tl.constexpr,
     SCALED: tl.constexpr,
-    WIDEN: tl.constexpr,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -294,8 +278,6 @@ def _dot(
     for at in tl.range(0, depth, BLOCK_K):
         w = tl.load(weights + at, eviction_policy="evict_first")
         part = tl.load(xs + at, mask=live[:, None], other=0.0)
-        if WIDEN:
-            w = _widen_to(w, part)
         acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
 
     last = True
@@ -314,9 +296,8 @@ def _dot(
                 acc += tl.load(sums + other * size + cell, cache_modifier=".cg")
     if last:
         if SCALED:
-            if not WIDEN:
-                acc = acc * tl.load(x_scale + row, mask=live, other=0.0)[None, :]
-            acc = acc * tl.load(weight_scale + weight_row)[:, None]
+            of_token = tl.load(x_scale + row, mask=live, other=0.0)
+            acc = acc * of_token[None, :] * tl.load(weight_scale + weight_row)[:, None]
         if PARTS:
             acc = acc * tl.rsqrt(tl.sum(squared, axis=0) / K + eps)[None, :]
         result = _finish(

@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn":
 """Of weights, by their names in a table."""
 
 _LIBRARY = "library"
-_FORMS = ("gemv", "stream", "dot", "tiles", "wide")
+_FORMS = ("gemv", "stream", "dot", "tiles")
 _NUMBERS = ("rows", "block_n", "block_k", "warps", "stages", "split")
 _REMEDY = "make the table again with python -m kernels.tune"
 
@@ -69,17 +69,11 @@ class Table:
     products: Mapping[Product, Mapping[int, Entry]] = field(default_factory=dict)
     """By the most rows that an entry is for, rising."""
 
-    def choose(
-        self, rows: int, n: int, k: int, dtype: torch.dtype, *, quantised: bool = False
-    ) -> Plan | None:
+    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
         """As `linear_plans.choose`: the plan, or None for the library. The entry of the fewest rows that
-        suffice counts; where there is none, the rules. quantised: x is, so that a wide plan is of no use;
-        then the rules count as well, which have none."""
+        suffice counts; where there is none, the rules."""
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
             if rows <= most:
-                wide = entry.plan is not None and entry.plan.form == "wide"
-                if quantised and wide:
-                    break
                 return entry.plan
         return linear_plans.choose(rows, n, k, dtype)
 
@@ -155,8 +149,8 @@ def problem(plan: Plan, most_rows: int, product: Product) -> str | None:
             return f"rows is {plan.rows}; {plan.form} has one"
         if plan.split != 1:
             return f"split is {plan.split}; {plan.form} has one"
-    if plan.form in ("stream", "wide") and product.dtype != torch.float8_e4m3fn:
-        return f"form is {plan.form!r}, which is for float8_e4m3fn weights, not {product.dtype}"
+    if plan.form == "stream" and product.dtype != torch.float8_e4m3fn:
+        return f"form is 'stream', which is for float8_e4m3fn weights, not {product.dtype}"
     if plan.form == "tiles":
         if plan.rows < 8:
             return f"rows is {plan.rows}; the tensor cores have at least 8"

@@ -34,16 +34,11 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[Plan]:
             plan for tile in tiles for plan in _dots(product, tile) if _shared(plan, product) <= _MOST_SHARED
         ]
         plans += [plan for tile in tiles if hopper and tile <= 64 for plan in _tiles(product, tile)]
-        if rows <= 64:
-            plans += [plan for plan in _wides(product, tiles[0]) if _shared(plan, product) <= _MOST_SHARED]
     return [plan for plan in dict.fromkeys(plans) if problem(plan, rows, product) is None]
 
 
 def _shared(plan: Plan, product: Product) -> int:
     """Bytes of shared memory of a program, nearly."""
-    if plan.form == "wide":
-        # What is widened is read when its step begins: one tile of weights less is on its way.
-        return ((plan.stages - 1) * plan.block_n + plan.stages * 2 * plan.rows) * plan.block_k
     return plan.stages * (plan.block_n + plan.rows) * plan.block_k * product.dtype.itemsize
 
 
@@ -98,20 +93,3 @@ def _tiles(product: Product, tile: int) -> Iterable[Plan]:
         plan = replace(plan, stages=_HALF_SHARED // _shared(plan, product))
         for split in (1,) if product.n >= _MANY else (1, 2, 4, 8):
             yield replace(plan, split=split)
-
-
-def _wides(product: Product, tile: int) -> Iterable[Plan]:
-    """Tiles that need few instructions a weight (docs/performance-notes-linear.md), most of which leave room
-    for a second program, whose products fill the time in which one widens; high ones for many tokens, whose
-    x, of two bytes each, every program reads."""
-    shapes = {
-        8: [(64, 256, 4, 4), (64, 256, 4, 6), (64, 128, 4, 8), (64, 256, 2, 4)],
-        16: [(64, 256, 4, 4), (64, 128, 4, 6), (64, 128, 2, 6), (128, 128, 4, 4)],
-        32: [(64, 256, 4, 4), (64, 128, 4, 6), (128, 128, 8, 4), (128, 256, 8, 3)],
-        64: [(64, 128, 4, 4), (128, 64, 8, 6), (256, 64, 8, 5), (256, 128, 8, 3)],
-    }
-    if product.dtype.itemsize != 1:
-        return
-    for block_n, block_k, warps, stages in shapes.get(tile, []):
-        for split in (1,) if product.n >= _MANY else (1, 2, 4):
-            yield Plan("wide", tile, block_n, block_k, warps, stages, split)

@@ -98,8 +98,8 @@ class Layers:
 
     def error(self, name: str, table: Table, rows: int) -> float:
         """Of a product of the first `rows` rows with the plans of `table`: ‖out − ref‖ / ‖ref‖, where ref is
-        computed in float32 from the same weights (with FP8 weights, x is quantised alike, unless the plan is
-        wide). NaN if the result has any. A norm is shared where the product can."""
+        computed in float32 from the same weights (with FP8 weights, x is quantised alike). NaN if the result
+        has any. A norm is shared where the product can."""
         ops, layer = CudaOps(table=table), self._layers[0]
         weight = getattr(layer, name)
         x = self._activated[:rows] if name == "down" else self._random(rows, self._shapes[name][1])
@@ -108,7 +108,7 @@ class Layers:
         if name in ("qkv", "gate_up"):
             stream = Stream(x, self._gained(x))
             normed = ops.rms_norm(x, self._norm, _EPS).float()
-        if isinstance(weight, Fp8Weight) and not _is_wide(table, rows, weight):
+        if isinstance(weight, Fp8Weight):
             values, scales = quantise_fp8(normed.to(x.dtype))
             normed = values.float() * scales
         product = normed @ _floats(weight).T
@@ -247,12 +247,6 @@ def _turns(size: int) -> int:
 def _quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values, scales = quantise_fp8(weight)
     return values, scales.flatten()
-
-
-def _is_wide(table: Table, rows: int, weight: Fp8Weight) -> bool:
-    n, k = weight.values.shape
-    plan = table.choose(rows, n, k, weight.values.dtype)
-    return plan is not None and plan.form == "wide"
 
 
 def _floats(weight: Weight) -> torch.Tensor:

@@ -26,10 +26,6 @@ _FINALISTS = 3
 _ROUNDS = 2
 """Times that what counts is measured."""
 
-_ORDER = ("o", "down", "qkv", "gate_up")
-"""Those that write the residual stream come first: whether the others may share a norm depends on them, and
-with FP8 weights a wide plan pays for those only where it does."""
-
 _NOISE = 0.002
 """By which two measurements of the same differ."""
 
@@ -59,12 +55,8 @@ def launch_all(models: Sequence[Dimensions], buckets: Sequence[int], known: Tabl
             products = layers.products().values()
             layers.set_rows(rows)
             for product in products if _unknown(known, products, rows) else ():
-                wides = {one: _first_wide(one, rows, hopper) for one in products}
                 for plan in _tried(product, rows, hopper):
                     layers.launch(_table({product: plan}, rows))
-                    if plan is not None and plan.form == "wide":
-                        # Beside others that are, with which it shares norms.
-                        layers.launch(_table({**wides, product: plan}, rows))
             if head is not None and _unknown(known, [head.product], rows):
                 head.set_rows(rows)
                 for plan in _tried(head.product, rows, hopper):
@@ -119,20 +111,11 @@ def _search_layer(layers: Layers, rows: int, known: Table, report: Report, hoppe
     def error(name: str, plan: Plan | None, count: int) -> float:
         return layers.error(name, _table({products[name]: plan}, rows), count)
 
-    timings: dict[str, Timed] = {}
-    best = dict(base)
-    for name in sorted(searched, key=_ORDER.index):
-        timings[name] = _time(_tried(products[name], rows, hopper), beside(best, name))
-        best[name] = timings[name][0][0]
-    # What shares norms pays together: one alone among products that quantise may not.
-    wides = {name: plan for name in searched if (plan := _fastest_wide(timings[name])) is not None}
-    if wides:
-        best = min(best, {**best, **wides}, key=us)
+    timings = {name: _time(_tried(products[name], rows, hopper), beside(base, name)) for name in searched}
+    best = base | {name: timed[0][0] for name, timed in timings.items()}
     for name, timed in timings.items():
         right = (
-            plan
-            for plan in dict.fromkeys([best[name], *(plan for plan, _ in timed)])
-            if _is_right(lambda *what, name=name: error(name, *what), plan, rows)
+            plan for plan, _ in timed if _is_right(lambda *what, name=name: error(name, *what), plan, rows)
         )
         finalists = list(dict.fromkeys([*islice(right, _FINALISTS), rules[name]]))
         best[name] = _prefer(rules[name], _time(finalists, beside(best, name), _ROUNDS))
@@ -176,14 +159,6 @@ def _tried(product: Product, rows: int, hopper: bool) -> list[Plan | None]:
     rule = linear_plans.choose(rows, product.n, product.k, product.dtype)
     plans = [None, rule, *candidates(product, rows, hopper)]
     return list(dict.fromkeys(plans))
-
-
-def _first_wide(product: Product, rows: int, hopper: bool) -> Plan | None:
-    return next((plan for plan in candidates(product, rows, hopper) if plan.form == "wide"), None)
-
-
-def _fastest_wide(timed: Timed) -> Plan | None:
-    return next((plan for plan, _ in timed if plan is not None and plan.form == "wide"), None)
 
 
 def _time(plans: Sequence[Plan | None], us: Microseconds, rounds: int = 1) -> Timed:

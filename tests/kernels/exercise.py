@@ -99,15 +99,6 @@ def multiply() -> None:
                 fp8 = linear_cases.Fp8Case(tokens, 160, 384, extras, DTYPE, E4M3)
                 weight = (fp8.quantised, fp8.weight_scale)
                 _finite(linear.linear_fp8(fp8.x, *weight, **fp8.options(), plan=of_one))
-        if of_two_bytes.form == "dot":
-            wide, options = replace(of_two_bytes, form="wide"), {"pdl": ON_GPU}
-            fp8 = linear_cases.Fp8Case(tokens, 160, 384, everything, DTYPE, E4M3)
-            # First, since it is read before the kernel in front of the product has ended.
-            gain = fp8.weight[:, 0].contiguous()
-            half, gained = fp8.half_normed(3), linear.allocate_gained(wide, fp8.out)
-            options |= fp8.options_after(replace(half, squares=half.squares.clone()))
-            options |= {"next_gain": gain, "gained": gained, "plan": wide}
-            _finite(fp8.multiply(half.values, **options), gained.values, gained.squares)
         if of_two_bytes.tiled:
             case = linear_cases.Case(tokens, 160, 384, everything, DTYPE)
             gain = case.weight[:, 0].contiguous()

@@ -1,9 +1,8 @@
 """Prints what a replica on a GPU would launch that a build did not foresee: one kernel a line.
 
 A process of its own, since Triton decides once whether it interprets: `python -m
-tests.kernels.launches_of_serving FOLDER FP8 KV_FP8 [TABLE]`, by the table that ships where none is given. The
-engine's own decoder, tables, graphs' bodies and sampler run on meta tensors, and Triton notes what it would
-have compiled.
+tests.kernels.launches_of_serving FOLDER FP8 KV_FP8`. The engine's own decoder, tables, graphs' bodies and
+sampler run on meta tensors, and Triton notes what it would have compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kernels import compiling, rehearsal
 from kernels.cuda import CudaOps
 from kernels.draws import Variant
 from kernels.triton import sampling
-from kernels.triton.linear_table import load_table, read_table
+from kernels.triton.linear_table import load_table
 
 META = torch.device("meta")
 GPU = compiling.Gpu.of("NVIDIA H200", 90)
@@ -48,7 +47,7 @@ def main() -> None:
         weights=FP8 if fp8 else config.dtype,
         kv_dtype=FP8 if kv_fp8 else config.dtype,
     )
-    table = read_table(Path(sys.argv[4])) if sys.argv[4:] else load_table(GPU.name)
+    table = load_table(GPU.name)
     built = compiling.record(GPU.target, lambda: rehearsal.launch_all(foreseen, table))
     decoder = Decoder(
         config,

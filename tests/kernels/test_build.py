@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.bench.shapes import SHAPES
 from engine.families import read_config
@@ -19,10 +18,7 @@ from engine.kernel_build import KernelBuild, dimensions
 from engine.messages import ReplicaSpec
 from kernels import build, compiling
 from kernels.dimensions import Dimensions, DimensionsError, read_dimensions
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table
 
-FP8 = torch.float8_e4m3fn
 SMALL: dict[str, Any] = SHAPES["llama-3.2-1b"] | {
     "hidden_size": 256,
     "num_hidden_layers": 2,
@@ -74,23 +70,6 @@ def test_a_build_foresees_every_kernel_that_a_replica_launches(
     foreseen, launched = (int(word) for word in done.stdout.split() if word.isdecimal())
     assert "MISSING" not in done.stdout
     assert foreseen >= launched > 40
-
-
-def test_a_build_foresees_products_that_widen_their_weights(tmp_path: Path) -> None:
-    """In every mix: what shares a norm with what, and what quantises for itself."""
-    folder, table = folder_of(tmp_path, "llama"), Table(compiling.Gpu.of("NVIDIA H200", 90).name)
-    wide = Plan("wide", 16, 64, 128, 4, 3)
-    products = read_dimensions(folder, fp8=True).products
-    for most, quantising in ((8, ()), (16, ("down",)), (32, ("o", "gate_up")), (64, ("qkv", "o", "down"))):
-        for name in ("qkv", "o", "gate_up", "down"):
-            plan = replace(wide, rows=max(16, most), form="dot" if name in quantising else "wide")
-            table = table.with_entry(Product(FP8, *products[name]), most, Entry(plan, 0.0, 0.0))
-    (tmp_path / "table.json").write_text(table.to_json())
-    done = compiled("tests.kernels.launches_of_serving", folder, 1, 0, tmp_path / "table.json")
-    assert done.returncode == 0, done.stderr
-    assert "MISSING" not in done.stdout
-    foreseen, launched = (int(word) for word in done.stdout.split() if word.isdecimal())
-    assert foreseen >= launched > 60
 
 
 def test_a_build_fills_the_cache_once(tmp_path: Path) -> None:

@@ -53,27 +53,6 @@ def test_a_table_is_read_as_it_was_written(table: Table, tmp_path: Path) -> None
     assert sum('"us"' in line for line in path.read_text().splitlines()) == 3
 
 
-def test_a_wide_plan_is_for_e4m3_weights_and_for_x_that_is_not_quantised(tmp_path: Path) -> None:
-    wide, dot = Plan("wide", 16, 64, 256, warps=4, stages=4), Plan("dot", 32, 64, 256, warps=4, stages=6)
-    product = Product(FP8, 4096, 4096)
-    table = Table().with_entry(product, 16, Entry(wide, 6.0, 16.0)).with_entry(product, 32, Entry(dot, 7, 16))
-    path = tmp_path / "table.json"
-    path.write_text(table.to_json())
-    assert read_table(path).products == table.products
-    assert table.choose(9, 4096, 4096, FP8) == wide
-    assert table.choose(9, 4096, 4096, FP8, quantised=True) == linear_plans.choose(9, 4096, 4096, FP8)
-    assert table.choose(17, 4096, 4096, FP8, quantised=True) == dot
-    assert linear_table.problem(wide, 16, product) is None
-    assert linear_table.problem(wide, 16, PRODUCT) == (
-        "form is 'wide', which is for float8_e4m3fn weights, not torch.bfloat16"
-    )
-
-
-def test_no_rule_is_wide() -> None:
-    plans = [linear_plans.choose(rows, 4096, 4096, FP8) for rows in range(1, 130)]
-    assert not [plan for plan in plans if plan is not None and plan.form == "wide"]
-
-
 def good() -> dict[str, Any]:
     numbers = {"rows": 16, "block_n": 64, "block_k": 128, "warps": 4, "stages": 6, "split": 2}
     return {"form": "dot", **numbers, "us": 10.5, "library_us": 13.0}

@@ -1,16 +1,14 @@
 """Products of few rows against their twins.
 
-The interpreter (on a CPU, in CI) proves indexing and masking of the forms that are written in Triton (gemv,
-dot and wide): which weight meets which token, outputs and columns that fill no tile, splits of K, what is
-done on the way, in float32 and float16; and, of the wide form, with e4m3 weights, which the interpreter
-widens exactly. The stream form is Gluon, which has no interpreter: it is proved on a GPU alone, as are
-bfloat16 and e4m3 numerics, that PDL changes no bit, that a result does not change from run to run, and that a
-graph replays what was captured (marked `gpu`).
+The interpreter (on a CPU, in CI) proves indexing and masking of the forms that are written in Triton (gemv
+and dot): which weight meets which token, outputs and columns that fill no tile, splits of K, what is done on
+the way, in float32 and float16. The stream form is Gluon, which has no interpreter: it is proved on a GPU
+alone, as are bfloat16 and e4m3 numerics, that PDL changes no bit, that a result does not change from run to
+run, and that a graph replays what was captured (marked `gpu`).
 
 Tolerances: the error against float64 may be twice the twin's, plus half a unit in the last place of the
 largest value (the twin may be lucky). FP8: of the quantised product, by norm, plus 4e-3, since the tensor
 cores sum more than one row in about 14 bits, and a last place of a norm may turn a value to its neighbour.
-Wide products are held to the first of these, with the weights as they are.
 """
 
 from __future__ import annotations
@@ -24,13 +22,8 @@ import torch.nn.functional as F
 
 from kernels import Gained, reference
 from kernels.triton.linear_plans import MOST_ROWS, SPLIT_PROGRAMS, Plan, choose
-from kernels.triton.linear_table import Entry, Product, Table
-from kernels.tune.candidates import BUCKETS, candidates
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
-linear_rows = pytest.importorskip("kernels.triton.linear_rows", exc_type=ImportError)
 
 EPS = 1e-5
 POISON = 77.0
@@ -43,9 +36,6 @@ DOT = Plan("dot", 16, 64, 64, warps=4, stages=3)
 SPLIT_DOT = Plan("dot", 16, 64, 64, warps=4, stages=3, split=3)
 ALL = ("norm", "bias", "residual")
 HIGH_DOT = Plan("dot", 16, 128, 64, warps=4, stages=3)
-WIDE = replace(DOT, form="wide")
-SPLIT_WIDE = replace(SPLIT_DOT, form="wide")
-HIGH_WIDE = replace(HIGH_DOT, form="wide")
 
 
 def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -92,12 +82,6 @@ class Case:
             product = F.silu(gate) * up
         return product if self.residual is None else product + self.residual.double()
 
-    def exact_weight(self) -> torch.Tensor:
-        return self.weight.double()
-
-    def multiply(self, x: torch.Tensor, **options: object) -> torch.Tensor:
-        return linear.linear(x, self.weight, **options)
-
     def exact_normed(self) -> torch.Tensor:
         x = self.x.double()
         if self.norm is None:
@@ -143,12 +127,6 @@ class Fp8Case(Case):
             quantised if values == torch.float8_e4m3fn else (self.weight.float() / scales).to(values)
         )
 
-    def exact_weight(self) -> torch.Tensor:
-        return self.quantised.double() * self.weight_scale.double().unsqueeze(1)
-
-    def multiply(self, x: torch.Tensor, **options: object) -> torch.Tensor:
-        return linear.linear_fp8(x, self.quantised, self.weight_scale, **options)
-
 
 def _check_fp8(case: Fp8Case, found: torch.Tensor) -> None:
     x = case.normed()
@@ -157,21 +135,12 @@ def _check_fp8(case: Fp8Case, found: torch.Tensor) -> None:
         dequantised = values.double() * scales.double()
     else:
         dequantised = x.double()
-    weight = case.exact_weight()
+    weight = case.quantised.double() * case.weight_scale.double().unsqueeze(1)
     exact = case.exact(dequantised @ weight.T)
     twin = case.twin(F.linear(dequantised, weight).add(0 if case.bias is None else case.bias).to(x.dtype))
     error = (found.double() - exact).norm() / exact.norm()
     twin_error = (twin.double() - exact).norm() / exact.norm()
     assert error <= 2 * twin_error + 4e-3
-
-
-def check_wide(case: Fp8Case, found: torch.Tensor) -> None:
-    assert found is case.out
-    weight = case.exact_weight()
-    product = F.linear(case.normed().double(), weight)
-    if case.bias is not None:
-        product += case.bias
-    _as_good(found, case.twin(product.to(found.dtype)), case.exact(case.exact_normed() @ weight.T))
 
 
 # ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
@@ -208,56 +177,13 @@ def test_every_output_is_its_scaled_product(case: tuple) -> None:
     _check_fp8(made, product)
 
 
-WIDES = [
-    (1, 96, 192, ("residual",), WIDE),
-    (5, 160, 384, ALL, WIDE),
-    (16, 160, 384, ("norm", "bias", "silu"), HIGH_WIDE),
-    (3, 160, 384, ALL, SPLIT_WIDE),
-    (13, 160, 192, ("norm", "bias", "silu", "residual"), SPLIT_WIDE),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("case", WIDES, ids=str)
-def test_a_wide_product_widens_its_weights_and_leaves_x(case: tuple, dtype: torch.dtype) -> None:
-    *shape, plan = case
-    if DEVICE.type == "cuda" and dtype == torch.float32:
-        plan = replace(plan, stages=2)
-    made = Fp8Case(*shape, dtype, torch.float8_e4m3fn)
-    made.x *= torch.logspace(-3, 3, made.x.shape[1], device=DEVICE)  # what one scale a token would lose
-    check_wide(made, made.multiply(made.x, **made.options(), plan=plan, pdl=False))
-
-
-@triton.jit
-def _widen_each(values, widened):
-    index = tl.arange(0, 256)
-    to = widened + index
-    tl.store(to, linear_rows._widen_to(tl.load(values + index), tl.load(to)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_every_e4m3_value_is_widened_to_itself(dtype: torch.dtype) -> None:
-    values = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
-    widened = torch.zeros(256, dtype=dtype, device=DEVICE)
-    _widen_each[(1,)](values, widened)
-    number = ~values.float().isnan()  # the others no weight has, and the interpreter does not know
-    assert number.sum() == 254 and torch.equal(widened[number], values.to(dtype)[number])
-
-
 GAINING = [
     # rows, outputs, K, extras, plan: outputs that fill no tile
     (5, 160, 192, ("residual",), DOT),
     (16, 157, 192, ("bias", "residual"), HIGH_DOT),
     (3, 200, 384, ("residual",), SPLIT_DOT),
     (13, 257, 192, (), SPLIT_DOT),
-    (16, 157, 192, ("bias", "residual"), HIGH_WIDE),
-    (13, 257, 192, (), SPLIT_WIDE),
 ]
-
-
-def case_of(plan: Plan, *shape: object) -> Case:
-    """With the weights that a plan is for."""
-    return Fp8Case(*shape, torch.float8_e4m3fn) if plan.form == "wide" else Case(*shape)
 
 
 def check_gained(case: Case, plan: Plan) -> None:
@@ -268,9 +194,9 @@ def check_gained(case: Case, plan: Plan) -> None:
     values = torch.full((rows + 2, columns), POISON, dtype=case.x.dtype, device=DEVICE)
     squares = torch.full((parts + 1, rows), POISON, device=DEVICE)
     gained = Gained(values[:rows], squares[:parts])
-    alone = case.multiply(case.x, **{**case.options(), "out": None}, plan=plan, pdl=False)
+    alone = linear.linear(case.x, case.weight, **{**case.options(), "out": None}, plan=plan, pdl=False)
     options = {"next_gain": gain, "gained": gained, "plan": plan, "pdl": False}
-    assert torch.equal(case.multiply(case.x, **case.options(), **options), alone)
+    assert torch.equal(linear.linear(case.x, case.weight, **case.options(), **options), alone)
     assert torch.equal(gained.values, (alone.float() * gain.float()).to(alone.dtype))
     for part, squared in zip(alone.double().pow(2).split(plan.block_n, dim=1), gained.squares, strict=True):
         assert torch.allclose(squared.double(), part.sum(1), rtol=1e-5)
@@ -285,7 +211,7 @@ def test_a_result_is_gained_for_the_norm_that_reads_it(case: tuple, dtype: torch
     *shape, plan = case
     if DEVICE.type == "cuda" and dtype == torch.float32:
         plan = replace(plan, stages=2)
-    check_gained(case_of(plan, *shape, dtype), plan)
+    check_gained(Case(*shape, dtype), plan)
 
 
 AFTER = [
@@ -294,8 +220,6 @@ AFTER = [
     (16, 160, 384, ("norm", "bias", "silu"), HIGH_DOT, 6),
     (3, 160, 384, ("norm",), SPLIT_DOT, 1),
     (13, 160, 192, ("norm", "bias", "silu"), SPLIT_DOT, 5),
-    (5, 160, 384, ALL, WIDE, 3),
-    (13, 160, 192, ("norm", "bias", "silu"), SPLIT_WIDE, 5),
 ]
 
 
@@ -305,11 +229,12 @@ def test_a_gained_x_is_normed_after_its_product(case: tuple, dtype: torch.dtype)
     *shape, plan, parts = case
     if DEVICE.type == "cuda" and dtype == torch.float32:
         plan = replace(plan, stages=2)
-    made = case_of(plan, *shape, dtype)
+    made = Case(*shape, dtype)
     made.x *= torch.arange(1, len(made.x) + 1, device=DEVICE).unsqueeze(1) / 4  # a factor of its own each
     gained = made.half_normed(parts)
-    found = made.multiply(gained.values, **made.options_after(gained), plan=plan, pdl=False)
-    (check_wide if isinstance(made, Fp8Case) else _check)(made, found)
+    _check(
+        made, linear.linear(gained.values, made.weight, **made.options_after(gained), plan=plan, pdl=False)
+    )
 
 
 def test_the_counters_of_a_split_are_zero_again() -> None:
@@ -402,22 +327,6 @@ def test_a_norm_that_cannot_be_shared_is_refused() -> None:
         linear.linear(x, weight, **options, plan=replace(DOT, block_n=16))
     with pytest.raises(ValueError, match="without SwiGLU"):
         linear.linear(x, weight, **options, silu_mul=True, plan=DOT)
-    for plan, named in ((None, "the library"), (DOT, r"Plan.*dot")):
-        with pytest.raises(ValueError, match=f"of form wide, not by {named}"):
-            linear.linear_fp8(x, weight, torch.zeros(32), squares=squares, plan=plan)
-
-
-def test_a_quantised_x_passes_over_a_tables_wide_plan_and_refuses_a_given_one() -> None:
-    case = Fp8Case(5, 160, 192, (), torch.float16, torch.float16)
-    scale, x_scale = case.weight_scale, torch.ones(5, 1, device=DEVICE)
-    with pytest.raises(ValueError, match=r"x_scale says that x is quantised; Plan.*wide"):
-        linear.linear_fp8(case.x, case.quantised, scale, x_scale=x_scale, plan=WIDE)
-    table = Table().with_entry(Product(torch.float16, 160, 192), 16, Entry(WIDE, 0.0, 0.0))
-    options = {"x_scale": x_scale, "out": case.out, "pdl": False}
-    found = linear.linear_fp8(case.x, case.quantised, scale, table=table, **options).clone()
-    rule = choose(5, 160, 192, torch.float16)
-    assert rule is not None
-    assert torch.equal(found, linear.linear_fp8(case.x, case.quantised, scale, plan=rule, **options))
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
@@ -464,9 +373,9 @@ def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
 def check_as_good_as_apart(case: Case, plan: Plan) -> None:
     """A product of a gained x against the same product of a normed x."""
     gained = case.half_normed(7)
-    shared = case.multiply(gained.values, **case.options_after(gained), plan=plan).clone()
-    apart = case.multiply(case.x, **case.options(), plan=plan)
-    exact = case.exact(case.exact_normed() @ case.exact_weight().T)
+    shared = linear.linear(gained.values, case.weight, **case.options_after(gained), plan=plan).clone()
+    apart = linear.linear(case.x, case.weight, **case.options(), plan=plan)
+    exact = case.exact(case.exact_normed() @ case.weight.double().T)
     errors = [float((found.double() - exact).norm() / exact.norm()) for found in (shared, apart)]
     assert errors[0] <= 1.5 * errors[1]
 
@@ -501,10 +410,10 @@ def sharing_layers(case: Case, workspace: object, pdl: bool, plans: tuple[Plan, 
         x, options = results[-1], {"workspace": workspace, "pdl": pdl}
         gained = linear.allocate_gained(plans[0], x)
         first = {"residual": x, "next_gain": case.norm, "gained": gained, "plan": plans[0]}
-        x = case.multiply(x, **first, **options)
+        x = linear.linear(x, case.weight, **first, **options)
         then = {"squares": gained.squares, "eps": EPS, "plan": plans[1]}
         results += [x, gained.values, gained.squares]
-        results.append(case.multiply(gained.values, **then, **options))
+        results.append(linear.linear(gained.values, case.weight, **then, **options))
     return results
 
 
@@ -536,51 +445,6 @@ def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
     assert plan is not None
     for plans in ((plan, plan), (replace(plan, split=4), replace(plan, split=1))):
         check_bits(lambda pdl, plans=plans: sharing_layers(case, workspace, pdl, plans))
-    assert workspace.arrived.eq(0).all()
-
-
-def wide_plans(rows: int, n: int, k: int) -> list[Plan]:
-    """What the tuner tries."""
-    bucket = next(most for most in BUCKETS[1:] if rows <= most)
-    plans = candidates(Product(torch.float8_e4m3fn, n, k), bucket, False)
-    return [plan for plan in plans if plan.form == "wide"]
-
-
-@on_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] >= 384], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_wide_product_is_as_good_as_one_of_16_bits(shape: tuple, dtype: torch.dtype) -> None:
-    n, k, extras = shape
-    for rows in ROWS[1:-1]:
-        wide = Fp8Case(rows, n, k, extras, dtype, torch.float8_e4m3fn)
-        same = Case(rows, n, k, extras, dtype)
-        dot = choose(rows, n, k, dtype)
-        found = [(same, linear.linear(same.x, same.weight, **same.options(), plan=dot))]
-        for plan in wide_plans(rows, n, k):
-            made = wide.multiply(wide.x, **wide.options(), plan=plan)
-            found.append((wide, made.clone()))
-            check_wide(wide, made)
-        errors = []
-        for case, result in found:
-            exact = case.exact(case.exact_normed() @ case.exact_weight().T)
-            errors.append(float((result.double() - exact).norm() / exact.norm()))
-        assert len(errors) > 1 and max(errors[1:]) <= 1.5 * errors[0]
-        if "norm" in extras and dtype == torch.bfloat16:
-            check_as_good_as_apart(wide, wide_plans(rows, n, k)[0])
-        if "silu" not in extras and "norm" not in extras:
-            check_gained(Fp8Case(rows, n, k, extras, dtype, torch.float8_e4m3fn), wide_plans(rows, n, k)[-1])
-
-
-@on_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [2, 8, 16, 32, 64])
-def test_pdl_and_graphs_change_no_bit_of_wide_products(rows: int) -> None:
-    case = Fp8Case(rows, 4096, 4096, ("norm",), torch.bfloat16, torch.float8_e4m3fn)
-    workspace = linear.allocate_workspace(DEVICE)
-    plans = wide_plans(rows, 4096, 4096)
-    for pair in ((plans[0], plans[-1]), (replace(plans[-1], split=4), replace(plans[0], split=1))):
-        check_bits(lambda pdl, pair=pair: sharing_layers(case, workspace, pdl, pair))
     assert workspace.arrived.eq(0).all()
 
 

@@ -47,25 +47,11 @@ def plan_for(shape: tuple[int, int, tuple[str, ...], Plan], rows: int, dtype: to
 
 
 @pytest.fixture(scope="module")
-def every() -> dict[str, Any]:
+def kernels() -> dict[str, Any]:
+    """What each of some kernels does in which order."""
     done = compiled("tests.kernels.tiles_compiled")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-@pytest.fixture(scope="module")
-def kernels(every: dict[str, Any]) -> dict[str, Any]:
-    """What each of some kernels does in which order."""
-    return every["tiles"]
-
-
-def test_wide_products_widen_in_registers_and_spare_the_conversion_units(every: dict[str, Any]) -> None:
-    assert len(every["wide"]) == 3
-    for rows, found in every["wide"].items():
-        assert found["copies"] > 0 and found["from registers"] > 0, rows
-        assert found["from shared memory"] == found["to bfloat16 at once"] == 0, rows
-        pairs_of_a_thread = 64 * 128 // 128 // 2
-        assert found["to float32"] == 2 * found["to float16"] == 2 * pairs_of_a_thread, rows
 
 
 def test_weights_are_asked_for_before_the_wait_and_x_after_it(kernels: dict[str, Any]) -> None:

@@ -1,13 +1,11 @@
-"""Compiles some products for Hopper and prints, as JSON, what each by `linear_tiles` does in which order, and
-how wide ones come by their weights; a process of its own, as `launches_of_serving`."""
+"""Compiles some products by `linear_tiles` for Hopper and prints, as JSON, what each does in which order; a
+process of its own, as `launches_of_serving`."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -24,14 +22,6 @@ EVENTS = {
     r"cp\.async\.bulk\.tensor": "copy",
     r"ld\.global": "load",
     r"wgmma\.mma_async": "product",
-}
-WAYS = {
-    "copies": r"cp\.async\.c[ag]",
-    "from registers": r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*\{|\bmma\.sync\.aligned",
-    "from shared memory": r"wgmma\.mma_async\S*\s+\{[^}]*\},\s*%rd",
-    "to float16": r"cvt\.rn\.f16x2\.e4m3x2",
-    "to float32": r"cvt\.f32\.f16",
-    "to bfloat16 at once": r"cvt\.(rn\.)?bf16(x2)?\.(f16|e4m3)",
 }
 
 
@@ -68,23 +58,13 @@ def fp8() -> None:
     linear.linear_fp8(x, weight, scale, x_scale=torch.empty(8, device=META), plan=plan)
 
 
-def wide(plan: Plan) -> None:
-    weight = torch.empty((4096, 4096), dtype=torch.float8_e4m3fn, device=META)
-    linear.linear_fp8(bf16(8, 4096), weight, torch.empty(4096, device=META), plan=plan)
-
-
-def compiled(launch: Callable[[], object]) -> tuple[Any, str]:
-    """A kernel and its PTX without comments."""
-    (job,) = compiling.record(GPU.target, launch)
-    with compiling._offline(GPU.target):
-        kernel = job.function.preload(job.specialisation)
-    return kernel, re.sub(r"//.*", "", kernel.asm["ptx"])
-
-
 if __name__ == "__main__":
-    found, ways = {}, {}
+    found = {}
     for launch in (split, gated, gaining, normed_after, fp8):
-        kernel, ptx = compiled(launch)
+        (job,) = compiling.record(GPU.target, launch)
+        with compiling._offline(GPU.target):
+            kernel = job.function.preload(job.specialisation)
+        ptx = re.sub(r"//.*", "", kernel.asm["ptx"])
         matches = re.finditer("|".join(EVENTS), ptx)
         events = [
             next(name for pattern, name in EVENTS.items() if re.match(pattern, match[0])) for match in matches
@@ -94,7 +74,4 @@ if __name__ == "__main__":
             "stages": PLAN.stages,
             "shared": kernel.metadata.shared,
         }
-    for rows in (8, 16, 64):
-        _, ptx = compiled(lambda rows=rows: wide(Plan("wide", rows, 64, 128, 4, 4)))
-        ways[rows] = {name: len(re.findall(pattern, ptx)) for name, pattern in WAYS.items()}
-    print(json.dumps({"tiles": found, "wide": ways}))
+    print(json.dumps(found))

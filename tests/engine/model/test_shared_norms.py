@@ -4,8 +4,6 @@ its own gain, stream and squares, whichever products can share it. Attention is 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +13,13 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import single
-from kernels import Fp8Activation, Fp8Weight, Stream, reference
+from kernels import Stream, reference
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Entry, Product, Table
 from tests.engine.model.driver import Driver, Sequence
 from tests.kernels.test_build import SMALL
 
 fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
-linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 products are the interpreter's")
 
 LAYERS, HIDDEN, INTERMEDIATE = 2, 192, 256
@@ -67,6 +64,12 @@ PLANS = {
 def test_products_that_share_norms_make_the_same_model(
     librarys: tuple[str, ...], norms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from kernels.cuda import CudaOps
+
+    class Products(CudaOps):
+        plan_attention = staticmethod(reference.plan_attention)
+        attend = staticmethod(reference.attend)
+
     table = Table()
     for name, shape in PRODUCTS.items():
         entry = Entry(None if name in librarys else PLANS[name], 0.0, 0.0)
@@ -81,85 +84,10 @@ def test_products_that_share_norms_make_the_same_model(
 
     monkeypatch.setattr(fused, "rms_norm", counted)
     (tmp_path / "config.json").write_text(json.dumps(SMALL | SHAPE))
-    found, expected = (logits(tmp_path, ops) for ops in (twins_attention(table), reference))
+    found, expected = (logits(tmp_path, ops) for ops in (Products(0, table), reference))
     assert len(launched) == 2 * norms
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() < 2e-5 * other.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("quantising", "norms", "quantised"),
-    [((), 2, 0), (("o",), 2 + LAYERS, LAYERS), (("down",), 2 + LAYERS - 1, LAYERS)],
-)
-def test_products_that_widen_fp8_weights_share_norms_and_quantise_nothing(
-    quantising: tuple[str, ...], norms: int, quantised: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = Table()
-    for name, shape in PRODUCTS.items():
-        plan = replace(PLANS[name], form="dot" if name in quantising else "wide")
-        table = table.with_entry(Product(torch.float8_e4m3fn, *shape), 16, Entry(plan, 0.0, 0.0))
-    without_dependent_launches(monkeypatch)
-    calls = {"norm": 0, "quantise": 0}
-    norm = fused.rms_norm
-
-    def counted(*arguments: object, **options: object) -> torch.Tensor:
-        calls["norm"] += 1
-        return norm(*arguments, **options)
-
-    def quantise(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the kernel, whose rounding to e4m3 an interpreter does not know."""
-        calls["quantise"] += 1
-        return reference.quantise_fp8(x)
-
-    monkeypatch.setattr(fused, "rms_norm", counted)
-    monkeypatch.setattr(linear, "quantise", quantise)
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | SHAPE))
-
-    def widen(decoder: Decoder) -> None:
-        for layer in decoder.layers:
-            linears = {"qkv": layer.attention.qkv, "o": layer.attention.o}
-            linears |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
-            for name, one in linears.items():
-                if name not in quantising:
-                    one.weight = one.weight.values.float() * one.weight.scales[:, None]  # type: ignore[union-attr]
-
-    found = logits(tmp_path, twins_attention(table), fp8=True)
-    assert calls == {"norm": 2 * norms, "quantise": 2 * quantised}
-    expected = logits(tmp_path, reference, fp8=True, change=widen)
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).abs().max() < (2e-3 if quantising else 2e-5) * other.abs().max()
-
-
-def test_an_input_that_comes_quantised_goes_around_a_wide_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `down` gets it where gate_up is the library's."""
-    from kernels.cuda import CudaOps
-
-    without_dependent_launches(monkeypatch)
-    plan = Plan("wide", 16, 64, 64, 4, 2)
-    product = Product(torch.float8_e4m3fn, 64, 128)
-    ops = CudaOps(table=Table().with_entry(product, 16, Entry(plan, 0.0, 0.0)))
-    generator = torch.Generator().manual_seed(4)
-    x, weight = (torch.randn(rows, 128, generator=generator) for rows in (3, 64))
-    quantised = Fp8Activation(*reference.quantise_fp8(x))
-    values, scales = reference.quantise_fp8(weight)
-    residual = torch.zeros(3, 64)
-    arguments = (Fp8Weight(values, scales.squeeze(1)), None, Stream(residual), torch.ones(64))
-    assert ops.linear_add(x, *arguments).gained is not None
-    residual.zero_()
-    stream = ops.linear_add(quantised, *arguments)
-    expected = (quantised.values.float() * quantised.scales) @ (values.float() * scales).T
-    assert stream.gained is None
-    assert (stream.values - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-def twins_attention(table: Table) -> object:
-    from kernels.cuda import CudaOps
-
-    class Products(CudaOps):
-        plan_attention = staticmethod(reference.plan_attention)
-        attend = staticmethod(reference.attend)
-
-    return Products(0, table)
 
 
 def without_dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +96,10 @@ def without_dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fused.tl.extra.cuda, name, lambda: None)
 
 
-def logits(
-    folder: Path, ops: object, fp8: bool = False, change: Callable[[Decoder], None] = lambda decoder: None
-) -> list[torch.Tensor]:
+def logits(folder: Path, ops: object) -> list[torch.Tensor]:
     """Of a pass with prompts and one of decodes."""
-    config, device = read_config(folder), torch.device("cpu")
-    decoder = Decoder(config, single(), ops, torch.float32, device, fp8=fp8)  # type: ignore[arg-type]
+    decoder = Decoder(read_config(folder), single(), ops, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     load_dummy(decoder, seed=1)
-    change(decoder)
     generator = torch.Generator().manual_seed(2)
     for layer in decoder.layers:
         for gain in (layer.input_norm, layer.post_norm):
