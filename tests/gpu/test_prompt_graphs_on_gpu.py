@@ -17,10 +17,23 @@ pytestmark = pytest.mark.gpu
 ALLOWED = 0.03
 """Of the numbers' size: padding changes which product kernels run, and so the order of sums."""
 
+QUANTISED_APART = 2
+"""Times what an FP8 cache puts a launched pass off one without: passes that differ by ALLOWED round other
+keys and values to a neighbour, and each is then off by as much, in a direction of its own. What is not
+rounding (order, places, who sees whom) is the same for every cache, and is held to ALLOWED without FP8."""
+
 
 @pytest.fixture(params=["auto", "fp8"])
 def made(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
     made = engine("cuda", "bfloat16", kv_dtype=request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def unquantised() -> Iterator[LocalEngine]:
+    """The same model without FP8, to launch."""
+    made = engine("cuda", "bfloat16")
     yield made
     made.close()
 
@@ -48,8 +61,18 @@ def _launched(runner: Runner, plan: StepPlan) -> torch.Tensor:
     return runner.decoder.logits(hidden.index_select(0, batch.forward.logit_index)).float()
 
 
-def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((found.float() - expected.float()).norm() <= ALLOWED * expected.float().norm())
+def _prepared(runner: Runner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:
+    """`_plan` of these sizes, with what is in the cache before, of the same rows and blocks."""
+    plan, taken = _plan(sizes)
+    runner.tables.apply(plan)
+    context = [Chunk(row, 0, _tokens(row, 0, start), [row]) for row, (start, _) in enumerate(sizes) if start]
+    if context:
+        _launched(runner, StepPlan(0, [], [], [], [], context))
+    return plan, taken
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 @pytest.mark.parametrize(
@@ -65,30 +88,27 @@ def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     ids=str,
 )
 def test_a_captured_pass_of_prompts_gives_the_logits_of_a_launched_one(
-    made: LocalEngine, sizes: list[tuple[int, int]]
+    made: LocalEngine, unquantised: LocalEngine, sizes: list[tuple[int, int]]
 ) -> None:
     runner = made.runner
     graphs = runner.prompt_graphs
     assert graphs is not None
-    plan, taken = _plan(sizes)
-    assert graphs.fits(plan)
     with torch.inference_mode():
-        runner.tables.apply(plan)
-        # What is in the cache before: of the same rows and blocks.
-        context = [
-            Chunk(row, 0, _tokens(row, 0, start), [row]) for row, (start, _) in enumerate(sizes) if start
-        ]
-        if context:
-            _launched(runner, StepPlan(0, [], [], [], [], context))
+        plan, taken = _prepared(runner, sizes)
+        assert graphs.fits(plan)
         captured = graphs.forward(plan).float().clone()
         cache = [tensor.clone() for pool in runner.kv for tensor in pool.tensors()]
         launched = _launched(runner, plan)
-    assert _near(captured, launched)
+        allowed = ALLOWED
+        if runner.decoder.kv_fp8:
+            plain = _launched(unquantised.runner, _prepared(unquantised.runner, sizes)[0])
+            allowed = max(ALLOWED, QUANTISED_APART * _apart(plain, launched))
+    assert _apart(captured, launched) <= allowed
     for found, tensor in zip(cache, [t for pool in runner.kv for t in pool.tensors()], strict=True):
         # Padding wrote nothing: what no prompt owns is still zero.
         assert not found[taken:].any()
         if found.dtype == torch.bfloat16:
-            assert _near(found[:taken], tensor[:taken])
+            assert _apart(found[:taken], tensor[:taken]) <= ALLOWED
 
 
 def test_a_replay_reads_nothing_of_the_one_before(made: LocalEngine) -> None:
