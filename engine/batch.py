@@ -50,8 +50,10 @@ class StepBatch:
 
     forward: ForwardInput
     sampling: SamplingBatch
+    logit_index: torch.Tensor
+    """[logit rows] int64: rows of the pass's result whose logits are wanted."""
     sampled_logits: int
-    """The first logit rows of the pass, for sampling; those after them belong to `prompts`."""
+    """The first logit rows, for sampling; those after them belong to `prompts`."""
     prompts: list[PromptSlice]
 
 
@@ -116,20 +118,14 @@ class RowTables:
             positions=positions,
             slots=slots,
             attention=AttentionInput(self.block_table, rows, lengths, most, chunks=[]),
-            logit_index=self._iota[:decodes],
         )
-        sampling_rows, sampled = plan.decodes, decodes
-        logit_rows: torch.Tensor | None = None
-        prompts: list[PromptSlice] = []
-        next_positions = lengths
-        if plan.chunks:
-            sampling_rows, logit_rows, prompts, sampled = self._add_chunks(forward, plan)
-            next_positions = forward.positions[forward.logit_index[:sampled]] + 1
-            if logit_rows is not None:
-                next_positions = next_positions[logit_rows]
-            rows = self._rows(sampling_rows)
-        sampling = SamplingBatch(rows, next_positions, logit_rows, self._needs(sampling_rows))
-        return StepBatch(forward, sampling, sampled, prompts)
+        if not plan.chunks:
+            sampling = SamplingBatch(rows, lengths, None, self._needs(plan.decodes))
+            return StepBatch(forward, sampling, self._iota[:decodes], decodes, [])
+        following = self._add_chunks(forward, plan)
+        scored = any(chunk.prompt_logprobs is not None for chunk in plan.chunks)
+        forward.ends = None if scored else self._ends(forward, plan)
+        return self._with_results(forward, plan, following)
 
     def decode_batch(self, plan: StepPlan, rows: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
         """The sampling of a plan without chunks whose pass a graph ran: `rows` and `positions` (where the
@@ -161,51 +157,66 @@ class RowTables:
         # A row's length after the step is the position of the token that the step samples.
         return self.sampling.needs(rows, self._lengths_host)
 
-    def _add_chunks(
-        self, forward: ForwardInput, plan: StepPlan
-    ) -> tuple[list[int], torch.Tensor | None, list[PromptSlice], int]:
-        """Append the plan's chunks to the pass, in one transfer.
-
-        Returns the sampling rows, the logit row of each (None: one each), the wanted prompt log probabilities
-        and the number of logit rows for sampling.
-        """
-        decodes = len(plan.decodes)
-        sampling_rows, logit_rows = list(plan.decodes), list(range(decodes))
-        logit_index = list(range(decodes))
-        prompt_index: list[int] = []
-        first, columns = decodes, []
+    def _add_chunks(self, forward: ForwardInput, plan: StepPlan) -> torch.Tensor:
+        """Append the plan's chunks to the pass, in one transfer. Returns the token after each of theirs:
+        `[tokens of chunks]` int64, 0 where the chunk ends its prompt."""
+        first, columns = len(plan.decodes), []
         for chunk in plan.chunks:
-            count = len(chunk.token_ids)
             inputs = self.chunk_inputs(chunk)
-            targets = np.append(inputs[0, 1:], chunk.next_token or 0)
-            columns.append(np.concatenate((inputs, targets[np.newaxis])))
-            if chunk.sample_rows:
-                sampling_rows.extend(chunk.sample_rows)
-                logit_rows.extend([len(logit_index)] * len(chunk.sample_rows))
-                logit_index.append(first + count - 1)
+            following = np.append(inputs[0, 1:], chunk.next_token or 0)
+            columns.append(np.concatenate((inputs, following[np.newaxis])))
+            count = len(chunk.token_ids)
             forward.attention.chunks.append(ChunkSpan(first, count, chunk.start, chunk.row))
             first += count
         staged = self._upload(np.concatenate(columns, axis=1))
-        sampled = len(logit_index)
-        prompts: list[PromptSlice] = []
-        for chunk, span in zip(plan.chunks, forward.attention.chunks, strict=True):
-            if chunk.prompt_logprobs is None:
-                continue
-            wanted = span.count if chunk.next_token is not None else span.count - 1
-            begin = span.first - decodes
-            following = staged[3, begin : begin + wanted]
-            prompts.append(
-                PromptSlice(chunk.row, sampled + len(prompt_index), following, chunk.prompt_logprobs)
-            )
-            prompt_index.extend(range(span.first, span.first + wanted))
         forward.token_ids = torch.cat((forward.token_ids, staged[0]))
         forward.positions = torch.cat((forward.positions, staged[1]))
         forward.slots = torch.cat((forward.slots, staged[2]))
-        forward.logit_index = self._upload(np.array(logit_index + prompt_index, dtype=np.int64))
-        if len(logit_rows) == sampled:
-            return sampling_rows, None, prompts, sampled
-        shared = self._upload(np.array(logit_rows, dtype=np.int64))
-        return sampling_rows, shared, prompts, sampled
+        return staged[3]
+
+    def _ends(self, forward: ForwardInput, plan: StepPlan) -> AttentionInput:
+        """The decodes' tokens and each chunk's last, as the last layer's attention sees them."""
+        decodes = forward.attention
+        spans = decodes.chunks
+        rows = [span.row for span in spans]
+        lens = [span.context + span.count for span in spans]
+        queries = [span.first + span.count - 1 for span in spans]
+        staged = self._upload(np.array((rows, lens, queries), dtype=np.int64))
+        return AttentionInput(
+            decodes.block_table,
+            torch.cat((decodes.rows, staged[0])),
+            torch.cat((decodes.lens, staged[1])),
+            max(decodes.columns, -(-max(lens) // BLOCK_TOKENS)),
+            chunks=[],
+            queries=torch.cat((self._iota[: len(plan.decodes)], staged[2])),
+        )
+
+    def _with_results(self, forward: ForwardInput, plan: StepPlan, following: torch.Tensor) -> StepBatch:
+        """Which rows of the pass's result are wanted, and for what."""
+        decodes, spans = len(plan.decodes), forward.attention.chunks
+        rows, logit_rows, logit_index = list(plan.decodes), list(range(decodes)), list(range(decodes))
+        positions: list[int] = []
+        for chunk, span, end in zip(plan.chunks, spans, ends_of(forward), strict=True):
+            samples = len(chunk.sample_rows)
+            if samples:
+                rows.extend(chunk.sample_rows)
+                positions.extend([span.context + span.count] * samples)
+                logit_rows.extend([len(logit_index)] * samples)
+                logit_index.append(end)
+        sampled = len(logit_index)
+        prompts: list[PromptSlice] = []
+        for chunk, span in zip(plan.chunks, spans, strict=True):
+            if chunk.prompt_logprobs is None:
+                continue
+            wanted = span.count if chunk.next_token is not None else span.count - 1
+            targets = following[span.first - decodes : span.first - decodes + wanted]
+            prompts.append(PromptSlice(chunk.row, len(logit_index), targets, chunk.prompt_logprobs))
+            logit_index.extend(range(span.first, span.first + wanted))
+        index = self._upload(np.array(logit_index, dtype=np.int64))
+        where = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
+        shared = self._upload(np.array(logit_rows, dtype=np.int64)) if len(logit_rows) != sampled else None
+        sampling = SamplingBatch(self._rows(rows), where, shared, self._needs(rows))
+        return StepBatch(forward, sampling, index, sampled, prompts)
 
     def advance(self, batch: SamplingBatch, token_ids: torch.Tensor) -> None:
         """The sample step's writes: `token_ids` [sampling rows] int64 become the rows' next input. A bad row
@@ -225,3 +236,11 @@ class RowTables:
         if self._rows_cache[0] != rows:
             self._rows_cache = (list(rows), self._upload(np.array(rows, dtype=np.int64)))
         return self._rows_cache[1]
+
+
+def ends_of(forward: ForwardInput) -> list[int]:
+    """Of each chunk of a pass, the row of the pass's result that is its last token's."""
+    decodes, spans = len(forward.attention.rows), forward.attention.chunks
+    if forward.ends is not None:
+        return list(range(decodes, decodes + len(spans)))
+    return [span.first + span.count - 1 for span in spans]

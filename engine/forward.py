@@ -23,5 +23,7 @@ class ForwardInput:
     slots: torch.Tensor
     """[tokens] int64: block id × BLOCK_TOKENS + offset, where each token's K and V are written."""
     attention: AttentionInput
-    logit_index: torch.Tensor
-    """[logit rows] int64: tokens of the pass whose logits are wanted."""
+    ends: AttentionInput | None = None
+    """Where no token but the decodes' and each chunk's last is asked for: these, as the last layer's
+    attention sees them (`AttentionInput.queries`). They alone are the result, and of the others the last
+    layer makes no more than keys and values. None: the result has a row for every token."""

@@ -126,7 +126,6 @@ class DecodeGraphs:
             positions=decodes.positions,
             slots=decodes.slots,
             attention=AttentionInput(table, decodes.table_rows, decodes.lens, table.shape[1], []),
-            logit_index=rows,
         )
         self._decoder.logits(self._decoder.forward(inputs, self._kv), out=self._logits[:size])
 

@@ -44,7 +44,7 @@ def run_largest_steps(decoder: Decoder, sampler: Sampler, tables: RowTables, spe
         tables.apply(plan)
         batch = tables.step_batch(plan)
         hidden = decoder.forward(batch.forward, pool)
-        logits = decoder.logits(hidden.index_select(0, batch.forward.logit_index))
+        logits = decoder.logits(hidden.index_select(0, batch.logit_index))
         sampler.sample(logits, batch.sampling, tables)
 
 

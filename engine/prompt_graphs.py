@@ -46,10 +46,11 @@ class PromptGraphs:
         # One chunk a row, so that logits have no more rows than those of decode steps.
         self._most_chunks = min(MOST_CHUNKS, len(tables.lengths))
         # One buffer, so that one transfer fills it: token ids, positions and slots; the tiles of each window
-        # (four int32 each, so 16 bytes, on which kernels may rely); which tokens' logits are wanted.
+        # (four int32 each, so 16 bytes, on which kernels may rely); of each chunk its last token, its row of
+        # the block table and its tokens in the cache.
         self._tiles_at = 3 * self._most
-        self._wanted_at = self._tiles_at + 2 * len(self._windows) * self._most_tiles(self._most)
-        size = self._wanted_at + self._most_chunks
+        self._ends_at = self._tiles_at + 2 * len(self._windows) * self._most_tiles(self._most)
+        size = self._ends_at + 3 * self._most_chunks
         self._inputs = torch.zeros(size, dtype=torch.int64, device=tables.device)
         self._logits = torch.empty(
             (self._most_chunks, shard.vocab), dtype=decoder.dtype, device=tables.device
@@ -108,8 +109,9 @@ class PromptGraphs:
         staged[2 * most : 3 * most] = -1
         if tokens is not None:
             staged[: 3 * most].reshape(3, most)[:, : tokens.shape[1]] = tokens
+        ends = staged[self._ends_at :].reshape(3, self._most_chunks)
         for i, span in enumerate(spans):
-            staged[self._wanted_at + i] = span.first + span.count - 1
+            ends[:, i] = span.first + span.count - 1, span.row, span.context + span.count
         for i, window in enumerate(self._windows):
             made = plan_tiles(spans, *self._heads, window)
             at = self._tiles_at + 2 * i * tiles
@@ -120,15 +122,16 @@ class PromptGraphs:
 
     def _run(self, size: int) -> None:
         most = self._most
+        queries, rows, lens = self._inputs[self._ends_at :].view(3, self._most_chunks).unbind()
+        table = self._tables.block_table
         inputs = ForwardInput(
             token_ids=self._inputs[:size],
             positions=self._inputs[most : most + size],
             slots=self._inputs[2 * most : 2 * most + size],
             attention=self._attention(size),
-            logit_index=self._inputs[self._wanted_at :],
+            ends=AttentionInput(table, rows, lens, table.shape[1], [], queries=queries),
         )
-        hidden = self._decoder.forward(inputs, self._kv)
-        self._decoder.logits(hidden.index_select(0, inputs.logit_index), out=self._logits)
+        self._decoder.logits(self._decoder.forward(inputs, self._kv), out=self._logits)
 
     def _attention(self, size: int) -> AttentionInput:
         tiles = self._most_tiles(size)

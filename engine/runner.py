@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine import memory
-from engine.batch import PromptSlice, RowTables, SamplingBatch
+from engine.batch import PromptSlice, RowTables, SamplingBatch, StepBatch, ends_of
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.device import device_name, select_device
 from engine.families import read_config
-from engine.forward import ForwardInput
 from engine.kernel_build import KernelBuild, start_build
 from engine.kernel_loading import load_products
 from engine.launched import Launched, OnStream, OnThread, StepResults, continues, read, to_host
@@ -166,13 +165,13 @@ class Runner:
     def _run_eagerly(self, plan: StepPlan) -> StepResults:
         batch = self.tables.step_batch(plan)
         hidden = self.decoder.forward(batch.forward, self.kv)
-        index = batch.forward.logit_index[: batch.sampled_logits]
+        index = batch.logit_index[: batch.sampled_logits]
         wanted = hidden if len(index) == len(hidden) else hidden.index_select(0, index)
         sampled = self.sampler.sample(self.decoder.logits(wanted), batch.sampling, self.tables)
-        prompts = [(each, self._prompt_logprobs(hidden, batch.forward, each)) for each in batch.prompts]
+        prompts = [(each, self._prompt_logprobs(hidden, batch, each)) for each in batch.prompts]
         finite = [
-            (chunk.row, hidden[span.first + span.count - 1].isfinite().all())
-            for chunk, span in zip(plan.chunks, batch.forward.attention.chunks, strict=True)
+            (chunk.row, hidden[end].isfinite().all())
+            for chunk, end in zip(plan.chunks, ends_of(batch.forward), strict=True)
             if not chunk.sample_rows
         ]
         return StepResults(sampled, batch.sampling.needs.logprob_rows, prompts, finite)
@@ -212,13 +211,13 @@ class Runner:
                 tensor[destination] = tensor[source]
 
     def _prompt_logprobs(
-        self, hidden: torch.Tensor, pass_input: ForwardInput, prompt: PromptSlice
+        self, hidden: torch.Tensor, batch: StepBatch, prompt: PromptSlice
     ) -> list[torch.Tensor]:
         pieces = []
         for first in range(0, len(prompt.targets), LOGPROB_ROWS):
             targets = prompt.targets[first : first + LOGPROB_ROWS]
             at = prompt.first + first
-            rows = pass_input.logit_index[at : at + len(targets)]
+            rows = batch.logit_index[at : at + len(targets)]
             logits = self.decoder.logits(hidden.index_select(0, rows))
             pieces.append(self.sampler.token_logprobs(logits, targets, prompt.top))
         return pieces

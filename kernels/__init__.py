@@ -132,6 +132,9 @@ class AttentionInput:
     tiles: Mapping[int | None, torch.Tensor] | None = None
     """By window, instead of `chunks`: the list of tiles that `plan_tiles` of
     `kernels.triton.attention_prefill` makes of them, in place, for passes that are captured."""
+    queries: torch.Tensor | None = None
+    """[decodes] int64: which tokens of the pass ask, the last of their sequences, where all others are only
+    written into the cache; None: the decodes are its first tokens, and everybody asks."""
 
 
 class Ops(Protocol):
@@ -210,7 +213,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Splits `qkv [tokens, (heads + 2 kv_heads) × head_dim]`; norms and rotates each query and key head;
         writes keys and values into the pool; and returns the causal attention of the pass over the paged
-        cache: `[tokens, heads, head_dim]`, as qkv. Softmax in float32.
+        cache: `[tokens, heads, head_dim]`, or `[decodes, heads, head_dim]` where the plan's input names
+        `queries`, as qkv. Softmax in float32.
 
         positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct. A decode's position and slot
         are those of the last of its `lens` tokens in its row of the block table. window: a token sees itself

@@ -168,6 +168,9 @@ class CudaOps:
         if self._only_decodes(plan.inputs):
             return self._decode(qkv, pool, plan.inputs, heads, scale, window, rotation)
         q = fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=True)
+        if plan.inputs.queries is not None:
+            asking = q.index_select(0, plan.inputs.queries)
+            return self._decode(asking, pool, plan.inputs, heads, scale, window, None)
         decodes, out = len(plan.inputs.rows), torch.empty_like(q)
         if decodes:
             self._decode(q[:decodes], pool, plan.inputs, heads, scale, window, None, out[:decodes])
@@ -176,7 +179,7 @@ class CudaOps:
         return out
 
     def _only_decodes(self, inputs: AttentionInput) -> bool:
-        return not inputs.chunks and not inputs.tiles
+        return not inputs.chunks and not inputs.tiles and inputs.queries is None
 
     def _decode(
         self,

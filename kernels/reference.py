@@ -194,6 +194,7 @@ class _AttentionPlan:
     decode_tables: torch.Tensor
     """[decodes, columns] int64"""
     lens: torch.Tensor
+    queries: torch.Tensor | None
     chunks: list[tuple[ChunkSpan, torch.Tensor]]
     """With each chunk's row of the block table, as far as it is used."""
 
@@ -208,7 +209,7 @@ def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
     # those would break this sequence's too. Its own first block stands there instead.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
     tables = torch.where(own, tables, tables[:, :1])
-    return _AttentionPlan(tables, inputs.lens, chunks)
+    return _AttentionPlan(tables, inputs.lens, inputs.queries, chunks)
 
 
 def attention(
@@ -222,6 +223,7 @@ def attention(
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The second half of `Ops.attend`: as q, whose keys and values are in the pool already."""
+    q = q if plan.queries is None else q.index_select(0, plan.queries)
     parts = []
     decodes = len(plan.lens)
     if decodes:

@@ -44,8 +44,7 @@ def launch_all(dimensions: Dimensions, table: Table) -> None:
         for window in dimensions.windows:
             if tokens <= dimensions.max_rows:
                 layers.launch(tokens, window, _decodes(dimensions, tokens))
-                if tokens > 1:
-                    layers.launch(tokens, window, _mixed(dimensions, tokens))
+                layers.launch(tokens, window, _ends(dimensions, tokens))
             layers.launch(tokens, window, _chunk(dimensions, tokens))
     for rows in {1, min(2, dimensions.max_rows), dimensions.max_rows}:
         for rank in range(dimensions.tensor_parallel):
@@ -135,10 +134,10 @@ def _decodes(dimensions: Dimensions, tokens: int) -> AttentionInput:
     return AttentionInput(_block_table(dimensions), rows, lens, _BLOCKS, [])
 
 
-def _mixed(dimensions: Dimensions, tokens: int) -> AttentionInput:
-    """Decodes beside a chunk of one token."""
-    decodes = _decodes(dimensions, tokens - 1)
-    return replace(decodes, chunks=[ChunkSpan(tokens - 1, 1, 0, 0)])
+def _ends(dimensions: Dimensions, tokens: int) -> AttentionInput:
+    """Decodes, and the ends of prompts, in a pass with prompts: all of what is cached is there already."""
+    queries = torch.empty(tokens, dtype=torch.int64, device=_META)
+    return replace(_decodes(dimensions, tokens), queries=queries)
 
 
 def _chunk(dimensions: Dimensions, tokens: int) -> AttentionInput:

@@ -151,7 +151,7 @@ class Layers:
         every = torch.arange(rows, device=self.device)
         slots = table[:, -1] * BLOCK_TOKENS + places % BLOCK_TOKENS
         attention = AttentionInput(table, every, places + 1, blocks, [])
-        self.inputs = ForwardInput(every, places, slots, attention, every)
+        self.inputs = ForwardInput(every, places, slots, attention)
         self.rows = rows
 
     def limit_us(self) -> float:

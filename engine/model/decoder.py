@@ -16,7 +16,7 @@ from engine.messages import BLOCK_TOKENS
 from engine.model.layers import Layer, Piece, Place
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
-from kernels import KvPool, Ops, Stream
+from kernels import AttentionInput, KvPool, Ops, Stream
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtypes of `engine.config.DTYPE_BYTES`."""
@@ -65,7 +65,8 @@ class Decoder:
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
         """Runs a pass, writing its keys and values into `kv` (one pool a layer): `[tokens, hidden]`, before
-        the final norm, which `logits` applies to the rows that need it."""
+        the final norm, which `logits` applies to the rows that need it; only the rows of `inputs.ends` where
+        that is given."""
         ops, ranks, eps = self.ops, self.ranks, self.config.rms_norm_eps
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = Stream(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
@@ -74,6 +75,8 @@ class Decoder:
         for layer, pool, next_gain in zip(self.layers, kv, next_gains, strict=True):
             attention, mlp = layer.attention, layer.mlp
             qkv = attention.qkv.after_norm(residual, layer.input_norm, eps)
+            if next_gain is None and inputs.ends is not None:  # the last layer
+                plan, residual = ops.plan_attention(inputs.ends), _rows_of(residual, inputs.ends)
             attended = attention(qkv, inputs, plan, pool, self.cos_sin)
             residual = attention.o.add_to(residual, attended, layer.post_norm, ranks)
             activated = mlp.activate(residual, layer.post_norm, eps)
@@ -144,3 +147,8 @@ class Decoder:
         packed = self.ops.pack_weight(self.head)
         assert isinstance(packed, torch.Tensor)
         self.head = packed
+
+
+def _rows_of(stream: Stream, ends: AttentionInput) -> Stream:
+    assert ends.queries is not None
+    return Stream(stream.values.index_select(0, ends.queries))

@@ -154,7 +154,7 @@ class Attention:
         self, qkv: torch.Tensor, inputs: ForwardInput, plan: Any, kv: KvPool, cos_sin: torch.Tensor
     ) -> torch.Tensor:
         """From `[tokens, (heads + 2 kv_heads) × head_dim]` to `[tokens, heads × head_dim]` of this rank's
-        heads: the input of `o`."""
+        heads, with fewer rows where the plan has `queries`: the input of `o`."""
         attended = self.ops.attend(
             qkv,
             inputs.positions,
@@ -166,7 +166,7 @@ class Attention:
             self.scale,
             self.window,
         )
-        return attended.view(len(qkv), -1)
+        return attended.view(len(attended), -1)
 
     def pieces(self, prefix: str) -> list[Piece]:
         config, shard, size = self.config, self.shard, self.config.head_dim

@@ -85,6 +85,9 @@ def _of_step(
 ) -> dict[str, Work]:
     """norms: launches of a norm of all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
+    # In the last layer only the ends of prompts go on behind the cache.
+    results = len(shape.contexts) + len(shape.chunks)
+    through = (layers - 1) * tokens + results
     fp8, number = info.weights == FP8, DTYPE_BYTES[info.dtype]
     weight = 1 if fp8 else number
     # Of a token's key or value in one head; with FP8, a scale beside it.
@@ -100,30 +103,32 @@ def _of_step(
         moved = n * k * item + count * (k * item + out * number)
         return Work(moved, 2.0 * count * n * k, per_s)
 
-    def layer(n: int, k: int, out: int) -> Work:
-        one = product(n, k, tokens, out, weight, fast)
-        return Work(layers * one.bytes, layers * one.operations, fast)
+    def layer(n: int, k: int, out: int, last: int) -> Work:
+        one, end = (product(n, k, count, out, weight, fast) for count in (tokens, last))
+        return Work(
+            (layers - 1) * one.bytes + end.bytes, (layers - 1) * one.operations + end.operations, fast
+        )
 
     seen = [_seen(context, 1, window) for context in shape.contexts for window in config.sliding_windows]
+    seen += [_seen(context + count, 1, config.sliding_windows[-1]) for context, count in shape.chunks]
     pairs = pages = 0.0
     for context, count in shape.chunks:
-        for window in config.sliding_windows:
+        for window in config.sliding_windows[:-1]:
             pairs += _pairs(context, count, window)
             pages += _seen(context + count, count, window)
     new = both * (config.head_dim * number + of_kv)
-    decodes = layers * len(shape.contexts) * (2 * q * number + (0 if shape.chunks else new))
-    quantised = tokens * (q + intermediate) * (number + 1)
+    asked = layers * len(shape.contexts) + len(shape.chunks)
+    decodes = asked * (2 * q * number + (0 if shape.chunks else new))
+    qkv = (config.heads + both) * config.head_dim
     made = {
-        "qkv": layer(
-            (config.heads + both) * config.head_dim, hidden, (config.heads + both) * config.head_dim
-        ),
-        "o": layer(hidden, q, 2 * hidden),
-        "gate_up": layer(2 * intermediate, hidden, intermediate),
-        "down": layer(hidden, intermediate, 2 * hidden),
+        "qkv": layer(qkv, hidden, qkv, tokens),
+        "o": layer(hidden, q, 2 * hidden, results),
+        "gate_up": layer(2 * intermediate, hidden, intermediate, results),
+        "down": layer(hidden, intermediate, 2 * hidden, results),
         "lm_head": product(config.vocab_size, hidden, rows, config.vocab_size, number, slow),
-        "_norm": Work((norms * tokens + rows) * hidden * 2 * number),
-        "_silu_mul": Work(layers * tokens * intermediate * 3 * number),
-        "_quantise": Work(layers * quantised),
+        "_norm": Work(((norms - 1) * tokens + results + rows) * hidden * 2 * number),
+        "_silu_mul": Work(through * intermediate * 3 * number),
+        "_quantise": Work(through * (q + intermediate) * (number + 1)),
         "_rope": Work(layers * tokens * (2 * q * number + new)),
         "_decode_kernel": Work(sum(seen) * both * of_kv + decodes, 4.0 * sum(seen) * q, attention),
         "_prefill_kernel": Work(pages * both * of_kv, 4.0 * pairs * q, attention),

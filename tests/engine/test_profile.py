@@ -161,7 +161,10 @@ def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     works = work_by_kernel(llama, info(), [StepShape([], [(0, 8192)], 1)], H200)
     assert works["qkv"].operations == 2 * 32 * 8192 * 6144 * 4096
     assert works["qkv"].limit_us(H200) == pytest.approx(1e6 * works["qkv"].operations / 700e12)
-    assert works["_prefill_kernel"].operations == 4 * 32 * 32 * 128 * 8192 * 8193 / 2
+    # In the last layer, all but the last token only go into the cache.
+    assert works["o"].operations == 2 * (31 * 8192 + 1) * 4096 * 4096
+    assert works["_prefill_kernel"].operations == 4 * 31 * 32 * 128 * 8192 * 8193 / 2
+    assert works["_decode_kernel"].operations == 4 * 32 * 128 * 8192
     later = work_by_kernel(llama, info(), [StepShape([], [(4096, 4096)], 1)], H200)
     assert later["_prefill_kernel"].operations == pytest.approx(
         works["_prefill_kernel"].operations * 0.75, rel=0.01

@@ -69,10 +69,9 @@ class Driver:
                 columns=max((len(sequence.blocks) for sequence, _ in decodes), default=0),
                 chunks=spans,
             ),
-            logit_index=torch.arange(len(token_ids)),
         )
         hidden = self.decoder.forward(inputs, self.kv)
-        logits = self.decoder.logits(hidden[inputs.logit_index])
+        logits = self.decoder.logits(hidden)
         return self.decoder.ranks.all_gather_last_dim(logits)[:, : self.decoder.config.vocab_size]
 
     def _append(self, sequence: Sequence, count: int) -> list[int]:

@@ -105,7 +105,6 @@ def full_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
                     columns=0,
                     chunks=[ChunkSpan(0, count, 0, 0)],
                 ),
-                logit_index=positions,
             ),
             runner.decoder.allocate_kv(blocks),
         )

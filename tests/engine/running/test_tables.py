@@ -160,6 +160,8 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
         used = row.computed // BLOCK_TOKENS + 1
         assert used <= attention.columns
         assert attention.block_table[n, :used].tolist() == row.table[:used]
+    queries, lens, table_rows = list(range(len(decodes))), [p + 1 for p in positions], list(plan.decodes)
+    scored = any(chunk.prompt_logprobs is not None for chunk in plan.chunks)
     logit_index, sampled_positions = list(range(len(decodes))), [p + 1 for p in positions]
     prompt_index: list[int] = []
     for chunk, span in zip(plan.chunks, attention.chunks, strict=True):
@@ -168,8 +170,11 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
         used = -(-end // BLOCK_TOKENS)
         assert attention.block_table[chunk.row, :used].tolist() == rows[chunk.row].table[:used]
         if chunk.sample_rows:
-            logit_index.append(len(tokens) + span.count - 1)
+            logit_index.append(len(tokens) + span.count - 1 if scored else len(queries))
             sampled_positions.append(end)
+        queries.append(len(tokens) + span.count - 1)
+        lens.append(end)
+        table_rows.append(chunk.row)
         if chunk.prompt_logprobs is not None:
             wanted = span.count - (chunk.next_token is None)
             prompt_index.extend(range(len(tokens), len(tokens) + wanted))
@@ -179,7 +184,14 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
     assert forward.token_ids.tolist() == tokens
     assert forward.positions.tolist() == positions
     assert forward.slots.tolist() == slots
-    assert forward.logit_index.tolist() == logit_index + prompt_index
+    assert batch.logit_index.tolist() == logit_index + prompt_index
+    if scored or not plan.chunks:
+        assert forward.ends is None
+    else:
+        ends = forward.ends
+        assert ends is not None and ends.queries is not None and not ends.chunks
+        assert (ends.queries.tolist(), ends.rows.tolist(), ends.lens.tolist()) == (queries, table_rows, lens)
+        assert ends.columns >= -(-max(lens) // BLOCK_TOKENS)
     assert batch.sampling.rows.tolist() == sampling_rows(plan)
     assert batch.sampling.positions.tolist() == sampled_positions
     assert batch.sampling.logit_rows is None and batch.sampled_logits == len(logit_index)
@@ -214,7 +226,9 @@ def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
     plan = StepPlan(1, setups, [(0, 0, 1), (1, 0, 2)], [], [], chunks)
     tables.apply(plan)
     batch = tables.step_batch(plan)
-    assert batch.forward.logit_index.tolist() == [2, 3]
+    assert batch.logit_index.tolist() == [0, 1]
+    assert batch.forward.ends is not None and batch.forward.ends.queries is not None
+    assert batch.forward.ends.queries.tolist() == [2, 3]
     assert batch.sampling.logit_rows is not None and batch.sampling.logit_rows.tolist() == [0, 0, 0, 1]
     assert batch.sampling.rows.tolist() == [0, 2, 3, 1]
     assert batch.sampling.positions.tolist() == [3, 3, 3, 1]

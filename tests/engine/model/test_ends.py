@@ -1,0 +1,81 @@
+"""A pass that is asked for its ends alone: the same rows, and the same cache, as one that makes every row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.batch import RowTables, ends_of
+from engine.families import read_config
+from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.model.decoder import Decoder
+from engine.model.loader import load_dummy
+from engine.parallel import single
+from kernels import KvPool, reference
+from tests.engine.tiny import TINY
+
+CPU = torch.device("cpu")
+WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+FAMILIES = {
+    "llama": {},
+    # The last of two layers sees a window alone.
+    "window": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} | WINDOW,
+}
+
+
+def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]) -> StepPlan:
+    """Chunks: row, start, tokens, whether it ends the prompt. Row r has blocks 3r, 3r + 1 and 3r + 2."""
+    rows = {row for row, start, _, _ in chunks if not start}
+    return StepPlan(
+        step,
+        [RowSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in rows],
+        [(row, index, 3 * row + index) for row in rows for index in range(3)],
+        [],
+        decodes,
+        [
+            Chunk(row, start, [(7 * at + row) % 150 for at in range(start, start + count)], [row] * ends)
+            for row, start, count, ends in chunks
+        ],
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("decodes", "chunks"),
+    [
+        ([], [(2, 0, 1, True)]),
+        ([], [(2, 0, 100, False), (3, 0, 130, True)]),
+        ([1, 0], [(2, 0, 64, True), (3, 0, 65, False), (4, 0, 1, True)]),
+        ([1], [(0, 70, 90, True)]),
+    ],
+    ids=["one token", "prompts", "decodes and prompts", "the rest of a prompt"],
+)
+def test_the_ends_are_rows_of_the_whole_pass(
+    family: str, decodes: list[int], chunks: list[tuple[int, int, int, bool]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
+    decoder = Decoder(read_config(tmp_path), single(), reference, torch.float32, CPU)  # type: ignore[arg-type]
+    load_dummy(decoder, seed=4)
+    tables, kv = RowTables(5, 3, decoder.config.vocab_size, CPU), decoder.allocate_kv(15)
+    before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
+    tables.apply(before)
+    first = tables.step_batch(before)
+    decoder.forward(first.forward, kv)
+    tables.advance(first.sampling, torch.tensor([5, 6]))
+
+    now = plan(2, decodes, chunks)
+    tables.apply(now)
+    batch = tables.step_batch(now)
+    assert batch.forward.ends is not None
+    whole = replace(batch.forward, ends=None)
+    copied = [KvPool(pool.keys.clone(), pool.values.clone()) for pool in kv]
+    found, expected = decoder.forward(batch.forward, kv), decoder.forward(whole, copied)
+    assert len(found) == len(decodes) + len(chunks)
+    torch.testing.assert_close(found, expected[[*range(len(decodes)), *ends_of(whole)]])
+    for pool, other in zip(kv, copied, strict=True):
+        torch.testing.assert_close(pool.keys, other.keys)
+        torch.testing.assert_close(pool.values, other.values)
