@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
 import sys
 from argparse import Namespace
 from importlib.machinery import SourceFileLoader
@@ -68,13 +71,48 @@ def test_a_group_that_hangs_is_cut_off_and_not_clean(
     assert not sanitize.is_clean("memcheck", outcome)
 
 
-def test_on_a_gpu_each_file_that_needs_one_has_a_process() -> None:
+def test_on_a_gpu_each_file_that_needs_one_has_a_process_or_several() -> None:
     test_gpu = script("test_gpu")
-    commands = test_gpu._commands(Namespace(parts=["tests"], timeout=400.0, logs=Path("logs")))
-    marked = set((ROOT / "tests" / "gpu").glob("test_*.py"))
-    found = {ROOT / command[-1] for command in commands.values()}
-    assert marked <= found and len(found) == len(commands) > 10
+    commands = test_gpu._commands(Namespace(timeout=400.0, logs=Path("logs")))
     assert set(test_gpu.ALONE) <= set(commands)
+    runs = [command for name, command in commands.items() if test_gpu._is_chosen(name, ["tests"])]
+    assert len(commands) - len(runs) == 2
+    found = {}
+    for *_, share, path in runs:
+        found.setdefault(ROOT / path, []).append(share)
+    assert set((ROOT / "tests" / "gpu").glob("test_*.py")) <= set(found) and len(found) > 10
+    for path, shares in found.items():
+        n = test_gpu.SHARES.get(path.stem, 1)
+        assert shares == [f"--share={k}/{n}" for k in range(1, n + 1)], path
+    assert set(test_gpu.SHARES) <= {path.stem for path in found}
+
+
+def test_what_failed_on_a_gpu_is_run_again_by_its_name() -> None:
+    test_gpu = script("test_gpu")
+    names = ["defects", "sanitize", "test_loading", "test_triton_linear.1", "test_triton_linear.2"]
+
+    def chosen(*parts: str) -> list[str]:
+        return [name for name in names if test_gpu._is_chosen(name, list(parts))]
+
+    assert chosen("tests", "sanitize", "defects") == names
+    assert chosen("test_triton_linear", "sanitize") == [names[1], *names[3:]]
+    assert chosen("test_triton_linear.2") == names[4:]
+    assert chosen("test_triton") == []
+
+
+def test_shares_of_a_file_are_all_its_tests_once(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]")
+    names = [f"test_{number}" for number in range(8)]
+    (tmp_path / "test_some.py").write_text("\n".join(f"def {name}(): pass" for name in names))
+    command = [sys.executable, "-m", "pytest", "-qq", "-p", "no:cacheprovider", "-p", "tests.share", "-rp"]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = []
+    for number in (1, 2, 3):
+        share = [f"--share={number}/3", str(tmp_path)]
+        done = subprocess.run([*command, *share], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        ran.append(re.findall(r"test_\d", done.stdout))
+    assert ran == [names[0::3], names[1::3], names[2::3]]
 
 
 MEMCHECK = """========= COMPUTE-SANITIZER

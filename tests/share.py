@@ -1,0 +1,17 @@
+"""A plugin of pytest's, so that a file's tests may run in several processes: `-p tests.share --share 2/3`
+runs every third test, from the second."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="K/N", default="1/1", help="every N-th test, from the K-th of 1 to N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    which, shares = map(int, config.getoption("--share").split("/"))
+    chosen = items[which - 1 :: shares]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
