@@ -155,9 +155,14 @@ GROUPS: dict[str, Callable[[], None]] = {
 def _finite(*results: torch.Tensor) -> None:
     if ON_GPU:
         torch.cuda.synchronize()
-    for result in results:
-        if not result.float().isfinite().all():
-            raise AssertionError(f"a result is not finite: {result}")
+    for number, result in enumerate(results):
+        wrong = ~result.float().isfinite()
+        if wrong.any():
+            shape, first = tuple(result.shape), tuple(wrong.nonzero()[0].tolist())
+            raise AssertionError(
+                f"result {number}, {result.dtype} {shape}: {int(wrong.sum())} of {wrong.numel()} are not "
+                f"finite, the first at {first}"
+            )
 
 
 def main(names: list[str]) -> int:

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+from tests.kernels import exercise
 from tests.kernels.exercise import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +59,35 @@ def test_the_tool_is_found_in_a_toolkit_that_is_not_on_the_path(
     assert sanitize.find_tool() == f"{tmp_path}/cuda-13.0/compute-sanitizer/compute-sanitizer"
     monkeypatch.setenv("CUDA_HOME", f"{tmp_path}/home")
     assert sanitize.find_tool() == f"{tmp_path}/home/bin/compute-sanitizer"
+
+
+def test_a_group_that_does_not_run_is_told_and_the_others_are_checked(
+    sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def pretended(under: list[str], group: str, *_: object) -> tuple[int, str]:
+        asked.append((bool(under), group))
+        return (1, TRACEBACK.format(root=ROOT)) if group == "prefill" else (0, f"ran {group}\n{NO_ERRORS}")
+
+    monkeypatch.setattr(sanitize, "_exercise", pretended)
+    monkeypatch.setattr(sanitize, "find_tool", lambda: "compute-sanitizer")
+    monkeypatch.setattr(sys, "argv", ["sanitize", "--logs", str(tmp_path), "--tools", "memcheck", "--"])
+    sys.argv += ["prefill", "place"]
+    assert sanitize.main() == 1
+    assert asked == [(False, "prefill"), (False, "place"), (True, "place")]
+    said = capsys.readouterr().out
+    assert 'exercise.py", line 62, in prefill' in said and "3 of 192 are not finite" in said
+    assert "ok    memcheck   place" in said and "1 not clean" in said
+    assert (tmp_path / "no-tool-prefill.log").read_text() == TRACEBACK.format(root=ROOT)
+
+
+def test_what_is_not_finite_is_said_in_a_line() -> None:
+    result = torch.zeros(4, 6, 8)
+    result[2, 1, 5:] = float("nan")
+    said = r"result 1, torch.float32 \(4, 6, 8\): 3 of 192 are not finite, the first at \(2, 1, 5\)$"
+    with pytest.raises(AssertionError, match=said):
+        exercise._finite(torch.ones(3), result)
 
 
 def test_a_group_that_hangs_is_cut_off_and_not_clean(
@@ -115,6 +146,17 @@ def test_shares_of_a_file_are_all_its_tests_once(tmp_path: Path) -> None:
     assert ran == [names[0::3], names[1::3], names[2::3]]
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "{root}/tests/kernels/exercise.py", line 170, in main
+    GROUPS[name]()
+  File "{root}/tests/kernels/exercise.py", line 62, in prefill
+    _finite(case.run(out=torch.zeros_like(case.q)))
+    ~~~~~~~^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+AssertionError: result 0, torch.bfloat16 (4, 6, 8): 3 of 192 are not finite, the first at (2, 1, 5)
+and what else was said
+"""
+NO_ERRORS = "========= ERROR SUMMARY: 0 errors"
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 16 bytes
 =========     at _decode_kernel+0x1230 in attention_decode.py:201
