@@ -57,6 +57,9 @@ class Entry:
     """Microseconds that it adds to a decoder's layer, with what must run beside it."""
     library_us: float
     """The library's."""
+    layer_us: float | None = None
+    """Microseconds of a decoder's layer, attention included, by which the plan was chosen together with those
+    of the layer's other products; None: it was chosen by `us`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,8 @@ def _entry_fields(entry: Entry) -> dict[str, Any]:
     plan: dict[str, Any] = {"form": _LIBRARY}
     if entry.plan is not None:
         plan = {one.name: getattr(entry.plan, one.name) for one in fields(entry.plan)}
-    return {**plan, "us": round(entry.us, 1), "library_us": round(entry.library_us, 1)}
+    figures = {"us": entry.us, "library_us": entry.library_us, "layer_us": entry.layer_us}
+    return plan | {name: round(value, 1) for name, value in figures.items() if value is not None}
 
 
 def _product(path: Path, name: str) -> Product:
@@ -185,12 +189,12 @@ def _product(path: Path, name: str) -> Product:
 def _entry(where: str, product: Product, most_rows: int, values: Any) -> Entry:
     if not isinstance(values, dict):
         raise TableError(f"{where}: is {values!r}, not an object; {_REMEDY}")
-    known = {"form", *_NUMBERS, "us", "library_us"}
+    known = {"form", *_NUMBERS, "us", "library_us", "layer_us"}
     if unknown := sorted(set(values) - known):
         raise TableError(
             f"{where}: {unknown[0]} is no field; there are {', '.join(sorted(known))}; {_REMEDY}"
         )
-    for name in ("us", "library_us"):
+    for name in ("us", "library_us", *({"layer_us"} & set(values))):
         if isinstance(values.get(name), bool) or not isinstance(values.get(name), int | float):
             raise TableError(f"{where}: {name} is {values.get(name)!r}, not a number; {_REMEDY}")
     plan = None
@@ -200,4 +204,5 @@ def _entry(where: str, product: Product, most_rows: int, values: Any) -> Entry:
         plan = Plan(form=values.get("form"), **numbers)  # type: ignore[arg-type]
         if (wrong := problem(plan, most_rows, product)) is not None:
             raise TableError(f"{where}: {wrong}; {_REMEDY}")
-    return Entry(plan, float(values["us"]), float(values["library_us"]))
+    layer_us = float(values["layer_us"]) if "layer_us" in values else None
+    return Entry(plan, float(values["us"]), float(values["library_us"]), layer_us)

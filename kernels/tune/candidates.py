@@ -87,9 +87,9 @@ def _dots(product: Product, tile: int) -> Iterable[Plan]:
 
 
 def _tiles(product: Product, tile: int) -> Iterable[Plan]:
-    """64 weight rows by columns of 128 and 256 bytes, as many stages as let two programs in."""
-    for columns in (128, 256):
-        plan = Plan("tiles", tile, 64, columns // product.dtype.itemsize, 4)
+    """64 weight rows by columns of 128 and 256 bytes, and 128 by 128: as many stages as let two in."""
+    for block_n, columns in ((64, 128), (64, 256), (128, 128)):
+        plan = Plan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=_HALF_SHARED // _shared(plan, product))
         for split in (1,) if product.n >= _MANY else (1, 2, 4, 8):
             yield replace(plan, split=split)

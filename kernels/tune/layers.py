@@ -9,9 +9,7 @@ that it cannot share with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -21,6 +19,7 @@ from kernels.dimensions import Dimensions
 from kernels.reference import quantise_fp8, rms_norm
 from kernels.triton import fused
 from kernels.triton.linear_table import Product, Table
+from kernels.tune.graphs import graph_microseconds
 
 LAYER_PRODUCTS = ("qkv", "o", "gate_up", "down")
 
@@ -29,7 +28,6 @@ _CACHES = 8
 """A chain's weights are that many times the L2, so that none is found there."""
 _CHAIN_BYTES = 5 << 30
 """Weights that a graph reads, at least: its start, some 10 µs, is then a small part."""
-_REPLAYS = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,29 +204,6 @@ class Head:
 
     def _run(self, ops: CudaOps, weight: torch.Tensor) -> None:
         ops.norm_linear(Stream(self._x), self._norm, _EPS, weight, None, self._logits)
-
-
-def graph_microseconds(run: Callable[[], object]) -> float:
-    """Of one replay of `run` in a graph: the median of some."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            run()
-        finally:
-            graph.capture_end()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 3)]
-        for event in events:
-            graph.replay()
-            event.record()
-        stream.synchronize()
-    torch.cuda.current_stream().wait_stream(stream)
-    times = [1e3 * a.elapsed_time(b) for a, b in pairwise(events[2:])]
-    return sorted(times)[len(times) // 2]
 
 
 def _copies(size: int, device: torch.device) -> int:

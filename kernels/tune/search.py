@@ -15,6 +15,7 @@ from kernels.triton import linear_plans
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Entry, Product, Table
 from kernels.tune.candidates import candidates
+from kernels.tune.descent import Choice
 from kernels.tune.layers import Head, Layers
 
 MOST_ERROR = 1e-2
@@ -98,40 +99,55 @@ def _search_layer(layers: Layers, rows: int, known: Table, report: Report, hoppe
     base = {name: rules[name] if entry is None else entry.plan for name, entry in entries.items()}
     searched = [name for name, entry in entries.items() if entry is None]
 
-    def us(plans: dict[str, Plan | None], without: str | None = None) -> float:
-        table = _table({products[name]: plan for name, plan in plans.items()}, rows)
-        return layers.microseconds(table, without)
-
-    def least(plans: dict[str, Plan | None], without: str | None = None) -> float:
-        return min(us(plans, without) for _ in range(_ROUNDS))
-
     def beside(others: dict[str, Plan | None], name: str) -> Microseconds:
-        return lambda plan: us({**others, name: plan})
-
-    def error(name: str, plan: Plan | None, count: int) -> float:
-        return layers.error(name, _table({products[name]: plan}, rows), count)
+        return lambda plan: _microseconds(layers, {**others, name: plan}, rows)
 
     timings = {name: _time(_tried(products[name], rows, hopper), beside(base, name)) for name in searched}
     best = base | {name: timed[0][0] for name, timed in timings.items()}
     for name, timed in timings.items():
-        right = (
-            plan for plan, _ in timed if _is_right(lambda *what, name=name: error(name, *what), plan, rows)
-        )
+        right = (plan for plan, _ in timed if is_right(layers, name, plan, rows))
         finalists = list(dict.fromkeys([*islice(right, _FINALISTS), rules[name]]))
         best[name] = _prefer(rules[name], _time(finalists, beside(best, name), _ROUNDS))
     found = []
-    layer_us = least(best)
-    for name in searched:
-        product = products[name]
-        without = least(best, without=name)
-        library = layer_us if best[name] is None else least({**best, name: None})
-        entry = Entry(best[name], layer_us - without, library - without)
-        found.append(Measured(product, rows, entry, _raw(name, product, rows, entry, timings[name], without)))
-    totals = [least(rules), least(dict.fromkeys(rules)), layer_us]
+    for name, (entry, without_us) in figures(layers, best, searched, rows).items():
+        raw = _raw(name, products[name], rows, entry, timings[name], without_us)
+        found.append(Measured(products[name], rows, entry, raw))
+    totals = [_least(layers, plans, rows) for plans in (rules, dict.fromkeys(rules), best)]
     report(f"{rows:4}: " + " ".join(f"{total:6.1f}" for total in totals))
     for one in found:
         report(f"      {_line(one)}")
     return found
+
+
+def figures(layers: Layers, plans: Choice, names: Iterable[str], rows: int) -> dict[str, tuple[Entry, float]]:
+    """What each of some products adds to a layer that goes by `plans`, and the layer without it."""
+    found = {}
+    layer_us = _least(layers, plans, rows)
+    for name in names:
+        without_us = _least(layers, plans, rows, name)
+        library_us = layer_us if plans[name] is None else _least(layers, {**plans, name: None}, rows)
+        found[name] = Entry(plans[name], layer_us - without_us, library_us - without_us), without_us
+    return found
+
+
+def is_right(layers: Layers, name: str, plan: Plan | None, rows: int) -> bool:
+    """Whether a product's results are, as `_is_right` says. Raises what a launch raises."""
+    table = table_of(layers, {name: plan}, rows)
+    return _is_right(lambda _, count: layers.error(name, table, count), plan, rows)
+
+
+def table_of(layers: Layers, plans: Choice, rows: int) -> Table:
+    """By which a layer goes by `plans`."""
+    products = layers.products()
+    return _table({products[name]: plan for name, plan in plans.items()}, rows)
+
+
+def _microseconds(layers: Layers, plans: Choice, rows: int, without: str | None = None) -> float:
+    return layers.microseconds(table_of(layers, plans, rows), without)
+
+
+def _least(layers: Layers, plans: Choice, rows: int, without: str | None = None) -> float:
+    return min(_microseconds(layers, plans, rows, without) for _ in range(_ROUNDS))
 
 
 def _search_head(head: Head, rows: int, report: Report, hopper: bool) -> Measured:
@@ -191,7 +207,7 @@ def _table(plans: dict[Product, Plan | None], rows: int) -> Table:
 
 
 def _line(one: Measured) -> str:
-    return f"{one.product!s:28} {one.entry.us:6.1f} {one.entry.library_us:6.1f}  {_plan_text(one.entry.plan)}"
+    return f"{one.product!s:28} {one.entry.us:6.1f} {one.entry.library_us:6.1f}  {plan_text(one.entry.plan)}"
 
 
 def _raw(
@@ -201,14 +217,14 @@ def _raw(
         "product": name,
         "shape": str(product),
         "rows": rows,
-        "won": _plan_text(entry.plan),
+        "won": plan_text(entry.plan),
         "us": round(entry.us, 2),
         "library_us": round(entry.library_us, 2),
         "layer_without_us": round(without_us, 2),
-        "tried_layer_us": {_plan_text(plan): round(time, 2) for plan, time in timed},
+        "tried_layer_us": {plan_text(plan): round(time, 2) for plan, time in timed},
     }
 
 
-def _plan_text(plan: Plan | None) -> str:
+def plan_text(plan: Plan | None) -> str:
     """Form, rows, block_n, block_k, warps, stages, split."""
     return "library" if plan is None else " ".join(str(getattr(plan, one.name)) for one in fields(plan))

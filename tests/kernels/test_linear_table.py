@@ -48,9 +48,10 @@ def test_shapes_and_dtypes_that_are_not_there_follow_the_rules(table: Table) -> 
 
 def test_a_table_is_read_as_it_was_written(table: Table, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
+    table = table.with_entry(PRODUCT, 32, Entry(None, 8.6, 14.5, layer_us=123.4))
     path.write_text(table.to_json())
     assert read_table(path) == table
-    assert sum('"us"' in line for line in path.read_text().splitlines()) == 3
+    assert sum('"us"' in line for line in path.read_text().splitlines()) == 4
 
 
 def good() -> dict[str, Any]:
@@ -71,6 +72,7 @@ def good() -> dict[str, Any]:
         ({"form": "gemv"}, "rows is 16; gemv has one"),
         ({"split": 32, "rows": 64}, "split is 32: its sums do not fit the workspace"),
         ({"us": "fast"}, "us is 'fast', not a number"),
+        ({"layer_us": None}, "layer_us is None, not a number"),
         ({"speed": 1}, "speed is no field"),
     ],
 )

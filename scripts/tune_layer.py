@@ -1,0 +1,256 @@
+"""Chooses the kernels of a decode layer's products by the time of the whole layer, and writes the table.
+
+    python scripts/tune_layer.py --both --out nvidia-h200.json
+    python scripts/tune_layer.py --rows 8 --json-of-tune tune.json --out nvidia-h200.json
+
+`python -m kernels.tune` picks each product's plan beside the others', in a chain without attention. Plans
+interact beyond that, so this begins where it ended (and at the rules, at tiles everywhere, and at each --way,
+written as for measure_layer.py) and descends: one product's plans at a time, by what a layer of the decoder's
+own code takes in a CUDA graph, attention included, until a round brings less than 0.3 %. Candidates are
+replayed in turns, so that no drift of the clocks chooses; every plan is compared with a product in float32
+first. What is 0.3 % faster than the table's plans replaces them. The file is the shipped table with what was
+found (the other entries as they are), written as it grows: copy it to kernels/tuned/.
+
+Of each entry that was judged here, layer_us is the layer's time, which chose; us and library_us are what
+`kernels.tune` means by them, what the product adds to a chain of the layer's products. At the end of each
+line stands what other attention configurations would give; tables do not hold those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.bench.decode_layers import META, DecodeLayers, Way, compile_launched, write_shape
+from engine.bench.shapes import SHAPES
+from kernels import compiling
+from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_table import Table, load_table, problem
+from kernels.tune import descent, search
+from kernels.tune.descent import Choice
+from kernels.tune.graphs import Graphs
+from kernels.tune.layers import LAYER_PRODUCTS, Layers
+from kernels.tune.shortlist import covering, read_tried, shortlist, starts
+
+ORDER = ("o", "down", "qkv", "gate_up")
+"""Those that write the residual stream first: whether the others may share a norm depends on them."""
+SEARCHED = 12
+"""Layers of a graph that is compared: fewer than measure_layer.py's, since there are hundreds."""
+LEAST_PAGES = (2, 4)
+CUDA = torch.device("cuda")
+
+Options = dict[str, list[Plan | None]]
+
+
+def plan_search(layers: DecodeLayers, arguments: Any, hopper: bool) -> tuple[list[Choice], Options]:
+    """Where descents begin, and the plans of each product that are tried."""
+    rows, products, shipped = layers.rows, layers.products(), layers.shipped_plans()
+    begun = starts(products, rows, shipped, hopper)
+    for way in arguments.way:
+        plans = way.plans_for(rows, layers.dtype.itemsize)
+        usable = {name for name, plan in plans.items() if not plan or not problem(plan, rows, products[name])}
+        begun.append({**shipped, **{name: plans[name] for name in usable}})
+    options = {}
+    for name in ORDER:
+        known = [choice[name] for choice in begun]
+        options[name] = shortlist(products[name], rows, hopper, known, arguments.tried, arguments.most)
+    return begun, options
+
+
+def compile_all(folder: Path, arguments: Any, target: Any, table: Table) -> None:
+    """Compile what the searches will launch."""
+
+    def launch() -> None:
+        for fp8 in arguments.fp8:
+            layers = DecodeLayers(folder, fp8, arguments.context, META, table)
+            products = Layers(layers.dimensions, META)
+            for rows in arguments.rows:
+                layers.set_rows(rows)
+                products.set_rows(rows)
+                for plans in (layers.shipped_plans(), dict.fromkeys(ORDER)):
+                    products.launch(search.table_of(products, plans, rows))
+                for choice in covering(plan_search(layers, arguments, target.arch == 90)[1]):
+                    with layers.going(choice):
+                        layers.run()
+                for pages in LEAST_PAGES:
+                    with layers.going({}, {"least_pages": pages}):
+                        layers.run()
+
+    compile_launched(target, launch)
+
+
+class Timer:
+    """Compares layers that go different ways."""
+
+    def __init__(self, layers: DecodeLayers) -> None:
+        self._layers, self._graphs = layers, Graphs()
+
+    def choices(self, choices: Sequence[Choice]) -> list[float]:
+        """See `descent.Compare`."""
+        return self._compare([(choice, {}) for choice in choices])
+
+    def attention(self, choice: Choice, changes: Sequence[dict[str, int]]) -> list[float]:
+        """With each of some changes of attention's configuration."""
+        return self._compare([(choice, change) for change in changes])
+
+    def _compare(self, ways: Sequence[tuple[Choice, dict[str, int]]]) -> list[float]:
+        captured, where, failure = [], [], None
+        for index, (choice, attention) in enumerate(ways):
+            try:
+                with self._layers.going(choice, attention):
+                    graph = self._graphs.capture(
+                        lambda: self._layers.run(SEARCHED), lambda: self._layers.run(2)
+                    )
+            except Exception as error:
+                failure = error
+                continue
+            captured.append(graph)
+            where.append(index)
+        if failure is not None and not captured:
+            raise failure
+        times = [math.inf] * len(ways)
+        medians = descent.race(lambda order: self._graphs.microseconds(captured, order), len(captured))
+        for index, us in zip(where, medians, strict=True):
+            times[index] = us / SEARCHED
+        return times
+
+
+def drop_wrong(
+    layers: Layers, rows: int, begun: list[Choice], options: Options
+) -> tuple[list[Choice], Options]:
+    """Without plans that do not run or whose results are not right. What ships stays."""
+    wrong = set()
+    for name, product in layers.products().items():
+        for plan in {*options[name], *(choice[name] for choice in begun)}:
+            try:
+                right = search.is_right(layers, name, plan, rows)
+            except Exception as error:
+                print(f"{product} {rows}: {search.plan_text(plan)} fails: {str(error)[:200]}")
+                right = False
+            if not right:
+                wrong.add((name, plan))
+    kept = {name: [plan for plan in options[name] if (name, plan) not in wrong] for name in options}
+    others = [choice for choice in begun[1:] if not wrong.intersection(choice.items())]
+    return [begun[0], *others], kept
+
+
+def tune(
+    layers: DecodeLayers, products: Layers, arguments: Any, hopper: bool
+) -> tuple[Table, dict[str, Any]]:
+    """The table with what was found for the rows that are set, and the figures; prints them."""
+    began = time.perf_counter()
+    rows = layers.rows
+    begun, options = drop_wrong(products, rows, *plan_search(layers, arguments, hopper))
+    timer = Timer(layers)
+    best, us, before = descent.search(begun, options, timer.choices)
+    table = layers.shipped
+    for name, (entry, _) in search.figures(products, best, ORDER, rows).items():
+        table = table.with_entry(layers.products()[name], rows, replace(entry, layer_us=us))
+    row: dict[str, Any] = {"dtype": "fp8" if layers.dtype.itemsize == 1 else "bf16", "rows": rows}
+    row |= {"before_us": round(before, 2), "us": round(us, 2), "of_limit": round(layers.limit_us() / us, 3)}
+    row |= {"differs": difference(layers, begun[0], best), "plans": {}, "attention_us": {}}
+    for name in LAYER_PRODUCTS:
+        row["plans"][name] = search.plan_text(best[name])
+    changes = attention_changes(layers)
+    for change, changed in zip(changes, timer.attention(best, changes), strict=True):
+        row["attention_us"][" ".join(f"{name}={value}" for name, value in change.items())] = round(changed, 2)
+    row["s"] = round(time.perf_counter() - began, 1)
+    print(_line(row, [name for name in ORDER if best[name] == begun[0][name]]), flush=True)
+    return table, row
+
+
+_HEADER = """dtype rows: µs of a layer by the table → by what was found, of the limit, ± of the hidden states
+between the two, seconds of search; plans: form rows block_n block_k warps stages split, (=) as in the table;
+µs with other configurations of attention, the first of which is the one that it has"""
+
+
+def _line(row: dict[str, Any], kept: list[str]) -> str:
+    plans = ", ".join(f"{name} {text}{' (=)' * (name in kept)}" for name, text in row["plans"].items())
+    attention = ", ".join(f"{text} {us}" for text, us in row["attention_us"].items())
+    return (
+        f"{row['dtype']} {row['rows']:3}: {row['before_us']:6.2f} → {row['us']:6.2f} {row['of_limit']} "
+        f"±{row['differs']:.0e} {row['s']} s; {plans}; attention {attention}"
+    )
+
+
+def difference(layers: DecodeLayers, first: Choice, second: Choice) -> float:
+    """Of the hidden states that two ways leave, ‖b − a‖ / ‖a‖."""
+    hidden = []
+    for choice in (first, second):
+        with layers.going(choice):
+            hidden.append(layers.run().float())
+    return float((hidden[1] - hidden[0]).norm() / hidden[0].norm())
+
+
+def attention_changes(layers: DecodeLayers) -> list[dict[str, int]]:
+    """As it is (in words that change nothing), fewer and more pieces, and pieces that are longer."""
+    items = layers.attention_config().items
+    cut = items - layers.rows
+    counts = dict.fromkeys((items, layers.rows + cut // 2, layers.rows + 2 * cut))
+    return [*({"items": count} for count in counts), *({"least_pages": pages} for pages in LEAST_PAGES)]
+
+
+def main() -> None:
+    arguments = _arguments()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_shape(folder, arguments.shape)
+        try:
+            gpu = compiling.this_gpu()
+        except compiling.GpuError as error:
+            raise SystemExit(str(error)) from None
+        table, hopper = load_table(gpu.name), gpu.target.arch == 90
+        compile_all(folder, arguments, gpu.target, table)
+        found = []
+        print(_HEADER)
+        for fp8 in arguments.fp8:
+            with torch.inference_mode():
+                layers = DecodeLayers(folder, fp8, arguments.context, CUDA, table)
+                products = Layers(layers.dimensions, CUDA)
+                for rows in arguments.rows:
+                    layers.set_rows(rows)
+                    products.set_rows(rows)
+                    layers.shipped, row = tune(layers, products, arguments, hopper)
+                    table = layers.shipped
+                    found.append(row)
+                    arguments.out.write_text(table.to_json())
+                    if arguments.json:
+                        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+            del layers, products
+
+
+def _arguments() -> Any:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64], help="entries of the table"
+    )
+    parser.add_argument("--context", type=int, default=640, help="tokens of each sequence (%(default)s)")
+    parser.add_argument("--fp8", action="store_true", help="FP8 weights and cache instead of bf16")
+    parser.add_argument("--both", action="store_true", help="bf16, then FP8")
+    parser.add_argument("--way", type=Way.parse, action="append", default=[], help="another start")
+    parser.add_argument(
+        "--most", type=int, default=10, help="plans of a product that are tried (%(default)s)"
+    )
+    parser.add_argument("--json-of-tune", type=Path, help="prefer what kernels.tune --json found fastest")
+    parser.add_argument("--out", type=Path, required=True, help="the table")
+    parser.add_argument("--json", type=Path, help="figures into this file")
+    arguments = parser.parse_args()
+    arguments.fp8 = [False, True] if arguments.both else [arguments.fp8]
+    arguments.tried = read_tried(arguments.json_of_tune) if arguments.json_of_tune else {}
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The descent over a layer's products, by a timer that is made up; what is measured is a GPU's to say."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.bench.decode_layers import Way
+from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_table import Product, problem
+from kernels.tune.candidates import candidates
+from kernels.tune.descent import ENOUGH, Choice, descend, race, search
+from kernels.tune.search import plan_text
+from kernels.tune.shortlist import covering, read_tried, shortlist, starts
+from tests.kernels import test_build
+from tests.kernels.test_tune import BF16, FP8, SHAPES
+
+A, B, C = (Plan("dot", 16, 64, 128, 4, stages) for stages in (4, 5, 6))
+
+
+class Timer:
+    """Layers that take what `us` says, and what has been asked of them."""
+
+    def __init__(self, us: Callable[[Choice], float]) -> None:
+        self.us, self.asked = us, list[list[Choice]]()
+
+    def __call__(self, choices: Sequence[Choice]) -> list[float]:
+        self.asked.append(list(choices))
+        return [self.us(choice) for choice in choices]
+
+
+def test_a_descent_takes_what_makes_the_layer_faster_though_the_product_alone_is_slower() -> None:
+    def us(choice: Choice) -> float:
+        alone = {A: 50.0, B: 48.0, C: 52.0}[choice["gate_up"]] + {A: 20.0, B: 19.0}[choice["down"]]
+        return alone - (9.0 if choice == {"gate_up": C, "down": B} else 0.0)
+
+    options = {"down": [A, B], "gate_up": [A, B, C]}
+    assert descend({"gate_up": A, "down": A}, options, Timer(us)) == {"gate_up": C, "down": B}
+
+
+def test_a_descent_goes_round_until_a_round_brings_next_to_nothing() -> None:
+    # The first product's best plan shows only beside the second's.
+    def us(choice: Choice) -> float:
+        return 100.0 - (10.0 if choice["b"] == B else 0.0) - (10.0 if choice == {"a": B, "b": B} else 0.0)
+
+    timer = Timer(us)
+    assert descend({"a": A, "b": A}, {"a": [A, B], "b": [A, B]}, timer) == {"a": B, "b": B}
+    # Each product twice and two confirmations; then nothing is new around either.
+    assert [len(asked) for asked in timer.asked] == [2, 2, 2, 2, 2, 2]
+    little = Timer(lambda choice: 100.0 - 0.12 * sum(plan == B for plan in choice.values()))
+    descend({"a": A, "b": A}, {"a": [A, B, C], "b": [A, B, C]}, little)
+    assert [len(asked) for asked in little.asked] == [3, 2, 3, 2]
+
+
+def test_what_only_noise_made_faster_does_not_stay() -> None:
+    class Once(Timer):
+        def __call__(self, choices: Sequence[Choice]) -> list[float]:
+            times = super().__call__(choices)
+            return [times[0], *(us * 0.97 for us in times[1:])] if len(self.asked) == 1 else times
+
+    assert descend({"a": A}, {"a": [A, B]}, Once(lambda choice: 100.0)) == {"a": A}
+
+
+def test_plans_that_do_not_run_are_passed_over_and_may_be_what_a_descent_begins_with() -> None:
+    times = {A: math.inf, B: 90.0, C: 80.0}
+    options = {"a": [A, B, C]}
+    assert descend({"a": A}, options, Timer(lambda choice: times[choice["a"]])) == {"a": C}
+    assert descend({"a": B}, {"a": [A, B]}, Timer(lambda choice: times[choice["a"]])) == {"a": B}
+    assert search([{"a": A}, {"a": B}], {"a": [A]}, Timer(lambda choice: times[choice["a"]]))[0] == {"a": B}
+
+
+def test_a_valley_that_no_single_step_reaches_is_found_from_another_start() -> None:
+    def us(choice: Choice) -> float:
+        changed = sum(plan == B for plan in choice.values())
+        return 100.0 + (5.0 * changed if changed < 4 else -6.0)
+
+    names = ("o", "down", "qkv", "gate_up")
+    options = {name: [A, B] for name in names}
+    first, other = dict.fromkeys(names, A), dict.fromkeys(names, B)
+    assert search([first], options, Timer(us)) == (first, 100.0, 100.0)
+    assert search([first, other], options, Timer(us)) == (other, 94.0, 100.0)
+
+
+@pytest.mark.parametrize(("gain", "stays"), [(0.8 * ENOUGH, True), (1.2 * ENOUGH, False)])
+def test_what_there_is_stays_where_nothing_is_clearly_faster(gain: float, stays: bool) -> None:
+    timer = Timer(lambda choice: 100.0 * (1 - gain) if choice["a"] == B else 100.0)
+    best, us, before = search([{"a": A}], {"a": [A, B]}, timer)
+    assert (best == {"a": A}) == stays
+    assert before == 100.0 and us == (100.0 if stays else 100.0 * (1 - gain))
+
+
+def test_drifting_clocks_do_not_choose_and_those_far_behind_leave_the_race() -> None:
+    own, turns = [100.0, 99.5, 130.0, 99.35], list[int]()
+
+    def replay(order: Sequence[int]) -> list[float]:
+        began = len(turns)
+        turns.extend(order)
+        return [own[one] * (1 + 0.002 * (began + place)) for place, one in enumerate(order)]
+
+    medians = race(replay, 4)
+    assert sorted(range(4), key=medians.__getitem__) == [3, 1, 0, 2]
+    assert turns.count(2) < turns.count(0) == turns.count(1) == turns.count(3)
+
+
+# ── what is tried ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+def test_a_shortlist_has_what_is_known_and_other_plans_that_can_run(dtype: torch.dtype, rows: int) -> None:
+    products = {name: Product(dtype, n, k) for name, (n, k) in SHAPES.items()}
+    known = {name: candidates(one, rows, True)[-1] for name, one in products.items()}
+    begun = starts(products, rows, known, True)
+    assert begun[0] == known
+    assert {plan.form for plan in begun[-1].values() if plan is not None} == {"tiles"}
+    for name, one in products.items():
+        plans = shortlist(one, rows, True, [choice[name] for choice in begun], {}, 10)
+        assert len(plans) == len(set(plans)) and 8 <= len(plans) <= 10
+        assert set(plans) >= {choice[name] for choice in begun}
+        assert not [plan for plan in plans if plan is not None and problem(plan, rows, one)]
+        # A row alone is read by plans of its own; several by tiles and dots.
+        assert {plan.form for plan in plans if plan is not None} > {"tiles"}
+
+
+def test_the_first_tiles_are_those_that_won_in_a_layer() -> None:
+    products = {name: Product(BF16, n, k) for name, (n, k) in SHAPES.items()}
+    text = (
+        "qkv=tiles,r,64,256b,4,110k,2 o=tiles,r,64,256b,4,110k,4 "
+        "gate_up=tiles,r,128,128b,8,110k down=tiles,r,64,256b,4,110k,4"
+    )
+    assert starts(products, 8, dict.fromkeys(SHAPES), True)[-1] == Way.parse(text).plans_for(8, 2)
+
+
+def test_a_gpu_that_is_no_hopper_is_not_offered_tiles() -> None:
+    products = {name: Product(BF16, n, k) for name, (n, k) in SHAPES.items()}
+    begun = starts(products, 8, dict.fromkeys(SHAPES), False)
+    plans = shortlist(products["o"], 8, False, [choice["o"] for choice in begun], {}, 10)
+    assert len(plans) == 10 and "tiles" not in {plan.form for plan in plans if plan is not None}
+
+
+def test_what_a_tuner_found_fastest_is_preferred(tmp_path: Path) -> None:
+    one = Product(BF16, *SHAPES["o"])
+    fastest = [*candidates(one, 16, True)[:-9:-1], None]
+    gone = "wide 16 64 256 4 4 1"
+    tried = {gone: 1.0} | {plan_text(plan): 2.0 for plan in fastest}
+    figures = [{"shape": str(one), "rows": 16, "tried_layer_us": tried}]
+    (tmp_path / "tune.json").write_text(json.dumps(figures))
+    read = read_tried(tmp_path / "tune.json")
+    plans = shortlist(one, 16, True, [A], read, 6)
+    assert plans[0] == A and [plan for plan in plans if plan in fastest] == fastest[: len(plans) - 3]
+    assert gone not in map(plan_text, plans)
+    for text in ("{", "[1]", '[{"shape": "x", "rows": 1, "tried_layer_us": ["dot x"]}]'):
+        (tmp_path / "tune.json").write_text(text)
+        with pytest.raises(ValueError, match=r"tune\.json: no figures of python -m kernels\.tune --json"):
+            read_tried(tmp_path / "tune.json")
+
+
+def test_what_is_compiled_ahead_has_every_plan_beside_every_norm_that_another_leaves() -> None:
+    products = {name: Product(BF16, n, k) for name, (n, k) in SHAPES.items()}
+    options = {name: shortlist(one, 8, True, [None], {}, 10) for name, one in products.items()}
+
+    def kernels(choice: Choice) -> set[tuple[object, ...]]:
+        left = {
+            name: plan.block_n if plan is not None and plan.tiled else None for name, plan in choice.items()
+        }
+        return {
+            ("o", choice["o"]),
+            ("down", choice["down"]),
+            ("qkv", choice["qkv"], left["down"]),
+            ("gate_up", choice["gate_up"], left["o"]),
+        }
+
+    compiled = set[tuple[object, ...]]().union(*map(kernels, covering(options)))
+    names = list(options)
+    wanted = (kernels(dict(zip(names, plans, strict=True))) for plans in product(*options.values()))
+    assert compiled.issuperset(set[tuple[object, ...]]().union(*wanted))
+
+
+def test_a_search_launches_nothing_that_was_not_compiled_and_writes_a_table() -> None:
+    done = test_build.compiled("tests.kernels.launches_of_tune_layer")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["late"] == [] and found["launched"] > 40
+    assert found["changed"] == [["bfloat16 28672x4096", 1], ["bfloat16 28672x4096", 8]]
+    assert found["judged"] == 4 * 2 and found["kept_128"]
+    assert "gate_up tiles 8 128 64 8 6 1, down" in found["printed"]
