@@ -14,10 +14,11 @@ from kernels import Stream
 
 
 def product_rows(most: int) -> list[int]:
-    """Numbers of rows at which to ask the library for a product, up to `most`: close together where its
-    choice follows them closely."""
+    """Numbers of rows at which to ask the library for a product, from `most` down: close together where its
+    choice follows them closely. The most first, so that torch's allocator finds room for all others in what
+    it then has: upwards, each would take memory of its own, some gigabytes together."""
     steps = [*range(8, 513, 8), *range(576, 2049, 64), *range(2304, most, 256)]
-    return [rows for rows in steps if rows < most] + [most]
+    return [most] + [rows for rows in reversed(steps) if rows < most]
 
 
 def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
