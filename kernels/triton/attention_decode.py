@@ -323,12 +323,12 @@ def config_for(
 ) -> DecodeConfig:
     """For a batch of that many sequences, at whatever lengths.
 
-    A small batch of a 2-byte cache is best as one program a multiprocessor, since a launch that overlaps the
-    one in front of it is not spread evenly. FP8 wants more of them, to hide the conversion: where there is
-    work for five at once, 96 registers let them in.
+    A single sequence of a 2-byte cache is best as one program a multiprocessor, since a launch that overlaps
+    the one in front of it is not spread evenly; a few as two. FP8 wants more of them, to hide the conversion:
+    where there is work for five at once, 96 registers let them in.
     """
     fp8 = element_size == 1
-    waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 else 1
+    waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 or sequences > 1 else 1
     items = max(sequences, sequences - 1 + waves * multiprocessors // kv_heads)
     stages = 5 if PAGE_TOKENS * head_dim * element_size <= 16384 else 3
     return DecodeConfig(
