@@ -40,7 +40,7 @@ class SamplingBatch:
     positions: torch.Tensor
     """[sampling rows] int64: where the sampled tokens will stand in their sequences."""
     logit_rows: torch.Tensor | None
-    """[sampling rows] int64: which logit row each samples from; None: the same, one for each."""
+    """[sampling rows] int64: which logit row each samples from; None: the first ones, one each."""
     needs: Needs
 
 
@@ -50,10 +50,10 @@ class StepBatch:
 
     forward: ForwardInput
     sampling: SamplingBatch
-    logit_index: torch.Tensor
-    """[logit rows] int64: rows of the pass's result whose logits are wanted."""
+    logit_index: torch.Tensor | None
+    """[logit rows] int64: rows of the pass's result whose logits are wanted; None: all, in their order."""
     sampled_logits: int
-    """The first logit rows, for sampling; those after them belong to `prompts`."""
+    """Of `logit_index`, the first, for sampling; those after them belong to `prompts`."""
     prompts: list[PromptSlice]
 
 
@@ -61,11 +61,21 @@ class RowTables:
     """The rows of one rank.
 
     max_rows: sequences at once. max_blocks_per_row: blocks of the longest sequence. vocab_size: of the whole
-    model, not of the rank's shard. Memory: 8 bytes × rows × blocks, and that of `SamplingTables`.
+    model, not of the rank's shard. ladder: numbers of rows, rising, the last max_rows, to which the ends of a
+    pass are padded, since the kernels for them are loaded (`engine.kernel_loading`); None: they are not.
+    Memory: 8 bytes × rows × blocks, and that of `SamplingTables`.
     """
 
-    def __init__(self, max_rows: int, max_blocks_per_row: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks_per_row: int,
+        vocab_size: int,
+        device: torch.device,
+        ladder: list[int] | None = None,
+    ) -> None:
         self.device = device
+        self._ladder = ladder
         self.sampling = SamplingTables(max_rows, vocab_size, device)
         self._blocks_host = np.zeros((max_rows, max_blocks_per_row), dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
@@ -121,7 +131,7 @@ class RowTables:
         )
         if not plan.chunks:
             sampling = SamplingBatch(rows, lengths, None, self._needs(plan.decodes))
-            return StepBatch(forward, sampling, self._iota[:decodes], decodes, [])
+            return StepBatch(forward, sampling, None, decodes, [])
         following = self._add_chunks(forward, plan)
         scored = any(chunk.prompt_logprobs is not None for chunk in plan.chunks)
         forward.ends = None if scored else self._ends(forward, plan)
@@ -175,46 +185,52 @@ class RowTables:
         return staged[3]
 
     def _ends(self, forward: ForwardInput, plan: StepPlan) -> AttentionInput:
-        """The decodes' tokens and each chunk's last, as the last layer's attention sees them."""
+        """The decodes' tokens and each chunk's last, as the last layer's attention sees them; then
+        padding."""
         decodes = forward.attention
-        spans = decodes.chunks
-        rows = [span.row for span in spans]
-        lens = [span.context + span.count for span in spans]
-        queries = [span.first + span.count - 1 for span in spans]
-        staged = self._upload(np.array((rows, lens, queries), dtype=np.int64))
+        ends = [(span.row, span.context + span.count, span.first + span.count - 1) for span in decodes.chunks]
+        most = max(length for _, length, _ in ends)
+        count = len(plan.decodes) + len(ends)
+        padded = count if self._ladder is None else next(size for size in self._ladder if size >= count)
+        ends += [(0, 0, 0)] * (padded - count)
+        rows, lens, queries = self._upload(np.array(ends, dtype=np.int64).T.copy())
         return AttentionInput(
             decodes.block_table,
-            torch.cat((decodes.rows, staged[0])),
-            torch.cat((decodes.lens, staged[1])),
-            max(decodes.columns, -(-max(lens) // BLOCK_TOKENS)),
+            torch.cat((decodes.rows, rows)),
+            torch.cat((decodes.lens, lens)),
+            max(decodes.columns, -(-most // BLOCK_TOKENS)),
             chunks=[],
-            queries=torch.cat((self._iota[: len(plan.decodes)], staged[2])),
+            queries=torch.cat((self._iota[: len(plan.decodes)], queries)),
         )
 
     def _with_results(self, forward: ForwardInput, plan: StepPlan, following: torch.Tensor) -> StepBatch:
         """Which rows of the pass's result are wanted, and for what."""
         decodes, spans = len(plan.decodes), forward.attention.chunks
-        rows, logit_rows, logit_index = list(plan.decodes), list(range(decodes)), list(range(decodes))
+        rows, results = list(plan.decodes), list(range(decodes))
         positions: list[int] = []
         for chunk, span, end in zip(plan.chunks, spans, ends_of(forward), strict=True):
-            samples = len(chunk.sample_rows)
-            if samples:
-                rows.extend(chunk.sample_rows)
-                positions.extend([span.context + span.count] * samples)
-                logit_rows.extend([len(logit_index)] * samples)
-                logit_index.append(end)
-        sampled = len(logit_index)
-        prompts: list[PromptSlice] = []
-        for chunk, span in zip(plan.chunks, spans, strict=True):
-            if chunk.prompt_logprobs is None:
-                continue
-            wanted = span.count if chunk.next_token is not None else span.count - 1
-            targets = following[span.first - decodes : span.first - decodes + wanted]
-            prompts.append(PromptSlice(chunk.row, len(logit_index), targets, chunk.prompt_logprobs))
-            logit_index.extend(range(span.first, span.first + wanted))
-        index = self._upload(np.array(logit_index, dtype=np.int64))
+            rows.extend(chunk.sample_rows)
+            results.extend([end] * len(chunk.sample_rows))
+            positions.extend([span.context + span.count] * len(chunk.sample_rows))
+        index, logit_rows, prompts = None, results, list[PromptSlice]()
+        if forward.ends is None:
+            wanted = list(dict.fromkeys(results))
+            place = {row: at for at, row in enumerate(wanted)}
+            logit_rows = [place[row] for row in results]
+            sampled = len(wanted)
+            for chunk, span in zip(plan.chunks, spans, strict=True):
+                if chunk.prompt_logprobs is None:
+                    continue
+                count = span.count if chunk.next_token is not None else span.count - 1
+                targets = following[span.first - decodes : span.first - decodes + count]
+                prompts.append(PromptSlice(chunk.row, len(wanted), targets, chunk.prompt_logprobs))
+                wanted.extend(range(span.first, span.first + count))
+            index = self._upload(np.array(wanted, dtype=np.int64))
+        else:
+            sampled = len(forward.ends.rows)
         where = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
-        shared = self._upload(np.array(logit_rows, dtype=np.int64)) if len(logit_rows) != sampled else None
+        one_each = logit_rows == list(range(len(logit_rows)))
+        shared = None if one_each else self._upload(np.array(logit_rows, dtype=np.int64))
         sampling = SamplingBatch(self._rows(rows), where, shared, self._needs(rows))
         return StepBatch(forward, sampling, index, sampled, prompts)
 

@@ -1,24 +1,28 @@
-"""Loading a GPU library's kernels before anybody waits for them.
+"""Loading a GPU's kernels before anybody waits for them.
 
-cuBLAS picks another kernel at many numbers of rows, and the driver loads each when it is first launched, for
-which it waits until the device has nothing to do: in a step of prompts, a stall of a tenth of a second for
-everybody who decodes.
+The driver loads a kernel when it is first launched, for which it waits until the device has nothing to do: in
+a step of prompts, a stall of a tenth of a second for everybody who decodes. cuBLAS picks another kernel at
+many numbers of rows, and steps of prompts attend in ways that no captured graph has loaded.
 """
 
 from __future__ import annotations
 
 import torch
 
+from engine.forward import ForwardInput
 from engine.model.decoder import Decoder
-from kernels import Stream
+from engine.sizing import product_ladder
+from kernels import AttentionInput, KvPool, Stream
 
 
-def product_rows(most: int) -> list[int]:
-    """Numbers of rows at which to ask the library for a product, from `most` down: close together where its
-    choice follows them closely. The most first, so that torch's allocator finds room for all others in what
-    it then has: upwards, each would take memory of its own, some gigabytes together."""
-    steps = [*range(8, 513, 8), *range(576, 2049, 64), *range(2304, most, 256)]
-    return [most] + [rows for rows in reversed(steps) if rows < most]
+def load_kernels(
+    decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, step_tokens: int, max_rows: int
+) -> None:
+    """Run what steps of prompts run, at every number of rows that their ends pad to
+    (`sizing.product_ladder`). Every rank must call it; nothing is kept of it, the cache stays as it is, and
+    it does not wait for the device."""
+    load_products(decoder, step_tokens, max_rows)
+    load_attention(decoder, kv, block_table, max_rows)
 
 
 def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
@@ -30,12 +34,31 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
     def zeros(rows: int, width: int) -> torch.Tensor:
         return torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
 
-    for tokens in product_rows(step_tokens):
+    rows = {*product_ladder(step_tokens), *product_ladder(max_rows)}
+    # The most first, so that torch's allocator finds room for all others in what it then has: upwards, each
+    # would take memory of its own, some gigabytes together.
+    for tokens in sorted(rows, reverse=True):
         residual = Stream(zeros(tokens, config.hidden_size))
         layer.attention.qkv.after_norm(residual, layer.input_norm, eps)
         attended = zeros(tokens, shard.heads * config.head_dim)
         residual = layer.attention.o.add_to(residual, attended, layer.post_norm, ranks)
         activated = layer.mlp.activate(residual, layer.post_norm, eps)
         layer.mlp.down.add_to(residual, activated, None, ranks)
-    for rows in product_rows(max_rows):
-        decoder.logits(zeros(rows, config.hidden_size))
+    for rows_of_logits in reversed(product_ladder(max_rows)):
+        decoder.logits(zeros(rows_of_logits, config.hidden_size))
+
+
+def load_attention(decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, max_rows: int) -> None:
+    """Run the attention of decodes and ends of prompts in a pass with prompts, of padding alone."""
+    by_window = {
+        layer.attention.window: (layer, pool) for layer, pool in zip(decoder.layers, kv, strict=True)
+    }
+    width = (decoder.shard.heads + 2 * decoder.shard.kv_heads) * decoder.config.head_dim
+    for layer, pool in by_window.values():
+        for rows in {1, min(2, max_rows), *product_ladder(max_rows)}:
+            nobody = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
+            ends = AttentionInput(block_table, nobody, nobody, block_table.shape[1], [], queries=nobody)
+            inputs = ForwardInput(nobody, nobody, nobody - 1, ends)  # slot -1: written nowhere
+            qkv = torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
+            plan = decoder.ops.plan_attention(ends)
+            layer.attention(qkv, inputs, plan, pool, decoder.cos_sin)

@@ -37,14 +37,15 @@ def logits_bytes(decoder: Decoder, rows: int) -> int:
 
 def run_largest_steps(decoder: Decoder, sampler: Sampler, tables: RowTables, spec: ReplicaSpec) -> None:
     """A chunk of the whole token budget at the end of the longest sequence, after which every row samples in
-    the full variant; then steps in which every row takes part, first with a chunk, then decoding."""
+    the full variant; then steps in which every row takes part, with a chunk, decoding, and both beside each
+    other. The kernels of such steps are loaded thereby."""
     # Every block table names block 0 throughout: what is read is nonsense, how much is not.
     pool = decoder.allocate_kv(1)
     for plan in _largest_steps(decoder.max_model_len, spec):
         tables.apply(plan)
         batch = tables.step_batch(plan)
         hidden = decoder.forward(batch.forward, pool)
-        logits = decoder.logits(hidden.index_select(0, batch.logit_index))
+        logits = decoder.logits(hidden)
         sampler.sample(logits, batch.sampling, tables)
 
 
@@ -57,10 +58,12 @@ def _largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     count = max(1, min(spec.step_tokens, max_model_len - 1))
     deep = Chunk(0, max(0, max_model_len - 1 - count), [0] * count, rows)
     # Decodes share the pool: together they are about as long as the longest sequence or a step's budget.
-    length = max(1, min(max_model_len - 1, max(max_model_len, spec.step_tokens) // spec.max_rows))
+    length = max(1, min(max_model_len - 2, max(max_model_len, spec.step_tokens) // spec.max_rows))
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]
-    return [
+    plans = [
         StepPlan(0, setups, [], [], [], [deep]),
         StepPlan(1, [], [], [], [], chunks),
         StepPlan(2, [], [], [], rows, []),
+        StepPlan(3, [], [], [], rows[1:], [Chunk(0, length - 1, [0], [0])]),
     ]
+    return plans if length + 2 <= max_model_len else plans[:3]

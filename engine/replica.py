@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import logging
 import os
 import selectors
@@ -20,6 +19,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from engine.garbage import settle_garbage
 from engine.messages import (
     Attach,
     Cancel,
@@ -136,11 +136,7 @@ def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]]
         prefix_cache=start.spec.prefix_cache,
     )
     engine = EngineCore(scheduler, PlanSender(runner, peers), overlap=start.spec.overlap)
-    gc.collect()
-    gc.freeze()  # what the load left is permanent: no collection in a step walks over it again
-    # Nor over all running sequences every few steps, which took 30 ms with a thousand of them: what a step
-    # leaves behind is freed by its reference counts.
-    gc.set_threshold(50_000, 20, 100)
+    settle_garbage()
     control.send(Ready(info))
     Replica(engine, control, peers).run()
 

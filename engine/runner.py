@@ -23,7 +23,7 @@ from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.device import device_name, select_device
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, start_build
-from engine.kernel_loading import load_products
+from engine.kernel_loading import load_kernels
 from engine.launched import Launched, OnStream, OnThread, StepResults, continues, read, to_host
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens
 from engine.model.decoder import TORCH_DTYPES, Decoder
@@ -31,7 +31,15 @@ from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
 from engine.profiling import profile_cuda
 from engine.sampler import LOGPROB_ROWS, SampledStep, Sampler
-from engine.sizing import EXPANSION_BLOCKS, FP8, Sizing, kv_bytes_per_block, parameters, predict
+from engine.sizing import (
+    EXPANSION_BLOCKS,
+    FP8,
+    Sizing,
+    kv_bytes_per_block,
+    parameters,
+    predict,
+    product_ladder,
+)
 from kernels import KvPool, select_backend, select_sampling
 
 if TYPE_CHECKING:
@@ -101,7 +109,8 @@ class Runner:
             self.tables = self._new_tables()
             self.graphs, self.prompt_graphs = self._capture_graphs(progress)
             if self.decoder.ops.name == "cuda":
-                load_products(self.decoder, spec.step_tokens, spec.max_rows)
+                table = self.tables.block_table
+                load_kernels(self.decoder, self.kv, table, spec.step_tokens, spec.max_rows)
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
         if self.device.type == "cpu":
             self._stream = ThreadPoolExecutor(1, "engine-step", self._enter_thread)
@@ -165,8 +174,8 @@ class Runner:
     def _run_eagerly(self, plan: StepPlan) -> StepResults:
         batch = self.tables.step_batch(plan)
         hidden = self.decoder.forward(batch.forward, self.kv)
-        index = batch.logit_index[: batch.sampled_logits]
-        wanted = hidden if len(index) == len(hidden) else hidden.index_select(0, index)
+        index = batch.logit_index
+        wanted = hidden if index is None else hidden.index_select(0, index[: batch.sampled_logits])
         sampled = self.sampler.sample(self.decoder.logits(wanted), batch.sampling, self.tables)
         prompts = [(each, self._prompt_logprobs(hidden, batch, each)) for each in batch.prompts]
         finite = [
@@ -213,6 +222,7 @@ class Runner:
     def _prompt_logprobs(
         self, hidden: torch.Tensor, batch: StepBatch, prompt: PromptSlice
     ) -> list[torch.Tensor]:
+        assert batch.logit_index is not None
         pieces = []
         for first in range(0, len(prompt.targets), LOGPROB_ROWS):
             targets = prompt.targets[first : first + LOGPROB_ROWS]
@@ -235,7 +245,9 @@ class Runner:
 
     def _new_tables(self) -> RowTables:
         blocks = -(-self.max_model_len // BLOCK_TOKENS)
-        return RowTables(self.spec.max_rows, blocks, self.config.vocab_size, self.device)
+        rows = self.spec.max_rows
+        ladder = product_ladder(rows) if self.decoder.ops.name == "cuda" else None
+        return RowTables(rows, blocks, self.config.vocab_size, self.device, ladder)
 
     def _longest(self) -> int:
         """The longest sequence to prepare for: what was asked for, or the checkpoint's as far as KV could

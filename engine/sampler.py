@@ -74,8 +74,10 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: RowTables) -> SampledStep:
         """Draw a token for each sampling row and write it into `tables` as the rows' next input.
 
-        logits: of the step's logit rows on this rank; they stay as they are.
+        logits: of the step's logit rows on this rank, perhaps with others after them; they stay as they are.
         """
+        if batch.logit_rows is None:
+            logits = logits[: len(batch.rows)]
         needs, draws = batch.needs, tables.sampling.draws(batch.rows, batch.positions)
         source, whole = self._source(logits, needs.variant, whole=needs.edits is not None)
         source = replace(source, index=batch.logit_rows)

@@ -200,6 +200,13 @@ def prompt_ladder(step_tokens: int) -> list[int]:
     return [size for size in sizes if size <= step_tokens]
 
 
+def product_ladder(most: int) -> list[int]:
+    """Numbers of rows at which a GPU library is asked for its products before anybody waits for them, up to
+    `most`: close together where its choice of kernels follows them closely."""
+    sizes = [*range(8, 513, 8), *range(576, 2049, 64), *range(2304, most, 256)]
+    return [size for size in sizes if size < most] + [most]
+
+
 def ladder(most: int) -> list[int]:
     """Batch sizes that get graphs: 1, 2, 4, 8, 12, 16, then steps of about an eighth, up to `most`."""
     sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < most]

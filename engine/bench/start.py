@@ -12,6 +12,7 @@ import torch
 from engine.bench.shapes import SHAPES, write_config
 from engine.config import DTYPE_BYTES, CheckpointError, UnfitError
 from engine.device import DeviceError
+from engine.garbage import settle_garbage
 from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec
 
@@ -38,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start(arguments: argparse.Namespace, scratch: Path, longest: int) -> LocalEngine:
-    """The engine of `add_options`, for sequences of up to `longest` tokens. How far it is stands on standard
+    """The engine of `add_options`, for sequences of up to `longest` tokens, as a replica runs it. How far it is stands on standard
     error where that is a terminal. `scratch` is a folder for a shape's configuration. Raises FAILURES."""
     spec = ReplicaSpec(
         replica="bench-0",
@@ -55,7 +56,9 @@ def start(arguments: argparse.Namespace, scratch: Path, longest: int) -> LocalEn
     )
     if arguments.memory_fraction is not None:
         spec = msgspec.structs.replace(spec, memory_fraction=arguments.memory_fraction)
-    return LocalEngine(spec, _show if sys.stderr.isatty() else lambda stage, fraction: None)
+    engine = LocalEngine(spec, _show if sys.stderr.isatty() else lambda stage, fraction: None)
+    settle_garbage()
+    return engine
 
 
 def _show(stage: str, fraction: float) -> None:

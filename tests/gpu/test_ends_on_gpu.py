@@ -37,7 +37,7 @@ def test_the_ends_are_rows_of_the_whole_pass(kv_dtype: str, allowed: float) -> N
         whole = replace(batch.forward, ends=None)
         expected = runner.decoder.forward(whole, runner.kv)[[0, 1, *ends_of(whole)]].float()
         cache = [tensor.clone() for pool in runner.kv for tensor in pool.tensors()]
-        found = runner.decoder.forward(batch.forward, runner.kv).float()
+        found = runner.decoder.forward(batch.forward, runner.kv)[:4].float()  # padding comes after
     for tensor, other in zip((t for pool in runner.kv for t in pool.tensors()), cache, strict=True):
         assert torch.equal(tensor, other)
     assert found.shape == expected.shape == (4, runner.config.hidden_size)

@@ -58,7 +58,7 @@ def _tokens(row: int, start: int, count: int) -> list[int]:
 def _launched(runner: Runner, plan: StepPlan) -> torch.Tensor:
     batch = runner.tables.step_batch(plan)
     hidden = runner.decoder.forward(batch.forward, runner.kv)
-    return runner.decoder.logits(hidden.index_select(0, batch.logit_index)).float()
+    return runner.decoder.logits(hidden)[: len(plan.chunks)].float()  # padding comes after
 
 
 def _prepared(runner: Runner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:

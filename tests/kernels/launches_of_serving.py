@@ -109,7 +109,7 @@ def serve(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> None:
             tables.apply(plan)
             batch = tables.step_batch(plan)
             hidden = decoder.forward(batch.forward, kv)
-            logits = decoder.logits(hidden.index_select(0, batch.logit_index))
+            logits = decoder.logits(hidden)
             sampler.sample(logits, batch.sampling, tables)
 
 

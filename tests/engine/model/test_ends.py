@@ -43,6 +43,7 @@ def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]
     )
 
 
+@pytest.mark.parametrize("ladder", [None, [2, 4, 5]])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("decodes", "chunks"),
@@ -55,12 +56,17 @@ def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]
     ids=["one token", "prompts", "decodes and prompts", "the rest of a prompt"],
 )
 def test_the_ends_are_rows_of_the_whole_pass(
-    family: str, decodes: list[int], chunks: list[tuple[int, int, int, bool]], tmp_path: Path
+    family: str,
+    decodes: list[int],
+    chunks: list[tuple[int, int, int, bool]],
+    ladder: list[int] | None,
+    tmp_path: Path,
 ) -> None:
+    """And where there is a ladder, padding after them."""
     (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
     decoder = Decoder(read_config(tmp_path), single(), reference, torch.float32, CPU)  # type: ignore[arg-type]
     load_dummy(decoder, seed=4)
-    tables, kv = RowTables(5, 3, decoder.config.vocab_size, CPU), decoder.allocate_kv(15)
+    tables, kv = RowTables(5, 3, decoder.config.vocab_size, CPU, ladder), decoder.allocate_kv(15)
     before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
     tables.apply(before)
     first = tables.step_batch(before)
@@ -74,8 +80,9 @@ def test_the_ends_are_rows_of_the_whole_pass(
     whole = replace(batch.forward, ends=None)
     copied = [KvPool(pool.keys.clone(), pool.values.clone()) for pool in kv]
     found, expected = decoder.forward(batch.forward, kv), decoder.forward(whole, copied)
-    assert len(found) == len(decodes) + len(chunks)
-    torch.testing.assert_close(found, expected[[*range(len(decodes)), *ends_of(whole)]])
+    count = len(decodes) + len(chunks)
+    assert len(found) == (count if ladder is None else next(size for size in ladder if size >= count))
+    torch.testing.assert_close(found[:count], expected[[*range(len(decodes)), *ends_of(whole)]])
     for pool, other in zip(kv, copied, strict=True):
         torch.testing.assert_close(pool.keys, other.keys)
         torch.testing.assert_close(pool.values, other.values)

@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernel_loading import load_products, product_rows
+from engine.kernel_loading import load_attention, load_products
 from engine.parallel import single
 from engine.runner import Runner
-from kernels import Stream
+from engine.sizing import product_ladder
+from kernels import AttentionInput, Stream
 from tests.engine.running.test_runner import folder, quiet, spec_of
 
 __all__ = ["folder"]
 
 
-@pytest.mark.parametrize(("most", "rows"), [(1, [1]), (8, [8]), (20, [20, 16, 8])])
+@pytest.mark.parametrize(("most", "rows"), [(1, [1]), (8, [8]), (20, [8, 16, 20])])
 def test_few_rows_are_asked_for_in_steps_of_eight(most: int, rows: list[int]) -> None:
-    assert product_rows(most) == rows
+    assert product_ladder(most) == rows
 
 
 def test_many_rows_are_asked_for_in_steps_of_an_eighth_at_most() -> None:
-    rows = product_rows(8192)
-    assert rows[0] == 8192 and rows == sorted(rows, reverse=True), "the first makes room for all"
-    rows.reverse()
+    rows = product_ladder(8192)
+    assert rows[-1] == 8192
     assert set(range(8, 513, 8)) <= set(rows)
     assert all(0 < after - before <= before / 8 for before, after in pairwise(rows) if before >= 512)
 
@@ -54,9 +54,35 @@ def test_every_product_is_run_for_every_number_of_rows(folder: Path) -> None:
     owners: list[Any] = [decoder, layer.mlp, layer.mlp.down, layer.attention.qkv, layer.attention.o]
     for owner in owners:
         owner.ops = noting
-    load_products(decoder, 96, 8)
+    load_products(decoder, 96, 20)
     products = (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
     for product in products:
-        assert weights.pop(id(product.weight)) == product_rows(96)
-    assert weights == {id(decoder.head): product_rows(8)}
+        # The most first: it makes room for all others. Ends of prompts pad to the ladder of the rows.
+        assert weights.pop(id(product.weight)) == sorted({*product_ladder(96), 20}, reverse=True)
+    assert weights == {id(decoder.head): [20, 16, 8]}
+    runner.close()
+
+
+def test_attention_is_run_for_every_number_of_rows_of_padding_alone(folder: Path) -> None:
+    runner = Runner(spec_of(folder), single(), quiet)
+    decoder, asked = runner.decoder, list[int]()
+
+    class Noting:
+        def plan_attention(self, inputs: AttentionInput) -> AttentionInput:
+            return inputs
+
+        def attend(
+            self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, *rest: Any
+        ) -> torch.Tensor:
+            _, pool, heads, plan, *_ = rest
+            assert pool is runner.kv[-1] and (slots == -1).all() and not plan.lens.any()
+            assert len(qkv) == len(positions) == len(slots) == len(plan.rows) == len(plan.queries)
+            asked.append(len(qkv))
+            return qkv[:, : heads * decoder.config.head_dim]
+
+    decoder.ops = Noting()  # type: ignore[assignment]
+    for layer in decoder.layers:
+        layer.attention.ops = decoder.ops
+    load_attention(decoder, runner.kv, runner.tables.block_table, 20)
+    assert sorted(asked) == [1, 2, 8, 16, 20]
     runner.close()

@@ -163,6 +163,7 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
     queries, lens, table_rows = list(range(len(decodes))), [p + 1 for p in positions], list(plan.decodes)
     scored = any(chunk.prompt_logprobs is not None for chunk in plan.chunks)
     logit_index, sampled_positions = list(range(len(decodes))), [p + 1 for p in positions]
+    logit_rows = list(range(len(decodes)))
     prompt_index: list[int] = []
     for chunk, span in zip(plan.chunks, attention.chunks, strict=True):
         end = chunk.start + len(chunk.token_ids)
@@ -171,6 +172,7 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
         assert attention.block_table[chunk.row, :used].tolist() == rows[chunk.row].table[:used]
         if chunk.sample_rows:
             logit_index.append(len(tokens) + span.count - 1 if scored else len(queries))
+            logit_rows.append(len(logit_index) - 1 if scored else len(queries))
             sampled_positions.append(end)
         queries.append(len(tokens) + span.count - 1)
         lens.append(end)
@@ -184,17 +186,22 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
     assert forward.token_ids.tolist() == tokens
     assert forward.positions.tolist() == positions
     assert forward.slots.tolist() == slots
-    assert batch.logit_index.tolist() == logit_index + prompt_index
     if scored or not plan.chunks:
         assert forward.ends is None
-    else:
+    if scored:
+        assert batch.logit_index is not None
+        assert batch.logit_index.tolist() == logit_index + prompt_index
+        assert batch.sampled_logits == len(logit_index)
+    elif plan.chunks:
+        assert batch.logit_index is None
         ends = forward.ends
         assert ends is not None and ends.queries is not None and not ends.chunks
         assert (ends.queries.tolist(), ends.rows.tolist(), ends.lens.tolist()) == (queries, table_rows, lens)
         assert ends.columns >= -(-max(lens) // BLOCK_TOKENS)
     assert batch.sampling.rows.tolist() == sampling_rows(plan)
     assert batch.sampling.positions.tolist() == sampled_positions
-    assert batch.sampling.logit_rows is None and batch.sampled_logits == len(logit_index)
+    shared = batch.sampling.logit_rows
+    assert (list(range(len(logit_rows))) if shared is None else shared.tolist()) == logit_rows
     targets = [target for prompt in batch.prompts for target in prompt.targets.tolist()]
     follow = {
         c.row: [*c.token_ids[1:], *([] if c.next_token is None else [c.next_token])] for c in plan.chunks
@@ -226,7 +233,7 @@ def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
     plan = StepPlan(1, setups, [(0, 0, 1), (1, 0, 2)], [], [], chunks)
     tables.apply(plan)
     batch = tables.step_batch(plan)
-    assert batch.logit_index.tolist() == [0, 1]
+    assert batch.logit_index is None
     assert batch.forward.ends is not None and batch.forward.ends.queries is not None
     assert batch.forward.ends.queries.tolist() == [2, 3]
     assert batch.sampling.logit_rows is not None and batch.sampling.logit_rows.tolist() == [0, 0, 0, 1]
