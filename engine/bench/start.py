@@ -39,8 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start(arguments: argparse.Namespace, scratch: Path, longest: int) -> LocalEngine:
-    """The engine of `add_options`, for sequences of up to `longest` tokens, as a replica runs it. How far it is stands on standard
-    error where that is a terminal. `scratch` is a folder for a shape's configuration. Raises FAILURES."""
+    """The engine of `add_options`, for sequences of up to `longest` tokens, as a replica runs it. How far it
+    is stands on standard error where that is a terminal. `scratch` is a folder for a shape's configuration.
+    Raises FAILURES."""
     spec = ReplicaSpec(
         replica="bench-0",
         model_path=str(arguments.model or write_config(arguments.shape, scratch)),
