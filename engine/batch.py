@@ -51,9 +51,9 @@ class StepBatch:
     forward: ForwardInput
     sampling: SamplingBatch
     logit_index: torch.Tensor | None
-    """[logit rows] int64: rows of the pass's result whose logits are wanted; None: all, in their order."""
+    """[logit rows] int64: rows of the pass's result whose logits are wanted; None: the first ones."""
     sampled_logits: int
-    """Of `logit_index`, the first, for sampling; those after them belong to `prompts`."""
+    """Logit rows for sampling, which come first; those after them belong to `prompts`."""
     prompts: list[PromptSlice]
 
 
@@ -227,7 +227,8 @@ class RowTables:
                 wanted.extend(range(span.first, span.first + count))
             index = self._upload(np.array(wanted, dtype=np.int64))
         else:
-            sampled = len(forward.ends.rows)
+            # Padding too: kernels for that many rows are loaded. Where nobody samples, no logits are made.
+            sampled = len(forward.ends.rows) if rows else 0
         where = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
         one_each = logit_rows == list(range(len(logit_rows)))
         shared = None if one_each else self._upload(np.array(logit_rows, dtype=np.int64))

@@ -174,8 +174,8 @@ class Runner:
     def _run_eagerly(self, plan: StepPlan) -> StepResults:
         batch = self.tables.step_batch(plan)
         hidden = self.decoder.forward(batch.forward, self.kv)
-        index = batch.logit_index
-        wanted = hidden if index is None else hidden.index_select(0, index[: batch.sampled_logits])
+        index, count = batch.logit_index, batch.sampled_logits
+        wanted = hidden[:count] if index is None else hidden.index_select(0, index[:count])
         sampled = self.sampler.sample(self.decoder.logits(wanted), batch.sampling, self.tables)
         prompts = [(each, self._prompt_logprobs(hidden, batch, each)) for each in batch.prompts]
         finite = [

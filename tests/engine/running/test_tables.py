@@ -198,6 +198,9 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
         assert ends is not None and ends.queries is not None and not ends.chunks
         assert (ends.queries.tolist(), ends.rows.tolist(), ends.lens.tolist()) == (queries, table_rows, lens)
         assert ends.columns >= -(-max(lens) // BLOCK_TOKENS)
+        assert batch.sampled_logits == (len(queries) if sampling_rows(plan) else 0)
+    else:
+        assert batch.logit_index is None and batch.sampled_logits == len(decodes)
     assert batch.sampling.rows.tolist() == sampling_rows(plan)
     assert batch.sampling.positions.tolist() == sampled_positions
     shared = batch.sampling.logit_rows
