@@ -18,9 +18,10 @@ from kernels import AttentionInput, KvPool, Stream
 def load_kernels(
     decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, step_tokens: int, max_rows: int
 ) -> None:
-    """Run what steps of prompts run, at every number of rows that their ends pad to
-    (`sizing.product_ladder`). Every rank must call it; nothing is kept of it, the cache stays as it is, and
-    it does not wait for the device."""
+    """Run the products of steps of prompts, and the attention of their ends at every number of rows that
+    those pad to (`sizing.product_ladder`); attention of whole chunks is loaded by the steps that are profiled
+    and the graphs. Every rank must call it; nothing is kept of it, the cache stays as it is, and it does not
+    wait for the device."""
     load_products(decoder, step_tokens, max_rows)
     load_attention(decoder, kv, block_table, max_rows)
 

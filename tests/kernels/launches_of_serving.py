@@ -19,12 +19,13 @@ from engine.batch import RowTables
 from engine.families import read_config
 from engine.graphs import DecodeGraphs
 from engine.kernel_build import dimensions
+from engine.kernel_loading import load_kernels
 from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.parallel import single
 from engine.prompt_graphs import PromptGraphs
 from engine.sampler import Sampler
-from engine.sizing import EXPANSION_BLOCKS, FP8
+from engine.sizing import EXPANSION_BLOCKS, FP8, product_ladder
 from kernels import compiling, rehearsal
 from kernels.cuda import CudaOps
 from kernels.draws import Variant
@@ -78,9 +79,10 @@ def main() -> None:
 
 
 def serve(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> None:
-    """Graphs of every size and way to sample, those of prompts, the profiling steps, and steps of prompts and
-    edited rows."""
-    tables = RowTables(ROWS, 17, decoder.config.vocab_size, META)
+    """Graphs of every size and way to sample, those of prompts, the profiling steps, what is loaded ahead,
+    and steps of prompts and edited rows."""
+    sizes = (ROWS, 17, decoder.config.vocab_size, META, product_ladder(ROWS))
+    tables = RowTables(*sizes)
     kv = decoder.allocate_kv(20)
     graphs = DecodeGraphs(decoder, kv, tables, sampler, ROWS)
     for size in graphs.sizes:
@@ -91,6 +93,7 @@ def serve(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> None:
     for size in prompts.sizes:
         prompts._run(size)
     profiling.run_largest_steps(decoder, sampler, tables, spec)
+    load_kernels(decoder, kv, tables.block_table, spec.step_tokens, ROWS)
     every = (
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=1.0),
@@ -105,7 +108,7 @@ def serve(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> None:
             setups = [RowSetup(row, params, 0, 1, [0]) for row in rows]
             prompt = Chunk(decodes, 0, [0] * chunk, [decodes, decodes + 1])
             plan = StepPlan(step, setups, [], [], list(range(decodes)), [prompt])
-            tables = RowTables(ROWS, 17, decoder.config.vocab_size, META)
+            tables = RowTables(*sizes)
             tables.apply(plan)
             batch = tables.step_batch(plan)
             hidden = decoder.forward(batch.forward, kv)
