@@ -248,7 +248,10 @@ def _arguments() -> Any:
     parser.add_argument("--json", type=Path, help="figures into this file")
     arguments = parser.parse_args()
     arguments.fp8 = [False, True] if arguments.both else [arguments.fp8]
-    arguments.tried = read_tried(arguments.json_of_tune) if arguments.json_of_tune else {}
+    try:
+        arguments.tried = read_tried(arguments.json_of_tune) if arguments.json_of_tune else {}
+    except ValueError as error:
+        parser.error(str(error))
     return arguments
 
 
