@@ -20,7 +20,7 @@ import torch
 from kernels import Fp8Activation, Fp8Weight, Weight
 from kernels.cuda import CudaOps
 from kernels.reference import quantise_fp8
-from kernels.tune.layers import graph_microseconds
+from kernels.tune.graphs import graph_microseconds
 
 WEIGHTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 ROWS = [2048, 2112, 2176, 3968, 4096, 4112, 4160, 4224, 4352, 4480, 6144, 6336, 8192, 8320, 8448, 8704]

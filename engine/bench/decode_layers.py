@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from triton.backends.compiler import GPUTarget
 
+from engine.bench.limits import CEILINGS
 from engine.bench.shapes import SHAPES
 from engine.families import read_config
 from engine.forward import ForwardInput
@@ -40,8 +41,8 @@ TURNS = 6
 """How often a graph goes through them, unless told: its start, some 10 µs, is then a small part."""
 META = torch.device("meta")
 
-_BYTES_PER_US = 4355e3
-"""Read bandwidth of an H200, measured."""
+_BYTES_PER_US = CEILINGS["NVIDIA H200"].bytes_per_s / 1e6
+"""Read bandwidth."""
 
 
 @dataclass(frozen=True)
