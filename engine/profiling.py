@@ -66,4 +66,5 @@ def _largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
         StepPlan(2, [], [], [], rows, []),
         StepPlan(3, [], [], [], rows[1:], [Chunk(0, length - 1, [0], [0])]),
     ]
-    return plans if length + 2 <= max_model_len else plans[:3]
+    # As far as a sequence may grow.
+    return plans[: 2 + min(2, max_model_len - length)]

@@ -329,9 +329,13 @@ def test_a_step_that_failed_stays_failed(folder: Path) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("step_tokens", [8, 96, 4096])
-def test_the_profiled_steps_can_be_run_whatever_the_budget(folder: Path, step_tokens: int) -> None:
-    spec = spec_of(folder, step_tokens=step_tokens)
+@pytest.mark.parametrize(
+    ("step_tokens", "longest"), [(8, 256), (96, 256), (4096, 256), (8, 1), (8, 2), (8, 3)]
+)
+def test_the_profiled_steps_can_be_run_whatever_the_budget(
+    folder: Path, step_tokens: int, longest: int
+) -> None:
+    spec = spec_of(folder, step_tokens=step_tokens, max_model_len=longest)
     runner = Runner(spec, single(), quiet)
     with torch.inference_mode():
         run_largest_steps(runner.decoder, runner.sampler, runner.tables, spec)
