@@ -15,7 +15,7 @@ import torch
 from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, KvPool, Rotation, Stream, Weight
 from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
-from kernels.triton.attention_decode import DecodeWorkspace
+from kernels.triton.attention_decode import DecodeConfig, DecodeWorkspace
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Table
 
@@ -193,7 +193,7 @@ class CudaOps:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _, kv_heads, _, head_dim = pool.keys.shape
-        sequences = inputs.block_table.shape[0]
+        most = inputs.block_table.shape[0]
         return attention_decode.decode(
             q,
             pool.keys,
@@ -202,12 +202,20 @@ class CudaOps:
             inputs.rows,
             inputs.lens,
             scale,
-            self._decode_workspace(sequences, heads, kv_heads, head_dim, q.device),
+            self._decode_workspace(most, heads, kv_heads, head_dim, q.device),
             window,
             pool.k_scales,
             pool.v_scales,
             out,
             rotation,
+            config=self._decode_config(len(q), pool.keys),
+        )
+
+    def _decode_config(self, sequences: int, keys: torch.Tensor) -> DecodeConfig:
+        _, kv_heads, _, head_dim = keys.shape
+        multiprocessors = attention_decode.multiprocessors_of(keys.device)
+        return attention_decode.config_for(
+            sequences, kv_heads, head_dim, keys.element_size(), multiprocessors
         )
 
     def _prefill(

@@ -43,8 +43,8 @@ def compile_all(folder: Path, arguments: Any) -> Table:
             for rows in arguments.rows:
                 layers.set_rows(rows)
                 for way in arguments.way:
-                    with layers.going_as(way):
-                        layers.run()
+                    layers.go_as(way)
+                    layers.run()
 
     compile_launched(gpu.target, launch)
     return table
@@ -55,19 +55,19 @@ def measure(layers: DecodeLayers, ways: list[Way], alone: bool) -> list[dict[str
     found, first = [], None
     kind = "fp8" if layers.dtype.itemsize == 1 else "bf16"
     for way in ways:
-        with layers.going_as(way):
-            try:
-                hidden = layers.run().float()
-                us = graph_microseconds(layers.run) / len(layers)
-            except Exception as error:
-                print(f"{kind} {layers.rows:3}  fails: {way.text}: {str(error)[:200]}")
-                continue
-            first = hidden if first is None else first
-            row: dict[str, object] = {"dtype": kind, "rows": layers.rows, "way": way.text}
-            row |= {"us": round(us, 2), "of_limit": round(layers.limit_us() / us, 3)}
-            row["differs"] = float(f"{float((hidden - first).norm() / first.norm()):.1e}")
-            for name, chain in (layers.alone() if alone else {}).items():
-                row[name] = round(graph_microseconds(chain) / len(layers), 2)
+        layers.go_as(way)
+        try:
+            hidden = layers.run().float()
+            us = graph_microseconds(layers.run) / len(layers)
+        except Exception as error:
+            print(f"{kind} {layers.rows:3}  fails: {way.text}: {str(error)[:200]}")
+            continue
+        first = hidden if first is None else first
+        row: dict[str, object] = {"dtype": kind, "rows": layers.rows, "way": way.text}
+        row |= {"us": round(us, 2), "of_limit": round(layers.limit_us() / us, 3)}
+        row["differs"] = float(f"{float((hidden - first).norm() / first.norm()):.1e}")
+        for name, chain in (layers.alone() if alone else {}).items():
+            row[name] = round(graph_microseconds(chain) / len(layers), 2)
         found.append(row)
         products = " ".join(f"{name} {row[name]:5}" for name in LAYER_PRODUCTS if name in row)
         print(

@@ -79,11 +79,11 @@ def compile_all(folder: Path, arguments: Any, target: Any, table: Table) -> None
                 for plans in (layers.shipped_plans(), dict.fromkeys(ORDER)):
                     products.launch(search.table_of(products, plans, rows))
                 for choice in covering(plan_search(layers, arguments, target.arch == 90)[1]):
-                    with layers.going(choice):
-                        layers.run()
+                    layers.go(choice)
+                    layers.run()
                 for pages in LEAST_PAGES:
-                    with layers.going({}, {"least_pages": pages}):
-                        layers.run()
+                    layers.go({}, {"least_pages": pages})
+                    layers.run()
 
     compile_launched(target, launch)
 
@@ -106,10 +106,8 @@ class Timer:
         captured, where, failure = [], [], None
         for index, (choice, attention) in enumerate(ways):
             try:
-                with self._layers.going(choice, attention):
-                    graph = self._graphs.capture(
-                        lambda: self._layers.run(SEARCHED), lambda: self._layers.run(2)
-                    )
+                self._layers.go(choice, attention)
+                graph = self._graphs.capture(lambda: self._layers.run(SEARCHED), lambda: self._layers.run(2))
             except Exception as error:
                 failure = error
                 continue
@@ -186,8 +184,8 @@ def difference(layers: DecodeLayers, first: Choice, second: Choice) -> float:
     """Of the hidden states that two ways leave, ‖b − a‖ / ‖a‖."""
     hidden = []
     for choice in (first, second):
-        with layers.going(choice):
-            hidden.append(layers.run().float())
+        layers.go(choice)
+        hidden.append(layers.run().float())
     return float((hidden[1] - hidden[0]).norm() / hidden[0].norm())
 
 

@@ -7,13 +7,11 @@ A few layers of a shape with random weights, more than the L2 holds, by the deco
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -100,14 +98,20 @@ def write_shape(folder: Path, shape: str) -> None:
 
 
 class _Ops(CudaOps):
-    """Operations whose table can be exchanged, and which can launch alone what they share."""
+    """Operations whose table and attention can be exchanged, and which can launch alone what they share."""
 
-    def use(self, table: Table, apart: frozenset[str]) -> None:
-        self._table, self._apart = table, apart
+    def use(self, table: Table, attention: Mapping[str, int], apart: frozenset[str]) -> None:
+        self._table, self._attention, self._apart = table, attention, apart
 
     def forget_workspaces(self) -> None:
         """Before more sequences than there were."""
         self._decode_workspaces = {}
+
+    def _decode_config(self, sequences: int, keys: torch.Tensor) -> DecodeConfig:
+        changed = replace(super()._decode_config(sequences, keys), **self._attention)
+        multiprocessors = attention_decode.multiprocessors_of(keys.device)
+        most = attention_decode.most_items(sequences, keys.shape[1], multiprocessors)
+        return replace(changed, items=max(sequences, min(changed.items, most)))
 
     def _only_decodes(self, inputs: AttentionInput) -> bool:
         return "rope" not in self._apart and super()._only_decodes(inputs)
@@ -122,6 +126,7 @@ class DecodeLayers:
     def __init__(self, folder: Path, fp8: bool, context: int, device: torch.device, table: Table) -> None:
         config = read_config(folder)
         self._ops, self.device, self._context, self.shipped = _Ops(0, table), device, context, table
+        self._ops.use(table, {}, frozenset())
         self.dimensions = read_dimensions(folder, fp8=fp8)
         self.dtype = torch.float8_e4m3fn if fp8 else self.dimensions.torch_dtype
         self._shapes = {name: self.dimensions.products[name] for name in LAYER_PRODUCTS}
@@ -182,37 +187,27 @@ class DecodeLayers:
     def attention_config(self) -> DecodeConfig:
         """What attention chooses for these rows."""
         config, element_size = self._decoder.config, self.dtype.itemsize
-        multiprocessors = attention_decode._multiprocessors(self.device)
+        multiprocessors = attention_decode.multiprocessors_of(self.device)
         return attention_decode.config_for(
             self.rows, config.kv_heads, config.head_dim, element_size, multiprocessors
         )
 
-    def going_as(self, way: Way) -> contextlib.AbstractContextManager[None]:
-        """`going` as a person wrote it."""
-        return self.going(way.plans_for(self.rows, self.dtype.itemsize), way.attention, way.apart)
+    def go_as(self, way: Way) -> None:
+        """`go` as a person wrote it."""
+        self.go(way.plans_for(self.rows, self.dtype.itemsize), way.attention, way.apart)
 
-    @contextlib.contextmanager
-    def going(
+    def go(
         self,
         plans: Mapping[str, Plan | None],
         attention: Mapping[str, int] | None = None,
         apart: frozenset[str] = frozenset(),
-    ) -> Iterator[None]:
-        """While it lasts, `run` launches these plans in place of the table's, attention with these fields of
-        its `DecodeConfig`, and apart what `Way.apart` has."""
+    ) -> None:
+        """From now on `run` launches these plans in place of the table's, attention with these fields of its
+        `DecodeConfig`, and apart what `Way.apart` has."""
         table = self.shipped
         for name, plan in plans.items():
             table = table.with_entry(self.products()[name], self.rows, Entry(plan, 0, 0))
-        chosen = attention_decode.config_for
-
-        def config_for(sequences: int, kv_heads: int, *others: int) -> DecodeConfig:
-            changed = replace(chosen(sequences, kv_heads, *others), **(attention or {}))
-            most = attention_decode._most_items(sequences, kv_heads, others[-1])
-            return replace(changed, items=max(sequences, min(changed.items, most)))
-
-        self._ops.use(table, apart)
-        with mock.patch.object(attention_decode, "config_for", config_for):
-            yield
+        self._ops.use(table, attention or {}, apart)
 
     def run(self, count: int | None = None) -> torch.Tensor:
         """Through the first `count` layers; two have every kernel that all have. Returns hidden states."""

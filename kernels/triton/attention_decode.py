@@ -336,7 +336,8 @@ def config_for(
     )
 
 
-def _most_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
+def most_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
+    """Of `DecodeConfig.items`, that a workspace has room for."""
     return sequences + 4 * multiprocessors // kv_heads
 
 
@@ -344,7 +345,7 @@ def allocate_workspace(
     sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
     """For `decode` of up to `sequences` sequences with these heads."""
-    items = _most_items(sequences, kv_heads, _multiprocessors(device))
+    items = most_items(sequences, kv_heads, multiprocessors_of(device))
     group = triton.next_power_of_2(heads // kv_heads)
     return DecodeWorkspace(
         partial=torch.empty(items, kv_heads, group, head_dim, dtype=torch.float32, device=device),
@@ -393,7 +394,7 @@ def decode(
     if out is None:
         out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
     if config is None:
-        multiprocessors = _multiprocessors(q.device)
+        multiprocessors = multiprocessors_of(q.device)
         config = config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors)
     items = config.items
     _check_workspace(workspace, sequences, items, (kv_heads, gp, head_dim))
@@ -494,5 +495,6 @@ def _scan_width(sequences: int) -> int:
     return int(triton.next_power_of_2(sequences))
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
+    """4 where the interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

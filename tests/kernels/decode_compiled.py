@@ -47,7 +47,7 @@ def launch(sequences: int, fp8: bool) -> None:
 
 if __name__ == "__main__":
     found = {}
-    with mock.patch.object(attention_decode, "_multiprocessors", lambda _device: 132):
+    with mock.patch.object(attention_decode, "multiprocessors_of", lambda _device: 132):
         for sequences, fp8 in ((1, True), (8, False)):
             (job,) = compiling.record(GPU.target, partial(launch, sequences, fp8))
             with compiling._offline(GPU.target):

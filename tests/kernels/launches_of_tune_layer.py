@@ -67,11 +67,11 @@ class Graphs:
 def main() -> None:
     script = load()
     compiled: list[compiling.Job] = []
-    going = script.DecodeLayers.going
+    go = script.DecodeLayers.go
 
     def noted(self: Any, plans: Any, *others: Any) -> Any:
         Graphs.plans = {**self.shipped_plans(), **plans}
-        return going(self, plans, *others)
+        return go(self, plans, *others)
 
     def compile_launched(target: Any, launch: Callable[[], object]) -> None:
         with torch.inference_mode():
@@ -88,7 +88,7 @@ def main() -> None:
             (script, "compile_launched", compile_launched),
             (script, "Graphs", Graphs),
             (script, "load_table", lambda _: table_before()),
-            (script.DecodeLayers, "going", noted),
+            (script.DecodeLayers, "go", noted),
             (script, "difference", lambda *_: 0.0),
             (script, "CUDA", META),
             (search, "is_right", lambda *_: True),
