@@ -11,7 +11,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    which, shares = map(int, config.getoption("--share").split("/"))
+    share = config.getoption("--share")
+    which, shares = map(int, share.split("/"))
+    if not 1 <= which <= shares:
+        raise pytest.UsageError(f"--share is {share}: give K/N with K from 1 to N")
     chosen = items[which - 1 :: shares]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
