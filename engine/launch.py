@@ -21,7 +21,8 @@ from engine.messages import Attach, CancelRequest, RankOutbound, ReplicaSpec, St
 from engine.wire import Channel, socketpair
 
 _LAST_BREATH_S = 0.5
-"""A rank that closed its channel and has not ended after this is killed."""
+"""A rank that closed its channel and has not ended after this is killed; so are those that a rank has left,
+which ended by itself."""
 
 OnMessage = Callable[[int, RankOutbound], None]
 OnEnd = Callable[[str], None]
@@ -63,6 +64,7 @@ class ReplicaGroup:
         self._on_end = on_end
         self._ranks: list[_Rank] = []
         self._reason = ""
+        self._first_exit = ""
         self._ended = asyncio.Event()
 
     @classmethod
@@ -167,9 +169,12 @@ class ReplicaGroup:
 
     def _closed(self, rank: _Rank) -> None:
         """A rank closed its channel: it is dying. Its exit, which follows at once, says of what."""
-        asyncio.get_running_loop().call_later(
-            _LAST_BREATH_S, self.kill, f"rank {rank.rank} (pid {rank.process.pid}) closed its channel"
-        )
+
+        def give_up() -> None:
+            if rank.returncode is None:
+                self.kill(f"rank {rank.rank} (pid {rank.process.pid}) closed its channel")
+
+        asyncio.get_running_loop().call_later(_LAST_BREATH_S, give_up)
 
     def _exited(self, rank: _Rank) -> None:
         asyncio.get_running_loop().remove_reader(rank.pidfd)
@@ -179,11 +184,18 @@ class ReplicaGroup:
         rank.returncode = rank.process.wait()
         os.close(rank.pidfd)
         rank.channel.close()
-        self.kill(f"rank {rank.rank} (pid {rank.process.pid}) {_describe_exit(rank.returncode)}")
+        reason = f"rank {rank.rank} (pid {rank.process.pid}) {_describe_exit(rank.returncode)}"
+        self._first_exit = self._first_exit or reason
+        if rank.returncode < 0:
+            self.kill(reason)
+        else:
+            # Perhaps of the death of another, which then is the reason: who loses a peer ends by itself, and
+            # on a busy machine is seen first.
+            asyncio.get_running_loop().call_later(_LAST_BREATH_S, self.kill, self._first_exit)
         if all(other.returncode is not None for other in self._ranks) and not self._ended.is_set():
             self._ended.set()
             self._forget_rendezvous()
-            self._on_end(self._reason)
+            self._on_end(self._reason or self._first_exit)
 
     def _forget_rendezvous(self) -> None:
         if self.spec.rendezvous:

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -203,6 +204,28 @@ def test_a_group_dies_as_a_whole_within_a_second(tmp_path: Path, victim: int) ->
             with pytest.raises(ReplicaLost):
                 await running
             assert lost == [[1]]
+
+    asyncio.run(scenario())
+
+
+def test_who_died_of_a_signal_is_named_though_a_peer_that_died_of_it_is_seen_first(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with replica(tmp_path, tensor_parallel_size=2) as watched:
+            client = watched.client("front-0")
+            running = asyncio.create_task(collect(client, ask(client, "r", most=400)))
+            while not any(report.running for report in watched.reports):
+                await asyncio.sleep(0.01)
+            leader, victim = watched.group.pids
+            os.kill(victim, signal.SIGKILL)
+            # Nobody looks until both are gone.
+            until = time.monotonic() + 30
+            while Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            watched.group._exited(watched.group._ranks[0])
+            assert (await watched.end).startswith(f"rank 1 (pid {victim}) was killed by SIGKILL")
+            with pytest.raises(ReplicaLost):
+                await running
 
     asyncio.run(scenario())
 
