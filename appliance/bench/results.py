@@ -230,6 +230,10 @@ class Bin:
     count: int
 
 
+_NOTHING = 1e-9
+"""Numbers, and differences, that are no more have no scale of their own."""
+
+
 def distribution(ordered: Sequence[float], most_bins: int = 10) -> list[Bin]:
     """A histogram of sorted, non-negative numbers. Edges are round (1, 2 or 5 times a power of ten apart, or
     such numbers themselves where the values span more than a factor of 20), about `most_bins` bins. Of the
@@ -238,12 +242,13 @@ def distribution(ordered: Sequence[float], most_bins: int = 10) -> list[Bin]:
         return []
     low, high = ordered[0], ordered[-1]
     usual = max(percentile(ordered, 1), 1e-3 * high)
-    if high > 20 * usual:
+    if high > 20 * usual and usual > _NOTHING:
         edges = _round_numbers(usual, high, most_bins)
         if low < edges[0]:
             edges[0] = 0.0
     else:
-        step = _step((high - low) / (most_bins - 2) or max(high, 1.0) / 10)
+        apart = high - low > _NOTHING
+        step = _step((high - low) / (most_bins - 2) if apart else max(high, 1.0) / 10)
         first = math.floor(low / step)
         edges = [(first + index) * step for index in range(math.floor(high / step) - first + 2)]
     counts = [0] * (len(edges) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from appliance.bench.messages import Record
@@ -104,6 +104,9 @@ def test_percentiles_are_nearest_rank(percent: float, value: float) -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
+@example([0.0, 5e-324])
+@example([1e-320, 1e-300, 1e-12])
+@example([3.0, 3.0 + 1e-12])
 def test_every_value_is_in_the_bin_that_says_so(values: list[float]) -> None:
     ordered = sorted(values)
     bins = distribution(ordered)
