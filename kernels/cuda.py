@@ -212,11 +212,7 @@ class CudaOps:
         )
 
     def _decode_config(self, sequences: int, keys: torch.Tensor) -> DecodeConfig:
-        _, kv_heads, _, head_dim = keys.shape
-        multiprocessors = attention_decode.multiprocessors_of(keys.device)
-        return attention_decode.config_for(
-            sequences, kv_heads, head_dim, keys.element_size(), multiprocessors
-        )
+        return attention_decode.config_on(keys, sequences)
 
     def _prefill(
         self,

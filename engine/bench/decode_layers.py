@@ -186,11 +186,7 @@ class DecodeLayers:
 
     def attention_config(self) -> DecodeConfig:
         """What attention chooses for these rows."""
-        config, element_size = self._decoder.config, self.dtype.itemsize
-        multiprocessors = attention_decode.multiprocessors_of(self.device)
-        return attention_decode.config_for(
-            self.rows, config.kv_heads, config.head_dim, element_size, multiprocessors
-        )
+        return attention_decode.config_on(self._kv[0].keys, self.rows)
 
     def go_as(self, way: Way) -> None:
         """`go` as a person wrote it."""

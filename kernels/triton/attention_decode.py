@@ -336,6 +336,12 @@ def config_for(
     )
 
 
+def config_on(keys: torch.Tensor, sequences: int) -> DecodeConfig:
+    """`config_for` a cache, `[blocks, kv_heads, 64, head_dim]`, on its device."""
+    _, kv_heads, _, head_dim = keys.shape
+    return config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors_of(keys.device))
+
+
 def most_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
     """Of `DecodeConfig.items`, that a workspace has room for."""
     return sequences + 4 * multiprocessors // kv_heads
@@ -394,8 +400,7 @@ def decode(
     if out is None:
         out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
     if config is None:
-        multiprocessors = multiprocessors_of(q.device)
-        config = config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors)
+        config = config_on(keys, sequences)
     items = config.items
     _check_workspace(workspace, sequences, items, (kv_heads, gp, head_dim))
     compute = q.dtype if keys.dtype == q.dtype else torch.float16
