@@ -188,7 +188,7 @@ class RowTables:
         """The decodes' tokens and each chunk's last, as the last layer's attention sees them; then
         padding."""
         decodes = forward.attention
-        ends = [(span.row, span.context + span.count, span.first + span.count - 1) for span in decodes.chunks]
+        ends = [(span.row, span.end, span.last) for span in decodes.chunks]
         most = max(length for _, length, _ in ends)
         count = len(plan.decodes) + len(ends)
         padded = count if self._ladder is None else next(size for size in self._ladder if size >= count)
@@ -211,7 +211,7 @@ class RowTables:
         for chunk, span, end in zip(plan.chunks, spans, ends_of(forward), strict=True):
             rows.extend(chunk.sample_rows)
             results.extend([end] * len(chunk.sample_rows))
-            positions.extend([span.context + span.count] * len(chunk.sample_rows))
+            positions.extend([span.end] * len(chunk.sample_rows))
         index, logit_rows, prompts = None, results, list[PromptSlice]()
         if forward.ends is None:
             wanted = list(dict.fromkeys(results))
@@ -260,4 +260,4 @@ def ends_of(forward: ForwardInput) -> list[int]:
     decodes, spans = len(forward.attention.rows), forward.attention.chunks
     if forward.ends is not None:
         return list(range(decodes, decodes + len(spans)))
-    return [span.first + span.count - 1 for span in spans]
+    return [span.last for span in spans]

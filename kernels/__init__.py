@@ -115,6 +115,16 @@ class ChunkSpan:
     row: int
     """Of the block table."""
 
+    @property
+    def last(self) -> int:
+        """Index of its last token in the pass."""
+        return self.first + self.count - 1
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are in the cache when the pass ends."""
+        return self.context + self.count
+
 
 @dataclass(slots=True)
 class AttentionInput:

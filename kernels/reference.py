@@ -202,7 +202,7 @@ class _AttentionPlan:
 def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
     chunks = []
     for chunk in inputs.chunks:
-        used = -(-(chunk.context + chunk.count) // PAGE_TOKENS)
+        used = -(-chunk.end // PAGE_TOKENS)
         chunks.append((chunk, inputs.block_table[chunk.row, :used]))
     tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.rows)
     # Past a sequence's end stands anybody's block, whose numbers may be broken: copied, and multiplied by 0,

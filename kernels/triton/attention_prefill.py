@@ -193,7 +193,7 @@ def plan_expansion(
     direct, moved, pages, used = [], [], [], 0
     for chunk in chunks:
         first = 0 if window is None else max(0, chunk.context + 1 - window) // PAGE_TOKENS
-        last = -(-(chunk.context + chunk.count) // PAGE_TOKENS)
+        last = -(-chunk.end // PAGE_TOKENS)
         if chunk.count < EXPAND_FROM or used + last - first > scratch_blocks:
             direct.append(chunk)
             continue
