@@ -18,14 +18,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.bench.decode_layers import META, DecodeLayers, Way, compile_launched, write_shape
-from engine.bench.shapes import SHAPES
+from engine.bench.decode_layers import (
+    META,
+    DecodeLayers,
+    Way,
+    add_options,
+    chosen_dtypes,
+    compile_launched,
+    shape_folder,
+)
 from kernels import compiling
 from kernels.triton.linear_table import Table, load_table
 from kernels.tune.graphs import graph_microseconds
@@ -53,17 +59,16 @@ def compile_all(folder: Path, arguments: Any) -> Table:
 def measure(layers: DecodeLayers, ways: list[Way], alone: bool) -> list[dict[str, object]]:
     """One row a way; prints it."""
     found, first = [], None
-    kind = "fp8" if layers.dtype.itemsize == 1 else "bf16"
     for way in ways:
         layers.go_as(way)
         try:
             hidden = layers.run().float()
             us = graph_microseconds(layers.run) / len(layers)
         except Exception as error:
-            print(f"{kind} {layers.rows:3}  fails: {way.text}: {str(error)[:200]}")
+            print(f"{layers.kind} {layers.rows:3}  fails: {way.text}: {str(error)[:200]}")
             continue
         first = hidden if first is None else first
-        row: dict[str, object] = {"dtype": kind, "rows": layers.rows, "way": way.text}
+        row: dict[str, object] = {"dtype": layers.kind, "rows": layers.rows, "way": way.text}
         row |= {"us": round(us, 2), "of_limit": round(layers.limit_us() / us, 3)}
         row["differs"] = float(f"{float((hidden - first).norm() / first.norm()):.1e}")
         for name, chain in (layers.alone() if alone else {}).items():
@@ -71,7 +76,8 @@ def measure(layers: DecodeLayers, ways: list[Way], alone: bool) -> list[dict[str
         found.append(row)
         products = " ".join(f"{name} {row[name]:5}" for name in LAYER_PRODUCTS if name in row)
         print(
-            f"{kind} {layers.rows:3} {us:7.2f} {row['of_limit']} {products} ±{row['differs']}  {way.text}",
+            f"{layers.kind} {layers.rows:3} {us:7.2f} {row['of_limit']} {products} ±{row['differs']}  "
+            f"{way.text}",
             flush=True,
         )
     return found
@@ -79,9 +85,7 @@ def measure(layers: DecodeLayers, ways: list[Way], alone: bool) -> list[dict[str
 
 def main() -> None:
     arguments = _arguments()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_shape(folder, arguments.shape)
+    with shape_folder(arguments.shape) as folder:
         try:
             table = compile_all(folder, arguments)
         except compiling.GpuError as error:
@@ -104,16 +108,12 @@ def _arguments() -> Any:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    add_options(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--context", type=int, default=640, help="tokens of each sequence")
-    parser.add_argument("--fp8", action="store_true", help="FP8 weights and cache instead of bf16")
-    parser.add_argument("--both", action="store_true", help="bf16, then FP8")
-    parser.add_argument("--way", type=Way.parse, action="append", help="see above; may be repeated")
     parser.add_argument("--alone", action="store_true", help="each product too")
     parser.add_argument("--json", type=Path, help="raw figures into this file")
     arguments = parser.parse_args()
-    arguments.fp8 = [False, True] if arguments.both else [arguments.fp8]
+    arguments.fp8 = chosen_dtypes(arguments)
     arguments.way = arguments.way or [Way.parse("")]
     return arguments
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,8 +29,14 @@ from typing import Any
 
 import torch
 
-from engine.bench.decode_layers import META, DecodeLayers, Way, compile_launched, write_shape
-from engine.bench.shapes import SHAPES
+from engine.bench.decode_layers import (
+    META,
+    DecodeLayers,
+    add_options,
+    chosen_dtypes,
+    compile_launched,
+    shape_folder,
+)
 from kernels import compiling
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Table, load_table, problem
@@ -153,7 +158,7 @@ def tune(
     table = layers.shipped
     for name, (entry, _) in search.figures(products, best, ORDER, rows).items():
         table = table.with_entry(layers.products()[name], rows, replace(entry, layer_us=us))
-    row: dict[str, Any] = {"dtype": "fp8" if layers.dtype.itemsize == 1 else "bf16", "rows": rows}
+    row: dict[str, Any] = {"dtype": layers.kind, "rows": rows}
     row |= {"before_us": round(before, 2), "us": round(us, 2), "of_limit": round(layers.limit_us() / us, 3)}
     row |= {"differs": difference(layers, begun[0], best), "plans": {}, "attention_us": {}}
     for name in LAYER_PRODUCTS:
@@ -199,9 +204,7 @@ def attention_changes(layers: DecodeLayers) -> list[dict[str, int]]:
 
 def main() -> None:
     arguments = _arguments()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_shape(folder, arguments.shape)
+    with shape_folder(arguments.shape) as folder:
         try:
             gpu = compiling.this_gpu()
         except compiling.GpuError as error:
@@ -230,14 +233,10 @@ def _arguments() -> Any:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    add_options(parser)
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64], help="entries of the table"
     )
-    parser.add_argument("--context", type=int, default=640, help="tokens of each sequence (%(default)s)")
-    parser.add_argument("--fp8", action="store_true", help="FP8 weights and cache instead of bf16")
-    parser.add_argument("--both", action="store_true", help="bf16, then FP8")
-    parser.add_argument("--way", type=Way.parse, action="append", default=[], help="another start")
     parser.add_argument(
         "--most", type=int, default=10, help="plans of a product that are tried (%(default)s)"
     )
@@ -245,7 +244,7 @@ def _arguments() -> Any:
     parser.add_argument("--out", type=Path, required=True, help="the table")
     parser.add_argument("--json", type=Path, help="figures into this file")
     arguments = parser.parse_args()
-    arguments.fp8 = [False, True] if arguments.both else [arguments.fp8]
+    arguments.fp8 = chosen_dtypes(arguments)
     try:
         arguments.tried = read_tried(arguments.json_of_tune) if arguments.json_of_tune else {}
     except ValueError as error:

@@ -7,9 +7,11 @@ A few layers of a shape with random weights, more than the L2 holds, by the deco
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,10 +93,30 @@ def _plan(text: str, rows: int, item: int) -> Plan | None:
     return Plan(form, padded, int(block_n), block_k, int(warps), count, int(split))  # type: ignore[arg-type]
 
 
-def write_shape(folder: Path, shape: str) -> None:
-    """The `config.json` of a few layers; the vocabulary is no part of them."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Which layers, and the ways that they go."""
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
+    parser.add_argument("--context", type=int, default=640, help="tokens of each sequence (%(default)s)")
+    parser.add_argument("--fp8", action="store_true", help="FP8 weights and cache instead of bf16")
+    parser.add_argument("--both", action="store_true", help="bf16, then FP8")
+    parser.add_argument(
+        "--way", type=Way.parse, action="append", default=[], help="a way to go; may be repeated"
+    )
+
+
+def chosen_dtypes(arguments: argparse.Namespace) -> list[bool]:
+    """Of `add_options`, in turn: whether weights and cache are FP8."""
+    return [False, True] if arguments.both else [arguments.fp8]
+
+
+@contextlib.contextmanager
+def shape_folder(shape: str) -> Iterator[Path]:
+    """A folder with the `config.json` of a few layers; the vocabulary is no part of them."""
     changes = {"num_hidden_layers": LAYERS, "vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | changes))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(SHAPES[shape] | changes))
+        yield folder
 
 
 class _Ops(CudaOps):
@@ -121,7 +143,7 @@ class _Ops(CudaOps):
 
 
 class DecodeLayers:
-    """Layers of one kind on a device, and what a pass of some rows reads. folder: of `write_shape`."""
+    """Layers of one kind on a device, and what a pass of some rows reads. folder: of `shape_folder`."""
 
     def __init__(self, folder: Path, fp8: bool, context: int, device: torch.device, table: Table) -> None:
         config = read_config(folder)
@@ -151,6 +173,11 @@ class DecodeLayers:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    @property
+    def kind(self) -> str:
+        """As tables of figures name the dtype."""
+        return "fp8" if self.dtype.itemsize == 1 else "bf16"
 
     def products(self) -> dict[str, Product]:
         return {name: Product(self.dtype, n, k) for name, (n, k) in self._shapes.items()}
