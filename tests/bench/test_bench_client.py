@@ -171,8 +171,8 @@ def test_in_open_loop_a_request_counts_from_when_it_was_due(fake: FakeServer, ta
     fake.behaviour.ttft_s = lambda number: 0.1
     summary = figures(drive(target, 4, arrivals=[0.0, 0.0, 0.0, 0.0]))
     assert summary.ttft and summary.succeeded == 4
-    assert 390 <= summary.ttft.max < 600
-    assert summary.late_p99_ms < 100
+    assert 390 <= summary.ttft.max < 2000
+    assert summary.late_p99_ms < 390  # they left when due: what they waited for was the server
 
 
 def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target: Target) -> None:
@@ -180,7 +180,7 @@ def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target:
     raw = drive(target, 10, arrivals=[0.02 * number for number in range(10)], workers=2)
     began = sorted(one.began_at - raw.started_at for one in raw.records)
     assert began == pytest.approx([0.02 * number for number in range(10)], abs=0.001)
-    assert figures(raw).seconds < 2
+    assert figures(raw).seconds < 4  # one after another: 5
 
 
 def test_a_run_that_is_given_up_leaves_the_server_and_the_next_one_begins(

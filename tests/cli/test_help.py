@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -66,10 +64,10 @@ COMMANDS = (
 
 
 def loaded_by(*words: str) -> set[str]:
-    """Top-level packages in memory after the command."""
+    """Names of the modules in memory after the command."""
     source = (
         "import sys, json; from appliance.cli import main; main();"
-        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})), file=sys.stderr)"
+        "print(json.dumps(sorted(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", source, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -77,23 +75,13 @@ def loaded_by(*words: str) -> set[str]:
     return set(json.loads(done.stderr.splitlines()[-1]))
 
 
-def test_help_loads_nothing_heavy() -> None:
-    assert loaded_by("--help").isdisjoint(HEAVY)
-    assert loaded_by("--help") >= {"typer", "appliance"}
-
-
-def test_help_takes_less_than_150_ms() -> None:
-    command = [sys.executable, "-m", "appliance.cli", "--help"]
-    wall_ms, cpu_ms = [], []
-    for _ in range(5):
-        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        wall_ms.append(1000 * (time.perf_counter() - began))
-        cpu_ms.append(1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
-    print(f"appliance --help: {min(wall_ms):.0f} ms, of which {min(cpu_ms):.0f} ms CPU")
-    # It waits for nothing, so on a machine of its own both are one; only the CPU's time is the command's own.
-    assert min(cpu_ms) < 150
+def test_help_loads_nothing_heavy_and_little_else() -> None:
+    """What it takes is the time of what it loads, which a slow machine changes and this count does not."""
+    modules = loaded_by("--help")
+    packages = {name.partition(".")[0] for name in modules}
+    assert packages.isdisjoint(HEAVY)
+    assert packages >= {"typer", "appliance"}
+    assert len(modules) < 200  # 162, of which typer alone has 144
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
