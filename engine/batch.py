@@ -15,6 +15,7 @@ import torch
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS, Chunk, StepPlan
 from engine.sampling_tables import Needs, SamplingTables
+from engine.sizing import size_for
 from engine.transfer import upload
 from kernels import AttentionInput, ChunkSpan
 
@@ -191,7 +192,7 @@ class RowTables:
         ends = [(span.row, span.end, span.last) for span in decodes.chunks]
         most = max(length for _, length, _ in ends)
         count = len(plan.decodes) + len(ends)
-        padded = count if self._ladder is None else next(size for size in self._ladder if size >= count)
+        padded = count if self._ladder is None else size_for(count, self._ladder)
         ends += [(0, 0, 0)] * (padded - count)
         rows, lens, queries = self._upload(np.array(ends, dtype=np.int64).T.copy())
         return AttentionInput(

@@ -16,7 +16,7 @@ from engine.batch import RowTables
 from engine.forward import ForwardInput
 from engine.model.decoder import Decoder
 from engine.sampler import Sampler
-from engine.sizing import ladder
+from engine.sizing import ladder, size_for
 from kernels import AttentionInput, KvPool
 from kernels.draws import Variant
 from kernels.triton.rows import advance, empty_decodes, place
@@ -113,7 +113,7 @@ class DecodeGraphs:
         return captured.token_ids[: len(self._held)]
 
     def _size(self, decodes: int) -> int:
-        return next(size for size in self.sizes if size >= decodes)
+        return size_for(decodes, self.sizes)
 
     # ── what is captured ─────────────────────────────────────────────────────────────────────────
 

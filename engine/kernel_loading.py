@@ -2,7 +2,7 @@
 
 The driver loads a kernel when it is first launched, for which it waits until the device has nothing to do: in
 a step of prompts, a stall of a tenth of a second for everybody who decodes. cuBLAS picks another kernel at
-many numbers of rows, and steps of prompts attend in ways that no captured graph has loaded.
+many numbers of rows, and so does our attention.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def load_kernels(
     decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, step_tokens: int, max_rows: int
 ) -> None:
     """Run the products of steps of prompts, and the attention of their ends at every number of rows that
-    those pad to (`sizing.product_ladder`); attention of whole chunks is loaded by the steps that are profiled
-    and the graphs. Every rank must call it; nothing is kept of it, the cache stays as it is, and it does not
-    wait for the device."""
+    those pad to (`sizing.product_ladder`); all else is loaded by the graphs and by steps that nobody asked
+    for (`engine.rehearsal`). Every rank must call it; nothing is kept of it, the cache stays as it is, and it
+    does not wait for the device."""
     load_products(decoder, step_tokens, max_rows)
     load_attention(decoder, kv, block_table, max_rows)
 

@@ -17,7 +17,7 @@ from engine.batch import RowTables
 from engine.forward import ForwardInput
 from engine.messages import StepPlan
 from engine.model.decoder import Decoder
-from engine.sizing import prompt_ladder
+from engine.sizing import prompt_ladder, size_for
 from engine.transfer import upload
 from kernels import AttentionInput, ChunkSpan, KvPool
 from kernels.triton.attention_prefill import plan_tiles, tile_tokens
@@ -91,7 +91,7 @@ class PromptGraphs:
             parts.append(self._tables.chunk_inputs(chunk))
             spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.row))
             first += len(chunk.token_ids)
-        size = next(size for size in self.sizes if size >= first)
+        size = size_for(first, self.sizes)
         self._stage(spans, size, np.concatenate(parts, axis=1))
         self._replay(size)
         return self._logits[: len(spans)]

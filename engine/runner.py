@@ -1,8 +1,7 @@
 """What executes plans on one rank: the decoder, its KV pool, the rows' tables and the sampler.
 
-Steps run strictly in the order of their launch, on one stream: the current CUDA stream, or one worker thread
-on a CPU, so that the step loop's own work (reading, planning, sending) goes on beside them. On a GPU, steps
-that only decode, and short ones of prompts, replay captured graphs (`engine.graphs`, `engine.prompt_graphs`).
+Steps (`engine.steps`) run strictly in the order of their launch, on one stream: the current CUDA stream, or
+one worker thread on a CPU, so that the step loop's own work (reading, planning, sending) goes on beside them.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine import memory
-from engine.batch import PromptSlice, RowTables, SamplingBatch, StepBatch, ends_of
+from engine.batch import RowTables
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.device import device_name, select_device
 from engine.families import read_config
@@ -30,7 +28,8 @@ from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
 from engine.profiling import profile_cuda
-from engine.sampler import LOGPROB_ROWS, SampledStep, Sampler
+from engine.rehearsal import every_kind
+from engine.sampler import Sampler
 from engine.sizing import (
     EXPANSION_BLOCKS,
     FP8,
@@ -40,11 +39,8 @@ from engine.sizing import (
     predict,
     product_ladder,
 )
+from engine.steps import Steps
 from kernels import KvPool, select_backend, select_sampling
-
-if TYPE_CHECKING:
-    from engine.graphs import DecodeGraphs
-    from engine.prompt_graphs import PromptGraphs
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
@@ -105,12 +101,9 @@ class Runner:
             self._await_build(building, progress)
             progress("sizing the KV pool", 0.0)
             self.kv_blocks = self._size_pool(progress)
-            self.kv = self._allocate_kv(self.kv_blocks)
-            self.tables = self._new_tables()
-            self.graphs, self.prompt_graphs = self._capture_graphs(progress)
+            self.steps = self._steps(self._allocate_kv(self.kv_blocks))
             if self.decoder.ops.name == "cuda":
-                table = self.tables.block_table
-                load_kernels(self.decoder, self.kv, table, spec.step_tokens, spec.max_rows)
+                self._warm_up(progress)
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
         if self.device.type == "cpu":
             self._stream = ThreadPoolExecutor(1, "engine-step", self._enter_thread)
@@ -146,6 +139,15 @@ class Runner:
         # OpenMP keeps the number of threads per calling thread.
         torch.set_num_threads(self._threads)
 
+    def _run(self, plan: StepPlan) -> StepResults:
+        if self._failed is not None:
+            raise RuntimeError(f"step {plan.step} cannot run: an earlier one failed") from self._failed
+        try:
+            return self.steps.run(plan)
+        except BaseException as error:
+            self._failed = error
+            raise
+
     def _run_on_thread(self, plan: StepPlan) -> tuple[StepTokens, float]:
         began = time.perf_counter()
         with torch.inference_mode():
@@ -154,83 +156,6 @@ class Runner:
         gap_us = 1e6 * (began - (self._ended_at or began)) if waited else 0.0
         self._ended_at = time.perf_counter()
         return tokens, gap_us
-
-    def _run(self, plan: StepPlan) -> StepResults:
-        if self._failed is not None:
-            raise RuntimeError(f"step {plan.step} cannot run: an earlier one failed") from self._failed
-        try:
-            self.tables.apply(plan)
-            self._clear_blocks(plan.clears)
-            self._copy_blocks(plan.copies)
-            if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
-                return self._replay(self.graphs, plan)
-            if self.prompt_graphs is not None and self.prompt_graphs.fits(plan):
-                return self._replay_prompts(self.prompt_graphs, plan)
-            return self._run_eagerly(plan)
-        except BaseException as error:
-            self._failed = error
-            raise
-
-    def _run_eagerly(self, plan: StepPlan) -> StepResults:
-        batch = self.tables.step_batch(plan)
-        hidden = self.decoder.forward(batch.forward, self.kv)
-        index, count = batch.logit_index, batch.sampled_logits
-        wanted = hidden[:count] if index is None else hidden.index_select(0, index[:count])
-        sampled = self.sampler.sample(self.decoder.logits(wanted), batch.sampling, self.tables)
-        prompts = [(each, self._prompt_logprobs(hidden, batch, each)) for each in batch.prompts]
-        finite = [
-            (chunk.row, hidden[end].isfinite().all())
-            for chunk, end in zip(plan.chunks, ends_of(batch.forward), strict=True)
-            if not chunk.sample_rows
-        ]
-        return StepResults(sampled, batch.sampling.needs.logprob_rows, prompts, finite)
-
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResults:
-        graphs.set_rows(plan.decodes)
-        logits = graphs.forward()
-        batch = self.tables.decode_batch(plan, graphs.rows(), graphs.positions())
-        return StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [], [])
-
-    def _replay_prompts(self, graphs: PromptGraphs, plan: StepPlan) -> StepResults:
-        logits = graphs.forward(plan)
-        batch = self.tables.prompt_batch(plan)
-        sampled = self.sampler.sample(logits, batch, self.tables)
-        return StepResults(sampled, batch.needs.logprob_rows, [], [])
-
-    def _sample(self, graphs: DecodeGraphs, logits: torch.Tensor, batch: SamplingBatch) -> SampledStep:
-        if batch.needs.edits is not None:
-            return self.sampler.sample(logits, batch, self.tables)
-        token_ids = graphs.sample(batch.needs.variant)
-        return SampledStep(token_ids, self.sampler.logprobs(logits, batch, token_ids))
-
-    def _clear_blocks(self, blocks: list[int]) -> None:
-        if not blocks:
-            return
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        for pool in self.kv:
-            for tensor in pool.tensors():
-                tensor[index] = 0
-
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        if not copies:
-            return
-        source, destination = torch.tensor(copies, dtype=torch.int64, device=self.device).unbind(1)
-        for pool in self.kv:
-            for tensor in pool.tensors():
-                tensor[destination] = tensor[source]
-
-    def _prompt_logprobs(
-        self, hidden: torch.Tensor, batch: StepBatch, prompt: PromptSlice
-    ) -> list[torch.Tensor]:
-        assert batch.logit_index is not None
-        pieces = []
-        for first in range(0, len(prompt.targets), LOGPROB_ROWS):
-            targets = prompt.targets[first : first + LOGPROB_ROWS]
-            at = prompt.first + first
-            rows = batch.logit_index[at : at + len(targets)]
-            logits = self.decoder.logits(hidden.index_select(0, rows))
-            pieces.append(self.sampler.token_logprobs(logits, targets, prompt.top))
-        return pieces
 
     # ── building ─────────────────────────────────────────────────────────────────────────────────
 
@@ -243,11 +168,12 @@ class Runner:
         else:
             raise UnfitError(f'load_format is {self.spec.load_format!r}: use "safetensors" or "dummy"')
 
-    def _new_tables(self) -> RowTables:
-        blocks = -(-self.max_model_len // BLOCK_TOKENS)
-        rows = self.spec.max_rows
+    def _steps(self, kv: list[KvPool]) -> Steps:
+        """With rows of their own, over a pool."""
+        blocks, rows = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_rows
         ladder = product_ladder(rows) if self.decoder.ops.name == "cuda" else None
-        return RowTables(rows, blocks, self.config.vocab_size, self.device, ladder)
+        tables = RowTables(rows, blocks, self.config.vocab_size, self.device, ladder)
+        return Steps(self.decoder, kv, tables, self.sampler)
 
     def _longest(self) -> int:
         """The longest sequence to prepare for: what was asked for, or the checkpoint's as far as KV could
@@ -268,7 +194,9 @@ class Runner:
         longest sequence becomes what fits, and `progress` says so. Raises PoolTooSmall."""
         per_block = self._predict(None).kv_bytes_per_block
         given = self.spec.kv_blocks is not None
-        blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else self._blocks_that_fit(per_block)
+        # On a GPU in any case: the largest steps are run for it, and what they launch is loaded thereby.
+        fitting = self._blocks_that_fit(per_block)
+        blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else fitting
         allowed = self.config.context_length
         if self.spec.max_model_len is None and 0 < blocks * BLOCK_TOKENS < allowed:
             self.max_model_len = min(blocks * BLOCK_TOKENS, self.max_model_len)
@@ -281,7 +209,7 @@ class Runner:
 
     def _blocks_that_fit(self, per_block: int) -> int:
         if self.device.type == "cuda":
-            budget = profile_cuda(self.decoder, self.sampler, self._new_tables(), self.spec)
+            budget = profile_cuda(self._steps(self.decoder.allocate_kv(1)), self.spec)
         else:
             working = self._predict(None).activation_bytes
             share = int(memory.available_host_bytes() * self.spec.memory_fraction) // self.ranks.size
@@ -332,20 +260,29 @@ class Runner:
         if self.device.type == "cuda":
             self.ranks.all_gather_stack(torch.zeros(1, device=self.device))  # nobody goes on before
 
-    def _capture_graphs(self, progress: Progress) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
-        """Graphs of steps that only decode, and of short passes of prompts, on a GPU of one rank."""
-        if self.decoder.ops.name != "cuda" or self.ranks.size > 1:
-            return None, None
+    def _warm_up(self, progress: Progress) -> None:
+        """Whatever serving launches is loaded, or captured, before anybody asks for it."""
+        if self.ranks.size == 1:
+            self._capture_graphs(progress)
+        table = self.steps.tables.block_table
+        load_kernels(self.decoder, self.steps.kv, table, self.spec.step_tokens, self.spec.max_rows)
+        apart = self._steps(self.decoder.allocate_kv(1))
+        for plan in every_kind(self.max_model_len, self.spec):
+            to_host(apart.run(plan))
+
+    def _capture_graphs(self, progress: Progress) -> None:
+        """Of steps that only decode, and of short passes of prompts."""
         # They load Triton, which a CPU can do without.
         from engine.graphs import DecodeGraphs
         from engine.prompt_graphs import PromptGraphs
 
-        graphs = DecodeGraphs(self.decoder, self.kv, self.tables, self.sampler, self.spec.max_rows)
+        steps, spec = self.steps, self.spec
+        graphs = DecodeGraphs(steps.decoder, steps.kv, steps.tables, steps.sampler, spec.max_rows)
         graphs.capture(progress)
-        prompts = PromptGraphs(self.decoder, self.kv, self.tables, self.spec.step_tokens)
+        prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.step_tokens)
         prompts.capture()
         torch.cuda.empty_cache()  # what the passes before each capture worked with
-        return graphs, prompts
+        steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _predict(self, blocks: int | None) -> Sizing:
         return predict(

@@ -6,6 +6,7 @@ step; a replica logs the difference to what it measured.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from engine.config import DTYPE_BYTES, ModelConfig, Shard
@@ -203,8 +204,13 @@ def prompt_ladder(step_tokens: int) -> list[int]:
 def product_ladder(most: int) -> list[int]:
     """Numbers of rows at which a GPU library is asked for its products before anybody waits for them, up to
     `most`: close together where its choice of kernels follows them closely."""
-    sizes = [*range(8, 513, 8), *range(576, 2049, 64), *range(2304, most, 256)]
+    sizes = [*range(8, 513, 8), *range(576, 4097, 64), *range(4352, most, 256)]
     return [size for size in sizes if size < most] + [most]
+
+
+def size_for(count: int, sizes: list[int]) -> int:
+    """The first of `sizes`, which rise, that is at least `count`."""
+    return sizes[bisect_left(sizes, count)]
 
 
 def ladder(most: int) -> list[int]:

@@ -214,7 +214,9 @@ class Soak:
         credits = (gauges.credit_rows - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
         assert credits == self.credits_spent, f"credits {credits} came back for {self.credits_spent}"
         if scheduler.pool.total > self.limits.rows + scheduler.watermark:  # else some rows were not filled
-            assert self.engine.runner.tables.sampling.counts is None, "penalty counts outlived their requests"
+            assert self.engine.runner.steps.tables.sampling.counts is None, (
+                "penalty counts outlived their requests"
+            )
         gc.collect()
         seconds = time.monotonic() - self.began
         allocated = used = 0

@@ -95,8 +95,8 @@ def test_a_step_replays_the_cheapest_variant_that_serves_its_rows_and_draws_the_
     reference, engine = made(), made()
     expected = reference.generate(prompts, params)
     runner = engine.runner
-    graphs = EagerGraphs(runner.decoder, runner.kv, runner.tables, runner.sampler, 4)
-    runner.graphs = graphs
+    graphs = EagerGraphs(runner.decoder, runner.steps.kv, runner.steps.tables, runner.steps.sampler, 4)
+    runner.steps.graphs = graphs
     found = engine.generate(prompts, params)
     reference.close()
     engine.close()
@@ -146,8 +146,8 @@ def test_a_short_pass_of_prompts_is_padded_to_a_captured_size_and_gives_the_same
     reference, engine = made(), made()
     expected = reference.generate(tokens, params)
     runner = engine.runner
-    graphs = EagerPromptGraphs(runner.decoder, runner.kv, runner.tables, 200)
-    runner.prompt_graphs = graphs
+    graphs = EagerPromptGraphs(runner.decoder, runner.steps.kv, runner.steps.tables, 200)
+    runner.steps.prompt_graphs = graphs
     found = engine.generate(tokens, params)
     reference.close()
     engine.close()
@@ -175,8 +175,8 @@ def test_what_is_in_the_cache_is_read_and_each_window_has_its_tiles(
     reference, engine = windowed(), windowed()
     runner = engine.runner
     assert set(runner.config.sliding_windows) == {None, 40}
-    graphs = EagerPromptGraphs(runner.decoder, runner.kv, runner.tables, 200)
-    runner.prompt_graphs = graphs
+    graphs = EagerPromptGraphs(runner.decoder, runner.steps.kv, runner.steps.tables, 200)
+    runner.steps.prompt_graphs = graphs
     [[expected]] = reference.generate([tokens], GREEDY)
     for _ in range(2):
         [[found]] = engine.generate([tokens], GREEDY)
@@ -194,7 +194,7 @@ def test_no_pass_that_reads_much_of_an_fp8_cache_or_has_too_many_prompts_has_a_g
 
     def fits(chunks: int, start: int, *, kv_fp8: bool) -> bool:
         runner.decoder.kv_fp8 = kv_fp8
-        graphs = PromptGraphs(runner.decoder, runner.kv, runner.tables, 200)
+        graphs = PromptGraphs(runner.decoder, runner.steps.kv, runner.steps.tables, 200)
         return graphs.fits(
             StepPlan(0, [], [], [], [], [Chunk(row, start, [5] * 16, [row]) for row in range(chunks)])
         )
@@ -212,8 +212,8 @@ def test_samples_of_one_prompt_share_its_logits(made: Callable[[], LocalEngine])
     reference, engine = made(), made()
     expected = reference.generate(tokens, PLAIN, n=2)
     runner = engine.runner
-    graphs = EagerPromptGraphs(runner.decoder, runner.kv, runner.tables, 200)
-    runner.prompt_graphs = graphs
+    graphs = EagerPromptGraphs(runner.decoder, runner.steps.kv, runner.steps.tables, 200)
+    runner.steps.prompt_graphs = graphs
     found = engine.generate(tokens, PLAIN, n=2)
     reference.close()
     engine.close()

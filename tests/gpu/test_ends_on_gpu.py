@@ -29,16 +29,16 @@ def test_the_ends_are_rows_of_the_whole_pass(kv_dtype: str, allowed: float) -> N
     before = StepPlan(1, setups, blocks, [], [], [_chunk(0, 0, 200), _chunk(1, 0, 77), _chunk(2, 0, 130)])
     now = StepPlan(2, [], [], [], [1, 0], [_chunk(2, 130, 300), _chunk(3, 0, 65)])
     with torch.inference_mode():
-        runner.tables.apply(before)
-        first = runner.tables.step_batch(before)
-        runner.decoder.forward(first.forward, runner.kv)
-        runner.tables.advance(first.sampling, torch.tensor([5, 6, 7], device=runner.device))
-        batch = runner.tables.step_batch(now)
+        runner.steps.tables.apply(before)
+        first = runner.steps.tables.step_batch(before)
+        runner.decoder.forward(first.forward, runner.steps.kv)
+        runner.steps.tables.advance(first.sampling, torch.tensor([5, 6, 7], device=runner.device))
+        batch = runner.steps.tables.step_batch(now)
         whole = replace(batch.forward, ends=None)
-        expected = runner.decoder.forward(whole, runner.kv)[[0, 1, *ends_of(whole)]].float()
-        cache = [tensor.clone() for pool in runner.kv for tensor in pool.tensors()]
-        found = runner.decoder.forward(batch.forward, runner.kv)[:4].float()  # padding comes after
-    for tensor, other in zip((t for pool in runner.kv for t in pool.tensors()), cache, strict=True):
+        expected = runner.decoder.forward(whole, runner.steps.kv)[[0, 1, *ends_of(whole)]].float()
+        cache = [tensor.clone() for pool in runner.steps.kv for tensor in pool.tensors()]
+        found = runner.decoder.forward(batch.forward, runner.steps.kv)[:4].float()  # padding comes after
+    for tensor, other in zip((t for pool in runner.steps.kv for t in pool.tensors()), cache, strict=True):
         assert torch.equal(tensor, other)
     assert found.shape == expected.shape == (4, runner.config.hidden_size)
     assert ((found - expected).norm(dim=1) <= allowed * expected.norm(dim=1)).all()

@@ -56,15 +56,15 @@ def _tokens(row: int, start: int, count: int) -> list[int]:
 
 
 def _launched(runner: Runner, plan: StepPlan) -> torch.Tensor:
-    batch = runner.tables.step_batch(plan)
-    hidden = runner.decoder.forward(batch.forward, runner.kv)
+    batch = runner.steps.tables.step_batch(plan)
+    hidden = runner.decoder.forward(batch.forward, runner.steps.kv)
     return runner.decoder.logits(hidden)[: len(plan.chunks)].float()  # padding comes after
 
 
 def _prepared(runner: Runner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:
     """`_plan` of these sizes, with what is in the cache before, of the same rows and blocks."""
     plan, taken = _plan(sizes)
-    runner.tables.apply(plan)
+    runner.steps.tables.apply(plan)
     context = [Chunk(row, 0, _tokens(row, 0, start), [row]) for row, (start, _) in enumerate(sizes) if start]
     if context:
         _launched(runner, StepPlan(0, [], [], [], [], context))
@@ -91,20 +91,20 @@ def test_a_captured_pass_of_prompts_gives_the_logits_of_a_launched_one(
     made: LocalEngine, unquantised: LocalEngine, sizes: list[tuple[int, int]]
 ) -> None:
     runner = made.runner
-    graphs = runner.prompt_graphs
+    graphs = runner.steps.prompt_graphs
     assert graphs is not None
     with torch.inference_mode():
         plan, taken = _prepared(runner, sizes)
         assert graphs.fits(plan)
         captured = graphs.forward(plan).float().clone()
-        cache = [tensor.clone() for pool in runner.kv for tensor in pool.tensors()]
+        cache = [tensor.clone() for pool in runner.steps.kv for tensor in pool.tensors()]
         launched = _launched(runner, plan)
         allowed = ALLOWED
         if runner.decoder.kv_fp8:
             plain = _launched(unquantised.runner, _prepared(unquantised.runner, sizes)[0])
             allowed = max(ALLOWED, QUANTISED_APART * _apart(plain, launched))
     assert _apart(captured, launched) <= allowed
-    for found, tensor in zip(cache, [t for pool in runner.kv for t in pool.tensors()], strict=True):
+    for found, tensor in zip(cache, [t for pool in runner.steps.kv for t in pool.tensors()], strict=True):
         # Padding wrote nothing: what no prompt owns is still zero.
         assert not found[taken:].any()
         if found.dtype == torch.bfloat16:
@@ -113,7 +113,7 @@ def test_a_captured_pass_of_prompts_gives_the_logits_of_a_launched_one(
 
 def test_a_replay_reads_nothing_of_the_one_before(made: LocalEngine) -> None:
     """Of the same size: with more prompts and tokens before, the same logits to the bit."""
-    graphs, tables = made.runner.prompt_graphs, made.runner.tables
+    graphs, tables = made.runner.steps.prompt_graphs, made.runner.steps.tables
     assert graphs is not None
     few, after = _plan([(0, 200)])
     many, _ = _plan([(0, 70), (0, 90), (0, 40), (0, 56)], after)

@@ -55,7 +55,7 @@ def test_a_row_draws_the_same_in_any_batch_and_what_plain_torch_draws(made: Loca
     """Of 150 rows of each variant's mixture, at most one differs from plain torch (a near-tie: scores within
     1e-5, or a border of top-p within 2e-6 of mass); none between batches."""
     runner = made.runner
-    graphs, tables = runner.graphs, runner.tables
+    graphs, tables = runner.steps.graphs, runner.steps.tables
     assert graphs is not None
     logits = torch.randn(256, runner.config.vocab_size, device=runner.device).mul_(3).to(torch.bfloat16)
     for variant, kinds in ((Variant.GREEDY, 1), (Variant.PLAIN, 2), (Variant.FULL, len(KINDS))):
@@ -91,20 +91,20 @@ def test_mixtures_with_edited_rows_answer_as_with_plain_torch(
     params = [_seeded(kinds[i % len(kinds)], i) for i in range(len(prompts))]
     found = made.generate(prompts, params, cache_salt="kernels")
     runner = made.runner
-    graphs, reference = runner.graphs, _plain_torch(made)
+    graphs, reference = runner.steps.graphs, _plain_torch(made)
     assert graphs is not None
     variants: set[Variant] = set()
 
     def sample(variant: Variant) -> torch.Tensor:
         variants.add(variant)
         rows, positions = graphs.rows(), graphs.positions()
-        draws = runner.tables.sampling.draws(rows, positions)
+        draws = runner.steps.tables.sampling.draws(rows, positions)
         token_ids = reference.draw(graphs._logits[: len(rows)], variant, draws)
-        runner.tables.advance(SamplingBatch(rows, positions, None, Needs(variant)), token_ids)
+        runner.steps.tables.advance(SamplingBatch(rows, positions, None, Needs(variant)), token_ids)
         return token_ids
 
     monkeypatch.setattr(graphs, "sample", sample)
-    runner.sampler = reference
+    runner.steps.sampler = reference
     expected = made.generate(prompts, params, cache_salt="torch")
     made.core.check()
     same = [mine.token_ids == other.token_ids for [mine], [other] in zip(found, expected, strict=True)]

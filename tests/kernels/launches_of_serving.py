@@ -1,4 +1,5 @@
-"""Prints what a replica on a GPU would launch that a build did not foresee: one kernel a line.
+"""Prints what a replica on a GPU would launch that a build did not foresee, and what it would launch first
+when it serves, though the start is to load everything: one kernel a line.
 
 A process of its own, since Triton decides once whether it interprets: `python -m
 tests.kernels.launches_of_serving FOLDER FP8 KV_FP8`. The engine's own decoder, tables, graphs' bodies and
@@ -14,7 +15,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from engine import profiling
 from engine.batch import RowTables
 from engine.families import read_config
 from engine.graphs import DecodeGraphs
@@ -24,8 +24,10 @@ from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPl
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.parallel import single
 from engine.prompt_graphs import PromptGraphs
+from engine.rehearsal import every_kind, largest_steps
 from engine.sampler import Sampler
 from engine.sizing import EXPANSION_BLOCKS, FP8, product_ladder
+from engine.steps import Steps
 from kernels import compiling, rehearsal
 from kernels.cuda import CudaOps
 from kernels.draws import Variant
@@ -68,32 +70,53 @@ def main() -> None:
     with (
         mock.patch("engine.batch.upload", upload),
         mock.patch("engine.sampling_tables.upload", upload),
+        mock.patch("engine.steps.upload", upload),
         torch.inference_mode(),
     ):
-        needed = compiling.record(GPU.target, lambda: serve(decoder, sampler, spec))
-    known = {(job.name, job.specialisation) for job in built}
-    print(f"{len(built)} foreseen, {len(needed)} launched")
-    for job in needed:
-        if (job.name, job.specialisation) not in known:
-            print("MISSING", job.name, job.specialisation)
+        begun: list[Steps] = []
+        loaded = compiling.record(GPU.target, lambda: begun.append(start(decoder, sampler, spec)))
+        served = compiling.record(GPU.target, lambda: serve(begun[0]))
+    print(f"{len(built)} foreseen, {len(loaded)} loaded, {len(served)} served")
+    _print_others("UNFORESEEN", loaded + served, built)
+    _print_others("LATE", served, loaded)
 
 
-def serve(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> None:
-    """Graphs of every size and way to sample, those of prompts, the profiling steps, what is loaded ahead,
-    and steps of prompts and edited rows."""
-    sizes = (ROWS, 17, decoder.config.vocab_size, META, product_ladder(ROWS))
-    tables = RowTables(*sizes)
-    kv = decoder.allocate_kv(20)
-    graphs = DecodeGraphs(decoder, kv, tables, sampler, ROWS)
+def _print_others(word: str, jobs: list[compiling.Job], known: list[compiling.Job]) -> None:
+    there = {(job.name, job.specialisation) for job in known}
+    for job in jobs:
+        if (job.name, job.specialisation) not in there:
+            print(word, job.name, job.specialisation)
+
+
+def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> Steps:
+    """What `Runner` launches before it is ready: the largest steps, graphs of every size and way to sample,
+    those of prompts, what is loaded ahead, and each kind of step. Those that serve afterwards."""
+
+    def steps() -> Steps:
+        tables = RowTables(ROWS, 17, decoder.config.vocab_size, META, product_ladder(ROWS))
+        return Steps(decoder, decoder.allocate_kv(20), tables, sampler)
+
+    apart = steps()
+    for plan in largest_steps(decoder.max_model_len, spec):
+        apart.run(plan)
+    serving = steps()
+    graphs = DecodeGraphs(decoder, serving.kv, serving.tables, sampler, ROWS)
     for size in graphs.sizes:
         graphs._forward(size)
         for variant in Variant:
             graphs._sample(size, variant)
-    prompts = PromptGraphs(decoder, kv, tables, spec.step_tokens)
+    prompts = PromptGraphs(decoder, serving.kv, serving.tables, spec.step_tokens)
     for size in prompts.sizes:
         prompts._run(size)
-    profiling.run_largest_steps(decoder, sampler, tables, spec)
-    load_kernels(decoder, kv, tables.block_table, spec.step_tokens, ROWS)
+    load_kernels(decoder, serving.kv, serving.tables.block_table, spec.step_tokens, ROWS)
+    apart = steps()
+    for plan in every_kind(decoder.max_model_len, spec):
+        apart.run(plan)
+    return serving
+
+
+def serve(steps: Steps) -> None:
+    """Steps of prompts and decodes in many numbers and ways."""
     every = (
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=1.0),
@@ -102,18 +125,14 @@ def serve(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> None:
         SamplingParams(max_tokens=9, temperature=1.0, min_tokens=4, stop_token_ids=(5,)),
         SamplingParams(max_tokens=9, temperature=1.0, top_k=4, presence_penalty=0.5),
     )
-    for step, params in enumerate(every):
-        for chunk, decodes in ((7, 0), (1, 3), (200, 40)):
+    for params in every:
+        for chunk, decodes in ((7, 0), (1, 3), (2, 20), (200, 40), (129, 17), (240, 60)):
             rows = list(range(decodes + 2))
             setups = [RowSetup(row, params, 0, 1, [0]) for row in rows]
-            prompt = Chunk(decodes, 0, [0] * chunk, [decodes, decodes + 1])
-            plan = StepPlan(step, setups, [], [], list(range(decodes)), [prompt])
-            tables = RowTables(*sizes)
-            tables.apply(plan)
-            batch = tables.step_batch(plan)
-            hidden = decoder.forward(batch.forward, kv)
-            logits = decoder.logits(hidden)
-            sampler.sample(logits, batch.sampling, tables)
+            for samples in ([], [decodes], [decodes, decodes + 1]):
+                prompt = Chunk(decodes, 0, [0] * chunk, samples)
+                steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
+            steps.run(StepPlan(0, [], [], [], rows, []))
 
 
 if __name__ == "__main__":

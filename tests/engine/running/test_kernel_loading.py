@@ -75,7 +75,7 @@ def test_attention_is_run_for_every_number_of_rows_of_padding_alone(folder: Path
             self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, *rest: Any
         ) -> torch.Tensor:
             _, pool, heads, plan, *_ = rest
-            assert pool is runner.kv[-1] and (slots == -1).all() and not plan.lens.any()
+            assert pool is runner.steps.kv[-1] and (slots == -1).all() and not plan.lens.any()
             assert len(qkv) == len(positions) == len(slots) == len(plan.rows) == len(plan.queries)
             asked.append(len(qkv))
             return qkv[:, : heads * decoder.config.head_dim]
@@ -83,6 +83,6 @@ def test_attention_is_run_for_every_number_of_rows_of_padding_alone(folder: Path
     decoder.ops = Noting()  # type: ignore[assignment]
     for layer in decoder.layers:
         layer.attention.ops = decoder.ops
-    load_attention(decoder, runner.kv, runner.tables.block_table, 20)
+    load_attention(decoder, runner.steps.kv, runner.steps.tables.block_table, 20)
     assert sorted(asked) == [1, 2, 8, 16, 20]
     runner.close()

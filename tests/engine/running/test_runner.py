@@ -28,7 +28,6 @@ from engine.messages import (
     StepTokens,
 )
 from engine.parallel import single
-from engine.profiling import run_largest_steps
 from engine.runner import Runner
 from kernels import AttentionInput, ChunkSpan, sampling
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
@@ -164,7 +163,7 @@ def test_samples_of_one_prompt_share_blocks_and_go_their_own_ways(engine: LocalE
 def test_padding_after_the_ends_of_prompts_is_not_sampled(folder: Path) -> None:
     """As on a GPU, where ends pad to numbers of rows whose kernels are loaded."""
     engine = LocalEngine(spec_of(folder))
-    engine.runner.tables = RowTables(8, 4, VOCAB, engine.runner.device, ladder=[5, 8])
+    engine.runner.steps.tables = RowTables(8, 4, VOCAB, engine.runner.device, ladder=[5, 8])
     prompts = [prompt_of(length, seed=8) for length in (64, 3, 130, 97)]
     drawn = SamplingParams(max_tokens=8, temperature=0.9, seed=7)
     for answers in (engine.generate(prompts, drawn), engine.generate(prompts, drawn, n=2)):
@@ -235,14 +234,14 @@ def test_a_stop_token_may_come_as_soon_as_min_tokens_are_there(engine: LocalEngi
 def test_a_block_copy_is_a_copy_in_every_layer(folder: Path) -> None:
     runner = Runner(spec_of(folder), single(), quiet)
     with torch.inference_mode():
-        for pool in runner.kv:
+        for pool in runner.steps.kv:
             pool.keys.normal_()
             pool.values.normal_()
-    before = [(pool.keys.clone(), pool.values.clone()) for pool in runner.kv]
+    before = [(pool.keys.clone(), pool.values.clone()) for pool in runner.steps.kv]
     setup = RowSetup(0, SamplingParams(max_tokens=1), 0, 1, [])
     plan = StepPlan(1, [setup], [(0, 0, 9)], [(2, 5), (7, 6)], [], [Chunk(0, 0, [4], [0])])
     runner.launch(plan).wait()
-    for pool, (keys, values) in zip(runner.kv, before, strict=True):
+    for pool, (keys, values) in zip(runner.steps.kv, before, strict=True):
         for source, destination in plan.copies:
             assert torch.equal(pool.keys[destination], keys[source])
             assert torch.equal(pool.values[destination], values[source])
@@ -326,20 +325,6 @@ def test_a_step_that_failed_stays_failed(folder: Path) -> None:
         steps[0].wait()
     with pytest.raises(RuntimeError, match="an earlier one failed"):
         steps[1].wait()
-    runner.close()
-
-
-@pytest.mark.parametrize(
-    ("step_tokens", "longest"), [(8, 256), (96, 256), (4096, 256), (8, 1), (8, 2), (8, 3)]
-)
-def test_the_profiled_steps_can_be_run_whatever_the_budget(
-    folder: Path, step_tokens: int, longest: int
-) -> None:
-    spec = spec_of(folder, step_tokens=step_tokens, max_model_len=longest)
-    runner = Runner(spec, single(), quiet)
-    with torch.inference_mode():
-        run_largest_steps(runner.decoder, runner.sampler, runner.tables, spec)
-    assert (runner.tables.lengths[1 : spec.max_rows] > 0).all()
     runner.close()
 
 

@@ -1,0 +1,83 @@
+"""Steps that nobody asked for, before anybody asks: what they take is known then, and what they launch is
+loaded."""
+
+from __future__ import annotations
+
+from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
+
+_EVERY_NUMBER = SamplingParams(
+    max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20
+)
+_BIAS = {0: 1.0}
+_WAYS_TO_SAMPLE = (
+    SamplingParams(max_tokens=1),
+    SamplingParams(max_tokens=1, logprobs=1),
+    SamplingParams(max_tokens=1, logit_bias=_BIAS),
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=1.0, logit_bias=_BIAS, min_tokens=9, stop_token_ids=(0,)),
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=9),
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logit_bias=_BIAS),
+    SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, presence_penalty=0.5),
+)
+_ROWS = 8
+"""That take part in a step of one kind: how many do makes no difference to what is loaded."""
+_LENGTH = 8
+"""Tokens that these reach at most."""
+
+
+def largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
+    """The steps that take most, over blocks of which there need be only one: what they read is nonsense, how
+    much is not.
+
+    The whole token budget in prompts, the first of which ends the longest sequence, after which every row
+    samples in the full variant; then steps in which every row takes part, with a chunk, decoding, and both
+    beside each other.
+    """
+    rows = list(range(spec.max_rows))
+    setups = [RowSetup(row, _EVERY_NUMBER, 0, 1, [0]) for row in rows]
+    longest = max(1, max_model_len - 1)
+    deep = _prompts(spec, longest)
+    deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
+    # Decodes share the pool: together they are about as long as the longest sequence or a step's budget.
+    length = max(1, min(max_model_len - 2, max(max_model_len, spec.step_tokens) // spec.max_rows))
+    chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]
+    plans = [
+        StepPlan(0, setups, [], [], [], deep),
+        StepPlan(1, [], [], [], [], chunks),
+        StepPlan(2, [], [], [], rows, []),
+        StepPlan(3, [], [], [], rows[1:], [Chunk(0, length - 1, [0], [0])]),
+    ]
+    # As far as a sequence may grow.
+    return plans[: 2 + min(2, max_model_len - length)]
+
+
+def every_kind(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
+    """A few rows in each kind of step (prompts that end, beside decodes, for several samples, and that go on;
+    decodes alone) with each way to sample; prompts whose tokens are scored; copied and cleared blocks; and
+    the whole token budget. All over block 0. None where no sequence is long enough for that."""
+    if max_model_len < _LENGTH:
+        return []
+    rows = list(range(min(spec.max_rows, _ROWS)))
+    plans = []
+    for params in _WAYS_TO_SAMPLE:
+        setups = [RowSetup(row, params, 0, 1, [0]) for row in rows]
+        plans += [
+            StepPlan(0, setups, [], [], [], [Chunk(row, 0, [0], [row]) for row in rows]),
+            StepPlan(0, [], [], [], rows[1:], [Chunk(0, 0, [0, 0], [])]),
+            StepPlan(0, [], [], [], rows[2:], [Chunk(0, 2, [0, 0], rows[:2])]),
+            StepPlan(0, [], [], [], rows, []),
+        ]
+    scored = Chunk(0, 0, [0, 0], rows[:1], prompt_logprobs=1)
+    plans.append(StepPlan(0, [RowSetup(0, _WAYS_TO_SAMPLE[0], 0, 2, [])], [], [], rows[1:], [scored]))
+    plans.append(StepPlan(0, [], [], [(0, 0)], [], _prompts(spec, max_model_len - 1), clears=[0]))
+    return plans
+
+
+def _prompts(spec: ReplicaSpec, longest: int) -> list[Chunk]:
+    """Prompts of at most so many tokens that together take a step's budget, or every row; they go on."""
+    left, chunks = spec.step_tokens, list[Chunk]()
+    while left and len(chunks) < spec.max_rows:
+        count = min(left, longest)
+        chunks.append(Chunk(len(chunks), 0, [0] * count, []))
+        left -= count
+    return chunks

@@ -1,0 +1,101 @@
+"""The steps that are run before anybody asks: any model and budget can run them, they take as much as any
+step, and they are of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.launched import StepResults, read
+from engine.messages import StepPlan
+from engine.parallel import single
+from engine.rehearsal import every_kind, largest_steps
+from engine.runner import Runner
+from kernels.draws import Variant
+from tests.engine.running.test_runner import folder, quiet, spec_of
+
+__all__ = ["folder"]
+
+BUDGETS = [(8, 256), (96, 256), (4096, 256), (8, 1), (8, 2), (8, 3), (96, 8), (96, 40)]
+
+
+@pytest.fixture(params=BUDGETS, ids=str)
+def runner(folder: Path, request: pytest.FixtureRequest) -> Iterator[Runner]:
+    step_tokens, longest = request.param
+    runner = Runner(spec_of(folder, step_tokens=step_tokens, max_model_len=longest), single(), quiet)
+    yield runner
+    runner.close()
+
+
+def run(runner: Runner, plans: list[StepPlan]) -> list[StepResults]:
+    """Each plan's results; every sampled token is one, and every sequence within its length."""
+    results = []
+    with torch.inference_mode():
+        for plan in plans:
+            results.append(runner.steps.run(plan))
+            tokens = read(plan, results[-1])
+            assert all(token >= 0 for token in tokens.token_ids) and not tokens.broken
+            assert runner.steps.tables.lengths.max() <= runner.max_model_len
+    return results
+
+
+def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: Runner) -> None:
+    plans = largest_steps(runner.max_model_len, runner.spec)
+    run(runner, plans)
+    rows = runner.spec.max_rows
+    assert (runner.steps.tables.lengths[1:rows] > 0).all()
+    assert {len(plan.decodes) + sum(len(chunk.sample_rows) for chunk in plan.chunks) for plan in plans} == {
+        rows
+    }
+
+
+def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner: Runner) -> None:
+    first = largest_steps(runner.max_model_len, runner.spec)[0]
+    longest = max(1, runner.max_model_len - 1)
+    tokens = sum(len(chunk.token_ids) for chunk in first.chunks)
+    assert tokens == min(runner.spec.step_tokens, runner.spec.max_rows * longest)
+    assert first.chunks[0].start + len(first.chunks[0].token_ids) == longest
+
+
+def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: Runner) -> None:
+    plans = every_kind(runner.max_model_len, runner.spec)
+    results = run(runner, plans)
+    if runner.max_model_len < 8:
+        assert not plans
+        return
+    kinds = {
+        (
+            bool(plan.decodes),
+            bool(plan.chunks),
+            any(chunk.sample_rows for chunk in plan.chunks),
+            any(len(chunk.sample_rows) > 1 for chunk in plan.chunks),
+        )
+        for plan in plans
+    }
+    alone, goes_on = (True, False, False, False), (True, True, False, False)
+    assert kinds >= {alone, goes_on, (False, True, True, False), (True, True, True, True)}
+    setups = [setup.sampling for plan in plans for setup in plan.setups]
+    asked = {name for params in setups for name in params.__struct_fields__ if getattr(params, name)}
+    every = {"temperature", "top_k", "top_p", "presence_penalty", "logit_bias", "min_tokens", "logprobs"}
+    assert asked >= every
+    assert any(result.sampled.logprobs is not None for result in results)
+    assert any(result.prompts for result in results) and any(result.finite for result in results)
+    assert any(plan.copies for plan in plans) and any(plan.clears for plan in plans)
+    most = max(sum(len(chunk.token_ids) for chunk in plan.chunks) for plan in plans)
+    assert most == min(runner.spec.step_tokens, runner.spec.max_rows * (runner.max_model_len - 1))
+    needed = {variant_of(runner, plan) for plan in plans}
+    assert needed >= set(Variant)
+
+
+def variant_of(runner: Runner, plan: StepPlan) -> Variant | None:
+    """How the rows that a plan sets up sample."""
+    if not plan.setups:
+        return None
+    tables = runner.steps.tables
+    with torch.inference_mode():
+        tables.apply(StepPlan(0, plan.setups, [], [], [], []))
+    rows = [setup.row for setup in plan.setups]
+    return tables.sampling.needs(rows, tables.lengths.numpy()).variant
