@@ -20,7 +20,7 @@ class Launched(Protocol):
     """A step on its way."""
 
     host_gap_us: float
-    """After `wait`: how long the device had nothing to do before this step."""
+    """After `wait`: how long the device had nothing to do before this step, whoever was there to compute."""
 
     def wait(self) -> StepTokens:
         """Block until the step's tokens are known."""
@@ -66,7 +66,8 @@ class StepTiming:
     ms: float
     """From its launch, or the end of the step before it, to its end."""
     idle_us: float
-    """How long the device had idled before it."""
+    """How long the device had idled before it although a sequence waited for it. 0 where each came after the
+    step before had been planned: whether there was anything to do is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,8 @@ class EngineCore:
         self._collected_at = now
         self._collected = oldest.scheduled.plan.step
         self.scheduler.collect(oldest.scheduled, tokens)
-        return StepTiming(bool(oldest.scheduled.plan.chunks), step_ms, oldest.launched.host_gap_us)
+        idle_us = oldest.launched.host_gap_us if oldest.scheduled.waited_for else 0.0
+        return StepTiming(bool(oldest.scheduled.plan.chunks), step_ms, idle_us)
 
     def _granted(self) -> tuple[int, int]:
         return self.scheduler.ledger.credit_rows, self.scheduler.ledger.credit_tokens

@@ -30,8 +30,8 @@ class Launched:
     """A step on its way; see `engine.core.Launched`."""
 
     host_gap_us = 0.0
-    """After `wait`: microseconds in which the device had nothing to do although sequences were waiting for
-    their next step. 0 where every sequence of the step is new: whether there was work before is unknown."""
+    """After `wait`: microseconds from the end of the step in front to the beginning of this one's pass: what
+    the host prepares in between counts. 0 of the first step."""
 
     def wait(self) -> StepTokens:
         """Block until the step's tokens are known. Raises what the step raised."""
@@ -57,8 +57,7 @@ class OnThread(Launched):
 
 
 class OnStream(Launched):
-    """On a GPU's stream, between the events `began` and `ended`. before: the end of the step in front, where
-    it is to be known how long the device waited."""
+    """On a GPU's stream, between the events `began` and `ended`. before: the end of the step in front."""
 
     def __init__(
         self,
@@ -80,14 +79,6 @@ class OnStream(Launched):
 
     def ready(self) -> bool:
         return self._ended.query()
-
-
-def continues(plan: StepPlan) -> bool:
-    """Whether a sequence of the plan was there before it, so that the device was waited for."""
-    if plan.decodes:
-        return True
-    new = {setup.row for setup in plan.setups}
-    return any(chunk.row not in new for chunk in plan.chunks)
 
 
 def to_host(results: StepResults) -> StepResults:

@@ -22,7 +22,7 @@ from engine.device import device_name, select_device
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, start_build
 from engine.kernel_loading import load_kernels
-from engine.launched import Launched, OnStream, OnThread, StepResults, continues, read, to_host
+from engine.launched import Launched, OnStream, OnThread, StepResults, read, to_host
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
@@ -122,11 +122,9 @@ class Runner:
         with torch.inference_mode():
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
-            began.record()
-            results = to_host(self._run(plan))
+            results = to_host(self._run(plan, began.record))
             ended.record()
-        before = self._ended_event if continues(plan) else None
-        self._ended_event = ended
+        before, self._ended_event = self._ended_event, ended
         return OnStream(plan, results, began, ended, before)
 
     def close(self) -> None:
@@ -139,21 +137,20 @@ class Runner:
         # OpenMP keeps the number of threads per calling thread.
         torch.set_num_threads(self._threads)
 
-    def _run(self, plan: StepPlan) -> StepResults:
+    def _run(self, plan: StepPlan, begins: Callable[[], object]) -> StepResults:
         if self._failed is not None:
             raise RuntimeError(f"step {plan.step} cannot run: an earlier one failed") from self._failed
         try:
-            return self.steps.run(plan)
+            return self.steps.run(plan, begins)
         except BaseException as error:
             self._failed = error
             raise
 
     def _run_on_thread(self, plan: StepPlan) -> tuple[StepTokens, float]:
-        began = time.perf_counter()
+        began: list[float] = []
         with torch.inference_mode():
-            tokens = read(plan, self._run(plan))
-        waited = continues(plan) and self._ended_at is not None
-        gap_us = 1e6 * (began - (self._ended_at or began)) if waited else 0.0
+            tokens = read(plan, self._run(plan, lambda: began.append(time.perf_counter())))
+        gap_us = 0.0 if self._ended_at is None else 1e6 * (began[0] - self._ended_at)
         self._ended_at = time.perf_counter()
         return tokens, gap_us
 

@@ -83,6 +83,8 @@ class ScheduledStep:
     """The sequence of each sampling row, in the order of `StepTokens`."""
     prefills: list[Prefill]
     """One for each chunk."""
+    waited_for: bool = False
+    """Whether a sequence of it was there when the step before was planned."""
 
 
 _order = attrgetter("order")
@@ -141,6 +143,8 @@ class Scheduler:
         self._short_before = False
         """Whether the step before was kept short for one."""
         self._arrivals = 0
+        self._known_arrivals = 0
+        """As many when the last step was planned."""
         self._waiting = WaitingQueue()
         self._rows: list[Sequence | None] = [None] * max_rows
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -223,6 +227,9 @@ class Scheduler:
         if not plan.decodes and not plan.chunks:
             return None
         self._step += 1
+        known = (prefill.sequence.submission.arrival <= self._known_arrivals for prefill in step.prefills)
+        step.waited_for = bool(plan.decodes) or any(known)
+        self._known_arrivals = self._arrivals
         plan.clears.extend(self.pool.take_clears())
         if self._admitted:
             self._note_batch_size(plan)

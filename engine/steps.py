@@ -6,6 +6,7 @@ Steps that only decode, and short ones of prompts, replay captured graphs where 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,20 +38,21 @@ class Steps:
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
 
-    def run(self, plan: StepPlan) -> StepResults:
-        """Launch a step after all before it, on the current stream; on a CPU, do it. Raises what torch
-        raises; the tables are void then."""
+    def run(self, plan: StepPlan, begins: Callable[[], object] = lambda: None) -> StepResults:
+        """Launch a step after all before it, on the current stream; on a CPU, do it. `begins` is called when
+        all is prepared, right before the pass. Raises what torch raises; the tables are void then."""
         self.tables.apply(plan)
         self._clear_blocks(plan.clears)
         self._copy_blocks(plan.copies)
         if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
-            return self._replay(self.graphs, plan)
+            return self._replay(self.graphs, plan, begins)
         if self.prompt_graphs is not None and self.prompt_graphs.fits(plan):
-            return self._replay_prompts(self.prompt_graphs, plan)
-        return self._run_eagerly(plan)
+            return self._replay_prompts(self.prompt_graphs, plan, begins)
+        return self._run_eagerly(plan, begins)
 
-    def _run_eagerly(self, plan: StepPlan) -> StepResults:
+    def _run_eagerly(self, plan: StepPlan, begins: Callable[[], object]) -> StepResults:
         batch = self.tables.step_batch(plan)
+        begins()
         hidden = self.decoder.forward(batch.forward, self.kv)
         index, count = batch.logit_index, batch.sampled_logits
         wanted = hidden[:count] if index is None else hidden.index_select(0, index[:count])
@@ -63,13 +65,17 @@ class Steps:
         ]
         return StepResults(sampled, batch.sampling.needs.logprob_rows, prompts, finite)
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResults:
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, begins: Callable[[], object]) -> StepResults:
         graphs.set_rows(plan.decodes)
+        begins()
         logits = graphs.forward()
         batch = self.tables.decode_batch(plan, graphs.rows(), graphs.positions())
         return StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [], [])
 
-    def _replay_prompts(self, graphs: PromptGraphs, plan: StepPlan) -> StepResults:
+    def _replay_prompts(
+        self, graphs: PromptGraphs, plan: StepPlan, begins: Callable[[], object]
+    ) -> StepResults:
+        begins()
         logits = graphs.forward(plan)
         batch = self.tables.prompt_batch(plan)
         sampled = self.sampler.sample(logits, batch, self.tables)

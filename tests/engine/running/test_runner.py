@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import memory
-from engine.batch import RowTables
+from engine.batch import RowTables, StepBatch
 from engine.config import UnfitError
 from engine.device import DeviceError
 from engine.forward import ForwardInput
@@ -309,9 +309,25 @@ def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: 
     late = runner.launch(StepPlan(9, [], [], [], [0], []))
     late.wait()
     assert late.host_gap_us > 25_000
-    fresh = runner.launch(StepPlan(10, [setup], [], [], [], [Chunk(0, 0, [5], [0])]))
-    fresh.wait()
-    assert fresh.host_gap_us == 0.0, "nothing was waiting before a new sequence came"
+    runner.close()
+
+
+def test_what_the_host_prepares_while_the_device_has_nothing_to_do_counts_as_a_gap(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(spec_of(folder), single(), quiet)
+    setup = RowSetup(0, SamplingParams(max_tokens=9), 0, 5, [])
+    runner.launch(StepPlan(1, [setup], [(0, 0, 0)], [], [], [Chunk(0, 0, prompt_of(5), [0])])).wait()
+    prepare = runner.steps.tables.step_batch
+
+    def slowly(plan: StepPlan) -> StepBatch:
+        threading.Event().wait(0.03)
+        return prepare(plan)
+
+    monkeypatch.setattr(runner.steps.tables, "step_batch", slowly)
+    step = runner.launch(StepPlan(2, [], [], [], [0], []))
+    step.wait()
+    assert step.host_gap_us > 25_000
     runner.close()
 
 

@@ -52,6 +52,8 @@ class SimulatedRunner:
         self.rows: list[Row | None] = [None] * max_rows
         self.slots: list[list[tuple[int, int] | None]] = [[None] * BLOCK_TOKENS for _ in range(blocks)]
         self.plans: list[StepPlan] = []
+        self.gap_us = 0.0
+        """Before each step."""
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         assert plan.step == len(self.plans) + 1, "steps are numbered without gaps"
@@ -86,7 +88,8 @@ class SimulatedRunner:
             logprob(token, self._row(row).sampling) for row, token in zip(rows, token_ids, strict=True)
         ]
         return SimulatedStep(
-            StepTokens(token_ids, logprobs if any(logprobs) else None, self._prompt_logprobs(plan))
+            StepTokens(token_ids, logprobs if any(logprobs) else None, self._prompt_logprobs(plan)),
+            self.gap_us,
         )
 
     def _row(self, row: int) -> Row:

@@ -56,6 +56,13 @@ class House:
         self.core.check()
         return self.runner.plans[-1] if len(self.runner.plans) > before else None
 
+    def waited_for(self) -> bool:
+        """One turn: whether what it launched was waited for."""
+        self.runner.gap_us = 7.0
+        timing = self.core.step().timing
+        assert timing is not None and timing.idle_us in (0.0, 7.0)
+        return timing.idle_us == 7.0
+
     def drain(self) -> None:
         for _ in range(5000):
             if not self.core.has_work:
@@ -658,3 +665,26 @@ def test_what_has_ended_is_freed_without_the_collector(overlap: bool) -> None:
         assert not left
     finally:
         gc.enable()
+
+
+def test_a_gap_counts_only_where_a_sequence_was_there_before_it() -> None:
+    """A step of newcomers may have come after hours of rest."""
+    house = House(overlap=False)
+    house.submit(40, max_tokens=1)
+    assert not house.waited_for(), "nobody was there before the first step"
+    house.submit(40, max_tokens=2)
+    assert not house.waited_for(), "it came after the step before"
+    assert house.waited_for(), "it decodes"
+    house.submit(600 - 100, max_tokens=1)
+    assert not house.waited_for()
+    assert house.waited_for(), "the rest of its prompt"
+    for _ in range(6):
+        house.submit(250, max_tokens=1)
+    assert not house.waited_for()
+    assert house.waited_for(), "newcomers that the step before had no room for"
+    house.drain()
+    waiting = [house.submit(250, max_tokens=1) for _ in range(2)]
+    assert not house.waited_for()
+    house.core.cancel(FRONT, waiting[1].handle)
+    house.submit(40, max_tokens=1)
+    assert not house.waited_for(), "who was left waiting has gone"
