@@ -7,10 +7,13 @@ many numbers of rows, and so does our attention.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from engine.forward import ForwardInput
 from engine.model.decoder import Decoder
+from engine.sampler import LOGPROB_ROWS
 from engine.sizing import product_ladder
 from kernels import AttentionInput, KvPool, Stream
 
@@ -28,14 +31,15 @@ def load_kernels(
 
 def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
     """Run a layer's products for numbers of tokens up to `step_tokens`, and the output matrix for those up to
-    `max_rows`. Every rank must call it; nothing is kept of it, and it does not wait for the device."""
+    `max_rows`, or as many as are scored at once. Every rank must call it; nothing is kept of it, and it does
+    not wait for the device."""
     config, shard, layer = decoder.config, decoder.shard, decoder.layers[0]
     eps, ranks = config.rms_norm_eps, decoder.ranks
 
     def zeros(rows: int, width: int) -> torch.Tensor:
         return torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
 
-    rows = {*product_ladder(step_tokens), *product_ladder(max_rows)}
+    rows = {*_few(max_rows), *product_ladder(step_tokens), *product_ladder(max_rows)}
     # The most first, so that torch's allocator finds room for all others in what it then has: upwards, each
     # would take memory of its own, some gigabytes together.
     for tokens in sorted(rows, reverse=True):
@@ -45,21 +49,29 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
         residual = layer.attention.o.add_to(residual, attended, layer.post_norm, ranks)
         activated = layer.mlp.activate(residual, layer.post_norm, eps)
         layer.mlp.down.add_to(residual, activated, None, ranks)
-    for rows_of_logits in reversed(product_ladder(max_rows)):
-        decoder.logits(zeros(rows_of_logits, config.hidden_size))
+    of_logits = {*_few(max_rows), *product_ladder(max(max_rows, LOGPROB_ROWS))}
+    for count in sorted(of_logits, reverse=True):
+        decoder.logits(zeros(count, config.hidden_size))
 
 
 def load_attention(decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, max_rows: int) -> None:
-    """Run the attention of decodes and ends of prompts in a pass with prompts, of padding alone."""
+    """Run the attention of decodes, and of decodes and ends of prompts in a pass with prompts, of padding
+    alone."""
     by_window = {
         layer.attention.window: (layer, pool) for layer, pool in zip(decoder.layers, kv, strict=True)
     }
     width = (decoder.shard.heads + 2 * decoder.shard.kv_heads) * decoder.config.head_dim
     for layer, pool in by_window.values():
-        for rows in {1, min(2, max_rows), *product_ladder(max_rows)}:
+        for rows in {*_few(max_rows), *product_ladder(max_rows)}:
             nobody = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
-            ends = AttentionInput(block_table, nobody, nobody, block_table.shape[1], [], queries=nobody)
-            inputs = ForwardInput(nobody, nobody, nobody - 1, ends)  # slot -1: written nowhere
-            qkv = torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
-            plan = decoder.ops.plan_attention(ends)
-            layer.attention(qkv, inputs, plan, pool, decoder.cos_sin)
+            decodes = AttentionInput(block_table, nobody, nobody, block_table.shape[1], [])
+            for attended in (decodes, replace(decodes, queries=nobody)):
+                inputs = ForwardInput(nobody, nobody, nobody - 1, attended)  # slot -1: written nowhere
+                qkv = torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
+                plan = decoder.ops.plan_attention(attended)
+                layer.attention(qkv, inputs, plan, pool, decoder.cos_sin)
+
+
+def _few(most: int) -> set[int]:
+    """Numbers of rows, up to `most`, in the first step of a ladder, that kernels tell apart."""
+    return {rows for rows in (1, 2, 4) if rows <= most}

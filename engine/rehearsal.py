@@ -4,6 +4,7 @@ loaded."""
 from __future__ import annotations
 
 from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
+from engine.sampler import LOGPROB_ROWS
 
 _EVERY_NUMBER = SamplingParams(
     max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20
@@ -30,7 +31,8 @@ def largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     much is not.
 
     The whole token budget in prompts, the first of which ends the longest sequence, after which every row
-    samples in the full variant; then steps in which every row takes part, with a chunk, decoding, and both
+    samples in the full variant; the same from their beginning, where an FP8 cache is read in another way; a
+    prompt whose tokens are scored; then steps in which every row takes part, with a chunk, decoding, and both
     beside each other.
     """
     rows = list(range(spec.max_rows))
@@ -41,14 +43,16 @@ def largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     # Decodes share the pool: together they are about as long as the longest sequence or a step's budget.
     length = max(1, min(max_model_len - 2, max(max_model_len, spec.step_tokens) // spec.max_rows))
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]
-    plans = [
-        StepPlan(0, setups, [], [], [], deep),
-        StepPlan(1, [], [], [], [], chunks),
-        StepPlan(2, [], [], [], rows, []),
-        StepPlan(3, [], [], [], rows[1:], [Chunk(0, length - 1, [0], [0])]),
+    scored = Chunk(0, 0, [0] * min(longest, spec.step_tokens, LOGPROB_ROWS), [], 20, 0)
+    plans = [StepPlan(0, setups, [], [], [], deep)]
+    if deep[0].start:
+        plans.append(StepPlan(0, [], [], [], [], _prompts(spec, longest)))
+    plans += [StepPlan(0, [], [], [], [], [scored]), StepPlan(0, [], [], [], [], chunks)]
+    growing = [
+        StepPlan(0, [], [], [], rows, []),
+        StepPlan(0, [], [], [], rows[1:], [Chunk(0, length - 1, [0], [0])]),
     ]
-    # As far as a sequence may grow.
-    return plans[: 2 + min(2, max_model_len - length)]
+    return plans + growing[: max_model_len - length]  # as far as a sequence may grow
 
 
 def every_kind(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:

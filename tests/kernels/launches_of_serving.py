@@ -2,8 +2,9 @@
 when it serves, though the start is to load everything: one kernel a line.
 
 A process of its own, since Triton decides once whether it interprets: `python -m
-tests.kernels.launches_of_serving FOLDER FP8 KV_FP8`. The engine's own decoder, tables, graphs' bodies and
-sampler run on meta tensors, and Triton notes what it would have compiled.
+tests.kernels.launches_of_serving FOLDER FP8 KV_FP8 RANKS`. The engine's own decoder, tables, graphs' bodies
+and sampler run on meta tensors, and Triton notes what it would have compiled. Of several ranks the first is
+taken: they have no graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from engine.kernel_build import dimensions
 from engine.kernel_loading import load_kernels
 from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
 from engine.model.decoder import TORCH_DTYPES, Decoder
-from engine.parallel import single
 from engine.prompt_graphs import PromptGraphs
 from engine.rehearsal import every_kind, largest_steps
 from engine.sampler import Sampler
@@ -35,14 +35,41 @@ from kernels.triton import sampling
 from kernels.triton.linear_table import load_table
 
 META = torch.device("meta")
+
+
+class Lonely:
+    """A place in a group that hears of the others what it says itself."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor] * self.size, dim=-1)
+
+    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor] * self.size)
+
+
 GPU = compiling.Gpu.of("NVIDIA H200", 90)
 ROWS, STEP_TOKENS = 80, 300
 
 
 def main() -> None:
     folder, fp8, kv_fp8 = Path(sys.argv[1]), sys.argv[2] == "1", sys.argv[3] == "1"
+    ranks = Lonely(int(sys.argv[4]))
     config = read_config(folder)
-    spec = ReplicaSpec(replica="r", model_path=str(folder), max_rows=ROWS, step_tokens=STEP_TOKENS)
+    spec = ReplicaSpec(
+        replica="r",
+        model_path=str(folder),
+        max_rows=ROWS,
+        step_tokens=STEP_TOKENS,
+        tensor_parallel_size=ranks.size,
+    )
     foreseen = dimensions(
         config,
         spec,
@@ -54,7 +81,7 @@ def main() -> None:
     built = compiling.record(GPU.target, lambda: rehearsal.launch_all(foreseen, table))
     decoder = Decoder(
         config,
-        single(),
+        ranks,
         CudaOps(EXPANSION_BLOCKS, table),
         TORCH_DTYPES[config.dtype],
         META,
@@ -62,7 +89,16 @@ def main() -> None:
         fp8=fp8,
         kv_fp8=kv_fp8,
     )
-    sampler = Sampler(single(), META, sampling, vocab_size=config.vocab_size)
+    shard = decoder.shard
+    sampler = Sampler(
+        ranks,
+        META,
+        sampling,
+        vocab_size=config.vocab_size,
+        first_vocab=shard.first_vocab,
+        vocab=shard.vocab,
+        vocab_real=shard.vocab_real,
+    )
 
     def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
@@ -100,6 +136,18 @@ def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> Steps:
     for plan in largest_steps(decoder.max_model_len, spec):
         apart.run(plan)
     serving = steps()
+    if spec.tensor_parallel_size == 1:
+        capture(serving, spec)
+    load_kernels(decoder, serving.kv, serving.tables.block_table, spec.step_tokens, ROWS)
+    apart = steps()
+    for plan in every_kind(decoder.max_model_len, spec):
+        apart.run(plan)
+    return serving
+
+
+def capture(serving: Steps, spec: ReplicaSpec) -> None:
+    """The bodies of all graphs."""
+    decoder, sampler = serving.decoder, serving.sampler
     graphs = DecodeGraphs(decoder, serving.kv, serving.tables, sampler, ROWS)
     for size in graphs.sizes:
         graphs._forward(size)
@@ -108,11 +156,6 @@ def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> Steps:
     prompts = PromptGraphs(decoder, serving.kv, serving.tables, spec.step_tokens)
     for size in prompts.sizes:
         prompts._run(size)
-    load_kernels(decoder, serving.kv, serving.tables.block_table, spec.step_tokens, ROWS)
-    apart = steps()
-    for plan in every_kind(decoder.max_model_len, spec):
-        apart.run(plan)
-    return serving
 
 
 def serve(steps: Steps) -> None:
@@ -132,7 +175,8 @@ def serve(steps: Steps) -> None:
             for samples in ([], [decodes], [decodes, decodes + 1]):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
-            steps.run(StepPlan(0, [], [], [], rows, []))
+            for few in (1, 2, 3, 5, 9, 17, 33, len(rows)):
+                steps.run(StepPlan(0, [], [], [], rows[:few], []))
 
 
 if __name__ == "__main__":

@@ -59,13 +59,13 @@ def compiled(module: str, *arguments: object, **environment: str) -> subprocess.
 
 
 @pytest.mark.parametrize(
-    ("family", "fp8", "kv_fp8"),
-    [("llama", 0, 0), ("llama", 1, 1), ("qwen2", 0, 1), ("qwen3", 1, 0)],
+    ("family", "fp8", "kv_fp8", "ranks"),
+    [("llama", 0, 0, 1), ("llama", 1, 1, 1), ("qwen2", 0, 1, 1), ("qwen3", 1, 0, 1), ("llama", 0, 1, 2)],
 )
 def test_a_build_foresees_and_a_start_loads_every_kernel_that_a_replica_launches(
-    tmp_path: Path, family: str, fp8: int, kv_fp8: int
+    tmp_path: Path, family: str, fp8: int, kv_fp8: int, ranks: int
 ) -> None:
-    done = compiled("tests.kernels.launches_of_serving", folder_of(tmp_path, family), fp8, kv_fp8)
+    done = compiled("tests.kernels.launches_of_serving", folder_of(tmp_path, family), fp8, kv_fp8, ranks)
     assert done.returncode == 0, done.stderr
     assert "UNFORESEEN" not in done.stdout
     assert "LATE" not in done.stdout

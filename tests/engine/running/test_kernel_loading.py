@@ -58,14 +58,15 @@ def test_every_product_is_run_for_every_number_of_rows(folder: Path) -> None:
     products = (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
     for product in products:
         # The most first: it makes room for all others. Ends of prompts pad to the ladder of the rows.
-        assert weights.pop(id(product.weight)) == sorted({*product_ladder(96), 20}, reverse=True)
-    assert weights == {id(decoder.head): [20, 16, 8]}
+        assert weights.pop(id(product.weight)) == sorted({1, 2, 4, *product_ladder(96), 20}, reverse=True)
+    # As many as are scored at once.
+    assert weights == {id(decoder.head): sorted({1, 2, 4, *product_ladder(128)}, reverse=True)}
     runner.close()
 
 
 def test_attention_is_run_for_every_number_of_rows_of_padding_alone(folder: Path) -> None:
     runner = Runner(spec_of(folder), single(), quiet)
-    decoder, asked = runner.decoder, list[int]()
+    decoder, asked = runner.decoder, list[tuple[int, bool]]()
 
     class Noting:
         def plan_attention(self, inputs: AttentionInput) -> AttentionInput:
@@ -76,13 +77,14 @@ def test_attention_is_run_for_every_number_of_rows_of_padding_alone(folder: Path
         ) -> torch.Tensor:
             _, pool, heads, plan, *_ = rest
             assert pool is runner.steps.kv[-1] and (slots == -1).all() and not plan.lens.any()
-            assert len(qkv) == len(positions) == len(slots) == len(plan.rows) == len(plan.queries)
-            asked.append(len(qkv))
+            assert len(qkv) == len(positions) == len(slots) == len(plan.rows)
+            assert plan.queries is None or len(plan.queries) == len(qkv)
+            asked.append((len(qkv), plan.queries is not None))
             return qkv[:, : heads * decoder.config.head_dim]
 
     decoder.ops = Noting()  # type: ignore[assignment]
     for layer in decoder.layers:
         layer.attention.ops = decoder.ops
     load_attention(decoder, runner.steps.kv, runner.steps.tables.block_table, 20)
-    assert sorted(asked) == [1, 2, 8, 16, 20]
+    assert sorted(asked) == [(rows, ends) for rows in (1, 2, 4, 8, 16, 20) for ends in (False, True)]
     runner.close()
