@@ -58,6 +58,9 @@ def main() -> int:
     rows = rows_of(names, timeline, works, len(shapes))
     tokens = sum(shape.tokens for shape in shapes) / len(shapes)
     decodes = sum(len(shape.contexts) for shape in shapes) / len(shapes)
+    if len(shapes) < arguments.steps:
+        recorded = f"{len(shapes)} step{'s' * (len(shapes) > 1)}"
+        print(f"recorded {recorded} of {arguments.steps} asked: the workload has no more in a row")
     print(f"{tokens:,.0f} tokens a step, of which {decodes:,.0f} decode")
     print("\n".join(lines(rows, gaps_of(names, timeline, len(shapes)), timeline, len(shapes), device)))
     return 0
@@ -74,14 +77,18 @@ def _arguments() -> argparse.Namespace:
         "--workload", choices=list(WORKLOADS), default="b8_decode", help="default: %(default)s"
     )
     parser.add_argument("--kind", choices=["decode", "mixed"], help="default: decode where there is any")
-    parser.add_argument("--steps", type=int, default=8, help="that are recorded (%(default)s)")
     parser.add_argument(
-        "--skip", type=int, default=0, help="steps of the kind that pass before (%(default)s)"
+        "--steps", type=int, default=8, help="most that are recorded, one after another (%(default)s)"
+    )
+    parser.add_argument(
+        "--skip", type=int, help="steps of the kind that pass before (3 that decode, or 0 mixed)"
     )
     parser.add_argument("--trace", type=Path, help="keep the Chrome trace in this file")
     arguments = parser.parse_args()
-    if arguments.steps < 1 or arguments.skip < 0:
-        parser.error(f"--steps is {arguments.steps} and --skip {arguments.skip}; at least 1 and 0 are needed")
+    if arguments.steps < 1:
+        parser.error(f"--steps is {arguments.steps}; at least 1 is needed")
+    if arguments.skip is not None and arguments.skip < 0:
+        parser.error(f"--skip is {arguments.skip}; at least 0 is needed")
     return arguments
 
 

@@ -208,25 +208,23 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     trace = tmp_path / "out" / "trace.json"
     command = [sys.executable, "-m", "engine.profile", "--model", str(tmp_path), "--load-format", "dummy"]
     options = ["--max-rows", "8", "--step-tokens", "1024", "--kv-blocks", "128", "--device", "cpu"]
-    done = subprocess.run(
-        [*command, *options, "--workload", "b8_decode", "--steps", "3", "--trace", str(trace)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+
+    def profile(*wanted: str) -> subprocess.CompletedProcess[str]:
+        whole = [*command, *options, "--workload", "b8_decode", *wanted]
+        return subprocess.run(whole, capture_output=True, text=True, timeout=120, check=False)
+
+    done = profile("--steps", "3", "--trace", str(trace))
+    assert done.returncode == 0, done.stderr
     assert "decode steps; weights float32, KV float32 on cpu" in done.stdout
     assert "8 tokens a step, of which 8 decode" in done.stdout
+    assert "recorded" not in done.stdout
     linear = next(line.split() for line in done.stdout.splitlines() if "linear" in line)
     # Four products and the output matrix, each step.
     assert float(linear[1]) == 5.0
     assert json.loads(trace.read_text())["traceEvents"]
-    too_many = subprocess.run(
-        [*command, *options, "--workload", "b8_decode", "--skip", "300"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    few = profile("--kind", "mixed", "--steps", "20")
+    assert "recorded 8 steps of 20 asked: the workload has no more in a row" in few.stdout
+    assert "a step, of 8:" in few.stdout
+    too_many = profile("--skip", "300")
     assert too_many.returncode == 1
-    assert "ended before enough decode steps had run" in too_many.stderr
+    assert "--skip is 300, but the workload has no more than 255 decode steps" in too_many.stderr

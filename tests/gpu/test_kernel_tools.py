@@ -44,3 +44,15 @@ def test_a_profile_shows_every_product_beside_its_limit() -> None:
     for product in ("qkv", "o", "gate_up", "down", "lm_head"):
         assert 0.2 < float(shares[product].rstrip("%")) / 100 < 1.5, table
     assert "gaps:" in table
+
+
+@pytest.mark.parametrize("workload", ["b1_decode", "ttft8k"])
+def test_a_profile_of_the_only_mixed_step_has_its_kernels_and_no_others(workload: str) -> None:
+    options = ["--kind", "mixed", "--max-rows", "16"]
+    table = run("engine.profile", "--shape", SHAPE, "--workload", workload, *options)
+    assert "recorded 1 step of 8 asked" in table
+    tokens = {"b1_decode": "512", "ttft8k": "8,192"}[workload]
+    assert f"{tokens} tokens a step, of which 0 decode" in table
+    # Products are told apart only where there are exactly as many as the step has.
+    for product in ("qkv", "o", "gate_up", "down", "lm_head"):
+        assert f"\n{product} (" in table, table
