@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import appliance
-from engine.generate import LocalEngine
+from engine.generate import Generated, LocalEngine
 from engine.messages import ReplicaSpec, SamplingParams
 
 DEMO = Path(appliance.__file__).parent / "demo_model"
@@ -44,14 +44,19 @@ def questions() -> tuple[list[list[int]], list[str]]:
     return prompts, [entry["expected"] for entry in entries]
 
 
-def answers(made: LocalEngine) -> list[list[int]]:
+def generated(made: LocalEngine, logprobs: int | None = None) -> list[Generated]:
     """Greedy answers to all questions, asked at once; closes the engine."""
-    sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,))
+    sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,), logprobs=logprobs)
     prompts, _ = questions()
-    got = [sample[0].token_ids for sample in made.generate(prompts, sampling)]
+    got = [samples[0] for samples in made.generate(prompts, sampling)]
     made.core.check()
     made.close()
     return got
+
+
+def answers(made: LocalEngine) -> list[list[int]]:
+    """The tokens of `generated`."""
+    return [answer.token_ids for answer in generated(made)]
 
 
 def share_right(got: list[list[int]]) -> float:

@@ -1,0 +1,78 @@
+"""Two devices' answers are compared as stated: they may part at a near tie, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.generate import Generated
+from engine.messages import TokenLogprob
+from engine.sampler import Sampler
+from tests.demo_model.parity import NEAR_TIE, compare, measure
+
+BEST, SECOND, OTHER = 7, 8, 9
+
+
+def answer(*tokens: int, gap: float = 3.0) -> Generated:
+    """Of a model whose best token is always BEST, before SECOND by `gap`."""
+    top = [(BEST, -0.1), (SECOND, -0.1 - gap)]
+    known = dict(top)
+    logprobs = [TokenLogprob(token, known.get(token, -20.0), top) for token in tokens]
+    return Generated(token_ids=list(tokens), finish="stop", logprobs=logprobs)
+
+
+def test_equal_answers_pass_at_any_gap() -> None:
+    parity = compare("cuda", "bfloat16", [answer(BEST, BEST)] * 2, [answer(BEST, BEST, gap=0.5)] * 2)
+    assert (parity.asked, parity.same, parity.tokens, parity.divergences) == (2, 2, 4, [])
+    assert parity.least_gap == pytest.approx(0.5)
+    assert parity.most_moved == pytest.approx(2.5)
+    assert parity.passes
+
+
+def test_an_answer_may_part_for_the_second_token_at_a_near_tie_and_nowhere_else() -> None:
+    known = answer(BEST, BEST, BEST, gap=NEAR_TIE / 2)
+    parity = compare("cuda", "bfloat16", [known, answer(BEST, SECOND, OTHER)], [known, known])
+    (parted,) = parity.divergences
+    assert (parted.question, parted.place, parted.second) == (1, 1, True)
+    assert parted.gap == pytest.approx(NEAR_TIE / 2)
+    assert (parity.same, parity.tokens) == (1, 4)
+    assert parity.passes
+
+    for gap in (1.01 * NEAR_TIE, 3.0):
+        known = answer(BEST, BEST, gap=gap)
+        parity = compare("cuda", "bfloat16", [answer(BEST, SECOND)], [known])
+        assert not parity.passes
+        assert f"first divergences: at most {gap:.4f}" in parity.summary() and "FAILS" in parity.summary()
+
+
+def test_a_token_that_is_not_the_second_is_no_near_tie() -> None:
+    known = answer(BEST, BEST, gap=NEAR_TIE / 2)
+    assert not compare("cuda", "bfloat16", [answer(OTHER, BEST)], [known]).passes
+
+
+def test_an_answer_that_ends_too_early_or_too_late_is_found() -> None:
+    known = answer(BEST, BEST, gap=NEAR_TIE / 2)
+    assert not compare("cuda", "bfloat16", [answer(BEST)], [known]).passes
+    with pytest.raises(ValueError, match="question 0: the reference ends after 2 tokens"):
+        compare("cuda", "bfloat16", [answer(BEST, BEST, BEST)], [known])
+
+
+def test_a_near_tie_is_what_bfloat16_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two units in the last place of the largest logit: about what it moves a gap on a CPU, against float32,
+    without a change of any token."""
+    largest = []
+    real = Sampler.token_logprobs
+
+    def spy(self: Sampler, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
+        largest.append(float(logits.abs().max()))
+        return real(self, logits, token_ids, top)
+
+    monkeypatch.setattr(Sampler, "token_logprobs", spy)
+    parity = measure("cpu", "float32")
+    unit = torch.finfo(torch.bfloat16).eps * 2.0 ** math.floor(math.log2(max(largest)))
+    assert 2 * unit == NEAR_TIE
+    assert NEAR_TIE / 4 < parity.most_moved < 2 * NEAR_TIE
+    assert (parity.asked, parity.same, parity.passes) == (200, 200, True)
+    assert parity.tokens > 3000
