@@ -3,14 +3,17 @@
     python -m engine.bench --shape llama-3.1-8b
     python -m engine.bench --shape llama-3.1-8b b1_decode prefill --runs 3 --json out.json
 
-Needs torch, triton and msgspec; no service, no downloads.
+Of steps that decode and of those that compute prompts ("mixed") there are the number, the mean time and the
+part of it in which the device waited for the host, in the run whose figure is printed; "most" is that part in
+the run where it was most.
+
+Needs torch, numpy and msgspec, and triton on a GPU; no service, no downloads.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -22,7 +25,8 @@ import msgspec
 
 from engine.bench.limits import ceilings, limit
 from engine.bench.start import FAILURES, add_options, start
-from engine.bench.workloads import WORKLOADS, Measured, run
+from engine.bench.table import HEADS, line, middle
+from engine.bench.workloads import WORKLOADS, run
 from engine.messages import ReplicaInfo
 
 
@@ -45,22 +49,18 @@ def main() -> int:
         start_s = time.perf_counter() - began
         print(f"{arguments.model or arguments.shape}: {_describe(info, start_s)}", flush=True)
         device = ceilings(info.devices[0])
-        print(
-            f"{'workload':16}{'ours':>12}{'unit':>9}{'limit':>10}{'of it':>8}"
-            f"{'steps: decode':>15}{'ms':>8}{'idle':>7}{'mixed':>7}{'ms':>8}{'idle':>7}"
-        )
+        print(HEADS)
         results: dict[str, Any] = {"info": msgspec.structs.asdict(info), "start_s": start_s, "workloads": {}}
         for name, workload in chosen.items():
             warm = replace(workload, output_tokens=min(workload.output_tokens, 4))
             run(engine, warm, seed=-1)  # nothing compiles while the clock runs
             runs = [run(engine, workload, seed) for seed in range(arguments.runs)]
-            figure = statistics.median(one.figure for one in runs)
             best = None
             if device is not None:
                 best = limit(engine.runner.config, workload, device, info.weights, info.kv_dtype)
-            _print_row(name, workload.unit, figure, best, workload.less_is_better, runs)
+            print(line(name, workload, runs, best), flush=True)
             results["workloads"][name] = {
-                "figure": figure,
+                "figure": middle(workload, runs).figure,
                 "unit": workload.unit,
                 "limit": best,
                 "runs": [asdict(one) for one in runs],
@@ -79,7 +79,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of: {', '.join(WORKLOADS)}")
     add_options(parser)
-    parser.add_argument("--runs", type=int, default=3, help="the median of them counts (%(default)s)")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="the one with the median figure counts (%(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="raw figures into this file")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.workloads if name not in WORKLOADS]
@@ -88,22 +90,6 @@ def _arguments() -> argparse.Namespace:
     if arguments.runs < 1:
         parser.error(f"--runs is {arguments.runs}; at least 1 is needed")
     return arguments
-
-
-def _print_row(
-    name: str, unit: str, figure: float, best: float | None, less_is_better: bool, runs: list[Measured]
-) -> None:
-    of_it = ""
-    if best is not None:
-        of_it = f"{100 * (best / figure if less_is_better else figure / best):.0f} %"
-    run = runs[0]
-    limit_text = "" if best is None else f"{best:,.0f}"
-    print(
-        f"{name:16}{figure:>12,.1f}{unit:>9}{limit_text:>10}{of_it:>8}"
-        f"{run.decode.count:>15}{run.decode.ms:>8.2f}{100 * run.decode.idle_fraction:>6.1f}%"
-        f"{run.mixed.count:>7}{run.mixed.ms:>8.2f}{100 * run.mixed.idle_fraction:>6.1f}%",
-        flush=True,
-    )
 
 
 def _describe(info: ReplicaInfo, start_s: float) -> str:

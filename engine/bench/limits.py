@@ -21,6 +21,7 @@ class Ceilings:
     """What a device reaches, measured."""
 
     bytes_per_s: float
+    """Read from the device's memory."""
     products_per_s: float
     """Floating-point operations of 16-bit matrix products."""
     fp8_products_per_s: float
@@ -37,7 +38,8 @@ CEILINGS: dict[str, Ceilings] = {
 
 def ceilings(device: str) -> Ceilings | None:
     """The ceilings of a device named as in `ReplicaInfo.devices`; None where nobody measured it."""
-    return next((found for name, found in CEILINGS.items() if name in device), None)
+    _rank, _, name = device.partition(" ")
+    return CEILINGS.get(name)
 
 
 def limit(config: ModelConfig, workload: Workload, device: Ceilings, weights: str, kv_dtype: str) -> float:
