@@ -53,6 +53,8 @@ MEETING_TIMEOUT_S = 600.0
 """How long ranks wait for each other: one may read from a slower disk. Deaths are the core's to notice."""
 LOOK_AFTER_S = 0.05
 """How soon a rank that follows sees that a step failed when no plan comes to wake it."""
+LAST_WORD_S = 1.0
+"""How long a rank that failed waits for the core to take its reason."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -89,7 +91,7 @@ def main() -> None:
             # The others were foreseen: their message, which the core logs, says what to do.
             log.exception("the engine failed")
         control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
-        _drain(control)
+        control.drain(LAST_WORD_S)
         code = 1
     # Peers and device libraries may hold threads that never end; everything that matters is written.
     sys.stdout.flush()
@@ -138,7 +140,7 @@ def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]]
     engine = EngineCore(scheduler, PlanSender(runner, peers), overlap=start.spec.overlap)
     settle_garbage()
     control.send(Ready(info))
-    Replica(engine, control, peers).run()
+    Replica(engine, control).run()
 
 
 def _follow(control: Channel[RankInbound], plans: Channel[Any], runner: Runner) -> None:
@@ -166,19 +168,23 @@ class PlanSender:
         self._peers = peers
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Send `plan` to every other rank and launch it here."""
+        """Hand `plan` to every other rank and launch it here."""
         for peer in self._peers:
             peer.send(plan)
+        # Wholly, before this rank can come to wait for the step: its collectives wait for all ranks, and one
+        # that has only the beginning of the plan waits for the rest. To take it a peer needs nothing more of
+        # this rank, as all that it runs before was launched here.
+        for peer in self._peers:
+            peer.drain()
         return self._runner.launch(plan)
 
 
 class Replica:
     """Rank 0's loop: intake, step, emit, report."""
 
-    def __init__(self, engine: EngineCore, control: Channel[RankInbound], peers: list[Channel[Any]]) -> None:
+    def __init__(self, engine: EngineCore, control: Channel[RankInbound]) -> None:
         self._engine = engine
         self._control = control
-        self._peers = peers
         self._fronts: dict[str, Channel[DataInbound]] = {}
         self._fronts_gone: list[str] = []
         self._selector = selectors.DefaultSelector()
@@ -206,12 +212,12 @@ class Replica:
                 self._take_control()
             else:
                 self._take_from_front(key.data)
-        for channel in (*self._peers, *self._fronts.values(), self._control):
+        channels: list[Channel[Any]] = [*self._fronts.values(), self._control]
+        for channel in channels:
             if channel.backlog_bytes:
                 channel.flush()
-        for front, channel in list(self._fronts.items()):
-            if channel.closed:
-                self._lose_front(front)
+        for front in [name for name, channel in self._fronts.items() if channel.closed]:
+            self._lose_front(front)
 
     def _take_control(self) -> None:
         for message in self._control.read():
@@ -359,12 +365,6 @@ def _kind_of(error: Exception) -> str:
     if isinstance(error, DeviceError | torch.AcceleratorError):
         return "device"
     return "internal"
-
-
-def _drain(channel: Channel[Any], patience_s: float = 1.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not channel.flush() and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":

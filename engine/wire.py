@@ -1,8 +1,9 @@
 """Channels: length-prefixed msgpack frames, with file descriptors, over Unix stream socketpairs.
 
-`Channel` never blocks. A step loop polls it (`read`), an event loop is told by it (`listen`). End of file is
-the death notice of the other side. Frames are a 4-byte little-endian length and the msgpack of one struct;
-descriptors travel with the first byte of their frame (`SCM_RIGHTS`), so they arrive in the frames' order.
+Nothing of `Channel` but `drain` blocks. A step loop polls it (`read`), an event loop is told by it (`listen`).
+End of file is the death notice of the other side. Frames are a 4-byte little-endian length and the msgpack of
+one struct; descriptors travel with the first byte of their frame (`SCM_RIGHTS`), so they arrive in the
+frames' order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import array
 import asyncio
 import contextlib
 import os
+import select
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -113,6 +116,18 @@ class Channel(Generic[Inbound]):
                 self._out[0] = (view[sent:], fds)
         self._watch_writable(bool(self._out))
         return not self._out
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until the peer has taken everything, or is gone: True, or False once `timeout_s` are over."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.flush():
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return False
+            room = select.poll()
+            room.register(self._sock, select.POLLOUT)
+            room.poll(None if left_s is None else 1e3 * left_s)
+        return True
 
     # ── receiving ──
 

@@ -13,8 +13,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from engine import launch
 from engine.client import ReplicaClient, ReplicaGroup, ReplicaLost
 from engine.messages import (
     Fatal,
@@ -27,6 +29,7 @@ from engine.messages import (
     SamplingParams,
     Submit,
 )
+from engine.wire import socketpair
 
 pytestmark = pytest.mark.system
 
@@ -143,6 +146,32 @@ def test_two_and_four_ranks_give_the_tokens_of_one(tmp_path: Path, ranks: int) -
             return await asyncio.gather(*(collect(client, submit) for submit in submits))
 
     assert asyncio.run(tokens(1)) == asyncio.run(tokens(ranks))
+
+
+def test_a_plan_that_a_socket_does_not_hold_hangs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def narrow() -> tuple[socket.socket, socket.socket]:
+        pair = socketpair()
+        for end in pair:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        return pair
+
+    monkeypatch.setattr(launch, "socketpair", narrow)
+
+    async def scenario() -> None:
+        async with replica(tmp_path, tensor_parallel_size=2, overlap=False) as watched:
+            client = watched.client("front-0")
+            submit = ask(client, "r", most=3)
+            # They end nothing, and make a plan that no reader is quick enough to take at one go.
+            stops = msgspec.structs.replace(
+                submit.sampling, stop_token_ids=(500,) * 2_000_000, ignore_eos=True
+            )
+            async with asyncio.timeout(20):
+                tokens = await collect(client, msgspec.structs.replace(submit, sampling=stops))
+            assert len(tokens[0]) == 3
+
+    asyncio.run(scenario())
 
 
 def test_everything_is_given_back_and_counted_once(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from engine import replica, wire
 from engine.core import EngineCore
 from engine.messages import (
     Attach,
+    Chunk,
     RankInbound,
     RankOutbound,
     Report,
@@ -23,7 +24,7 @@ from engine.messages import (
     Stop,
     Submit,
 )
-from engine.replica import Replica, _follow
+from engine.replica import PlanSender, Replica, _follow
 from engine.scheduler import Scheduler
 from engine.wire import Channel, socketpair
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner
@@ -83,6 +84,61 @@ def test_a_step_that_fails_on_a_following_rank_is_noticed_without_another_plan()
     core.close()
 
 
+class Together:
+    """A device of one rank of two: a step ends when both have it, as a collective does."""
+
+    host_gap_us = 0.0
+
+    def __init__(self, mine: threading.Event, other: threading.Event) -> None:
+        self._mine, self._other = mine, other
+
+    def launch(self, plan: StepPlan) -> Together:
+        self._mine.set()
+        return self
+
+    def ready(self) -> bool:
+        return self._other.is_set()
+
+    def wait(self) -> StepTokens:
+        assert self._other.wait(WAIT_S), "the other rank never ran the step"
+        return StepTokens([], None, {})
+
+
+def narrow_pair() -> tuple[socket.socket, socket.socket]:
+    """A pair of sockets that hold a few kilobytes."""
+    pair = socketpair()
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    return pair
+
+
+def test_a_plan_that_the_socket_does_not_hold_reaches_the_others_before_its_step_is_waited_for() -> None:
+    core, control = channel_pair(RankOutbound, RankInbound)
+    left, right = narrow_pair()
+    arrived, launched = threading.Event(), threading.Event()
+    following = Outcome(_follow, control, Channel(right, StepPlan), Together(arrived, launched))
+    leader = PlanSender(Together(launched, arrived), [Channel(left, RankInbound)])  # type: ignore[arg-type]
+    plan = StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
+    leading = Outcome(lambda: leader.launch(plan).wait())
+    leading.thread.join(2 * WAIT_S)
+    assert leading.error is None and not leading.thread.is_alive()
+    core.close()
+    following.thread.join(WAIT_S)
+    assert following.error is None
+
+
+def test_a_rank_that_died_with_half_a_plan_does_not_hold_up_the_leader() -> None:
+    left, right = narrow_pair()
+    launched = threading.Event()
+    leader = PlanSender(Together(launched, launched), [Channel(left, RankInbound)])  # type: ignore[arg-type]
+    plan = StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
+    leading = Outcome(lambda: leader.launch(plan).wait())
+    assert not launched.wait(0.1), "the plan was not handed over"
+    right.close()
+    leading.thread.join(WAIT_S)
+    assert leading.error is None and not leading.thread.is_alive()
+
+
 class Served:
     """Rank 0's loop over a simulated device, with one front."""
 
@@ -91,7 +147,7 @@ class Served:
         engine = EngineCore(scheduler, SimulatedRunner(4, 80))
         self.core, control = channel_pair(RankOutbound, RankInbound)
         self.reports: list[Report] = []
-        self.loop = Outcome(Replica(engine, control, []).run)
+        self.loop = Outcome(Replica(engine, control).run)
 
     def attach(self, name: str, send_buffer: int = 1 << 16) -> socket.socket:
         ours, theirs = socketpair()

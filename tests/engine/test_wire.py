@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import threading
 
@@ -104,6 +105,40 @@ def test_more_than_the_socket_holds_is_kept_and_delivered_when_the_reader_comes(
         left.flush()
     assert [message.text for message in got] == texts  # type: ignore[union-attr]
     assert left.backlog_bytes == 0
+
+
+def test_drain_waits_for_the_reader_and_no_longer_than_it_was_told_to() -> None:
+    left, right = make_pair()
+    texts = ["x" * 100_000] * 50
+    for text in texts:
+        left.send(Note(text))
+    assert not left.drain(0.01)
+    got: list[Both] = []
+
+    def read() -> None:
+        while len(got) < len(texts):
+            select.select([right], [], [])
+            got.extend(right.read())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert left.drain(10.0)
+    assert left.backlog_bytes == 0
+    reader.join()
+    assert [message.text for message in got] == texts  # type: ignore[union-attr]
+
+
+def test_drain_ends_when_the_peer_is_gone() -> None:
+    left, right = make_pair()
+    for _ in range(50):
+        left.send(Note("x" * 100_000))
+    dying = threading.Timer(0.05, right.close)
+    dying.start()
+    assert left.drain(10.0)
+    dying.join()
+    left.read()
+    assert left.closed
+    assert left.drain()
 
 
 def test_a_flood_is_read_in_parts_so_that_the_reader_gets_to_do_other_things() -> None:
