@@ -1,8 +1,8 @@
 """Channels: length-prefixed msgpack frames, with file descriptors, over Unix stream socketpairs.
 
-Nothing of `Channel` but `drain` blocks. A step loop polls it (`read`), an event loop is told by it (`listen`).
-End of file is the death notice of the other side. Frames are a 4-byte little-endian length and the msgpack of
-one struct; descriptors travel with the first byte of their frame (`SCM_RIGHTS`), so they arrive in the
+Of a `Channel` only `drain` blocks. A step loop polls it (`read`), an event loop is told by it (`listen`).
+End of file is the death notice of the other side. Frames are a 4-byte little-endian length and the msgpack
+of one struct; descriptors travel with the first byte of their frame (`SCM_RIGHTS`), so they arrive in the
 frames' order.
 """
 
