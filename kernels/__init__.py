@@ -20,6 +20,9 @@ from kernels.draws import SamplingOps
 PAGE_TOKENS = 64
 """Tokens in a block of the KV pool."""
 
+PDL_FROM = 90
+"""Compute capability, times ten, from which a GPU knows programmatic dependent launch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
@@ -248,7 +251,9 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
         from kernels.cuda import CudaOps
         from kernels.triton.linear_table import load_table
 
-        return CudaOps(expansion_blocks, load_table(torch.cuda.get_device_name()))
+        major, minor = torch.cuda.get_device_capability()
+        table = load_table(torch.cuda.get_device_name())
+        return CudaOps(expansion_blocks, table, 10 * major + minor >= PDL_FROM)
     from kernels import reference
 
     return reference

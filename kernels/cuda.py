@@ -44,12 +44,14 @@ class CudaOps:
     expansion_blocks: most blocks of an FP8 cache that a pass with prompts expands to the model's dtype at
     once (`attention_prefill.Expansion`); 0: it never does.
     table: the device's measured products; None: rules alone say which kernel a product gets.
+    pdl: whether the device knows programmatic dependent launch: from Hopper on.
     """
 
     name = "cuda"
 
-    def __init__(self, expansion_blocks: int = 0, table: Table | None = None) -> None:
+    def __init__(self, expansion_blocks: int = 0, table: Table | None = None, pdl: bool = True) -> None:
         self._expansion_blocks = expansion_blocks
+        self._pdl = pdl
         self._table = Table() if table is None else table
         self._decode_workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         self._scratches: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -68,7 +70,7 @@ class CudaOps:
         return self._product(x, weight, bias=bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return fused.rms_norm(x, weight, eps, pdl=True)
+        return fused.rms_norm(x, weight, eps, pdl=self._pdl)
 
     def norm_linear(
         self,
@@ -92,7 +94,8 @@ class CudaOps:
         normed = (x, norm_weight, eps, weight)
         if isinstance(weight, Fp8Weight) and self._plan(len(x.values), weight.values) is None:
             # The library's product takes nothing with it: what follows is one pass, and quantises as well.
-            return Fp8Activation(*fused.silu_mul_fp8(self._norm_product(*normed, bias=bias), pdl=True))
+            product = self._norm_product(*normed, bias=bias)
+            return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self._pdl))
         return self._norm_product(*normed, bias=bias, silu_mul=True)
 
     def linear_add(
@@ -139,7 +142,7 @@ class CudaOps:
         if self._product_workspace is None:
             device = x.values.device if isinstance(x, Fp8Activation) else x.device
             self._product_workspace = linear.allocate_workspace(device)
-        options |= {"workspace": self._product_workspace, "table": self._table}
+        options |= {"workspace": self._product_workspace, "table": self._table, "pdl": self._pdl}
         if not isinstance(weight, Fp8Weight):
             assert isinstance(x, torch.Tensor)
             return linear.linear(x, weight, **options)
@@ -167,7 +170,7 @@ class CudaOps:
     ) -> torch.Tensor:
         if self._only_decodes(plan.inputs):
             return self._decode(qkv, pool, plan.inputs, heads, scale, window, rotation)
-        q = fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=True)
+        q = fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self._pdl)
         if plan.inputs.queries is not None:
             asking = q.index_select(0, plan.inputs.queries)
             return self._decode(asking, pool, plan.inputs, heads, scale, window, None)
@@ -208,7 +211,8 @@ class CudaOps:
             pool.v_scales,
             out,
             rotation,
-            config=self._decode_config(len(q), pool.keys),
+            self._pdl,
+            self._decode_config(len(q), pool.keys),
         )
 
     def _decode_config(self, sequences: int, keys: torch.Tensor) -> DecodeConfig:
@@ -232,11 +236,12 @@ class CudaOps:
             assert chunks.pages is not None and pool.k_scales is not None and pool.v_scales is not None
             wide = self._scratch(pool.keys, q.dtype)
             narrow = (pool.keys, pool.values, pool.k_scales, pool.v_scales)
-            attention_prefill.expand(*narrow, table, chunks.pages, *wide)
-            attention_prefill.prefill(q, *wide, None, chunks.expanded, scale, window, out=out)
+            attention_prefill.expand(*narrow, table, chunks.pages, *wide, self._pdl)
+            tiles = chunks.expanded
+            attention_prefill.prefill(q, *wide, None, tiles, scale, window, out=out, pdl=self._pdl)
         if chunks.direct is not None:
-            both = (pool.keys, pool.values)
-            attention_prefill.prefill(q, *both, table, chunks.direct, scale, window, *scales, out=out)
+            read = (pool.keys, pool.values, table, chunks.direct)
+            attention_prefill.prefill(q, *read, scale, window, *scales, out=out, pdl=self._pdl)
 
     def _plan_chunks(
         self, q: torch.Tensor, keys: torch.Tensor, inputs: AttentionInput, window: int | None, expand: bool

@@ -37,9 +37,9 @@ _BLOCKS = 64
 """Of the KV pool, and of the expansion of an FP8 one: kernels do not depend on how many."""
 
 
-def launch_all(dimensions: Dimensions, table: Table) -> None:
-    """Launch what any rank that serves `dimensions` launches."""
-    layers = _Layers(dimensions, table)
+def launch_all(dimensions: Dimensions, table: Table, pdl: bool = True) -> None:
+    """Launch what any rank that serves `dimensions` launches. pdl: see `CudaOps`."""
+    layers = _Layers(dimensions, table, pdl)
     for tokens in _token_counts(dimensions):
         for window in dimensions.windows:
             if tokens <= dimensions.max_rows:
@@ -66,9 +66,9 @@ def _token_counts(dimensions: Dimensions) -> list[int]:
 class _Layers:
     """One layer and the output matrix, as `engine.model.decoder` runs them."""
 
-    def __init__(self, dimensions: Dimensions, table: Table) -> None:
+    def __init__(self, dimensions: Dimensions, table: Table, pdl: bool) -> None:
         self._d = dimensions
-        self._ops = CudaOps(_BLOCKS if dimensions.kv_fp8 else 0, table)
+        self._ops = CudaOps(_BLOCKS if dimensions.kv_fp8 else 0, table, pdl)
         self._weights = {
             name: _weight(dimensions, n, k, dimensions.fp8 and name != "lm_head")
             for name, (n, k) in dimensions.products.items()

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels import Activation, Fp8Weight, Stream, Weight
+from kernels import Fp8Weight, Stream, Weight
 from kernels.cuda import CudaOps
 from kernels.triton import fused, linear
-from kernels.triton.linear_table import Table, load_table
+from kernels.triton.linear_table import load_table
 
 HIDDEN, INTERMEDIATE, QKV, VOCAB = 4096, 14336, 6144, 128256
 LAYERS = 6
@@ -38,17 +38,6 @@ WEIGHTS = {
     "gate_up": (2 * INTERMEDIATE, HIDDEN),
     "down": (HIDDEN, INTERMEDIATE),
 }
-
-
-class Ops(CudaOps):
-    """Operations whose products may be launched without PDL."""
-
-    def __init__(self, table: Table, pdl: bool) -> None:
-        super().__init__(table=table)
-        self.pdl = pdl
-
-    def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
-        return super()._product(x, weight, pdl=self.pdl, **options)
 
 
 class Library:
@@ -113,7 +102,11 @@ def measure(fp8: bool, device: torch.device, rows_list: list[int]) -> list[dict[
     head = None if fp8 else weight_of((VOCAB, HIDDEN), False, device)
     gain = torch.rand(HIDDEN, device=device).add(0.5).bfloat16()
     table = load_table(torch.cuda.get_device_name(device))
-    ways: dict[str, Any] = {"pdl": Ops(table, True), "no pdl": Ops(table, False), "torch": Library()}
+    ways: dict[str, Any] = {
+        "pdl": CudaOps(table=table),
+        "no pdl": CudaOps(table=table, pdl=False),
+        "torch": Library(),
+    }
     item = 1 if fp8 else 2
     found: list[dict[str, object]] = []
 

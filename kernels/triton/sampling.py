@@ -32,6 +32,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from kernels import PDL_FROM
 from kernels.draws import Bans, Biases, Draws, Logits
 from kernels.triton.sampling_full import above_kernel, combine_kernel, decide_kernel
 from kernels.triton.sampling_kernels import edit_kernel, pick_kernel, scan_kernel, scatter_kernel
@@ -202,7 +203,7 @@ def edit(
 def _pdl(logits: Logits, pdl: bool | None) -> bool:
     if pdl is not None:
         return pdl
-    return _nvidia(logits) and triton.runtime.driver.active.get_current_target().arch >= 90
+    return _nvidia(logits) and triton.runtime.driver.active.get_current_target().arch >= PDL_FROM
 
 
 def _nvidia(logits: Logits) -> bool:

@@ -73,6 +73,16 @@ def test_a_build_foresees_and_a_start_loads_every_kernel_that_a_replica_launches
     assert foreseen >= loaded >= served > 30
 
 
+def test_kernels_are_built_without_dependent_launch_before_hopper(tmp_path: Path) -> None:
+    """Older instruction sets lack it: nothing would compile."""
+    done = compiled("tests.kernels.launches_before_hopper", folder_of(tmp_path, "llama"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["failures"] == []
+    assert found["80"]["kernels"] > 30 and found["80"]["overlapping"] == 0
+    assert found["90"]["overlapping"] > 20
+
+
 def test_a_build_fills_the_cache_once(tmp_path: Path) -> None:
     script = "tests.kernels.one_kernel_built"
     first = compiled(script, TRITON_CACHE_DIR=str(tmp_path / "cache"))
