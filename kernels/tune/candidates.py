@@ -14,11 +14,11 @@ BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 _MANY = 16384
 """Outputs from which one wave of programs is a small part of all."""
 
-_MOST_SHARED = 227 << 10
+MOST_SHARED = 227 << 10
 """Bytes that a program can have on Hopper. Where there is less, a plan that asks for more is passed over when
 it fails to start."""
 
-_HALF_SHARED = 112 << 10
+HALF_SHARED = 112 << 10
 """So that two programs share a multiprocessor: `tiles` of the next product fill their stages beside those of
 this one."""
 
@@ -31,14 +31,22 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[Plan]:
     else:
         tiles = (8, 16) if rows <= 8 else (rows,)
         plans = [
-            plan for tile in tiles for plan in _dots(product, tile) if _shared(plan, product) <= _MOST_SHARED
+            plan
+            for tile in tiles
+            for plan in _dots(product, tile)
+            if shared_bytes(plan, product) <= MOST_SHARED
         ]
         plans += [plan for tile in tiles if hopper and tile <= 64 for plan in _tiles(product, tile)]
     return [plan for plan in dict.fromkeys(plans) if problem(plan, rows, product) is None]
 
 
-def _shared(plan: Plan, product: Product) -> int:
-    """Bytes of shared memory of a program, nearly."""
+def shared_bytes(plan: Plan, product: Product) -> int:
+    """Bytes of shared memory of a program, within a kilobyte or two: of tiles the stages, of a stream the row
+    in float16; of a gemv nothing but warps' sums."""
+    if plan.form == "gemv":
+        return 0
+    if plan.form == "stream":
+        return 2 * product.k
     return plan.stages * (plan.block_n + plan.rows) * plan.block_k * product.dtype.itemsize
 
 
@@ -90,6 +98,6 @@ def _tiles(product: Product, tile: int) -> Iterable[Plan]:
     """64 weight rows by columns of 128 and 256 bytes, and 128 by 128: as many stages as let two in."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
         plan = Plan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
-        plan = replace(plan, stages=_HALF_SHARED // _shared(plan, product))
+        plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))
         for split in (1,) if product.n >= _MANY else (1, 2, 4, 8):
             yield replace(plan, split=split)

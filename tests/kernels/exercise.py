@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -27,6 +28,7 @@ from tests.kernels import test_triton_attention_prefill as prefill_cases
 from tests.kernels import test_triton_fused as fused_cases
 from tests.kernels import test_triton_linear as linear_cases
 from tests.kernels import test_triton_sampling as sampling_cases
+from tests.kernels.shipped_plans import Product, shipped_plans
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -110,6 +112,22 @@ def multiply() -> None:
     _finite(*linear.quantise(case.x, values=E4M3 if ON_GPU else torch.float32, pdl=ON_GPU))
 
 
+def ship(dtype: torch.dtype) -> None:
+    """Products by every plan that ships for weights of `dtype`, with all that it may do on the way; in the
+    interpreter, which gives a plan's stages and warps no meaning, by one of each form."""
+    plans = [one for one in shipped_plans() if one.dtype == dtype]
+    if not ON_GPU:
+        plans = list(
+            {one.plan.form: one for one in plans if dtype != E4M3 and one.plan.form != "tiles"}.values()
+        )
+    for shipped in plans:
+        if shipped.plan.form == "tiles" and ON_GPU and not HOPPER:
+            continue
+        for silu in (False, True):
+            made = Product(shipped, shipped.uses[-1][0], shipped.short_k, silu, DTYPE)
+            _finite(*made.run(**made.inputs, out=made.case.out, pdl=ON_GPU))
+
+
 def sample() -> None:
     """Rows of every kind over two chunks and a part of one, edited and not; ties that make searches long."""
     params = sampling_cases.MIXED
@@ -147,6 +165,8 @@ GROUPS: dict[str, Callable[[], None]] = {
     "prefill": prefill,
     "fuse": fuse,
     "multiply": multiply,
+    "ship_bf16": partial(ship, torch.bfloat16),
+    "ship_fp8": partial(ship, E4M3),
     "sample": sample,
     "place": place,
 }

@@ -11,13 +11,16 @@ from argparse import Namespace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+from kernels.triton.linear_table import Product, problem
 from tests.kernels import exercise
 from tests.kernels.exercise import GROUPS
+from tests.kernels.shipped_plans import Shipped, shipped_plans
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +43,22 @@ def sanitize() -> ModuleType:
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_of_kernels_runs(group: str) -> None:
     GROUPS[group]()
+
+
+def test_every_plan_that_ships_is_exercised_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = set()
+
+    def product(shipped: Shipped, rows: int, k: int, silu: bool, dtype: torch.dtype) -> Mock:
+        assert problem(shipped.plan, rows, Product(shipped.dtype, 160, k)) is None
+        launched.add((shipped.dtype, shipped.plan, silu))
+        return Mock(inputs={}, run=Mock(return_value=[]))
+
+    for name, value in {"ON_GPU": True, "HOPPER": True, "Product": product, "_finite": lambda: None}.items():
+        monkeypatch.setattr(exercise, name, value)
+    GROUPS["ship_bf16"]()
+    GROUPS["ship_fp8"]()
+    assert launched == {(one.dtype, one.plan, silu) for one in shipped_plans() for silu in (False, True)}
+    assert len(launched) > 100
 
 
 def test_the_script_runs_every_group(sanitize: ModuleType) -> None:

@@ -188,21 +188,31 @@ GAINING = [
 ]
 
 
+def poisoned_gained(out: torch.Tensor, plan: Plan) -> tuple[Gained, list[torch.Tensor]]:
+    """For a result like `out`, and what lies behind it, which nobody may write."""
+    rows, columns = out.shape
+    parts = -(-columns // plan.block_n)
+    values = torch.full((rows + 2, columns), POISON, dtype=out.dtype, device=DEVICE)
+    squares = torch.full((parts + 1, rows), POISON, device=DEVICE)
+    return Gained(values[:rows], squares[:parts]), [values[rows:], squares[parts:]]
+
+
+def check_is_gained(gained: Gained, result: torch.Tensor, gain: torch.Tensor, plan: Plan) -> None:
+    """What a product made for the next norm is of its result."""
+    assert torch.equal(gained.values, (result.float() * gain.float()).to(result.dtype))
+    for part, squared in zip(result.double().pow(2).split(plan.block_n, dim=1), gained.squares, strict=True):
+        assert torch.allclose(squared.double(), part.sum(1), rtol=1e-5)
+
+
 def check_gained(case: Case, plan: Plan) -> None:
     """A product and what it makes for the next norm, and nothing around that."""
-    rows, columns = case.out.shape
-    gain = _random(columns, seed=6, dtype=case.x.dtype)
-    parts = -(-columns // plan.block_n)
-    values = torch.full((rows + 2, columns), POISON, dtype=case.x.dtype, device=DEVICE)
-    squares = torch.full((parts + 1, rows), POISON, device=DEVICE)
-    gained = Gained(values[:rows], squares[:parts])
+    gain = _random(case.out.shape[1], seed=6, dtype=case.x.dtype)
+    gained, behind = poisoned_gained(case.out, plan)
     alone = linear.linear(case.x, case.weight, **{**case.options(), "out": None}, plan=plan, pdl=False)
     options = {"next_gain": gain, "gained": gained, "plan": plan, "pdl": False}
     assert torch.equal(linear.linear(case.x, case.weight, **case.options(), **options), alone)
-    assert torch.equal(gained.values, (alone.float() * gain.float()).to(alone.dtype))
-    for part, squared in zip(alone.double().pow(2).split(plan.block_n, dim=1), gained.squares, strict=True):
-        assert torch.allclose(squared.double(), part.sum(1), rtol=1e-5)
-    assert values[rows:].eq(POISON).all() and squares[parts:].eq(POISON).all()
+    check_is_gained(gained, alone, gain, plan)
+    assert all(part.eq(POISON).all() for part in behind)
     made = linear.allocate_gained(plan, alone)
     assert made.values.shape == gained.values.shape and made.squares.shape == gained.squares.shape
 

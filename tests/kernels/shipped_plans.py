@@ -1,0 +1,107 @@
+"""The plans of the tables that ship, each once, and products by them: what the tests of parity and PDL, and
+the sanitizer's exercise, run over, so that a table that is tuned anew is tested as it is.
+
+A product here has the plan, the numbers of rows and the K of what ships, and few outputs: two tiles and a
+half. It does on the way all that a product of its form may do at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import Gained
+from kernels.triton import linear, linear_table
+from kernels.triton.linear_plans import Plan
+from tests.kernels.test_triton_linear import DEVICE, Case, Fp8Case
+
+FP8 = torch.float8_e4m3fn
+PARTS = 7
+"""Of the squares that the product before is said to have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """A plan of weights of `dtype`."""
+
+    dtype: torch.dtype
+    plan: Plan
+    uses: tuple[tuple[int, int], ...]
+    """The most rows and the K of each product that has it, rising."""
+
+    def __str__(self) -> str:
+        p = self.plan
+        tile = f"{p.form} {p.rows}x{p.block_n}x{p.block_k} warps {p.warps} stages {p.stages} split {p.split}"
+        return f"{str(self.dtype).removeprefix('torch.')} {tile}"
+
+    @property
+    def cases(self) -> list[tuple[int, int]]:
+        """Rows and K: at each use its most rows, and the fewest that the next smaller plan leaves it."""
+        return sorted({(rows, k) for most, k in self.uses for rows in (most, most // 2 + 1)})
+
+    @property
+    def short_k(self) -> int:
+        """A K that fills all stages and two steps more, unless none that ships is as long."""
+        plan = self.plan
+        step = {"gemv": plan.block_k, "stream": plan.warps * plan.block_k}
+        least = (plan.stages + 2) * step.get(plan.form, plan.split * plan.block_k)
+        return min(least, *(k for _, k in self.uses))
+
+
+def shipped_plans() -> list[Shipped]:
+    """Of all tables that ship. Raises TableError for one that cannot be used."""
+    uses: dict[tuple[torch.dtype, Plan], set[tuple[int, int]]] = {}
+    for path in sorted(linear_table.FOLDER.glob("*.json")):
+        for product, entries in linear_table.read_table(path).products.items():
+            for most, entry in entries.items():
+                if entry.plan is not None:
+                    uses.setdefault((product.dtype, entry.plan), set()).add((most, product.k))
+    return [Shipped(dtype, plan, tuple(sorted(found))) for (dtype, plan), found in uses.items()]
+
+
+class Product:
+    """A product by a shipped plan. `dtype`: of the tokens, and of weights that are no e4m3."""
+
+    def __init__(
+        self, shipped: Shipped, rows: int, k: int, silu: bool, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.plan, self.silu = shipped.plan, silu
+        # Two tiles and a half; one row's are so narrow that results then begin anywhere.
+        n = 96 if silu and not self.plan.tiled else self.plan.block_n * 5 // 2
+        extras = ("norm", "bias", "silu" if silu else "residual")
+        if shipped.dtype == FP8:
+            self.case: Case = Fp8Case(rows, n, k, extras, dtype, FP8)
+        else:
+            self.case = Case(rows, n, k, extras, dtype)
+        self.shares = self.plan.tiled and shipped.dtype != FP8
+        self.gains = self.shares and not silu
+        self.gain = self.case.weight[:, 0].contiguous()
+        self.workspace = linear.allocate_workspace(DEVICE)
+        self.inputs: dict[str, torch.Tensor | None] = {"x": self.case.x, "residual": self.case.residual}
+        if self.shares:
+            half = self.case.half_normed(PARTS)
+            self.inputs |= {"x": half.values, "squares": half.squares}
+
+    def run(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+        squares: torch.Tensor | None = None,
+        gained: Gained | None = None,
+        pdl: bool = True,
+    ) -> list[torch.Tensor]:
+        """The result, and what it leaves for the next norm: in `gained`, if given."""
+        case = self.case
+        options = {**case.options(), "residual": residual, "out": out}
+        options |= {"workspace": self.workspace, "plan": self.plan, "pdl": pdl}
+        if isinstance(case, Fp8Case):
+            return [linear.linear_fp8(x, case.quantised, case.weight_scale, **options)]
+        if self.shares:
+            options |= {"norm_weight": None, "squares": squares}
+        if not self.gains:
+            return [linear.linear(x, case.weight, **options)]
+        gained = gained or linear.allocate_gained(self.plan, out)
+        options |= {"next_gain": self.gain, "gained": gained}
+        return [linear.linear(x, case.weight, **options), gained.values, gained.squares]
