@@ -1,48 +1,71 @@
-"""Prints when each stage of an engine's start began, in seconds since this process was started.
+"""Prints when each stage of an engine's start began, in seconds since its process was started.
 
-    python scripts/measure_start.py --shape llama-3.1-8b [--weights fp8 --kv-dtype fp8]
+    python scripts/measure_start.py --shape llama-3.1-8b [--weights fp8 --kv-dtype fp8] [--runs 3 --json OUT]
 
 Random weights, made on the device. With an empty TRITON_CACHE_DIR: how long a start takes where
-`python -m kernels.build` has not run.
+`python -m kernels.build` has not run; the second of several runs then finds what the first has built.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 
-def since_start() -> float:
-    """Seconds since the kernel started this process, imports of the interpreter included."""
-    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
-    return uptime - ticks / os.sysconf("SC_CLK_TCK")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="llama-3.1-8b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--weights", default="auto")
-    parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--max-rows", type=int, default=1024)
-    parser.add_argument("--max-model-len", type=int, default=8448)
-    arguments = parser.parse_args()
+    arguments = _arguments()
+    if arguments.started_at is not None:
+        start(arguments)
+        return
+    runs = []
+    for number in range(arguments.runs):
+        print(f"run {number + 1}", flush=True)
+        runs.append(follow())
+    if arguments.json:
+        asked = {name: value for name, value in vars(arguments).items() if name not in ("json", "started_at")}
+        arguments.json.write_text(json.dumps({"asked": asked, "runs": runs}, indent=1) + "\n")
+
+
+def follow() -> list[dict[str, float | str]]:
+    """One start in a process of its own: its stages, as they begin."""
+    # The clock is the machine's, so that the time before the interpreter runs counts.
+    command = [sys.executable, __file__, *sys.argv[1:], "--started-at", repr(time.monotonic())]
+    stages: list[dict[str, float | str]] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            stages.append(json.loads(line))
+            print(f"{stages[-1]['s']:7.2f}  {stages[-1]['stage']}", flush=True)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return stages
+
+
+def start(arguments: argparse.Namespace) -> None:
+    """In the process that is timed: a line for each stage."""
+
+    def tell(stage: str) -> None:
+        print(
+            json.dumps({"s": round(time.monotonic() - arguments.started_at, 3), "stage": stage}), flush=True
+        )
+
     from engine.bench.shapes import write_config
     from engine.bench.start import FAILURES
     from engine.generate import LocalEngine
     from engine.messages import ReplicaSpec, SamplingParams
 
-    print(f"{since_start():7.2f}  imported", flush=True)
+    tell("imported")
     before = ""
 
     def progress(stage: str, fraction: float) -> None:
         nonlocal before
         if stage != before:
-            print(f"{since_start():7.2f}  {stage}", flush=True)
+            tell(stage)
         before = stage
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,11 +84,26 @@ def main() -> None:
             engine = LocalEngine(spec, progress)
         except FAILURES as error:
             raise SystemExit(str(error)) from None
-    began = time.perf_counter()
     for prompt in (300, 20):
         engine.generate([[1] * prompt] * 2, SamplingParams(max_tokens=4, ignore_eos=True))
-        print(f"{since_start():7.2f}  answered, {time.perf_counter() - began:.2f} s later", flush=True)
+        tell(f"answered prompts of {prompt} tokens")
     engine.close()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--weights", default="auto")
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--max-rows", type=int, default=1024)
+    parser.add_argument("--max-model-len", type=int, default=8448)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="the stages of every run into this file")
+    parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
