@@ -28,21 +28,20 @@ from engine.bench.start import FAILURES, add_options, start
 from engine.bench.table import HEADS, line, middle
 from engine.bench.workloads import WORKLOADS, run
 from engine.messages import ReplicaInfo
+from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
     """Run the chosen workloads; a table on standard output, raw figures with --json. 1 where the engine
-    cannot be started."""
+    cannot be started, or the file cannot be written."""
     arguments = _arguments()
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="engine-bench-") as scratch:
         chosen = {name: WORKLOADS[name] for name in arguments.workloads or WORKLOADS}
-        longest = max(workload.prompt_tokens + workload.output_tokens for workload in chosen.values())
         began = time.perf_counter()
         try:
-            engine = start(arguments, Path(scratch), longest)
-        except FAILURES as error:
+            check_writable("--json", arguments.json)
+            engine = start(arguments, Path(scratch), chosen)
+        except (UnwritableError, *FAILURES) as error:
             print(error, file=sys.stderr)
             return 1
         info = engine.info

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import torch
 
 from engine.bench.shapes import SHAPES, write_config
+from engine.bench.workloads import Workload
 from engine.config import DTYPE_BYTES, CheckpointError, UnfitError
 from engine.device import DeviceError
+from engine.families import read_config
 from engine.garbage import settle_garbage
 from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec
@@ -38,17 +41,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-blocks", type=int, help="without it, what memory allows")
 
 
-def start(arguments: argparse.Namespace, scratch: Path, longest: int) -> LocalEngine:
-    """The engine of `add_options`, for sequences of up to `longest` tokens, as a replica runs it. How far it
-    is stands on standard error where that is a terminal. `scratch` is a folder for a shape's configuration.
-    Raises FAILURES."""
+def start(arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, Workload]) -> LocalEngine:
+    """The engine of `add_options`, for the longest sequences of some workloads, as a replica runs it. How far
+    it is stands on standard error where that is a terminal. `scratch` is a folder for a shape's
+    configuration. Raises FAILURES."""
+    model = arguments.model or write_config(arguments.shape, scratch)
     spec = ReplicaSpec(
         replica="bench-0",
-        model_path=str(arguments.model or write_config(arguments.shape, scratch)),
+        model_path=str(model),
         load_format=arguments.load_format or ("safetensors" if arguments.model else "dummy"),
         device=arguments.device,
         dtype=arguments.dtype,
-        max_model_len=arguments.max_model_len or longest,
+        max_model_len=_max_model_len(arguments, model, workloads),
         max_rows=arguments.max_rows,
         step_tokens=arguments.step_tokens,
         kv_blocks=arguments.kv_blocks,
@@ -60,6 +64,24 @@ def start(arguments: argparse.Namespace, scratch: Path, longest: int) -> LocalEn
     engine = LocalEngine(spec, _show if sys.stderr.isatty() else lambda stage, fraction: None)
     settle_garbage()
     return engine
+
+
+def _max_model_len(arguments: argparse.Namespace, model: Path, workloads: Mapping[str, Workload]) -> int:
+    """What was asked for, or what the workloads need. Raises UnfitError where they do not fit in."""
+    name, longest = max(workloads.items(), key=lambda item: item[1].sequence_tokens)
+    needed, given = longest.sequence_tokens, arguments.max_model_len
+    its = f"{name} has sequences of {needed} ({longest.prompt_tokens} in, {longest.output_tokens} out)"
+    if given is not None and given < needed:
+        raise UnfitError(
+            f"--max-model-len is {given} tokens, but {its}: raise it, leave it out, or choose other workloads"
+        )
+    limit = read_config(model).context_limit
+    if limit < needed:
+        what = arguments.model or arguments.shape
+        raise UnfitError(
+            f"{what} allows sequences of {limit} tokens, but {its}: choose other workloads, or another model"
+        )
+    return given or needed
 
 
 def _show(stage: str, fraction: float) -> None:

@@ -27,6 +27,11 @@ class Workload:
     top_p: float = 1.0
 
     @property
+    def sequence_tokens(self) -> int:
+        """Of a prompt and its output together."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
     def unit(self) -> str:
         return {"p99_ms": "ms p99", "ms": "ms", "output_tok_s": "tok/s", "prompt_tok_s": "tok/s"}[self.figure]
 

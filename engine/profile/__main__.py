@@ -23,19 +23,21 @@ from engine.profile.report import gaps_of, lines, rows_of
 from engine.profile.steps import Kind, record
 from engine.profile.trace import read_timeline
 from engine.profile.work import label_products, work_by_kernel
+from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Profile one kind of step of one workload; 1 if the workload has no such steps, or the
-    engine cannot be started."""
+    """Profile one kind of step of one workload; 1 if the workload has no such steps, the engine cannot be
+    started, or the trace cannot be written."""
     arguments = _arguments()
     workload = WORKLOADS[arguments.workload]
     kind: Kind = arguments.kind or ("decode" if workload.output_tokens > 1 else "mixed")
     with tempfile.TemporaryDirectory(prefix="engine-profile-") as scratch:
         trace = arguments.trace or Path(scratch) / "trace.json"
         try:
-            engine = start(arguments, Path(scratch), workload.prompt_tokens + workload.output_tokens)
-        except FAILURES as error:
+            check_writable("--trace", arguments.trace)
+            engine = start(arguments, Path(scratch), {arguments.workload: workload})
+        except (UnwritableError, *FAILURES) as error:
             print(error, file=sys.stderr)
             return 1
         info, config = engine.info, engine.runner.config

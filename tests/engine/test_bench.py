@@ -7,15 +7,21 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from engine.bench import __main__ as bench
+from engine.bench import start
 from engine.bench.limits import CEILINGS, ceilings, limit
 from engine.bench.shapes import SHAPES, write_config
 from engine.bench.table import HEADS, line, middle
 from engine.bench.workloads import WORKLOADS, Measured, Steps
 from engine.families import read_config
+from engine.profile import __main__ as profile
+from kernels.writable import check_writable
+from tests.engine.tiny import TINY
 
 ROOT = Path(__file__).parents[2]
 H200 = CEILINGS["NVIDIA H200"]
@@ -162,6 +168,72 @@ def test_a_run_needs_little_and_writes_its_raw_figures(tmp_path: Path) -> None:
         assert one["decode"]["count"] >= 255 and one["mixed"]["count"] >= 1
         assert one["decode"]["ms"] > 0 and 0 <= one["decode"]["idle_fraction"] <= 1
     assert "b8_decode" in done.stdout
+
+
+MAINS = {"engine.bench": bench.main, "engine.profile": profile.main}
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What a program says in one line when it cannot begin; no engine is started for it."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+
+    def not_started(spec: object, progress: object) -> None:
+        raise AssertionError("the engine was started")
+
+    monkeypatch.setattr(start, "LocalEngine", not_started)
+
+    def run(module: str, *options: str) -> str:
+        dummy = ["--model", str(tmp_path), "--load-format", "dummy", "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", [module, *dummy, *options])
+        assert MAINS[module]() == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        [line] = said.err.splitlines()
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("module", "workload"), [("engine.bench", ["b8_decode"]), ("engine.profile", ["--workload", "b8_decode"])]
+)
+def test_a_workload_that_does_not_fit_is_named_with_its_length(
+    refused: Callable[..., str], tmp_path: Path, module: str, workload: list[str]
+) -> None:
+    its = "b8_decode has sequences of 768 (512 in, 256 out): "
+    said = refused(module, *workload, "--max-model-len", "100")
+    assert said.startswith(f"--max-model-len is 100 tokens, but {its}raise it, leave it out,")
+    assert refused(module, *workload) == (
+        f"{tmp_path} allows sequences of 512 tokens, but {its}choose other workloads, or another model"
+    )
+
+
+def test_of_several_workloads_the_longest_is_the_one_that_does_not_fit(refused: Callable[..., str]) -> None:
+    assert "but long has sequences of 8320 (8192 in, 128 out)" in refused("engine.bench")
+
+
+@pytest.mark.parametrize(("module", "option"), [("engine.bench", "--json"), ("engine.profile", "--trace")])
+def test_a_file_that_cannot_be_written_is_said_before_anything_runs(
+    refused: Callable[..., str], tmp_path: Path, module: str, option: str
+) -> None:
+    folder, below = tmp_path / "folder", tmp_path / "config.json" / "out.json"
+    folder.mkdir()
+    for path, reason in ((folder, "Is a directory"), (below, "File exists")):
+        assert refused(module, option, str(path)) == (
+            f"{option} is {path}, which cannot be written ({reason}): name a file that can"
+        )
+
+
+def test_looking_whether_a_file_can_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept.json", tmp_path / "made" / "new.json"
+    kept.write_text("{}")
+    for path in (kept, new, None):
+        check_writable("--json", path)
+    assert kept.read_text() == "{}"
+    assert new.parent.is_dir() and not new.exists()
 
 
 @pytest.mark.parametrize("module", ["engine.bench", "engine.profile"])
