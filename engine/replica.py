@@ -203,21 +203,32 @@ class Replica:
                 self._report(None)
 
     def _take_in(self) -> None:
-        """Read what the core and the fronts sent; wait for something when there is nothing to compute."""
+        """Read what the core and the fronts sent, write what they left unread as they make room for it; wait
+        for something when there is nothing to compute."""
+        # At once, before an `Attach` brings a channel with the number of the closed one's descriptor.
+        for front in [name for name, channel in self._fronts.items() if channel.closed]:
+            self._lose_front(front)
+        self._watch_for_room()
         timeout = 0.0
         if not self._engine.has_work:
             timeout = max(0.0, self._reported_at + HEARTBEAT_S - time.monotonic())
-        for key, _ in self._selector.select(timeout):
-            if key.data is None:
-                self._take_control()
-            else:
-                self._take_from_front(key.data)
-        channels: list[Channel[Any]] = [*self._fronts.values(), self._control]
-        for channel in channels:
-            if channel.backlog_bytes:
+        for key, events in self._selector.select(timeout):
+            channel = self._control if key.data is None else self._fronts[key.data]
+            if events & selectors.EVENT_WRITE:
                 channel.flush()
-        for front in [name for name, channel in self._fronts.items() if channel.closed]:
-            self._lose_front(front)
+            if events & selectors.EVENT_READ:
+                if key.data is None:
+                    self._take_control()
+                else:
+                    self._take_from_front(key.data)
+
+    def _watch_for_room(self) -> None:
+        """Have the selector tell of room in the channels that have a backlog; the others always have some."""
+        for key in list(self._selector.get_map().values()):
+            channel = self._control if key.data is None else self._fronts[key.data]
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.backlog_bytes else 0)
+            if events != key.events:
+                self._selector.modify(channel, events, key.data)
 
     def _take_control(self) -> None:
         for message in self._control.read():
@@ -234,12 +245,15 @@ class Replica:
                     self._stopping = True
 
     def _take_from_front(self, front: str) -> None:
-        for message in self._fronts[front].read():
+        channel = self._fronts[front]
+        for message in channel.read():
             match message:
                 case Submit():
                     self._engine.submit(front, message)
                 case Cancel(handle, sample):
                     self._engine.cancel(front, handle, sample)
+        if channel.closed:
+            self._lose_front(front)
 
     def _lose_front(self, front: str) -> None:
         """Its channel is closed: it died, broke the protocol, or left too much unread."""

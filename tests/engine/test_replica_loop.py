@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import select
+import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine import replica, wire
@@ -14,6 +18,7 @@ from engine.core import EngineCore
 from engine.messages import (
     Attach,
     Chunk,
+    Output,
     RankInbound,
     RankOutbound,
     Report,
@@ -139,15 +144,20 @@ def test_a_rank_that_died_with_half_a_plan_does_not_hold_up_the_leader() -> None
     assert leading.error is None and not leading.thread.is_alive()
 
 
+def engine_of_four_rows() -> EngineCore:
+    """Over a simulated device."""
+    scheduler = Scheduler(max_rows=4, step_tokens=64, max_model_len=2000, vocab_size=VOCAB, blocks=80)
+    return EngineCore(scheduler, SimulatedRunner(4, 80))
+
+
 class Served:
     """Rank 0's loop over a simulated device, with one front."""
 
     def __init__(self) -> None:
-        scheduler = Scheduler(max_rows=4, step_tokens=64, max_model_len=2000, vocab_size=VOCAB, blocks=80)
-        engine = EngineCore(scheduler, SimulatedRunner(4, 80))
         self.core, control = channel_pair(RankOutbound, RankInbound)
         self.reports: list[Report] = []
-        self.loop = Outcome(Replica(engine, control).run)
+        self.replica = Replica(engine_of_four_rows(), control)
+        self.loop = Outcome(self.replica.run)
 
     def attach(self, name: str, send_buffer: int = 1 << 16) -> socket.socket:
         ours, theirs = socketpair()
@@ -173,13 +183,24 @@ class Served:
         assert not self.loop.thread.is_alive()
 
 
-def submit(handle: int, most: int) -> Submit:
+def submit(handle: int, most: int, prompt: int = 3) -> Submit:
     return Submit(
         handle=handle,
         request_id=f"request-{handle}",
-        prompt_token_ids=[3, 4, 5],
+        prompt_token_ids=[3 + place % 3 for place in range(prompt)],
         sampling=SamplingParams(max_tokens=most),
     )
+
+
+def receive(front: Channel[Any], enough: Callable[[list[Output]], bool]) -> list[Output]:
+    """The outputs that come, until they are enough."""
+    outputs: list[Output] = []
+    deadline = time.monotonic() + WAIT_S
+    while not enough(outputs):
+        assert time.monotonic() < deadline, f"only {len(outputs)} outputs came"
+        select.select([front], [], [], 0.1)
+        outputs += [output for frame in front.read() for output in frame.outputs]
+    return outputs
 
 
 def test_a_front_that_never_reads_is_given_up_and_what_it_sent_is_cancelled(
@@ -200,12 +221,51 @@ def test_a_front_that_never_reads_is_given_up_and_what_it_sent_is_cancelled(
     # Its descriptor's number is free again: the next front gets it, and is served.
     follower: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
     follower.send(submit(1, 5))
-    deadline, tokens = time.monotonic() + WAIT_S, 0
-    while tokens < 5 and time.monotonic() < deadline:
-        tokens += sum(len(output.token_ids) for frame in follower.read() for output in frame.outputs)
-        time.sleep(0.01)
-    assert tokens == 5
+    outputs = receive(follower, lambda outputs: bool(outputs and outputs[-1].finish))
+    assert sum(len(output.token_ids) for output in outputs) == 5
     served.stop()
+
+
+def test_what_a_front_has_not_read_reaches_it_at_its_own_pace_when_there_is_nothing_to_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica, "HEARTBEAT_S", 3600.0)
+    served = Served()
+    front: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
+    asked = submit(1, 0, prompt=1900)
+    front.send(msgspec.structs.replace(asked, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0)))
+    served.wait_for(lambda report: report.finished)
+    # The last that it computed: the scores of the whole prompt, several times what the socket holds.
+    (output,) = receive(front, lambda outputs: bool(outputs))
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1900
+    # Nothing is left: the loop sleeps, and is not woken by a socket that has room.
+    deadline = time.monotonic() + WAIT_S
+    watched = served.replica._selector.get_map()
+    while any(key.events != selectors.EVENT_READ for key in watched.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    served.stop()
+
+
+def test_a_front_may_come_with_the_descriptor_of_one_that_is_just_gone() -> None:
+    core, control = channel_pair(RankOutbound, RankInbound)
+    loop = Replica(engine_of_four_rows(), control)
+    (first, theirs), (second, its) = socketpair(), socketpair()
+    core.send(Attach("front-0"), (theirs.fileno(),))
+    loop._take_in()
+    theirs.close()
+    number = loop._fronts["front-0"].fileno()
+    loop._take_in()
+    # Seen in one turn, the end first; and no lower number is free.
+    first.shutdown(socket.SHUT_RDWR)
+    core.send(Attach("front-1"), (its.fileno(),))
+    fillers = [second.dup()]
+    while fillers[-1].fileno() < number:
+        fillers.append(second.dup())
+    loop._take_in()
+    assert {name: channel.fileno() for name, channel in loop._fronts.items()} == {"front-1": number}
+    for end in (first, second, its, *fillers):
+        end.close()
 
 
 def test_a_front_that_breaks_the_protocol_is_cut_off_alone() -> None:
