@@ -1,8 +1,9 @@
 """`python -m kernels.build`: compile every kernel that serving a model needs, so that no start compiles.
 
-    python -m kernels.build --config models/llama-8b
-    python -m kernels.build --config models/llama-8b --fp8 --kv-fp8 --max-rows 256
+    python -m kernels.build --config FOLDER
+    python -m kernels.build --config FOLDER --fp8 --kv-fp8 --max-rows 256
 
+FOLDER has a model's config.json: a checkpoint, or a public shape (docs/kernels.md says how to write one).
 The kernels go to Triton's cache (TRITON_CACHE_DIR, or --cache), for the GPU of this machine or the one that
 is named (--gpu with --capability). A replica whose kernels are not there builds them the same way while its
 weights load (`start`).
@@ -17,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +31,10 @@ from triton import knobs
 from kernels import PDL_FROM, compiling
 from kernels.dimensions import DTYPES, Dimensions, DimensionsError, read_dimensions
 from kernels.triton.linear_table import TableError, load_table, table_path
+from kernels.writable import UnwritableError
+
+_LEAST_CAPABILITY = 80
+"""The first that has bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +95,35 @@ def main() -> int:
     try:
         dimensions = arguments.dimensions or read_dimensions(arguments.config, **arguments.served)
         gpu = arguments.chosen or compiling.this_gpu()
+        _check_cache(Path(knobs.cache.dir))
         built = build(dimensions, gpu, arguments.processes)
     except compiling.GpuError as error:
         print(f"{error}; or name one to build for with --gpu and --capability", file=sys.stderr)
         return 1
-    except (DimensionsError, TableError) as error:
+    except (DimensionsError, TableError, UnwritableError) as error:
         print(error, file=sys.stderr)
+        return 1
+    except compiling.CompilerError as error:
+        asked = f"for capability {gpu.target.arch}, which Triton {triton.__version__} may not know"
+        print(f"{error}, {asked}: what they said stands above", file=sys.stderr)
         return 1
     print(f"{built.kernels} kernels for {gpu.name} are in {knobs.cache.dir} ({built.seconds:.1f} s)")
     for failure in built.failures:
         print(f"{failure.name} does not compile: {failure.error}", file=sys.stderr)
     return 1 if built.failures else 0
+
+
+def _check_cache(folder: Path) -> None:
+    """Before anything is compiled. Raises UnwritableError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UnwritableError(
+            f"the cache is {folder}, which cannot be written ({error.strerror}): name another folder with "
+            "--cache or TRITON_CACHE_DIR"
+        ) from None
 
 
 def _arguments() -> Any:
@@ -114,16 +138,25 @@ def _arguments() -> Any:
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: the checkpoint's")
     parser.add_argument("--fp8", action="store_true", help="the layers' matrices are e4m3")
     parser.add_argument("--kv-fp8", action="store_true", help="so is the KV cache")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that the model is split over")
     parser.add_argument("--max-rows", type=int, default=1024, help="most sequences at once")
     parser.add_argument("--step-tokens", type=int, default=8192, help="most tokens of a step")
     parser.add_argument("--cache", type=Path, help="Triton's cache, instead of TRITON_CACHE_DIR")
-    parser.add_argument("--processes", type=int, default=compiling.default_processes())
+    parser.add_argument(
+        "--processes", type=int, default=compiling.default_processes(), help="that compile (%(default)s)"
+    )
     parser.add_argument("--gpu", help="the GPU's name, as in \"NVIDIA H200\"; default: this machine's")
     parser.add_argument("--capability", type=int, help="its compute capability times ten: 90 for an H200")
     arguments = parser.parse_args()
     if (arguments.gpu is None) != (arguments.capability is None):
         parser.error("--gpu and --capability are given together or not at all")
+    if arguments.processes < 1:
+        parser.error(f"--processes is {arguments.processes}; at least 1 is needed")
+    if arguments.capability is not None and arguments.capability < _LEAST_CAPABILITY:
+        parser.error(
+            f"--capability is {arguments.capability}; the compute capability times ten is needed, at least "
+            f"{_LEAST_CAPABILITY}: 90 for an H200"
+        )
     arguments.chosen = None
     if arguments.gpu is not None:
         arguments.chosen = compiling.Gpu.of(arguments.gpu, arguments.capability)

@@ -30,6 +30,10 @@ class GpuError(RuntimeError):
     """There is no GPU that can be used."""
 
 
+class CompilerError(RuntimeError):
+    """The processes that compile ended with work to do: the message has their exit codes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One specialisation of one kernel."""
@@ -109,7 +113,8 @@ def compile_jobs(
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Failure]:
-    """Compiles into Triton's cache what is not there; returns what failed. Forks: no CUDA before."""
+    """Compiles into Triton's cache what is not there; returns what failed. Forks: no CUDA before. Raises
+    CompilerError."""
     triton_key()  # Triton's hash of itself, which every worker would work out
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
@@ -125,7 +130,8 @@ def compile_jobs(
         while results.empty():
             if not any(worker.is_alive() for worker in workers) and results.empty():
                 codes = ", ".join(str(worker.exitcode) for worker in workers)
-                raise RuntimeError(f"compilers ended (exit codes {codes}) with {len(jobs) - done} jobs to do")
+                left = len(jobs) - done
+                raise CompilerError(f"compilers ended (exit codes {codes}) with {left} kernels to do")
             time.sleep(0.01)
         failure = results.get()
         if failure is not None:

@@ -86,6 +86,11 @@ def read_dimensions(folder: Path, **served: Any) -> Dimensions:
         values = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise DimensionsError(f"{file}: cannot be read: {error}; give the folder of a checkpoint") from None
+    if not isinstance(values, dict):
+        raise DimensionsError(f"{file}: is no object but {values!r:.40}; give the folder of a checkpoint")
+    for name in ("tensor_parallel", "max_rows", "step_tokens"):
+        if (given := served.get(name, 1)) < 1:
+            raise DimensionsError(f"{name} is {given}; at least 1 is needed")
 
     def number(name: str, default: int | None = None) -> int:
         value = values.get(name)

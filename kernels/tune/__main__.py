@@ -1,8 +1,9 @@
 """`python -m kernels.tune`: measure which kernel each product of a decoder's layer gets, and write the table.
 
-    python -m kernels.tune --config models/llama-8b              # bf16 matrices
-    python -m kernels.tune --config models/llama-8b --fp8 --rows 1 8 16
+    python -m kernels.tune --config FOLDER              # bf16 matrices
+    python -m kernels.tune --config FOLDER --fp8 --rows 1 8 16
 
+FOLDER has a model's config.json: a checkpoint, or a public shape (docs/kernels.md says how to write one).
 Times plans of ours and the library's product inside whole layers, in CUDA graphs with PDL, with weights that
 are not in cache; checks each winner against a product in float32; adds what won to the table of this GPU
 (kernels/tuned/<gpu>.json, or --out). Shapes and rows that are there already are kept unless --again is given.
@@ -26,6 +27,7 @@ from kernels.dimensions import DimensionsError, read_dimensions
 from kernels.triton.linear_table import Table, TableError, read_table, table_path
 from kernels.tune.candidates import BUCKETS
 from kernels.tune.search import launch_all, search
+from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
@@ -39,8 +41,10 @@ def main() -> int:
         ]
         gpu = compiling.this_gpu()
         path = arguments.out or table_path(gpu.name)
+        check_writable("--out", path)
+        check_writable("--json", arguments.json)
         table = read_table(path) if path.exists() else Table(gpu.name)
-    except (DimensionsError, compiling.GpuError, TableError) as error:
+    except (DimensionsError, compiling.GpuError, TableError, UnwritableError) as error:
         print(error, file=sys.stderr)
         return 1
     began = time.perf_counter()
@@ -92,8 +96,8 @@ def _arguments() -> Any:
     parser.add_argument("--json", type=Path, help="raw figures into this file")
     arguments = parser.parse_args()
     arguments.dtypes = [False, True] if arguments.both else [arguments.fp8]
-    if not all(1 <= rows <= BUCKETS[-1] for rows in arguments.rows):
-        parser.error(f"--rows must be between 1 and {BUCKETS[-1]}")
+    if wrong := [rows for rows in arguments.rows if not 1 <= rows <= BUCKETS[-1]]:
+        parser.error(f"--rows has {wrong[0]}; numbers from 1 to {BUCKETS[-1]} are needed")
     return arguments
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -121,6 +123,10 @@ def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path
         read_dimensions(folder_of(tmp_path, "llama"), tensor_parallel=3)
     with pytest.raises(DimensionsError, match="cannot be read"):
         read_dimensions(tmp_path / "nothing")
+    for wrong in ("[]", "3", "null"):
+        (tmp_path / "config.json").write_text(wrong)
+        with pytest.raises(DimensionsError, match=r"config.json: is no object but "):
+            read_dimensions(tmp_path)
 
 
 def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(
@@ -132,6 +138,78 @@ def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(
     said = capsys.readouterr().err
     assert "no NVIDIA GPU can be used here: see nvidia-smi" in said
     assert "--gpu and --capability" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--tensor-parallel", "0"], 1, "tensor_parallel is 0; at least 1 is needed"),
+        (["--tensor-parallel", "-1"], 1, "tensor_parallel is -1; at least 1 is needed"),
+        (["--max-rows", "0"], 1, "max_rows is 0; at least 1 is needed"),
+        (["--step-tokens", "0"], 1, "step_tokens is 0; at least 1 is needed"),
+        (["--processes", "0"], 2, "--processes is 0; at least 1 is needed"),
+        (
+            ["--capability", "9"],
+            2,
+            "--capability is 9; the compute capability times ten is needed, at least 80",
+        ),
+        (
+            ["--cache", "FILE"],
+            1,
+            "the cache is FILE, which cannot be written (File exists): name another folder",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_said_before_anything_is_compiled(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    code: int,
+    said: str,
+) -> None:
+    config = folder_of(tmp_path, "llama")
+    options, file = [*options], str(tmp_path / "config.json")
+    monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "build", lambda *arguments: pytest.fail("the build began"))
+    known = ["--config", str(config), "--gpu", "NVIDIA H200", "--capability", "90"]
+    given = [file if option == "FILE" else option for option in options]
+    monkeypatch.setattr(sys, "argv", ["kernels.build", *known, *given])
+    try:
+        ended = build.main()
+    except SystemExit as error:
+        ended = error.code
+    assert ended == code
+    *usage, line = capsys.readouterr().err.splitlines()
+    assert said.replace("FILE", file) in line
+    assert bool(usage) == (code == 2)
+
+
+def test_a_gpu_that_the_compiler_does_not_know_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dies(*arguments: object) -> None:
+        os._exit(3)
+
+    known = ["--config", str(folder_of(tmp_path, "llama")), "--gpu", "NVIDIA Z9", "--capability", "990"]
+    monkeypatch.setattr(sys, "argv", ["kernels.build", *known, "--processes", "1"])
+    monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiling, "record", lambda target, run: [compiling.Job("_norm", None, "")])
+    monkeypatch.setattr(compiling, "_work", dies)
+    assert build.main() == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("compilers ended (exit codes 3) with 1 kernels to do, for capability 990, which")
+
+
+def test_the_documented_way_to_a_public_shapes_folder_makes_one(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    [command] = re.findall(
+        r"^    (python -c .*write_config.*)$", (root / "docs/kernels.md").read_text(), re.M
+    )
+    _python, *arguments = shlex.split(command)
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, check=True, timeout=60)
+    assert read_dimensions(tmp_path / "models" / "llama-8b").hidden == 4096
 
 
 @pytest.fixture

@@ -72,6 +72,30 @@ def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
     assert f"{table}: has no object `products`" in capsys.readouterr().err
 
 
+def test_what_a_search_would_fail_on_at_its_end_is_said_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(test_build.SMALL))
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
+    monkeypatch.setattr(compiling, "record", lambda target, run: pytest.fail("the search began"))
+
+    def said(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["kernels.tune", "--config", str(tmp_path), *options])
+        assert main() == 1
+        [line] = capsys.readouterr().err.splitlines()
+        return line
+
+    assert said("--json", str(tmp_path)).startswith(f"--json is {tmp_path}, which cannot be written (Is a")
+    assert said("--out", str(tmp_path)).startswith(f"--out is {tmp_path}, which cannot be written (Is a")
+    assert said("--tensor-parallel", "0") == "tensor_parallel is 0; at least 1 is needed"
+    with pytest.raises(SystemExit) as ended:
+        said("--rows", "8", "1000")
+    assert ended.value.code == 2
+    assert "--rows has 1000; numbers from 1 to 256 are needed" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("[]")
+    assert said() == f"{tmp_path}/config.json: is no object but []; give the folder of a checkpoint"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float32 products are the interpreter's")
 def test_a_product_is_compared_with_its_twin_and_shares_its_norm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
