@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from appliance.bench.backlog import Backlog
 from appliance.bench.messages import Record
-from appliance.bench.rates import Found
+from appliance.bench.rates import Found, Trial
 from appliance.bench.results import Slo, Summary, distribution, tokens_of
 from appliance.bench.server import Server, name_of
 from appliance.bench.session import Measured, Result
@@ -31,18 +32,35 @@ def document(
         made["search"] = {
             "rate": found.best and found.best.rate,
             "goodput": found.best and found.best.summary.goodput,
+            "resolution": found.best and round(found.best.resolution, 4),
             "note": found.note,
-            "trials": [
-                {
-                    "rate": trial.rate,
-                    "sustained": trial.is_sustained,
-                    "verdict": trial.verdict,
-                    **_summary(trial.summary),
-                }
-                for trial in found.trials
-            ],
+            "trials": [_trial(trial) for trial in found.trials],
         }
     return made
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {
+        "rate": trial.rate,
+        "duration_s": trial.duration_s,
+        "due": trial.requests,
+        "sustained": trial.is_sustained,
+        "reasons": list(trial.reasons),
+        "given_up_after_s": None if trial.given_up_s is None else round(trial.given_up_s, 4),
+        "backlog": _backlog(trial.backlog),
+        **_summary(trial.summary),
+    }
+
+
+def _backlog(backlog: Backlog) -> dict[str, Any]:
+    return {
+        "before": backlog.before,
+        "after": backlog.after,
+        "seconds": round(backlog.seconds, 4),
+        "allowed": round(backlog.allowed, 2),
+        "response_ms": round(1000 * backlog.response_s, 3),
+        "growing": backlog.is_growing,
+    }
 
 
 def _result(result: Result) -> dict[str, Any]:
@@ -65,6 +83,7 @@ def _run(run: Measured) -> dict[str, Any]:
     summary = run.summary
     return {
         **_summary(summary),
+        "backlog": run.backlog and _backlog(run.backlog),
         "per_second": [
             {
                 "output_tokens": round(second.output_tokens, 1),
@@ -87,6 +106,7 @@ def _summary(summary: Summary) -> dict[str, Any]:
         "seconds": round(summary.seconds, 4),
         "requests": summary.requests,
         "succeeded": summary.succeeded,
+        "unfinished": summary.unfinished,
         "failures": {
             kind: {"count": one.count, "example": one.example} for kind, one in summary.failures.items()
         },

@@ -3,7 +3,12 @@ of `time.monotonic`, which is one clock for all processes of a machine."""
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+
+STOPPED = "stopped"
+"""The failure of requests that were open when we gave a run up: they count as unfinished."""
 
 
 class Target(msgspec.Struct):
@@ -47,7 +52,8 @@ class Plan(msgspec.Struct, tag=True):
     arrivals: list[float] = []
     """Parallel to `requests`: when each is due, after the start."""
     timeout_s: float = 600.0
-    ttft_limit_ms: float | None = None
+    ttft_limit_s: float = math.inf
+    e2e_limit_s: float = math.inf
     """What `Progress.overdue` is measured by."""
 
 
@@ -95,7 +101,7 @@ class Progress(msgspec.Struct, tag=True):
     chunks: int
     """Of tokens, since the start."""
     overdue: int
-    """Requests that run and had to have their first token by now."""
+    """Requests that run and had to have their first token, or their end, by now."""
 
 
 class Done(msgspec.Struct, tag=True):

@@ -6,45 +6,86 @@ and a request's times count from when it was due.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from appliance.bench.results import Slo, Summary
+from appliance.bench.backlog import RESPONSE_SHARE, Backlog
+from appliance.bench.messages import STOPPED, Record
+from appliance.bench.results import Slo, Summary, percentile
 
 SATURATED = 0.8
 """CPU of the busiest worker, of a core, above which the client may be what is measured."""
-_PRECISION = 1.05
-"""The search ends when the rate that fails is at most this times the one that holds."""
-_LEAST_RATE = 0.01
+LATE_MS = 20.0
+"""Requests that leave so much later than they were due say the same."""
+MOST_REQUESTS = 2_000_000
+"""In one run: each is planned, and kept with its times, in memory."""
+TRIAL_SHARE = 1 + RESPONSE_SHARE
+"""A trial ends at latest after so many of its durations: by then each response was late, or is here."""
+_PRECISION = 0.05
+"""The search ends when the rate that fails is at most this share above the one that holds."""
 _LATE_SHARE = 0.01
+SLOW = "E2E p99 >"
+_CLIENT = "the client may be what was measured, busy or late as it was: give it more --workers, or cores"
 
 
-def poisson_arrivals(rate: float, duration_s: float, seed: str) -> list[float]:
-    """Seconds after the start, `rate` a second on average, up to `duration_s`; at least one."""
+class UnsettledError(Exception):
+    """The server still works on what an earlier trial left; the message says so, and what to do."""
+
+
+def requests_at(rate: float, duration_s: float) -> int:
+    """Requests that arrive in so long a time, on average; at least one."""
+    return max(1, round(rate * duration_s))
+
+
+def poisson_arrivals(requests: int, duration_s: float, seed: str) -> list[float]:
+    """Seconds after the start of so many arrivals of a Poisson process within `duration_s`, sorted.
+
+    Given their number, such arrivals are independent and uniform. Drawing the number as well would offer
+    another rate than the one asked for: by 10 % (one standard deviation) for 100 requests.
+    """
     draw = random.Random(f"{seed}/arrivals")
-    arrivals: list[float] = []
-    at = draw.expovariate(rate)
-    while at < duration_s:
-        arrivals.append(at)
-        at += draw.expovariate(rate)
-    return arrivals or [0.0]
+    return sorted(draw.uniform(0.0, duration_s) for _ in range(requests))
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One rate, tried."""
 
-    rate: float
+    requests: int
+    """That were to arrive."""
+    duration_s: float
     summary: Summary
-    stopped: bool
-    """Given up before its end: it could no longer succeed."""
-    verdict: str
-    """Why it failed, in words; empty where the rate is sustained."""
+    backlog: Backlog
+    given_up_s: float | None
+    """When it was ended, after its start: it could no longer succeed, or took too long. None where all
+    requests came to their end."""
+    reasons: Sequence[str] = ()
+    """Why the rate is not sustained, in words; empty where it is."""
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return self.requests / self.duration_s
 
     @property
     def is_sustained(self) -> bool:
-        return not self.verdict
+        return not self.reasons
+
+    @property
+    def resolution(self) -> float:
+        """How far beyond the server's capacity, as a share of it, a rate may be and still pass: by the
+        randomness of arrivals (0.2 of 100 requests, 0.05 of 1,600), and of response times against the
+        duration."""
+        spread = self.summary.e2e
+        uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
+        return 2 / math.sqrt(self.requests) + uneven_s / self.duration_s
+
+    @property
+    def is_of_client(self) -> bool:
+        """Whether the client may be what was measured."""
+        return self.summary.busiest_worker > SATURATED or self.summary.late_p99_ms > LATE_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,62 +99,86 @@ class Found:
     """What kept the search from an answer, in words; mostly empty."""
 
 
-def judge(summary: Summary, slo: Slo, stopped: bool) -> str:
-    """Why a trial does not sustain its rate, in words; empty where it does.
+def is_late(record: Record, slo: Slo) -> bool:
+    """Whether a request waited longer for its first token than the SLO allows."""
+    if slo.ttft_p99_ms is None:
+        return False
+    until = record.ended_at if record.first_at is None else record.first_at
+    return 1000 * (until - record.began_at) > slo.ttft_p99_ms
 
-    A request that failed was infinitely late: more than 1% of them, and no p99 is kept.
-    """
-    failed = summary.requests - summary.succeeded
-    if failed > _LATE_SHARE * summary.requests:
-        return f"{failed} of {summary.requests} failed ({next(iter(summary.failures))})"
-    if summary.ttft is not None and slo.ttft_p99_ms is not None and summary.ttft.p99 > slo.ttft_p99_ms:
-        return f"TTFT p99 {summary.ttft.p99:,.0f} ms"
-    if summary.itl is not None and slo.itl_p99_ms is not None and summary.itl.p99 > slo.itl_p99_ms:
-        return f"ITL p99 {summary.itl.p99:,.1f} ms"
-    if stopped:
-        return "given up: first tokens are late"
-    if summary.ttft is None:
-        return "no request got a token"
-    return ""
+
+def is_slow(record: Record, duration_s: float) -> bool:
+    """Whether a response took longer than a trial of this duration can judge."""
+    return record.ended_at - record.began_at > RESPONSE_SHARE * duration_s
 
 
 def is_lost(requests: int, missed: int) -> bool:
-    """Whether a running trial of so many requests, of which `missed` missed their TTFT, cannot succeed."""
+    """Whether a trial of so many requests, of which `missed` missed a limit, holds none for 99 % of them."""
     return missed > _LATE_SHARE * requests
 
 
-async def find_rate(attempt: Callable[[float], Awaitable[Trial]], first_rate: float) -> Found:
-    """The highest sustained rate: doubled (or halved) from `first_rate` until it lies between two, then
-    bisected.
+def judge(trial: Trial, records: Sequence[Record], slo: Slo) -> list[str]:
+    """Why a trial does not sustain its rate, in words; empty where it does.
+
+    A request that failed was infinitely late. One that was still open when the trial was given up counts with
+    the time it had waited.
+    """
+    reasons = []
+    requests, summary = trial.requests, trial.summary
+    failed = [record for record in records if record.failure and record.failure != STOPPED]
+    others = [record for record in records if not record.failure or record.failure == STOPPED]
+    late = len(failed) + sum(is_late(record, slo) for record in others)
+    missed = len(failed) + sum(is_late(record, slo) or is_slow(record, trial.duration_s) for record in others)
+    if is_lost(requests, len(failed)):
+        reasons.append(f"{len(failed):,} of {requests:,} failed ({failed[0].failure})")
+    if trial.backlog.is_growing:
+        reasons.append(str(trial.backlog))
+    if summary.succeeded and summary.ttft is None:
+        reasons.append("no answer had a token")
+    elif slo.ttft_p99_ms is not None and is_lost(requests, late):
+        limit = f"> {slo.ttft_p99_ms:,g} ms"
+        waited = sorted([*summary.ttft_ms, *([math.inf] * len(failed))])
+        p99 = percentile(waited, 99) if waited and trial.given_up_s is None else math.inf
+        known = f"TTFT p99 {p99:,.0f} {limit}"
+        reasons.append(known if p99 < math.inf else f"TTFT {limit} of {late:,} in {requests:,}")
+    if slo.itl_p99_ms is not None and summary.itl is not None and summary.itl.p99 > slo.itl_p99_ms:
+        reasons.append(f"ITL p99 {summary.itl.p99:,.1f} > {slo.itl_p99_ms:,g} ms")
+    if not reasons and is_lost(requests, missed):
+        reasons.append(f"{SLOW} {RESPONSE_SHARE * trial.duration_s:.2g} s, half a trial")
+    return reasons
+
+
+async def find_rate(attempt: Callable[[int], Awaitable[Trial]], first: int) -> Found:
+    """The highest sustained rate, in requests a trial: doubled (or halved) from `first` until it lies between
+    two, then bisected. `attempt` raises UnsettledError where no further trial makes sense.
 
     The search stops early where the client itself is saturated: a higher rate would measure it alone.
     """
     trials: list[Trial] = []
-
-    async def tried(rate: float) -> Trial:
-        trials.append(await attempt(rate))
-        return trials[-1]
-
-    trial = await tried(first_rate)
-    failing: float | None = None
-    while not trial.is_sustained:
-        failing = trial.rate
-        if failing / 2 < _LEAST_RATE:
-            return Found(None, trials, f"no rate down to {failing:g} requests/s is sustained")
-        trial = await tried(failing / 2)
-    best = trial
-    while failing is None:
-        if best.summary.busiest_worker > SATURATED:
-            return Found(best, trials, "the client is saturated: give it more --workers, or cores")
-        trial = await tried(2 * best.rate)
+    best: Trial | None = None
+    failing: Trial | None = None
+    requests = first
+    while True:
+        try:
+            trial = await attempt(requests)
+        except UnsettledError as error:
+            return Found(best, trials, str(error))
+        trials.append(trial)
         if trial.is_sustained:
             best = trial
         else:
-            failing = trial.rate
-    while failing / best.rate > _PRECISION:
-        trial = await tried((failing + best.rate) / 2)
-        if trial.is_sustained:
-            best = trial
+            failing = trial
+        if best is None:
+            if requests == 1:
+                return Found(None, trials, f"no rate down to {trial.rate:g} requests/s is sustained")
+            requests //= 2
+        elif failing is None:
+            if best.is_of_client:
+                return Found(best, trials, _CLIENT)
+            if 2 * requests > MOST_REQUESTS:
+                return Found(best, trials, f"a trial has at most {MOST_REQUESTS:,} requests")
+            requests *= 2
+        elif failing.requests - best.requests <= max(1.0, _PRECISION * best.requests):
+            return Found(best, trials, _CLIENT if failing.is_of_client else "")
         else:
-            failing = trial.rate
-    return Found(best, trials, "")
+            requests = (best.requests + failing.requests) // 2

@@ -8,11 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from appliance.bench.messages import Record
+from appliance.bench.messages import STOPPED, Record
 from appliance.bench.workers import Raw
-
-STOPPED = "stopped"
-"""The failure of requests that were given up by ourselves: they count as nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +65,12 @@ class Summary:
     """One run in figures. Spreads are None where nothing was there to measure."""
 
     seconds: float
-    """From the start (the first request, in open loop the first due) to the end of the last request."""
+    """From the start until no more requests were to come and the last one ended, or the run was given up."""
     requests: int
+    """That were sent."""
     succeeded: int
+    unfinished: int
+    """Requests that were open when the run was given up."""
     failures: dict[str, Failures]
     output_tokens: int
     prompt_tokens: int
@@ -140,13 +140,14 @@ def spread(ordered: Sequence[float]) -> Spread | None:
     return Spread(percentile(ordered, 50), percentile(ordered, 90), percentile(ordered, 99), ordered[-1])
 
 
-def summarize(raw: Raw, output_tokens: int, prompt_tokens: int, slo: Slo) -> Summary:
-    """The figures of a run whose requests asked for `output_tokens` after `prompt_tokens`."""
-    records = [record for record in raw.records if record.failure != STOPPED]
+def summarize(raw: Raw, output_tokens: int, prompt_tokens: int, slo: Slo, duration_s: float = 0.0) -> Summary:
+    """The figures of a run whose requests asked for `output_tokens` after `prompt_tokens`; in open loop they
+    arrived over `duration_s`."""
+    records = raw.records
     good = [record for record in records if not record.failure]
     failures: dict[str, Failures] = {}
     for record in records:
-        if record.failure:
+        if record.failure and record.failure != STOPPED:
             failures.setdefault(record.failure, Failures(0, record.message)).count += 1
     ttft = {id(one): 1000 * (one.first_at - one.began_at) for one in good if one.first_at is not None}
     gaps = sorted(1000 * gap for one in good for gap in one.gaps_s)
@@ -154,16 +155,18 @@ def summarize(raw: Raw, output_tokens: int, prompt_tokens: int, slo: Slo) -> Sum
     per_token = sorted(
         1000 * sum(one.gaps_s) / (tokens[id(one)] - 1) for one in good if one.gaps_s and tokens[id(one)] > 1
     )
-    ended = max((one.ended_at for one in records), default=raw.started_at)
+    seconds = max((one.ended_at for one in records), default=raw.started_at) - raw.started_at
+    late = sorted(1000 * one.late_s for one in records if one.failure != STOPPED)
     within = None
     if slo.is_set:
         within = sum(
             id(one) in ttft and slo.keeps(ttft[id(one)], [1000 * gap for gap in one.gaps_s]) for one in good
         )
     return Summary(
-        seconds=ended - raw.started_at,
+        seconds=seconds if raw.stopped else max(seconds, duration_s),
         requests=len(records),
         succeeded=len(good),
+        unfinished=sum(record.failure == STOPPED for record in records),
         failures=failures,
         output_tokens=sum(tokens.values()),
         prompt_tokens=sum(prompt_tokens if one.prompt_tokens is None else one.prompt_tokens for one in good),
@@ -175,7 +178,7 @@ def summarize(raw: Raw, output_tokens: int, prompt_tokens: int, slo: Slo) -> Sum
         tpot=spread(per_token),
         e2e=spread(sorted(1000 * (one.ended_at - one.began_at) for one in good)),
         good=within,
-        late_p99_ms=percentile(sorted(1000 * one.late_s for one in records), 99) if records else 0.0,
+        late_p99_ms=percentile(late, 99) if late else 0.0,
         workers=raw.workers,
         busiest_worker=raw.busiest_worker,
         series=_series(good, raw.started_at),

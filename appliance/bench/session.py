@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from appliance.bench.backlog import RESPONSE_SHARE, Backlog, backlog
 from appliance.bench.messages import Record
-from appliance.bench.rates import SATURATED, Found, Trial, find_rate, is_lost, judge, poisson_arrivals
+from appliance.bench.rates import (
+    LATE_MS,
+    SATURATED,
+    TRIAL_SHARE,
+    Found,
+    Trial,
+    UnsettledError,
+    find_rate,
+    is_late,
+    is_lost,
+    is_slow,
+    judge,
+    poisson_arrivals,
+    requests_at,
+)
 from appliance.bench.results import Slo, Summary, summarize
 from appliance.bench.server import Server
 from appliance.bench.workers import Load, Raw, Standing, Workers, default_workers
 from appliance.bench.workloads import Shape, Workload
+
+_SETTLE_S = 60.0
+"""For what a trial left, or a trial's duration where that is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +57,8 @@ class Measured:
     summary: Summary
     records: list[Record]
     started_at: float
+    backlog: Backlog | None = None
+    """Of open loop."""
 
 
 @dataclass(slots=True)
@@ -111,60 +133,82 @@ class Session:
         result = Result(name, description, shape, "output_tok_s", "tok/s")
         for run in range(1, runs + 1):
             title = f"{name} {run}/{runs}" if runs > 1 else name
-            arrivals = poisson_arrivals(rate, duration_s, self._next_seed())
-            result.runs.append(
-                await self._measure(title, shape, len(arrivals), arrivals=arrivals, duration_s=duration_s)
-            )
+            requests = requests_at(rate, duration_s)
+            arrivals = poisson_arrivals(requests, duration_s, self._next_seed())
+            measured = await self._measure(title, shape, requests, arrivals=arrivals, duration_s=duration_s)
+            measured.backlog = backlog(measured.records, measured.started_at, duration_s)
+            result.runs.append(measured)
         return result
 
     async def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Found, Result | None]:
-        """Find the highest rate that keeps the SLO, in trials of `duration_s`; with the run that held it.
-        Raises BenchError."""
-        runs: dict[float, Measured] = {}
+        """Find the highest rate that keeps the SLO, and that the server keeps up with, in trials of
+        `duration_s`; with the run that held it. Raises BenchError."""
+        runs: dict[int, Measured] = {}
         is_settled = True
 
-        async def attempt(rate: float) -> Trial:
+        async def attempt(requests: int) -> Trial:
             nonlocal is_settled
             if not is_settled:
-                # The last trial left more than the server could bear: what is left of it must not count here.
-                await self._measure("settling", shape, 1, concurrency=1)
-            arrivals = poisson_arrivals(rate, duration_s, self._next_seed())
-            missed = 0
-            seen = 0
+                await self._settle(shape, duration_s)
+            trial, measured = await self._try(shape, requests, duration_s)
+            runs[requests] = measured
+            is_settled = trial.is_sustained
+            return trial
 
-            def goes_on(standing: Standing) -> bool:
-                nonlocal missed, seen
-                for record in standing.records[seen:]:
-                    missed += bool(record.failure) or self._is_late(record)
-                seen = len(standing.records)
-                return not is_lost(len(arrivals), missed + standing.overdue)
-
-            measured, raw = await self._run(
-                f"{rate:.4g} requests/s",
-                shape,
-                len(arrivals),
-                arrivals=arrivals,
-                duration_s=duration_s,
-                goes_on=goes_on,
-            )
-            runs[rate] = measured
-            verdict = judge(measured.summary, self._slo, raw.stopped)
-            is_settled = not verdict
-            return Trial(rate, measured.summary, raw.stopped, verdict)
-
-        found = await find_rate(attempt, first_rate)
+        found = await find_rate(attempt, requests_at(first_rate, duration_s))
         if found.best is None:
             return found, None
-        best = found.best.rate
-        description = f"{best:.4g} requests/s (Poisson) for {duration_s:g} s, {_of(shape)}"
-        result = Result("find-rate", description, shape, "output_tok_s", "tok/s", [runs[best]])
-        return found, result
+        description = f"{found.best.rate:.4g} requests/s (Poisson) for {duration_s:g} s, {_of(shape)}"
+        held = runs[found.best.requests]
+        return found, Result("find-rate", description, shape, "output_tok_s", "tok/s", [held])
 
-    def _is_late(self, record: Record) -> bool:
-        limit = self._slo.ttft_p99_ms
-        if limit is None:
-            return False
-        return record.first_at is None or 1000 * (record.first_at - record.began_at) > limit
+    async def _try(self, shape: Shape, requests: int, duration_s: float) -> tuple[Trial, Measured]:
+        """One trial, given up when it can no longer succeed, and at latest after TRIAL_SHARE durations."""
+        arrivals = poisson_arrivals(requests, duration_s, self._next_seed())
+        missed = 0
+        seen = 0
+
+        def goes_on(standing: Standing) -> bool:
+            nonlocal missed, seen
+            for record in standing.records[seen:]:
+                failed = bool(record.failure)
+                missed += failed or is_late(record, self._slo) or is_slow(record, duration_s)
+            seen = len(standing.records)
+            is_over = time.monotonic() > standing.started_at + TRIAL_SHARE * duration_s
+            return not is_over and not is_lost(requests, missed + standing.overdue)
+
+        measured, raw = await self._run(
+            f"{requests / duration_s:.4g} requests/s",
+            shape,
+            requests,
+            arrivals=arrivals,
+            duration_s=duration_s,
+            e2e_limit_s=RESPONSE_SHARE * duration_s,
+            goes_on=goes_on,
+        )
+        summary = measured.summary
+        given_up = raw.stopped and (summary.unfinished > 0 or summary.requests < requests)
+        trial = Trial(
+            requests,
+            duration_s,
+            summary,
+            backlog(raw.records, raw.started_at, duration_s),
+            summary.seconds if given_up else None,
+        )
+        return replace(trial, reasons=judge(trial, raw.records, self._slo)), measured
+
+    async def _settle(self, shape: Shape, duration_s: float) -> None:
+        """Wait until one request is answered: what the last trial left is not to count in the next one.
+        Raises UnsettledError where that takes too long."""
+        limit_s = max(_SETTLE_S, duration_s)
+        settling, _ = await self._run(
+            "settling", shape, 1, concurrency=1, timeout_s=limit_s, goes_on=lambda standing: True
+        )
+        if "timeout" in settling.summary.failures:
+            raise UnsettledError(
+                f"the search ended early: {limit_s:g} s after a trial was given up, the server still did not "
+                f"answer. Does it go on with requests whose clients have left? Begin at a lower --rate"
+            )
 
     def _next_seed(self) -> str:
         self._runs += 1
@@ -201,6 +245,8 @@ class Session:
         concurrency: int = 0,
         arrivals: Sequence[float] = (),
         duration_s: float | None = None,
+        timeout_s: float = math.inf,
+        e2e_limit_s: float = math.inf,
     ) -> tuple[Measured, Raw]:
         load = Load(
             target=self._server.target,
@@ -215,8 +261,9 @@ class Session:
             requests=requests,
             concurrency=concurrency,
             arrivals=arrivals,
-            timeout_s=self._timeout_s,
-            ttft_limit_ms=self._slo.ttft_p99_ms,
+            timeout_s=min(timeout_s, self._timeout_s),
+            ttft_limit_s=math.inf if self._slo.ttft_p99_ms is None else self._slo.ttft_p99_ms / 1000,
+            e2e_limit_s=e2e_limit_s,
         )
         aim = Aim(title, requests, requests * shape.output_tokens, duration_s)
 
@@ -228,7 +275,7 @@ class Session:
             raw = await self._pool.run(load, self._workers or default_workers(concurrency or requests), watch)
         finally:
             self._show(aim, None)
-        summary = summarize(raw, shape.output_tokens, shape.prompt_tokens, self._slo)
+        summary = summarize(raw, shape.output_tokens, shape.prompt_tokens, self._slo, duration_s or 0.0)
         return Measured(summary, raw.records, raw.started_at), raw
 
 
@@ -241,7 +288,12 @@ def warnings(result: Result, run: Measured) -> list[str]:
             f"the client is busy: {summary.busiest_worker:.0%} of a core in one of its {summary.workers} "
             f"workers. It may be what was measured: give it more --workers, or cores"
         )
-    if summary.late_p99_ms > 20:
+    if run.backlog is not None and run.backlog.is_growing:
+        found.append(
+            f"{run.backlog}: the server does not keep up with this rate, and its times are those of a queue "
+            f"that grows for as long as requests arrive"
+        )
+    if summary.late_p99_ms > LATE_MS:
         found.append(f"requests were sent late: {summary.late_p99_ms:,.0f} ms (p99) after they were due")
     if summary.short_answers:
         found.append(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from appliance.bench.bodies import completion
 from appliance.bench.client import Client, Streamed
-from appliance.bench.messages import Done, Go, Plan, Progress, Ready, Record, ToWorker
+from appliance.bench.messages import STOPPED, Done, Go, Plan, Progress, Ready, Record, ToWorker
 from engine.client import Channel
 
 PROGRESS_S = 0.2
@@ -50,16 +50,14 @@ class Run:
     def progress(self) -> Progress:
         """What happened since the last time."""
         records, self._records = self._records, []
-        limit = self._plan.ttft_limit_ms
-        waiting_since = time.monotonic() - (limit or 0.0) / 1000
+        now = time.monotonic()
+        first_since, end_since = now - self._plan.ttft_limit_s, now - self._plan.e2e_limit_s
         return Progress(
             records=records,
             running=len(self._running),
             chunks=self._chunks + sum(streamed.chunks for _, streamed in self._running.values()),
-            overdue=0
-            if limit is None
-            else sum(
-                streamed.first_at is None and began < waiting_since
+            overdue=sum(
+                began < end_since or (streamed.first_at is None and began < first_since)
                 for began, streamed in self._running.values()
             ),
         )
@@ -81,6 +79,8 @@ class Run:
                 zip(self._plan.requests, self._plan.arrivals, strict=True)
             ):
                 body = self._take_body(index, number)
+                # At least once, however late we are: what was sent must be read, and Stop be heard.
+                await asyncio.sleep(max(0.0, start + arrival - time.monotonic()))
                 while (wait := start + arrival - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
                 streams.create_task(self._send(number, body, start + arrival))
@@ -93,7 +93,7 @@ class Run:
             self._records.append(record)
         except asyncio.CancelledError:
             self._records.append(
-                Record(number, due_at, 0.0, time.monotonic(), streamed.first_at, failure="stopped")
+                Record(number, due_at, 0.0, time.monotonic(), streamed.first_at, failure=STOPPED)
             )
             raise
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import subprocess
 import time
@@ -47,7 +48,8 @@ class Load:
     concurrency: int = 0
     arrivals: Sequence[float] = ()
     timeout_s: float = 600.0
-    ttft_limit_ms: float | None = None
+    ttft_limit_s: float = math.inf
+    e2e_limit_s: float = math.inf
 
     def plans(self, workers: int) -> list[Plan]:
         """One plan for each worker that has anything to do. Request i is worker i mod `workers`'s."""
@@ -64,7 +66,8 @@ class Load:
                         concurrency=concurrency,
                         arrivals=list(self.arrivals[index::workers]),
                         timeout_s=self.timeout_s,
-                        ttft_limit_ms=self.ttft_limit_ms,
+                        ttft_limit_s=self.ttft_limit_s,
+                        e2e_limit_s=self.e2e_limit_s,
                     )
                 )
         return plans

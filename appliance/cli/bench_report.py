@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from appliance.bench.rates import Found
+from appliance.bench.rates import SLOW, Found, Trial
 from appliance.bench.results import Bin, Second, Spread, Summary, distribution
 from appliance.bench.session import Aim, Result, warnings
 from appliance.bench.workers import Standing
@@ -23,6 +23,8 @@ _CHART_CELLS = 64
 _RANKS = ("p50", "p90", "p99", "max")
 _FEWEST_FOR_P99 = 100
 """Requests; with fewer, their p99 (nearest rank) is the maximum."""
+_FINE = 0.05
+"""The precision of a search: where a trial's is coarser, that is said."""
 
 
 class Report:
@@ -56,6 +58,8 @@ class Report:
             self.line(f"median of {len(result.runs)} runs: {figures} {result.unit}", "dim")
         self._rates(result, summary)
         self._spreads(summary)
+        if summary.unfinished:
+            self.wrapped(f"unfinished: {summary.unfinished:,}, open when the run was given up", "yellow")
         for kind, failures in summary.failures.items():
             example = f": {printable(failures.example)}" if failures.example else ""
             self.wrapped(f"failed: {failures.count:,} × {printable(kind)}{example}", "red")
@@ -102,11 +106,11 @@ class Report:
             rows.append(
                 (
                     f"{trial.rate:.4g}",
-                    "" if goodput is None or trial.stopped else f"{goodput:.4g}",
+                    "" if goodput is None or trial.given_up_s is not None else f"{goodput:.4g}",
                     _ms(summary.ttft, "p99"),
                     _ms(summary.itl, "p99"),
                     f"{summary.busiest_worker:.0%}",
-                    "yes" if trial.is_sustained else f"no: {trial.verdict}",
+                    "yes" if trial.is_sustained else f"no: {trial.reasons[0]}",
                 )
             )
         columns = [
@@ -123,12 +127,14 @@ class Report:
                 f"highest sustained rate: {found.best.rate:.4g} requests/s, goodput {goodput:.4g} requests/s",
                 "bold",
             )
-            if (requests := found.best.summary.requests) < _FEWEST_FOR_P99:
-                self.wrapped(
-                    f"note: a p99 of {requests:,} requests is the slowest of them: a longer --duration would "
-                    f"say more",
-                    "yellow",
-                )
+            for note in _few_requests(found.best):
+                self.wrapped(f"note: {note}", "yellow")
+        if any(reason.startswith(SLOW) for trial in found.trials for reason in trial.reasons):
+            self.wrapped(
+                "note: whether a rate is sustained shows in trials of more than twice as long as a response "
+                "takes: give a longer --duration",
+                "yellow",
+            )
         if found.note:
             self.wrapped(f"note: {found.note}", "yellow")
 
@@ -207,6 +213,19 @@ class Report:
         if not self._blocks:
             return "#" if height >= 0.5 else " "
         return _LEVELS[max(0, min(8, round(8 * height)))]
+
+
+def _few_requests(trial: Trial) -> list[str]:
+    """What a trial with so few requests cannot tell."""
+    requests, notes = trial.requests, []
+    if (beyond := trial.resolution) > _FINE:
+        notes.append(
+            f"with {requests:,} requests a trial, a rate may pass that is up to {beyond:.0%} beyond what the "
+            f"server can do: a longer --duration is finer"
+        )
+    if requests < _FEWEST_FOR_P99:
+        notes.append(f"a p99 of {requests:,} requests is the slowest of them")
+    return notes
 
 
 class ProgressBar:

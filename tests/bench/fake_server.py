@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,9 @@ class FakeServer:
         self.connections = 0
         self.left = 0
         """Clients that closed their connection in the middle of an answer."""
+        self.busy_s = 0.0
+        """Time that the places of `at_once` were taken, together."""
+        self._done = 0
         self.port = 0
         self._socket = socket
         self._loop = asyncio.new_event_loop()
@@ -60,6 +64,11 @@ class FakeServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
+
+    @property
+    def capacity(self) -> float:
+        """Completions a second that `at_once` places allow, as measured while they were taken."""
+        return self._done * (self.behaviour.at_once or 1) / self.busy_s
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -125,7 +134,10 @@ class FakeServer:
                 return
             self._turn = self._turn or asyncio.Semaphore(behaviour.at_once)
             async with self._turn:
+                began = time.monotonic()
                 await self._complete(number, request, reader, writer)
+                self.busy_s += time.monotonic() - began
+                self._done += 1
 
     async def _complete(
         self,

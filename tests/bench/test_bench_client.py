@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.bench.messages import Record, Target
-from appliance.bench.results import STOPPED, Slo, Summary, summarize
+from appliance.bench.messages import STOPPED, Record, Target
+from appliance.bench.results import Slo, Summary, summarize
 from appliance.bench.server import Server, target_of
 from appliance.bench.workers import Load, Raw, Standing, Workers
 from tests.bench.fake_server import FakeServer
@@ -32,7 +32,9 @@ def drive(
     async def run() -> Raw:
         async with Workers() as pool:
             prompting = server.prompting(16, output_tokens, "seed", 0.0, 1.0)
-            load = Load(target, prompting, requests, concurrency, arrivals or [], timeout_s, ttft_limit_ms=50)
+            load = Load(
+                target, prompting, requests, concurrency, arrivals or [], timeout_s, ttft_limit_s=0.05
+            )
             return await pool.run(load, workers, watch)
 
     return asyncio.run(run())

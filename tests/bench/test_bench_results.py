@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from appliance.bench.messages import Record
-from appliance.bench.results import STOPPED, Slo, distribution, percentile, summarize
+from appliance.bench.messages import STOPPED, Record
+from appliance.bench.results import Slo, distribution, percentile, summarize
 from appliance.bench.workers import Raw
 
 START = 1000.0
@@ -68,10 +68,18 @@ def test_failures_count_by_kind_and_their_tokens_not_at_all() -> None:
     assert (summary.requests, summary.succeeded, summary.output_tokens) == (5, 1, 4)
 
 
-def test_requests_that_we_gave_up_count_as_nothing() -> None:
-    summary = summarize(raw(record(), record(failure=STOPPED, ended_at=START + 9)), 4, 8, Slo())
-    assert summary.requests == 1 and not summary.failures
-    assert summary.seconds == pytest.approx(0.151)
+def test_requests_that_were_open_when_we_gave_up_are_unfinished_and_have_no_times() -> None:
+    given_up = record(failure=STOPPED, ended_at=START + 9)
+    summary = summarize(raw(record(), given_up), 4, 8, Slo(ttft_p99_ms=101))
+    assert (summary.requests, summary.succeeded, summary.unfinished, summary.failures) == (2, 1, 1, {})
+    assert summary.seconds == pytest.approx(9) and summary.output_tokens == 4
+    assert summary.e2e and summary.e2e.max == pytest.approx(151)
+    assert summary.goodput == pytest.approx(1 / 9)
+
+
+def test_in_open_loop_time_without_arrivals_counts() -> None:
+    # One request in a window of 2 s is 0.5 a second, however soon it came and ended.
+    assert summarize(raw(record()), 4, 8, Slo(), duration_s=2.0).requests_s == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
