@@ -96,9 +96,8 @@ class RowTables:
     def apply(self, plan: StepPlan) -> None:
         """Stage the plan's setups and new block table entries. Copies of blocks are the runner's."""
         if plan.setups:
-            setups = {setup.row: setup for setup in plan.setups}
-            self._lengths_host[list(setups)] = 0
-            self.sampling.set_up(setups)
+            self._lengths_host[[row for setup in plan.setups for row, _ in setup.members]] = 0
+            self.sampling.set_up(plan.setups)
         if plan.blocks:
             # A dict, since the order of equal indices in a device write is undefined: the last entry counts.
             entries = {(row, index): block for row, index, block in plan.blocks}

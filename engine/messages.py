@@ -122,6 +122,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     """The same for every prompt token but the first."""
 
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens that occurred are less (or more) likely: their counts are needed."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
 
 class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defaults=True):
     """Front to replica: generate `n` samples after one prompt."""
@@ -316,7 +321,8 @@ DataInbound = Submit | Cancel
 
 
 class RowSetup(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence takes a row of the device tables; what the row held before is void."""
+    """A sequence, and siblings that start with it, take rows of the device tables; what the rows held before
+    is void."""
 
     row: int
     sampling: SamplingParams
@@ -325,6 +331,13 @@ class RowSetup(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     history: list[int]
     """Prompt and output tokens known so far, only where penalties need their counts; else empty."""
+    forks: list[tuple[int, int]] = []
+    """(row, sample) of the siblings: they are told once what all of them are told."""
+
+    @property
+    def members(self) -> list[tuple[int, int]]:
+        """(row, sample) of each sequence."""
+        return [(self.row, self.sample), *self.forks]
 
 
 class Chunk(msgspec.Struct, array_like=True, frozen=True):
@@ -354,6 +367,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
 
     step: int
     setups: list[RowSetup]
+    """No row is in two of them."""
     blocks: list[tuple[int, int, int]]
     """(row, index in the row's block table, block id): new entries of block tables."""
     copies: list[tuple[int, int]]

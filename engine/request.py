@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from engine.blocks import PrefixChain
-from engine.messages import BLOCK_TOKENS, Finished, Submit, TokenLogprob
+from engine.messages import BLOCK_TOKENS, Finished, RowSetup, Submit, TokenLogprob
 
 MOST_SAMPLES = 1024
 """Largest `Submit.n`."""
@@ -189,6 +189,24 @@ def already_finished(sequence: Sequence) -> str:
 def blocks_for(tokens: int) -> int:
     """Blocks that hold the keys and values of `tokens` tokens."""
     return -(-tokens // BLOCK_TOKENS)
+
+
+def setup_of(sequence: Sequence) -> RowSetup:
+    """Of a sequence with a row, and of its forks, which know the same tokens: none has sampled yet."""
+    submit = sequence.submission.submit
+    history = sequence.tokens.copy() if submit.sampling.penalised else []
+    forks = [(fork.row, fork.sample) for fork in sequence.forks]
+    return RowSetup(
+        sequence.row, submit.sampling, sequence.sample, len(submit.prompt_token_ids), history, forks
+    )
+
+
+def setup_numbers(sequence: Sequence) -> int:
+    """Token ids, and what is as long, in a sequence's setup."""
+    sampling = sequence.submission.submit.sampling
+    history = len(sequence.tokens) if sampling.penalised else 0
+    # A bias is an id and a float of 9 bytes.
+    return history + 3 * len(sampling.logit_bias or ()) + len(sampling.stop_token_ids)
 
 
 def _limit(submit: Submit, limits: Limits) -> int:

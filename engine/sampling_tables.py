@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.messages import RowSetup, SamplingParams
+from engine.messages import RowSetup
 from engine.transfer import upload
 from kernels import sampling
 from kernels.draws import Bans, Biases, Draws, Variant
@@ -92,12 +92,13 @@ class SamplingTables:
 
     # ── setups ───────────────────────────────────────────────────────────────────────────────────
 
-    def set_up(self, setups: dict[int, RowSetup]) -> None:
-        """New owners of rows, by row."""
+    def set_up(self, setups: list[RowSetup]) -> None:
+        """New owners of rows."""
         self._epoch += 1
-        floats = np.empty((len(setups), self.floats.shape[1]), dtype=np.float32)
-        integers = np.empty((3, len(setups)), dtype=np.int64)
-        for i, (row, setup) in enumerate(setups.items()):
+        owners = [(row, sample, setup) for setup in setups for row, sample in setup.members]
+        floats = np.empty((len(owners), self.floats.shape[1]), dtype=np.float32)
+        integers = np.empty((3, len(owners)), dtype=np.int64)
+        for i, (row, sample, setup) in enumerate(owners):
             params = setup.sampling
             greedy = params.temperature < sampling.GREEDY_BELOW
             top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
@@ -110,10 +111,10 @@ class SamplingTables:
                 params.frequency_penalty,
                 params.presence_penalty,
             )
-            integers[:, i] = (row, sampling.noise_base(params.seed, setup.sample), top_k)
+            integers[:, i] = (row, sampling.noise_base(params.seed, sample), top_k)
             self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
             self._set_up_lists(row, setup)
-            self._edited[row] = row in self._bias or _penalised(params)
+            self._edited[row] = row in self._bias or params.penalised
             # Whatever is kept, the largest logit is: a greedy row stays greedy.
             narrowed = top_k > 0 or params.top_p < 1 or params.min_p > 0
             self._variant[row] = Variant.GREEDY if greedy else Variant.FULL if narrowed else Variant.PLAIN
@@ -140,21 +141,24 @@ class SamplingTables:
             self._stops[row] = upload(np.array(stops, dtype=np.int64), self.device)
             self._stop_from[row] = setup.prompt_tokens + params.min_tokens
 
-    def _set_up_counts(self, setups: dict[int, RowSetup]) -> None:
-        for row in setups:
-            self._slot_of_row.pop(row, None)
-        wanting = [row for row, setup in setups.items() if _penalised(setup.sampling)]
+    def _set_up_counts(self, setups: list[RowSetup]) -> None:
+        for setup in setups:
+            for row, _ in setup.members:
+                self._slot_of_row.pop(row, None)
+        wanting = [setup for setup in setups if setup.sampling.penalised]
         if not wanting and not self._slot_of_row:
             self.counts = None
-        for row in wanting:
-            slot = self._take_slot(row)
+        for setup in wanting:
+            first, *others = [self._take_slot(row) for row, _ in setup.members]
             assert self.counts is not None
-            history = upload(np.array(setups[row].history, dtype=np.int64), self.device)
-            prompt_tokens = min(len(history), setups[row].prompt_tokens)
-            counts = self.counts[slot].zero_()
+            history = upload(np.array(setup.history, dtype=np.int64), self.device)
+            prompt_tokens = min(len(history), setup.prompt_tokens)
+            counts = self.counts[first].zero_()
             counts[history[:prompt_tokens]] = 1
             output = history[prompt_tokens:]
             counts.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
+            for slot in others:
+                self.counts[slot].copy_(counts)
 
     def _take_slot(self, row: int) -> int:
         used = set(self._slot_of_row.values())
@@ -226,9 +230,3 @@ class SamplingTables:
             index, slots = needs.edits.counted
             # No slot is there twice, so this needs no atomic addition.
             self.counts[slots, token_ids[index]] += 2
-
-
-def _penalised(params: SamplingParams) -> bool:
-    return (
-        params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-    )

@@ -41,7 +41,6 @@ from engine.messages import (
     BLOCK_TOKENS,
     Chunk,
     Output,
-    RowSetup,
     StepPlan,
     StepTokens,
     Submit,
@@ -55,11 +54,17 @@ from engine.request import (
     already_finished,
     new_submission,
     refusal,
+    setup_numbers,
+    setup_of,
 )
 
 MIXED_TOKENS = 4096
 """Default of `mixed_tokens`: enough to fill the matrix products of a large GPU, and about 0.1 s of an H200
 for 8 B parameters in bfloat16."""
+
+MOST_SETUP_NUMBERS = 1 << 20
+"""Of token ids and the like that the setups of one step tell, unless a single sequence needs more: ranks get
+them with the plan, and the device waits for it. At 5 bytes each that is 5 MiB."""
 
 
 @dataclass(slots=True)
@@ -142,6 +147,8 @@ class Scheduler:
         """Whether the step that is planned computes an urgent prompt."""
         self._short_before = False
         """Whether the step before was kept short for one."""
+        self._setup_numbers = 0
+        """Of the step that is planned."""
         self._arrivals = 0
         self._known_arrivals = 0
         """As many when the last step was planned."""
@@ -211,7 +218,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed before results in flight are collected."""
         step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], [], []), [], [])
         plan = step.plan
-        self._has_urgent = False
+        self._has_urgent, self._setup_numbers = False, 0
         if self._waiting.real_time:
             self._make_room()
         preempted = self._schedule_decodes(step)
@@ -339,13 +346,15 @@ class Scheduler:
                 break
             if before is not None and not (sequence.submission.submit.urgent and sequence.order < before):
                 break
-            if self._keeps_short(sequence):
+            if self._keeps_short(sequence) or not self._can_tell(sequence):
                 break
             hits = self._take_blocks(sequence)
             if hits is None:
                 break
             for member in (sequence, *sequence.forks):
-                self._start(step.plan, member, hits * BLOCK_TOKENS)
+                self._start(member, hits * BLOCK_TOKENS)
+            step.plan.setups.append(setup_of(sequence))
+            self._setup_numbers += setup_numbers(sequence)
             self._prefilling[sequence.row] = sequence
             budget -= self._schedule_chunk(step, sequence, budget)
         return given - budget
@@ -376,6 +385,11 @@ class Scheduler:
             return True
         blocked, gains = self._blocked
         return blocked is not sequence or self.pool.gains >= gains
+
+    def _can_tell(self, sequence: Sequence) -> bool:
+        """Whether the step's plan has room for its setup. One alone has it in any case."""
+        told = self._setup_numbers
+        return not told or told + setup_numbers(sequence) <= MOST_SETUP_NUMBERS
 
     def _siblings(self, sequence: Sequence, most: int) -> list[Sequence]:
         """Samples that start together with this one: those that wait for their first start, as rows allow."""
@@ -414,22 +428,14 @@ class Scheduler:
         self._tables.take(sequence, hits, needed)
         return len(hits)
 
-    def _start(self, plan: StepPlan, sequence: Sequence, cached: int) -> None:
+    def _start(self, sequence: Sequence, cached: int) -> None:
         """Give a waiting sequence a row."""
         self._waiting.remove(sequence)
         submission = sequence.submission
-        submit, sampling = submission.submit, submission.submit.sampling
         row = sequence.row = self._free_rows.pop()
         self._rows[row] = sequence
         sequence.sent_blocks = 0
-        penalized = (
-            sampling.presence_penalty != 0.0
-            or sampling.frequency_penalty != 0.0
-            or sampling.repetition_penalty != 1.0
-        )
-        prompt = len(submit.prompt_token_ids)
-        history = sequence.tokens.copy() if penalized else []
-        plan.setups.append(RowSetup(row, sampling, sequence.sample, prompt, history))
+        prompt = len(submission.submit.prompt_token_ids)
         if not sequence.started:
             sequence.started = True
             sequence.cached_tokens = min(cached, prompt)

@@ -229,6 +229,36 @@ def test_penalty_counts_exist_only_while_a_row_needs_them() -> None:
     assert tables.sampling.counts is None
 
 
+@pytest.mark.parametrize("which", range(len(PARAMS)))
+def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: int) -> None:
+    prompt, output = [3, 5, 3], [7, 5, 7]
+    history = prompt + output if which in PENALISED else []
+    pairs = [(4, 2), (1, 9), (6, 0), (0, 3)]
+    (row, sample), *forks = pairs
+    other = RowSetup(2, PARAMS[3], 0, 1, [8])
+    together, apart = RowTables(8, 2, VOCAB, CPU), RowTables(8, 2, VOCAB, CPU)
+    for tables in (together, apart):
+        # Rows that had counts of others, and a length.
+        tables.apply(plan_of([RowSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
+        tables._lengths_host[:] = 5
+    together.apply(plan_of([other, RowSetup(row, PARAMS[which], sample, 3, history, forks)]))
+    each = [RowSetup(row, PARAMS[which], sample, 3, list(history)) for row, sample in pairs]
+    apart.apply(plan_of([other, *each]))
+    rows = [row for row, _ in pairs]
+    lengths = np.full(8, 6)
+    for step in range(2):
+        for name in ("noise_base", "floats", "top_k"):
+            assert torch.equal(getattr(together.sampling, name), getattr(apart.sampling, name))
+        assert np.array_equal(together._lengths_host, apart._lengths_host)
+        assert together.sampling._slot_of_row == apart.sampling._slot_of_row
+        assert together.sampling.counts is not None and apart.sampling.counts is not None
+        for slot in together.sampling._slot_of_row.values():
+            assert torch.equal(together.sampling.counts[slot], apart.sampling.counts[slot])
+        # From here on each goes its own way.
+        for tables in (together, apart):
+            tables.sampling.count(tables.sampling.needs(rows, lengths), torch.tensor([1, 2, step, 4]))
+
+
 def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
     tables = RowTables(4, 2, VOCAB, CPU)
     setups = [RowSetup(n, PARAMS[1], n, 3, []) for n in range(4)]

@@ -58,10 +58,13 @@ class SimulatedRunner:
     def launch(self, plan: StepPlan) -> SimulatedStep:
         assert plan.step == len(self.plans) + 1, "steps are numbered without gaps"
         self.plans.append(plan)
+        owners = [row for setup in plan.setups for row, _ in setup.members]
+        assert len(set(owners)) == len(owners), "a row is set up twice"
         for setup in plan.setups:
-            wants_history = penalized(setup.sampling)
+            wants_history = setup.sampling.penalised
             assert bool(setup.history) == wants_history, "history travels exactly where penalties need it"
-            self.rows[setup.row] = Row(setup.sampling, setup.sample, setup.prompt_tokens, list(setup.history))
+            for row, sample in setup.members:
+                self.rows[row] = Row(setup.sampling, sample, setup.prompt_tokens, list(setup.history))
         for row, index, block in plan.blocks:
             self._row(row).table[index] = block
         for block in plan.clears:
@@ -129,7 +132,7 @@ class SimulatedRunner:
             row.history,
         )
         row.last_token = token
-        if penalized(row.sampling):
+        if row.sampling.penalised:
             row.history.append(token)
         return token
 
@@ -145,10 +148,6 @@ class SimulatedRunner:
                 for offset, token in enumerate(following)
             ]
         return scores
-
-
-def penalized(sampling: SamplingParams) -> bool:
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
 def extend(digest: int, token: int) -> int:
@@ -167,7 +166,7 @@ def choose(
     prefix: int, position: int, sampling: SamplingParams, sample: int, generated: int, history: list[int]
 ) -> int:
     noise = (sampling.seed, sample) if sampling.temperature else ()
-    counts = tuple(sorted(history)) if penalized(sampling) else ()
+    counts = tuple(sorted(history)) if sampling.penalised else ()
     token = hash((prefix, position, noise, counts)) % VOCAB
     while generated < sampling.min_tokens and not sampling.ignore_eos and token in sampling.stop_token_ids:
         token = (token + 1) % VOCAB
