@@ -32,10 +32,10 @@ from engine.messages import (
     Report,
     Start,
     StepFrame,
-    StepPlan,
     Stop,
     Submit,
 )
+from engine.plans import PlanSender, check_plans, plan_channel
 from engine.wire import Channel
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ def main() -> None:
     ranks = start.spec.tensor_parallel_size
     configure_logging(start.spec.replica + (f" rank {start.rank}" if ranks > 1 else ""))
     peers: list[Channel[Any]] = [
-        Channel(socket.socket(fileno=control.take_fd()), StepPlan)
-        for _ in range(ranks - 1 if start.rank == 0 else 1)
-        if ranks > 1
+        plan_channel(control.take_fd()) for _ in range(ranks - 1 if start.rank == 0 else 1) if ranks > 1
     ]
     code = 0
     try:
@@ -128,6 +126,13 @@ def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]]
     from engine.scheduler import Scheduler
 
     info = runner.info()
+    if peers:
+        check_plans(
+            max_rows=info.max_rows,
+            max_model_len=info.max_model_len,
+            step_tokens=info.step_tokens,
+            kv_blocks=info.kv_blocks,
+        )
     scheduler = Scheduler(
         max_rows=info.max_rows,
         step_tokens=info.step_tokens,
@@ -158,25 +163,6 @@ def _follow(control: Channel[RankInbound], plans: Channel[Any], runner: Runner) 
         # further plan.
         while unread and unread[0].ready():
             unread.popleft().wait()
-
-
-class PlanSender:
-    """A runner that first tells the other ranks what it is about to run."""
-
-    def __init__(self, runner: Runner, peers: list[Channel[Any]]) -> None:
-        self._runner = runner
-        self._peers = peers
-
-    def launch(self, plan: StepPlan) -> Launched:
-        """Hand `plan` to every other rank and launch it here."""
-        for peer in self._peers:
-            peer.send(plan)
-        # Wholly, before this rank can come to wait for the step: its collectives wait for all ranks, and one
-        # that has only the beginning of the plan waits for the rest. To take it a peer needs nothing more of
-        # this rank, as all that it runs before was launched here.
-        for peer in self._peers:
-            peer.drain()
-        return self._runner.launch(plan)
 
 
 class Replica:

@@ -29,7 +29,7 @@ _MOST_READS = 16
 _MOST_FDS = 64
 
 MOST_FRAME_BYTES = 64 << 20
-"""A longer frame is a broken peer: the channel closes."""
+"""A longer frame is a broken peer, unless more was agreed upon: the channel closes."""
 MOST_BACKLOG_BYTES = 256 << 20
 """A peer that leaves more than this unread is taken for dead: bounded memory beats a patient writer."""
 
@@ -45,14 +45,16 @@ def socketpair() -> tuple[socket.socket, socket.socket]:
 
 
 class Channel(Generic[Inbound]):
-    """One end of a channel. `inbound` is the union of structs that may arrive.
+    """One end of a channel. `inbound` is the union of structs that may arrive, in frames of at most
+    `most_frame_bytes`.
 
     Not thread-safe: one thread, or one event loop, owns it.
     """
 
-    def __init__(self, sock: socket.socket, inbound: Any) -> None:
+    def __init__(self, sock: socket.socket, inbound: Any, most_frame_bytes: int = MOST_FRAME_BYTES) -> None:
         sock.setblocking(False)
         self._sock = sock
+        self._most_frame_bytes = most_frame_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(inbound)
         self._received = bytearray()
@@ -170,7 +172,7 @@ class Channel(Generic[Inbound]):
         buffer, offset = self._received, 0
         while len(buffer) - offset >= _HEADER:
             length = int.from_bytes(buffer[offset : offset + _HEADER], "little")
-            if length > MOST_FRAME_BYTES:
+            if length > self._most_frame_bytes:
                 return False
             if len(buffer) - offset - _HEADER < length:
                 break

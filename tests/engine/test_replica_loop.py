@@ -29,7 +29,8 @@ from engine.messages import (
     Stop,
     Submit,
 )
-from engine.replica import PlanSender, Replica, _follow
+from engine.plans import PlanSender
+from engine.replica import Replica, _follow
 from engine.scheduler import Scheduler
 from engine.wire import Channel, socketpair
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner

@@ -1,0 +1,56 @@
+"""What the other ranks are told of a step fits into a frame."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.config import UnfitError
+from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.plans import MOST_PLAN_BYTES, check_plans, largest_plan_bytes
+from engine.scheduler import MOST_SETUP_NUMBERS
+from engine.wire import MOST_FRAME_BYTES
+
+LARGE = (1 << 32) - 1
+EVERYTHING = SamplingParams(
+    max_tokens=LARGE,
+    temperature=0.7,
+    top_k=LARGE,
+    top_p=0.9,
+    min_p=0.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    repetition_penalty=1.1,
+    logit_bias={},
+    seed=(1 << 63) - 1,
+    min_tokens=LARGE,
+    ignore_eos=True,
+    logprobs=LARGE,
+    prompt_logprobs=LARGE,
+)
+
+
+def test_no_plan_is_longer_than_it_is_said_to_be() -> None:
+    rows, length, tokens, blocks = 1000, 3 * BLOCK_TOKENS, 4000, 50_000
+    bound = largest_plan_bytes(max_rows=rows, max_model_len=length, step_tokens=tokens, kv_blocks=blocks)
+    lists = MOST_FRAME_BYTES + 5 * length
+    plan = StepPlan(
+        LARGE,
+        [RowSetup(LARGE, EVERYTHING, LARGE, LARGE, [], [(LARGE, LARGE)])] * rows,
+        [(LARGE, LARGE, LARGE)] * (rows * 3),
+        [(LARGE, LARGE)] * rows,
+        [LARGE] * rows,
+        [Chunk(LARGE, LARGE, [LARGE] * (tokens // rows), [LARGE], LARGE, LARGE)] * rows,
+        [LARGE] * blocks,
+    )
+    assert len(msgspec.msgpack.encode(plan)) < bound - lists
+    # What setups list: a sequence's own, however long, or that of several.
+    assert len(msgspec.msgpack.encode([LARGE] * MOST_SETUP_NUMBERS)) < lists
+
+
+def test_sizes_whose_plans_would_not_fit_are_refused_with_what_to_lower() -> None:
+    check_plans(max_rows=1024, max_model_len=131_072, step_tokens=8192, kv_blocks=100_000)
+    with pytest.raises(
+        UnfitError, match=rf"max_rows is 4096 and max_model_len 999999: .* {MOST_PLAN_BYTES} "
+    ):
+        check_plans(max_rows=4096, max_model_len=999_999, step_tokens=8192, kv_blocks=100_000)
