@@ -11,6 +11,10 @@ CPU_MOST_KV_BYTES = 2 << 30
 """On a CPU, KV never takes more than this unless `kv_blocks` says so: the box has other tenants."""
 
 
+class WeightsTooLarge(MemoryError):
+    """A rank's weights do not fit its device: the message has both numbers."""
+
+
 class PoolTooSmall(MemoryError):
     """The KV pool would not hold one sequence of the longest kind: the message has both numbers."""
 
@@ -29,7 +33,7 @@ def available_host_bytes() -> int:
         try:
             limit = (group / "memory.max").read_text().strip()
             if limit != "max":
-                used = int((group / "memory.current").read_text())
+                used = int((group / "memory.current").read_text()) - _cached_bytes(group)
                 available = min(available, max(0, int(limit) - used))
         except (OSError, ValueError):
             continue  # the root group has no limit, and a controller may be off
@@ -74,6 +78,13 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
         f"kv_blocks is {blocks}: they take {needed / 2**30:.1f} GiB ({bytes_per_block} bytes a block and "
         f"rank), but {max(0, available_bytes) / 2**30:.0f} GiB are available: {remedy}"
     )
+
+
+def _cached_bytes(group: Path) -> int:
+    """Of files that were read or written, such as a model's: the kernel gives them up for new allocations."""
+    lines = (group / "memory.stat").read_text().splitlines()
+    counts = dict(line.split() for line in lines if line.startswith(("active_file ", "inactive_file ")))
+    return sum(map(int, counts.values()))
 
 
 def _cgroups() -> list[Path]:

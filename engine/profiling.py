@@ -13,11 +13,13 @@ from engine.steps import Steps
 
 def profile_cuda(steps: Steps, spec: ReplicaSpec) -> int:
     """Bytes that are left for the KV pool on this rank's device, after running the largest steps over a block
-    or more, which use up the tables. Every rank must call it."""
+    or more, which use up the tables. Every rank must call it. Raises WeightsTooLarge where they do not fit.
+    """
     decoder, device = steps.decoder, steps.decoder.device
     torch.cuda.reset_peak_memory_stats(device)
-    for plan in largest_steps(decoder.max_model_len, spec):
-        steps.run(plan)
+    with decoder.room.explained():
+        for plan in largest_steps(decoder.max_model_len, spec):
+            steps.run(plan)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     outside_torch = total - free - torch.cuda.memory_reserved(device)

@@ -94,7 +94,7 @@ def predict(
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(
-        weight_bytes=_weight_bytes(config, shard, dtype, weights),
+        weight_bytes=weight_bytes(config, shard, dtype, weights),
         kv_bytes_per_block=kv_bytes_per_block(config, kv_dtype, tensor_parallel_size),
         kv_blocks=blocks or 0,
         activation_bytes=_step(config, shard, dtype, max(step_tokens, max_rows))
@@ -107,7 +107,9 @@ def predict(
     )
 
 
-def _weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) -> int:
+def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) -> int:
+    """Of all weights of a rank. dtype: of embeddings, norms and the output matrix; weights: of the layers'
+    matrices, the same or "fp8"."""
     width = DTYPE_BYTES[dtype]
     if weights != FP8:
         return _parameters(config, shard) * width

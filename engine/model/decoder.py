@@ -14,6 +14,7 @@ from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.layers import Layer, Piece, Place
+from engine.model.room import Room
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
 from kernels import AttentionInput, KvPool, Ops, Stream
@@ -30,7 +31,8 @@ class Decoder:
     max_model_len: the longest sequence; None: the checkpoint's (`ModelConfig.context_length`). fp8: the
     layers' matrices are e4m3, with a scale for each output; embeddings and the output matrix are not. kv_fp8:
     so is the cache, with a scale for each token and head.
-    Raises UnfitError when the model cannot be split over the ranks or serve that length.
+    Raises UnfitError when the model cannot be split over the ranks or serve that length, WeightsTooLarge when
+    its weights do not fit the device.
     """
 
     def __init__(
@@ -54,11 +56,14 @@ class Decoder:
         self.device = device
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
-        self.embedding = place.empty(self.shard.vocab, config.hidden_size)
-        self.layers = [Layer(config, self.shard, place, index) for index in range(config.layers)]
-        self.final_norm = place.empty(config.hidden_size)
-        tied = config.tie_word_embeddings
-        self.head = self.embedding if tied else place.empty(self.shard.vocab, config.hidden_size)
+        self.room = Room(config, self.shard, str(dtype).removeprefix("torch."), fp8, device)
+        self.room.check()
+        with self.room.explained():
+            self.embedding = place.empty(self.shard.vocab, config.hidden_size)
+            self.layers = [Layer(config, self.shard, place, index) for index in range(config.layers)]
+            self.final_norm = place.empty(config.hidden_size)
+            tied = config.tie_word_embeddings
+            self.head = self.embedding if tied else place.empty(self.shard.vocab, config.hidden_size)
         self.cos_sin = rotary_table(config, self.max_model_len).to(device)
 
     # ── computing ────────────────────────────────────────────────────────────────────────────────

@@ -40,16 +40,17 @@ def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
     """Fills every weight of `decoder` from the checkpoint in `folder`; returns the bytes that were read.
 
     Raises CheckpointError, with file, tensor and both shapes, before any weight is read when a tensor is
-    missing, unknown, of another shape or of a dtype that cannot be loaded, or a file is truncated. Rotary
-    frequencies, the copy of a tied output matrix and static scales of activations, which some checkpoints
-    carry, are ignored.
+    missing, unknown, of another shape or of a dtype that cannot be loaded, or a file is truncated;
+    WeightsTooLarge where a GPU's memory runs out. Rotary frequencies, the copy of a tied output matrix and
+    static scales of activations, which some checkpoints carry, are ignored.
     """
     folder = Path(folder)
     entries = read_entries(folder)
     pieces = {piece.name: piece for piece in decoder.pieces()}
     _check(entries, pieces, folder, tied=decoder.config.tie_word_embeddings)
-    done = _fill(pieces, entries, decoder, progress)
-    _finish(decoder)
+    with decoder.room.explained():
+        done = _fill(pieces, entries, decoder, progress)
+        _finish(decoder)
     if decoder.ranks.rank == 0:
         keep_cached(sorted({entries[name].file for name in pieces}))
     return done
@@ -60,14 +61,16 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
 
     Matrices are normal with variance 1 / columns, norms are one, biases small. A tensor depends only on its
     name, the seed, the dtype and the kind of device, so ranks of any number hold slices of the same model.
+    Raises WeightsTooLarge where a GPU's memory runs out.
     """
     done = 0
-    for piece in decoder.pieces():
-        if piece.target is None:
-            continue
-        _randomise(piece, decoder, seed)
-        done += piece.target.nbytes
-    _finish(decoder)
+    with decoder.room.explained():
+        for piece in decoder.pieces():
+            if piece.target is None:
+                continue
+            _randomise(piece, decoder, seed)
+            done += piece.target.nbytes
+        _finish(decoder)
     return done
 
 

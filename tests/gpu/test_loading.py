@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.bench.shapes import SHAPES
 from engine.families import read_config
+from engine.memory import WeightsTooLarge
 from engine.model.decoder import Decoder
 from engine.model.loader import load
 from engine.model.streaming import stream
@@ -78,3 +81,20 @@ def test_memory_that_was_used_for_loading_is_given_back(folder: Path) -> None:
     before = torch.cuda.memory_reserved()
     load(decoder, folder, lambda stage, fraction: None)
     assert torch.cuda.memory_reserved() <= before
+
+
+def test_weights_that_no_gpu_holds_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    config = json.dumps(SHAPES["llama-3.1-70b"] | {"num_hidden_layers": 8000})
+    (tmp_path / "config.json").write_text(config)
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(
+        WeightsTooLarge, match=r"the weights take .* GiB a rank \(bfloat16\), but NVIDIA .* has"
+    ):
+        Decoder(
+            read_config(tmp_path),
+            PlaceOfRank(1, 0),  # type: ignore[arg-type]
+            select_backend("cuda", torch.bfloat16),
+            torch.bfloat16,
+            torch.device("cuda"),
+        )
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,146 @@
+"""Weights that a device cannot hold are refused before they are made, with both numbers and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import memory
+from engine.bench.shapes import write_config
+from engine.config import ModelConfig
+from engine.families import read_config
+from engine.memory import WeightsTooLarge
+from engine.model.decoder import Decoder
+from engine.model.loader import load_dummy
+from engine.model.room import Room
+from engine.parallel import single
+from engine.sizing import weight_bytes
+from kernels import select_backend
+from tests.engine.tiny import TINY
+
+GIB = 2**30
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return read_config(tmp_path)
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> ModelConfig:
+    return read_config(write_config("llama-3.1-70b", tmp_path))
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, free: float, total: float, reserved: float = 0) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), int(total * GIB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(reserved * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Z9")
+
+
+def room(
+    config: ModelConfig, dtype: str, fp8: bool = False, device: torch.device = CUDA, ranks: int = 1
+) -> Room:
+    return Room(config, config.shard(ranks, 0), dtype, fp8, device)
+
+
+def test_a_model_that_the_host_holds_to_the_byte_is_made_and_a_larger_one_is_not(
+    tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = weight_bytes(tiny, tiny.shard(1, 0), "float32", "float32")
+
+    def made(available: int) -> Decoder:
+        monkeypatch.setattr(memory, "available_host_bytes", lambda: available)
+        return Decoder(tiny, single(), select_backend("cpu"), torch.float32, CPU)
+
+    assert load_dummy(made(needed), seed=0) == needed
+    with pytest.raises(
+        WeightsTooLarge, match=r"the weights take .* GiB a rank \(float32\), but .* available"
+    ):
+        made(needed - 1)
+
+
+@pytest.mark.parametrize(
+    ("available", "remedy"),
+    [
+        (20, 'free memory, or set weights = "fp8" (10.4 GiB), or set dtype = "bfloat16" (15.0 GiB)'),
+        (12, 'free memory, or set weights = "fp8" (10.4 GiB)'),
+        (8, "free memory"),
+    ],
+)
+def test_settings_are_advised_with_which_the_weights_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, remedy: str
+) -> None:
+    config = read_config(write_config("llama-3.1-8b", tmp_path))
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: available * GIB)
+    with pytest.raises(WeightsTooLarge) as refused:
+        room(config, "float32", device=CPU).check()
+    assert str(refused.value) == (
+        f"the weights take 29.9 GiB a rank (float32), but {available}.0 GiB of the host's memory are "
+        f"available: {remedy}"
+    )
+
+
+def test_a_gpu_is_judged_by_all_of_its_memory_whatever_others_hold_of_it(
+    big: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, free=3, total=79.2)
+    with pytest.raises(WeightsTooLarge) as refused:
+        room(big, "bfloat16").check()
+    assert str(refused.value) == (
+        "the weights take 131.4 GiB a rank (bfloat16), but NVIDIA Z9 has 79.2 GiB: use more GPUs "
+        '(tensor_parallel_size), or set weights = "fp8" (67.7 GiB)'
+    )
+    room(big, "bfloat16", fp8=True).check()
+    room(big, "bfloat16", ranks=2).check()
+    gpu(monkeypatch, free=3, total=60)
+    with pytest.raises(
+        WeightsTooLarge, match=r"take 67.7 GiB a rank \(fp8\), but .* \(tensor_parallel_size\)$"
+    ):
+        room(big, "bfloat16", fp8=True).check()
+
+
+def test_memory_that_runs_out_after_all_is_said_in_numbers(
+    big: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, free=0.5, total=140.4, reserved=139)
+    room(big, "bfloat16").check()
+    with pytest.raises(WeightsTooLarge) as refused, room(big, "bfloat16").explained():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total of")
+    assert str(refused.value) == (
+        "the weights take 131.4 GiB a rank (bfloat16), with what works beside them more than the 139.5 GiB "
+        "that are to be had of the 140.4 GiB of NVIDIA Z9: use more GPUs (tensor_parallel_size), or set "
+        'weights = "fp8" (67.7 GiB)'
+    )
+
+
+def test_what_is_loaded_where_there_is_no_room_is_said_in_numbers(
+    tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = Decoder(tiny, single(), select_backend("cpu"), torch.float32, CPU)
+    gpu(monkeypatch, free=0, total=1)
+
+    def no_room(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("engine.model.loader._randomise", no_room)
+    with pytest.raises(WeightsTooLarge, match=r"of the 1\.0 GiB of NVIDIA Z9"):
+        load_dummy(decoder, seed=0)
+
+
+def test_the_cache_of_files_in_a_cgroup_counts_as_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "service"
+    inner.mkdir()
+    monkeypatch.setattr(memory, "_cgroups", lambda: [inner, tmp_path])
+    assert memory.available_host_bytes() > 64 << 20
+    (inner / "memory.max").write_text(f"{64 << 20}\n")
+    (inner / "memory.current").write_text(f"{60 << 20}\n")
+    stat = {"anon": 20 << 20, "file": 40 << 20, "inactive_file": 25 << 20, "active_file": 15 << 20}
+    (inner / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in stat.items()))
+    assert memory.available_host_bytes() == 44 << 20
