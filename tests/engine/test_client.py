@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.client import ReplicaClient, ReplicaLost
-from engine.messages import Cancel, DataInbound, Output, SamplingParams, StepFrame, Submit
+from engine.messages import Cancel, DataInbound, Output, SamplingParams, StepFrame, Submit, TokenLogprob
 from engine.wire import Channel, socketpair
 
 
@@ -78,5 +79,30 @@ def test_leaving_early_cancels() -> None:
             while len(played.received) < 2:
                 await asyncio.sleep(0)
         assert played.received == [submit, Cancel(submit.handle)]
+
+    asyncio.run(scenario())
+
+
+def test_the_scores_of_the_longest_prompts_come_through() -> None:
+    """Of a token with 20 alternatives they take 318 bytes: 262,144 tokens take more than other frames may."""
+    alternatives = [(1 << 17, -1.5)] * 20
+    size = len(msgspec.msgpack.encode(TokenLogprob(1 << 17, -1.5, alternatives)))
+    assert size == 318
+
+    async def scenario() -> None:
+        played = Played()
+        played.silent = True
+        submit = played.ask()
+        answers: list[Output] = []
+        played.client.submit(submit, answers.append)
+        # As many bytes, which are quicker to make than so many numbers.
+        played.channel.send(
+            StepFrame(1, [Output(submit.handle, 0, [], "error", error="x" * (262_144 * size))])
+        )
+        async with asyncio.timeout(20):
+            while not (answers or played.lost):
+                await asyncio.sleep(0.01)
+        assert not played.lost
+        assert len(answers[0].error or "") == 262_144 * size
 
     asyncio.run(scenario())
