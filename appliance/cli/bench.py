@@ -13,7 +13,7 @@ import typer
 
 from appliance.bench.document import document
 from appliance.bench.messages import Target
-from appliance.bench.rates import Found
+from appliance.bench.rates import MOST_REQUESTS, Found
 from appliance.bench.results import Slo
 from appliance.bench.server import Server, find_server, name_of, target_of
 from appliance.bench.session import Result, Session
@@ -75,6 +75,7 @@ class _Work:
 def bench(options: Options) -> int:
     """Run the benchmark and print it; 1 where a request failed or no rate was sustained. Raises Failure, and
     typer's error for options that contradict each other."""
+    _check_numbers(options)
     work = _work(options)
     slo = Slo(options.ttft_p99_ms, options.itl_p99_ms)
     if options.find_rate and not slo.is_set:
@@ -136,6 +137,37 @@ async def _run(
     if found is not None:
         report.search(found)
     return server, results, found
+
+
+def _check_numbers(options: Options) -> None:
+    """Refuse numbers that no run could be made of. Raises typer's error with the value and what is possible.
+
+    Not the command line parser's own ranges: those let infinities pass, and do not say the value.
+    """
+    for flag, value, low, high in (
+        ("--vocab-size", options.vocabulary, 1, 10_000_000),
+        ("--concurrency", options.concurrency, 1, 100_000),
+        ("--requests", options.requests, 1, MOST_REQUESTS),
+        ("--prompt-tokens", options.prompt_tokens, 1, 10_000_000),
+        ("--output-tokens", options.output_tokens, 1, 10_000_000),
+        ("--temperature", options.temperature, 0, 2),
+        ("--top-p", options.top_p, 0, 1),
+        ("--rate", options.rate, 0.001, 100_000),
+        ("--duration", options.duration_s, 0.1, 7 * 86_400),
+        ("--ttft-p99-ms", options.ttft_p99_ms, 0.001, 86_400_000),
+        ("--itl-p99-ms", options.itl_p99_ms, 0.001, 86_400_000),
+        ("--runs", options.runs, 1, 1000),
+        ("--workers", options.workers, 1, 256),
+        ("--timeout", options.timeout_s, 0.1, 86_400),
+    ):
+        # Nothing is within a range that is no number.
+        if value is not None and not low <= value <= high:
+            raise typer.BadParameter(f"{flag} {value} cannot be: give {low:,} to {high:,}")
+    if options.rate is not None and options.rate * options.duration_s > MOST_REQUESTS:
+        raise typer.BadParameter(
+            f"--rate {options.rate:g} for --duration {options.duration_s:g} are more than {MOST_REQUESTS:,} "
+            f"requests: give less of either"
+        )
 
 
 def _work(options: Options) -> _Work:

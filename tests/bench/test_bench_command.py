@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pty
@@ -198,6 +199,34 @@ def test_options_that_contradict_each_other_are_a_wrong_command_line(
 ) -> None:
     outcome = cli("bench", *words)
     assert outcome.code == 2 and outcome.out == "" and "Error" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *itertools.product(
+            ("--rate", "--duration", "--ttft-p99-ms", "--itl-p99-ms", "--timeout"),
+            ("inf", "-inf", "nan", "0", "-1"),
+        ),
+        *itertools.product(("--temperature", "--top-p"), ("inf", "nan", "-1", "2.1")),
+        *itertools.product(
+            ("--concurrency", "--requests", "--runs", "--workers", "--vocab-size"),
+            ("0", "-1", "1" + 18 * "0"),
+        ),
+        *itertools.product(("--prompt-tokens", "--output-tokens"), ("0", "-1", "1" + 18 * "0")),
+    ],
+    ids=" ".join,
+)
+def test_a_number_that_cannot_be_is_refused_with_what_can(cli: Run, flag: str, value: str) -> None:
+    outcome = cli("bench", "--base-url", "http://127.0.0.1:1", flag, value)
+    said = " ".join(outcome.err.split())
+    assert outcome.code == 2 and outcome.out == ""
+    assert re.search(rf"{flag} {re.escape(value)}(\.0)? cannot be: give [\d.,]+ to [\d.,]+$", said), said
+
+
+def test_more_requests_than_memory_holds_are_refused(cli: Run) -> None:
+    outcome = cli("bench", "--base-url", "http://127.0.0.1:1", "--rate", "90000", "--duration", "500")
+    assert outcome.code == 2 and "more than 2,000,000 requests" in " ".join(outcome.err.split())
 
 
 def on_a_terminal(*words: str, **environment: str) -> str:
