@@ -30,6 +30,7 @@ from appliance.bench.server import Server
 from appliance.bench.workers import Load, Raw, Standing, Workers, default_workers
 from appliance.bench.workloads import Shape, Workload
 
+_MOST_WARM_UP = 8
 _SETTLE_S = 60.0
 """For what a trial left, or a trial's duration where that is longer."""
 
@@ -109,16 +110,14 @@ class Session:
         self._runs = 0
 
     async def closed(self, name: str, workload: Workload, runs: int, warm_up: bool = True) -> Result:
-        """Run a workload `runs` times, after a warm-up that does not count: one request of its shape on every
-        stream, at most 8. Raises BenchError."""
+        """Run a workload `runs` times, after a warm-up that does not count. Raises BenchError."""
         shape = workload.shape
         asked = f"{workload.requests:,} requests, {workload.concurrency:,} at once"
         if workload.requests == 1:
             asked = "1 request"
         result = Result(name, f"{asked}, {_of(shape)}", shape, workload.figure, workload.unit)
         if warm_up:
-            few = min(workload.concurrency, 8)
-            await self._measure("warm-up", shape, few, concurrency=few)
+            await self._warm_up(shape, workload.concurrency)
         for run in range(1, runs + 1):
             title = f"{name} {run}/{runs}" if runs > 1 else name
             result.runs.append(
@@ -126,11 +125,15 @@ class Session:
             )
         return result
 
-    async def open(self, name: str, shape: Shape, rate: float, duration_s: float, runs: int) -> Result:
-        """Have requests arrive at `rate` a second for `duration_s`, and wait for the last. Raises
-        BenchError."""
+    async def open(
+        self, name: str, shape: Shape, rate: float, duration_s: float, runs: int, warm_up: bool = True
+    ) -> Result:
+        """Have requests arrive at `rate` a second for `duration_s`, and wait for the last; `runs` times,
+        after a warm-up that does not count. Raises BenchError."""
         description = f"{rate:g} requests/s (Poisson) for {duration_s:g} s, {_of(shape)}"
         result = Result(name, description, shape, "output_tok_s", "tok/s")
+        if warm_up:
+            await self._warm_up(shape, requests_at(rate, duration_s))
         for run in range(1, runs + 1):
             title = f"{name} {run}/{runs}" if runs > 1 else name
             requests = requests_at(rate, duration_s)
@@ -140,11 +143,15 @@ class Session:
             result.runs.append(measured)
         return result
 
-    async def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Found, Result | None]:
+    async def search(
+        self, shape: Shape, first_rate: float, duration_s: float, warm_up: bool = True
+    ) -> tuple[Found, Result | None]:
         """Find the highest rate that keeps the SLO, and that the server keeps up with, in trials of
-        `duration_s`; with the run that held it. Raises BenchError."""
+        `duration_s` after a warm-up; with the run that held it. Raises BenchError."""
         runs: dict[int, Measured] = {}
         is_settled = True
+        if warm_up:
+            await self._warm_up(shape, _MOST_WARM_UP)
 
         async def attempt(requests: int) -> Trial:
             nonlocal is_settled
@@ -209,6 +216,11 @@ class Session:
                 f"the search ended early: {limit_s:g} s after a trial was given up, the server still did not "
                 f"answer. Does it go on with requests whose clients have left? Begin at a lower --rate"
             )
+
+    async def _warm_up(self, shape: Shape, at_once: int) -> None:
+        """What a first run alone would wait for: one request of the shape on every stream, of a few."""
+        few = min(at_once, _MOST_WARM_UP)
+        await self._measure("warm-up", shape, few, concurrency=few)
 
     def _next_seed(self) -> str:
         self._runs += 1

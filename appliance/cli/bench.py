@@ -28,6 +28,7 @@ from appliance.watch.versions import product_version
 _INTERRUPTED = 130
 _DEFAULT_SHAPE = Shape(prompt_tokens=512, output_tokens=128)
 _DEFAULT_CONCURRENCY = 16
+_DEFAULT_DURATION_S = 30.0
 _WAVES = 4
 """Requests a stream, where their number is not given."""
 
@@ -50,11 +51,11 @@ class Options:
     temperature: float | None
     top_p: float | None
     rate: float | None
-    duration_s: float
+    duration_s: float | None
     find_rate: bool
     ttft_p99_ms: float | None
     itl_p99_ms: float | None
-    runs: int
+    runs: int | None
     warm_up: bool
     workers: int | None
     seed: int | None
@@ -122,14 +123,17 @@ async def _run(
             timeout_s=options.timeout_s,
             slo=slo,
         )
-        shape, duration = work.shape, options.duration_s
+        shape, duration = work.shape, options.duration_s or _DEFAULT_DURATION_S
+        runs = options.runs or 1
         if options.find_rate:
-            found, held = await session.search(shape, options.rate or 1.0, duration)
+            found, held = await session.search(shape, options.rate or 1.0, duration, options.warm_up)
             results += [held] if held is not None else []
         elif options.rate is not None:
-            results.append(await session.open("open loop", shape, options.rate, duration, options.runs))
+            results.append(
+                await session.open("open loop", shape, options.rate, duration, runs, options.warm_up)
+            )
         for name, workload in work.workloads.items():
-            results.append(await session.closed(name, workload, options.runs, options.warm_up))
+            results.append(await session.closed(name, workload, runs, options.warm_up))
             report.result(results[-1])
     if not work.workloads:
         for result in results:
@@ -163,9 +167,10 @@ def _check_numbers(options: Options) -> None:
         # Nothing is within a range that is no number.
         if value is not None and not low <= value <= high:
             raise typer.BadParameter(f"{flag} {value} cannot be: give {low:,} to {high:,}")
-    if options.rate is not None and options.rate * options.duration_s > MOST_REQUESTS:
+    duration = options.duration_s or _DEFAULT_DURATION_S
+    if options.rate is not None and options.rate * duration > MOST_REQUESTS:
         raise typer.BadParameter(
-            f"--rate {options.rate:g} for --duration {options.duration_s:g} are more than {MOST_REQUESTS:,} "
+            f"--rate {options.rate:g} for --duration {duration:g} are more than {MOST_REQUESTS:,} "
             f"requests: give less of either"
         )
 
@@ -197,6 +202,12 @@ def _work(options: Options) -> _Work:
             "--concurrency and --requests do not go with --rate and --find-rate: requests arrive at the "
             "rate, for --duration"
         )
+    if options.find_rate and options.runs is not None:
+        raise typer.BadParameter("--runs does not go with --find-rate, which tries each rate once")
+    if not open_loop and options.duration_s is not None:
+        raise typer.BadParameter(
+            "--duration goes with --rate or --find-rate: other runs last as long as their requests take"
+        )
     if open_loop and len(options.workloads) > 1:
         raise typer.BadParameter("--rate and --find-rate take the shape of one workload at most")
     if options.workloads:
@@ -219,6 +230,10 @@ def _target(options: Options) -> Target:
     """The server that is meant: the one named, or the service of the run directory. Raises Failure."""
     if options.base_url is not None and options.socket is not None:
         raise typer.BadParameter("--base-url and --socket name two servers: leave one away")
+    if options.run_dir is not None and (options.base_url is not None or options.socket is not None):
+        raise typer.BadParameter(
+            "--run-dir names our service, --base-url and --socket another server: leave one away"
+        )
     if options.base_url is not None:
         # The variable is for servers on the network; a socket that knows its peer would refuse its key.
         return target_of(options.base_url, None, options.api_key or os.environ.get("OPENAI_API_KEY"))

@@ -89,7 +89,10 @@ def bench(
         float | None,
         typer.Option(metavar="R", help="Open loop: R requests a second arrive (Poisson), for --duration."),
     ] = None,
-    duration: Annotated[float, typer.Option(metavar="S", help="Seconds in which requests arrive.")] = 30.0,
+    duration: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Seconds in which requests arrive (30).", show_default=False),
+    ] = None,
     find_rate: Annotated[
         bool,
         typer.Option(
@@ -102,7 +105,10 @@ def bench(
     itl_p99_ms: Annotated[
         float | None, typer.Option(metavar="MS", help="Limit of the gaps between tokens.")
     ] = None,
-    runs: Annotated[int, typer.Option(metavar="N", help="Repeat; the median run is shown.")] = 1,
+    runs: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Repeat (1); the median run is shown.", show_default=False),
+    ] = None,
     warm_up: Annotated[
         bool, typer.Option("--warm-up/--no-warm-up", help="Requests before the first run that do not count.")
     ] = True,

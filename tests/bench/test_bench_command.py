@@ -72,6 +72,28 @@ def test_arrivals_at_a_rate_report_goodput(cli: Run, fake: FakeServer, tmp_path:
     assert 0.3 < run["goodput"] / run["requests_s"] < 0.7
 
 
+@pytest.mark.parametrize(
+    ("words", "warm_up"),
+    [
+        ("--rate 20 --duration 0.2", 4),
+        ("--find-rate --rate 5 --duration 0.2 --ttft-p99-ms 0.001", 8),
+        ("--requests 4", 4),
+    ],
+)
+def test_every_mode_warms_up_unless_told_not_to(
+    cli: Run, fake: FakeServer, tmp_path: Path, words: str, warm_up: int
+) -> None:
+    def asked(*more: str) -> int:
+        before = len(fake.bodies)
+        flags = (*words.split(), *more, "--output-tokens", "1", "--json", tmp_path / "j")
+        cli("bench", "--base-url", fake.url, *flags)
+        made = json.loads((tmp_path / "j").read_text())
+        counted = made["results"][0]["runs"] if made["results"] else made["search"]["trials"]
+        return len(fake.bodies) - before - 1 - sum(run["requests"] for run in counted)
+
+    assert (asked(), asked("--no-warm-up")) == (warm_up, 0)
+
+
 def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_path: Path) -> None:
     # Four at a time and 50 ms each: 80 a second at the very most. Answers of one token have no ITL to miss.
     fake.behaviour.at_once = 4
@@ -103,8 +125,8 @@ def test_a_hopeless_trial_is_given_up_and_no_rate_that_holds_is_a_failure(
 ) -> None:
     fake.behaviour.ttft_s = lambda number: 30.0 if number else 0.0
     began = time.monotonic()
-    flags = ("--find-rate", "--rate", "5", "--duration", "0.2", limit, "10", "--json", tmp_path / "j")
-    outcome = cli("bench", "--base-url", fake.url, *flags, "--output-tokens", "1")
+    words = "--find-rate --rate 5 --duration 0.2 --output-tokens 1 --no-warm-up"
+    outcome = cli("bench", "--base-url", fake.url, *words.split(), limit, "10", "--json", tmp_path / "j")
     assert outcome.code == 1 and "no rate down to 5 requests/s" in outcome.out
     assert f"no: {reason}" in outcome.out
     (trial,) = json.loads((tmp_path / "j").read_text())["search"]["trials"]
@@ -189,7 +211,12 @@ def test_what_is_wrong_is_said_before_the_run(cli: Run, fake: FakeServer, run_di
         ("http1", "http256", "--rate", "1"),
         ("--rate", "1", "--requests", "2"),
         ("--find-rate",),
+        ("--find-rate", "--itl-p99-ms", "5", "--runs", "2"),
+        ("--duration", "5"),
+        ("http1", "--duration", "5"),
         ("--base-url", "http://a", "--socket", "b"),
+        ("--base-url", "http://a", "--run-dir", "b"),
+        ("--socket", "a", "--run-dir", "b"),
         ("--concurrency", "0"),
     ],
     ids=" ".join,
