@@ -143,6 +143,9 @@ def test_two_and_four_ranks_give_the_tokens_of_one(tmp_path: Path, ranks: int) -
         async with replica(tmp_path, tensor_parallel_size=size) as watched:
             client = watched.client("front-0")
             submits = [ask(client, f"r{i}", prompt=30 + 20 * i) for i in range(3)]
+            penalised = ask(client, "samples", n=3)
+            sampling = msgspec.structs.replace(penalised.sampling, frequency_penalty=0.5)
+            submits.append(msgspec.structs.replace(penalised, sampling=sampling))
             return await asyncio.gather(*(collect(client, submit) for submit in submits))
 
     assert asyncio.run(tokens(1)) == asyncio.run(tokens(ranks))
