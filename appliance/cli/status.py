@@ -181,8 +181,8 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
             f"{replica.running}/{replica.max_rows}" + (f"+{replica.waiting}" if replica.waiting else ""),
             f"{replica.blocks_used:,}/{replica.blocks_total:,}",
             of_count(replica.blocks_cached),
-            f"{replica.step_ms:.1f}",
-            f"{replica.idle_us:.0f}",
+            _by_kind(replica, f"{replica.step_ms:.1f}", f"{replica.mixed_step_ms:.1f}"),
+            _by_kind(replica, f"{replica.idle_us:.0f}", f"{replica.mixed_idle_us:.0f}"),
             of_count(replica.generated_tokens),
             of_count(replica.preemptions),
             str(replica.restarts),
@@ -192,6 +192,11 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
         for replica in replicas
     ]
     return _table(columns, rows, width) if rows else []
+
+
+def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
+    """Of steps that only decode, and of those that compute prompts; "-" where there were none."""
+    return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 
 def _on(replica: ReplicaStatus) -> str:

@@ -92,6 +92,33 @@ def test_status_shows_what_is_quantised(
     assert (written["weights"], written["kv_dtype"]) == (weights, kv_dtype)
 
 
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [
+        ({}, ("-/-", "-/-")),
+        ({"step_ms": 8.25, "idle_us": 3.2}, ("8.2/-", "3/-")),
+        ({"mixed_step_ms": 99.9, "mixed_idle_us": 120.0}, ("-/99.9", "-/120")),
+        (
+            {"step_ms": 8.25, "idle_us": 0.0, "mixed_step_ms": 99.9, "mixed_idle_us": 120.0},
+            ("8.2/99.9", "0/120"),
+        ),
+    ],
+)
+def test_the_status_says_how_both_kinds_of_steps_go(
+    run_dir: Path, steps: dict[str, float], shown: tuple[str, str]
+) -> None:
+    status = a_status(run_dir)
+    replica = status.models[0].replicas[0]
+    for name, value in ({"step_ms": 0.0} | steps).items():
+        setattr(replica, name, value)
+    heading, line = (
+        next(line for line in status_lines(status, None) if line.startswith(start))
+        for start in ("REPLICA", "demo-0")
+    )
+    ends = [heading.index(title) + len(title) for title in ("STEP ms", "IDLE µs")]
+    assert tuple(line[:end].split()[-1] for end in ends) == shown
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_no_line_of_the_status_is_wider_than_the_terminal(run_dir: Path, width: int) -> None:
     lines = list(status_lines(a_status(run_dir), width))
