@@ -22,6 +22,7 @@ from kernels.rope import cos_sin_table, default_frequencies
 triton = pytest.importorskip("triton")
 from kernels.triton import attention_decode as kernel  # noqa: E402
 from kernels.triton import fused  # noqa: E402
+from tests.kernels.closeness import check_as_torch, check_worst, error, worst_error  # noqa: E402
 from tests.kernels.test_build import compiled  # noqa: E402
 
 ON_CPU = not torch.cuda.is_available()
@@ -294,9 +295,32 @@ def new(case: Case, norm: bool, seed: int = 9) -> New:
     return New(replace(case, keys=keys, values=values), qkv, Rotation(table, *norms, 1e-5))
 
 
-def _same_cache(found: Case, expected: Case) -> None:
-    torch.testing.assert_close(found.keys, expected.keys, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found.values, expected.values), "values are only copied"
+def _bytes(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.view(torch.uint8)
+
+
+def _check_cache(found: Case, twin: Case) -> None:
+    """The twin's to the bit, but for the new keys: of those, few numbers may be a last place off, before they
+    are turned or after, and in e4m3 a step."""
+    position = found.lens[found.lens > 0].long() - 1
+    block = found.table.long()[found.rows[found.lens > 0].long(), position // PAGE_TOKENS]
+    written = torch.zeros(found.keys.shape[:3], dtype=torch.bool, device=found.keys.device)
+    written[block, :, position % PAGE_TOKENS] = True
+    assert torch.equal(_bytes(found.values), _bytes(twin.values)), "values are only copied"
+    assert torch.equal(_bytes(found.keys)[~written], _bytes(twin.keys)[~written])
+    both = (_bytes(each.keys)[written].view(found.keys.dtype).float() for each in (found, twin))
+    (new, wanted), steps = both, 0.0
+    assert (new != wanted).float().sum() <= 0.02 * new.numel() or found.keys.dtype == torch.float32
+    if found.k_scales is not None and twin.k_scales is not None:
+        assert found.v_scales is not None and twin.v_scales is not None
+        assert torch.equal(found.v_scales, twin.v_scales)
+        assert torch.equal(found.k_scales[~written], twin.k_scales[~written])
+        torch.testing.assert_close(found.k_scales, twin.k_scales, rtol=1e-2, atol=0)
+        new, wanted = new * found.k_scales[written][:, None], wanted * twin.k_scales[written][:, None]
+        steps = 0.14
+    largest = wanted.abs().amax(-1, keepdim=True)
+    last_places = 3 * max(torch.finfo(found.q.dtype).eps, 1e-5)
+    assert ((new - wanted).abs() <= last_places * largest + steps * wanted.abs()).all()
 
 
 @needs_cpu
@@ -307,7 +331,7 @@ def test_new_tokens_are_turned_written_and_seen(lens: list[int], window: int | N
     made = new(make(lens, window=window), norm)
     twin = made.twin()
     close(made.run(), twin.expected(), 1e-4)
-    _same_cache(made.case, twin)
+    _check_cache(made.case, twin)
 
 
 @needs_cpu
@@ -322,7 +346,7 @@ def test_new_tokens_are_the_same_however_the_work_is_cut(
     for _ in range(2):
         found = made.run(config=kernel.DecodeConfig(6 + extra, 3), workspace=workspace)
         close(found, twin.expected(), 1e-4)
-        _same_cache(made.case, twin)
+        _check_cache(made.case, twin)
         assert (workspace.arrived == 0).all()
 
 
@@ -369,9 +393,10 @@ def test_a_new_token_that_is_not_finite_breaks_its_own_sequence_alone(head: int,
         assert torch.equal(pool[rest], clean_pool[rest])
 
 
-def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], tolerance: float) -> None:
-    """`again` runs `made` as it is then. Between its runs lengths change, and with them each sequence's last
-    page, a block of its own: what other pages hold stands in blocks that nobody writes."""
+def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], roundings: float) -> None:
+    """`again` runs `made` as it is then, within the roundings of `check_as_torch`. Between its runs lengths
+    change, and with them each sequence's last page, a block of its own: what other pages hold stands in
+    blocks that nobody writes."""
     case = made.case
     own = torch.arange(len(case.lens), device=case.lens.device) + len(case.keys) - len(case.lens)
     longest = int(case.lens.max())
@@ -384,15 +409,14 @@ def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], tolera
         twin = made.twin()
         out = again()
         assert (out[case.lens == 0] == 0).all()
-        assert _error(out, twin.expected()) < tolerance
-        assert _error(case.keys, twin.keys.double()) < tolerance
-        assert torch.equal(case.values, twin.values)
+        check_as_torch(out, twin.expected(out.dtype), twin.expected(), roundings)
+        _check_cache(case, twin)
 
 
 @needs_cpu
 def test_new_tokens_are_written_where_changed_lengths_say() -> None:
     made = new(make([320] * 16), False)
-    _check_changing_lengths(made, made.run, 1e-5)
+    _check_changing_lengths(made, made.run, 500)  # the twin's sums and powers are others
 
 
 @needs_cpu
@@ -402,6 +426,26 @@ def test_a_product_of_other_heads_is_refused() -> None:
         replace(made, qkv=made.qkv[:, :112]).run()
     with pytest.raises(ValueError, match="q_norm and k_norm are given together"):
         made.run(rotation=replace(made.rotation, k_norm=None))
+
+
+@needs_cpu
+@pytest.mark.parametrize("window", [None, 70])
+def test_one_wrong_head_of_one_sequence_is_noticed(window: int | None) -> None:
+    """In float16, which the interpreter rounds as a GPU does."""
+    case = make([130, 64, 5, 0, 300, 77], 8, 2, 32, window, dtype=torch.float16)
+    made = new(replace(case, scale=32**-0.5), True)
+    twin = made.twin()
+    found, torchs, exact = made.run(), twin.expected(torch.float16), twin.expected()
+    check_as_torch(found, torchs, exact, roundings=1)
+    check_worst(found, _a_last_place_off(twin).expected(torch.float16), exact, roundings=1)
+    _check_cache(made.case, twin)
+    wrong = found.clone()
+    wrong[4, 5] = found[4, 6]
+    with pytest.raises(AssertionError, match="1 of 48 vectors are further off"):
+        check_worst(wrong, _a_last_place_off(twin).expected(torch.float16), exact, roundings=1)
+    made.case.keys[-2, 1, 299 % PAGE_TOKENS, 7] += 0.5
+    with pytest.raises(AssertionError):
+        _check_cache(made.case, twin)
 
 
 # ── compiled for a GPU ───────────────────────────────────────────────────────────────────────────
@@ -434,10 +478,6 @@ def _fp8(case: Case) -> Case:
     return replace(case, keys=keys, values=values, k_scales=k_scales, v_scales=v_scales)
 
 
-def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
-
-
 GPU_LENS = {
     **LENS,
     "long": [8192],
@@ -448,17 +488,15 @@ GPU_LENS = {
 }
 
 
+KINDS = {"bf16": (torch.bfloat16, False), "f16": (torch.float16, False), "fp8": (torch.bfloat16, True)}
+"""The model's dtype, and whether the cache is FP8."""
 LLAMA = (32, 8, 128)
 OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(
-    ("dtype", "fp8"),
-    [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)],
-    ids=["bf16", "f16", "fp8"],
-)
+@pytest.mark.parametrize(("dtype", "fp8"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(
     ("shape", "lens", "window"),
     [(LLAMA, lens, None) for lens in GPU_LENS]
@@ -469,15 +507,14 @@ def test_the_error_is_that_of_torch(
     shape: tuple[int, int, int], lens: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
     """At most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus half a
-    rounding of the result."""
+    rounding of the result: over all, and of the worst sequence and head."""
     case = make(GPU_LENS[lens], *shape, window, dtype=dtype, device="cuda", blocks=700)
     case = _fp8(case) if fp8 else case
     exact = case.expected()
     found = case.run(out=torch.full_like(case.q, float("nan")))
     assert (found[case.lens == 0] == 0).all()
     if int(case.lens.max()) > 0:
-        torchs = case.expected(torch.float16 if fp8 else dtype).to(dtype)
-        assert _error(found, exact) <= 2 * _error(torchs, exact) + 1e-3
+        check_as_torch(found, case.expected(torch.float16 if fp8 else dtype).to(dtype), exact)
 
 
 @pytest.mark.gpu
@@ -498,12 +535,14 @@ def test_the_bits_are_the_same_every_time_and_without_pdl(lens: str, fp8: bool) 
 @pytest.mark.gpu
 @needs_gpu
 def test_fp8_at_64k_tokens_stays_within_a_thousandth_of_float32() -> None:
-    """Of what the FP8 cache holds: flat weights (the sum of 65,536 small ones) and peaked ones."""
+    """Of what the FP8 cache holds: flat weights (the sum of 65,536 small ones) and peaked ones. The result's
+    rounding is half of its dtype's eps at most, and 1.7e-3 in norm."""
     for sharpness in (0.0, 1.0, 30.0):
         case = make([65_536], 32, 8, 128, dtype=torch.bfloat16, device="cuda", blocks=1024)
         case = _fp8(replace(case, q=case.q * sharpness))
         exact = case.expected(torch.float32).double()
-        assert _error(case.run(), exact) < 3e-3
+        found = case.run()
+        assert error(found, exact) < 3e-3 and worst_error(found, exact) < 5e-3
 
 
 @pytest.mark.gpu
@@ -520,40 +559,61 @@ def test_a_captured_graph_follows_the_lengths() -> None:
     for lens in ([640] * 16, [1, 0, 2000, 64] * 4, [2500] + [0] * 15):
         case.lens.copy_(torch.tensor(lens))
         graph.replay()
-        assert _error(out, case.expected()) < 5e-3
+        check_as_torch(out, case.expected(torch.bfloat16), case.expected())
 
 
-def _new_on_gpu(lens: list[int], shape: tuple[int, int, int], norm: bool, fp8: bool) -> New:
-    made = new(make(lens, *shape, dtype=torch.bfloat16, device="cuda", blocks=700), norm)
+def _new_on_gpu(
+    lens: list[int],
+    shape: tuple[int, int, int],
+    norm: bool,
+    dtype: torch.dtype,
+    fp8: bool,
+    window: int | None = None,
+) -> New:
+    made = new(make(lens, *shape, window, dtype=dtype, device="cuda", blocks=700), norm)
     return replace(made, case=_fp8(made.case)) if fp8 else made
+
+
+NEW_CASES = [
+    *((kind, LLAMA, lens, None) for kind in ("bf16", "fp8") for lens in GPU_LENS),
+    *(("f16", LLAMA, lens, None) for lens in ("ragged", "mixed", "many")),
+    *((kind, LLAMA, "mixed", window) for kind in KINDS for window in (70, 1000)),
+    *((kind, shape, "mixed", None) for kind in ("bf16", "fp8") for shape in OTHERS),
+]
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "lens"), [(LLAMA, lens) for lens in GPU_LENS] + [(shape, "mixed") for shape in OTHERS]
-)
+@pytest.mark.parametrize(("kind", "shape", "lens", "window"), NEW_CASES)
 def test_the_error_of_new_tokens_is_that_of_torch(
-    shape: tuple[int, int, int], lens: str, norm: bool, fp8: bool
+    kind: str,
+    shape: tuple[int, int, int],
+    lens: str,
+    window: int | None,
+    norm: bool,
 ) -> None:
-    """As `test_the_error_is_that_of_torch`; the cache is the twin's but for single roundings of keys."""
-    made = _new_on_gpu(GPU_LENS[lens], shape, norm, fp8)
+    """As `test_the_error_is_that_of_torch`, plus half a rounding more: queries and keys are the twin's but
+    for single roundings. In the worst vector such a one may be of a large number: there, torch's error is
+    that of queries a last place off."""
+    dtype, fp8 = KINDS[kind]
+    made = _new_on_gpu(GPU_LENS[lens], shape, norm, dtype, fp8, window)
     twin = made.twin()
     found = made.run(out=torch.full_like(twin.q, float("nan")))
     assert (found[made.case.lens == 0] == 0).all()
     if int(made.case.lens.max()) > 0:
-        exact = twin.expected()
-        torchs = twin.expected(torch.float16 if fp8 else torch.bfloat16).to(torch.bfloat16)
-        assert _error(found, exact) <= 2 * _error(torchs, exact) + 2e-3
-    for cache, expected in ((made.case.keys, twin.keys), (made.case.values, twin.values)):
-        apart = cache.view(torch.uint8) != expected.view(torch.uint8)
-        assert apart.float().mean() < 1e-4
-    assert torch.equal(made.case.values.view(torch.uint8), twin.values.view(torch.uint8))
-    if made.case.k_scales is not None and twin.k_scales is not None:
-        assert torch.equal(made.case.v_scales, twin.v_scales)
-        torch.testing.assert_close(made.case.k_scales, twin.k_scales, rtol=1e-2, atol=0)
+        exact, computed = twin.expected(), torch.float16 if fp8 else dtype
+        torchs = twin.expected(computed).to(dtype)
+        assert error(found, exact) <= 2 * error(torchs, exact) + torch.finfo(dtype).eps / 4
+        check_worst(found, _a_last_place_off(twin).expected(computed).to(dtype), exact, roundings=1)
+    _check_cache(made.case, twin)
+
+
+def _a_last_place_off(case: Case) -> Case:
+    """In every number of the queries."""
+    way = torch.arange(case.q.shape[-1], device=case.q.device) * 5 % 3 - 1
+    eps = torch.finfo(case.q.dtype).eps
+    return replace(case, q=(case.q.double() * (1 + eps * torch.where(way == 0, 1, way))).to(case.q.dtype))
 
 
 @pytest.mark.gpu
@@ -561,7 +621,7 @@ def test_the_error_of_new_tokens_is_that_of_torch(
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_new_tokens_have_the_same_bits_every_time_and_without_pdl(fp8: bool) -> None:
     """Behind a kernel that only then writes what this one reads, launched with and without PDL."""
-    made = _new_on_gpu(GPU_LENS["mixed"], LLAMA, True, fp8)
+    made = _new_on_gpu(GPU_LENS["mixed"], LLAMA, True, torch.bfloat16, fp8)
     workspace = kernel.allocate_workspace(len(made.case.lens), *LLAMA, made.qkv.device)
     source = made.qkv.clone()
     first = made.run(workspace=workspace, pdl=False)
@@ -594,4 +654,4 @@ def test_a_captured_graph_writes_new_tokens_where_the_lengths_say() -> None:
         graph.replay()
         return out
 
-    _check_changing_lengths(made, replayed, 5e-3)
+    _check_changing_lengths(made, replayed, 1)
