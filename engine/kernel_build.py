@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, UnfitError
 from engine.messages import ReplicaSpec
 from engine.sizing import FP8
 
@@ -53,6 +53,22 @@ def start_build(
     gpu = compiling.Gpu.of(torch.cuda.get_device_name(device), 10 * major + minor)
     wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype)
     return KernelBuild() if build.is_built(wanted, gpu) else KernelBuild(build.start(wanted, gpu))
+
+
+def check_kernels(
+    config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str, device: torch.device
+) -> None:
+    """Raises UnfitError for a model that cannot be split over the ranks, or that a GPU's kernels cannot
+    serve; float32 and the CPU have none."""
+    config.check_parallel(spec.tensor_parallel_size)
+    if device.type != "cuda" or dtype == "float32":
+        return
+    from kernels.dimensions import DimensionsError, check
+
+    try:
+        check(dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype))
+    except DimensionsError as error:
+        raise UnfitError(str(error)) from None
 
 
 def dimensions(

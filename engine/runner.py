@@ -20,7 +20,7 @@ from engine.batch import RowTables
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.device import device_name, select_device
 from engine.families import read_config
-from engine.kernel_build import KernelBuild, start_build
+from engine.kernel_build import KernelBuild, check_kernels, start_build
 from engine.kernel_loading import load_kernels
 from engine.launched import Launched, OnStream, OnThread, StepResults, read, to_host
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens
@@ -51,7 +51,8 @@ class Runner:
 
     `ranks` must have met already (and, with NCCL, `select_device` must have been called before that).
     `progress` is told what the build is doing. Raises CheckpointError for files that cannot be used,
-    UnfitError for a split or length that the model does not allow and for meaningless fields of `spec`,
+    UnfitError for a split or length that the model does not allow, for a model that a GPU's kernels cannot
+    serve and for meaningless fields of `spec`,
     DeviceError for a device that is not there, PoolTooSmall where a sequence of `spec.max_model_len` does not
     fit, PoolTooLarge where `spec.kv_blocks` cannot be had.
     """
@@ -244,10 +245,11 @@ class Runner:
         return self.decoder.allocate_kv(blocks, zeros)
 
     def _start_build(self) -> KernelBuild:
-        """The first rank compiles for all: they run the same kernels."""
+        """The first rank compiles for all: they run the same kernels. Raises UnfitError where none could."""
+        dtypes = {"dtype": self.dtype, "weights": self.weights, "kv_dtype": self.kv_dtype}
+        check_kernels(self.config, self.spec, device=self.device, **dtypes)
         if self.ranks.rank:
             return KernelBuild()
-        dtypes = {"dtype": self.dtype, "weights": self.weights, "kv_dtype": self.kv_dtype}
         return start_build(self.config, self.spec, device=self.device, **dtypes)
 
     def _await_build(self, building: KernelBuild, progress: Progress) -> None:

@@ -13,8 +13,23 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """The model dtypes that our kernels serve."""
 
 
+HEAD_DIMS = (16, 32, 64, 128, 256)
+"""What attention's tiles can be wide: a power of two, of which tensor cores want at least 16; two stages of
+keys and values 512 wide do not fit a multiprocessor's shared memory."""
+
+MOST_GROUP = 128
+"""Query heads of a KV head: they are rows of one tile in attention of prompts."""
+
+LARGEST_ROW = 65536
+"""Most elements of a row that one program holds in registers, for a norm or a scale."""
+
+FP8_ALIGNMENT = 16
+"""Of both sides of an e4m3 matrix, by `torch._scaled_mm`."""
+
+
 class DimensionsError(ValueError):
-    """A `config.json` is not one that kernels can be made for: the message has file, field and value."""
+    """A model is not one that kernels can be made for: the message has field, value and remedy, and the file
+    where one was read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +91,41 @@ class Dimensions:
         }
 
 
+def check(dimensions: Dimensions) -> None:
+    """Raises DimensionsError, with the field's name in `config.json`, for a model that divides among its
+    ranks but that our kernels cannot serve."""
+    d = dimensions
+    group = d.rank_heads // d.rank_kv_heads
+    each = f" ({d.rank_intermediate} on each of {d.tensor_parallel} ranks)" if d.tensor_parallel > 1 else ""
+    intermediate = f"intermediate_size is {d.intermediate}{each}"
+    problem = None
+    if d.head_dim not in HEAD_DIMS:
+        problem = f"head_dim is {d.head_dim}; a GPU's kernels serve {', '.join(map(str, HEAD_DIMS))}"
+    elif group > MOST_GROUP:
+        problem = (
+            f"num_attention_heads is {d.heads} and num_key_value_heads {d.kv_heads}; a GPU's kernels serve "
+            f"at most {MOST_GROUP} query heads for a KV head, not {group}"
+        )
+    elif d.hidden > LARGEST_ROW:
+        problem = f"hidden_size is {d.hidden}; a GPU's kernels serve at most {LARGEST_ROW}"
+    elif d.fp8 and d.hidden % FP8_ALIGNMENT:
+        problem = f"hidden_size is {d.hidden}; FP8 weights on a GPU need a multiple of {FP8_ALIGNMENT}"
+    elif d.fp8 and d.rank_intermediate % FP8_ALIGNMENT:
+        problem = f"{intermediate}; FP8 weights on a GPU need a multiple of {FP8_ALIGNMENT}"
+    elif d.fp8 and d.rank_intermediate > LARGEST_ROW:
+        problem = f"{intermediate}; FP8 weights on a GPU allow at most {LARGEST_ROW}"
+    if problem is not None:
+        unquantised = "with weights that are not FP8, " if "FP8" in problem else ""
+        raise DimensionsError(
+            f"{problem}: serve this model {unquantised}on the CPU, or in float32, which a GPU computes "
+            "without these kernels"
+        )
+
+
 def read_dimensions(folder: Path, **served: Any) -> Dimensions:
     """From a checkpoint's `config.json`; `served`: the fields of `Dimensions` that it does not have.
 
-    The dtype is the file's where `served` names none. Raises DimensionsError.
+    The dtype is the file's where `served` names none. Raises DimensionsError, also as `check` does.
     """
     file = folder / "config.json"
     try:
@@ -124,6 +170,10 @@ def read_dimensions(folder: Path, **served: Any) -> Dimensions:
             raise DimensionsError(
                 f"{file}: {getattr(found, name)} {name} do not divide among {found.tensor_parallel} ranks"
             )
+    try:
+        check(found)
+    except DimensionsError as error:
+        raise DimensionsError(f"{file}: {error}") from None
     return found
 
 

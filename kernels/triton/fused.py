@@ -22,14 +22,12 @@ import triton
 import triton.language as tl
 
 from kernels import PAGE_TOKENS, KvPool, Rotation
+from kernels.dimensions import LARGEST_ROW
 
 FP8 = torch.float8_e4m3fn
 """What quantised values are. Launchers take another dtype for them only where an
 interpreter, which cannot judge e4m3, checks the rest: the values are then scaled but not rounded to eight
 bits."""
-
-_LARGEST_ROW = 65536
-"""Most elements of a row that one program holds in registers."""
 
 
 # ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────
@@ -401,8 +399,8 @@ def _whole(name: str, tensor: torch.Tensor) -> None:
 
 def _block(width: int, name: str) -> int:
     block = triton.next_power_of_2(width)
-    if block > _LARGEST_ROW:
-        raise ValueError(f"{name} is {width}; a program holds at most {_LARGEST_ROW}")
+    if block > LARGEST_ROW:
+        raise ValueError(f"{name} is {width}; a program holds at most {LARGEST_ROW}")
     return block
 
 

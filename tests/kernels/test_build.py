@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.bench.shapes import SHAPES
+from engine.config import UnfitError
 from engine.families import read_config
-from engine.kernel_build import KernelBuild, dimensions
+from engine.kernel_build import KernelBuild, check_kernels, dimensions
 from engine.messages import ReplicaSpec
 from kernels import build, compiling
 from kernels.dimensions import Dimensions, DimensionsError, read_dimensions
@@ -127,6 +129,60 @@ def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path
         (tmp_path / "config.json").write_text(wrong)
         with pytest.raises(DimensionsError, match=r"config.json: is no object but "):
             read_dimensions(tmp_path)
+
+
+UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"head_dim": 96}, {}, "head_dim is 96; a GPU's kernels serve 16, 32, 64, 128, 256: serve this model on"),
+    ({"head_dim": 8}, {}, "head_dim is 8;"),
+    ({"head_dim": 512}, {}, "head_dim is 512;"),
+    (
+        {"num_attention_heads": 256, "num_key_value_heads": 1, "head_dim": 64},
+        {},
+        "num_attention_heads is 256 and num_key_value_heads 1; .* 128 query heads for a KV head, not 256",
+    ),
+    ({"hidden_size": 65600, "head_dim": 64}, {}, "hidden_size is 65600; a GPU's kernels serve at most 65536"),
+    ({"hidden_size": 200, "head_dim": 64}, {"fp8": True}, "hidden_size is 200; FP8 .* a multiple of 16"),
+    (
+        {"intermediate_size": 528},
+        {"fp8": True, "tensor_parallel": 2},
+        r"intermediate_size is 528 \(264 on each of 2 ranks\); FP8 weights on a GPU need a multiple of 16",
+    ),
+    ({"intermediate_size": 65552}, {"fp8": True}, "intermediate_size is 65552; FP8 .* allow at most 65536"),
+]
+
+
+@pytest.mark.parametrize(("changes", "served", "words"), UNSERVED, ids=lambda value: str(value)[:40])
+def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or_loaded(
+    tmp_path: Path, changes: dict[str, Any], served: dict[str, Any], words: str
+) -> None:
+    folder = folder_of(tmp_path, "llama", **changes)
+    with pytest.raises(DimensionsError, match=f"config.json: {words}"):
+        read_dimensions(folder, **served)
+    spec = ReplicaSpec(
+        replica="r", model_path=str(folder), tensor_parallel_size=served.get("tensor_parallel", 1)
+    )
+    weights = "fp8" if served.get("fp8") else "bfloat16"
+    held = {"weights": weights, "kv_dtype": "bfloat16"}
+    config, gpu = read_config(folder), torch.device("cuda")
+    with pytest.raises(UnfitError, match=f"^{words}.*"):
+        check_kernels(config, spec, dtype="bfloat16", **held, device=gpu)
+    check_kernels(config, spec, dtype="float32", **held, device=gpu)
+    check_kernels(config, spec, dtype="bfloat16", **held, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 16},
+        {"head_dim": 256},
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 193, "head_dim": 64},
+        {"num_attention_heads": 128, "num_key_value_heads": 1, "head_dim": 64},
+        {"intermediate_size": 37, "vocab_size": 3},
+    ],
+    ids=str,
+)
+def test_other_odd_numbers_are_served(tmp_path: Path, changes: dict[str, Any]) -> None:
+    read_dimensions(folder_of(tmp_path, "llama", **changes))
 
 
 def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(

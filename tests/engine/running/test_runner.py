@@ -437,6 +437,23 @@ def test_a_pool_that_the_kernel_would_promise_but_not_keep_is_refused(folder: Pa
         Runner(spec_of(folder, kv_blocks=most // per_block), single(), quiet)
 
 
+def test_heads_that_no_kernel_of_a_gpu_serves_are_refused_before_weights_are_read_and_served_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 24}))
+    made = LocalEngine(spec_of(tmp_path, device="cpu", dtype="bfloat16"))
+    ((sample,),) = made.generate([[3, 4, 5]], SamplingParams(max_tokens=4))
+    made.close()
+    assert len(sample.token_ids) == 4
+
+    read: list[str] = []
+    monkeypatch.setattr("engine.runner.select_device", lambda *_asked: torch.device("cuda"))
+    monkeypatch.setattr("engine.runner.Decoder", lambda *_given, **_options: read.append("decoder"))
+    with pytest.raises(UnfitError, match=r"head_dim is 24; .* serve this model on the CPU, or in float32"):
+        Runner(spec_of(tmp_path, device="cuda", dtype="bfloat16", max_model_len=64), single(), quiet)
+    assert not read
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_cpu_never_stands_in_for_a_gpu_silently(folder: Path) -> None:
     with pytest.raises(DeviceError, match="1 CUDA device would be needed and 0"):
