@@ -52,24 +52,25 @@ class Load:
     e2e_limit_s: float = math.inf
 
     def plans(self, workers: int) -> list[Plan]:
-        """One plan for each worker that has anything to do. Request i is worker i mod `workers`'s."""
+        """One plan for each worker that has anything to do. Streams are dealt in turn, requests by stream: a
+        worker with half of the streams gets half of the requests."""
+        streams = min(self.concurrency, self.requests) or self.requests
+        workers = min(workers, streams)
         plans = []
         for index in range(workers):
-            requests = list(range(index, self.requests, workers))
-            concurrency = len(range(index, self.concurrency, workers))
-            if requests and (concurrency or self.arrivals):
-                plans.append(
-                    Plan(
-                        target=self.target,
-                        prompting=self.prompting,
-                        requests=requests,
-                        concurrency=concurrency,
-                        arrivals=list(self.arrivals[index::workers]),
-                        timeout_s=self.timeout_s,
-                        ttft_limit_s=self.ttft_limit_s,
-                        e2e_limit_s=self.e2e_limit_s,
-                    )
+            mine = [number for number in range(self.requests) if number % streams % workers == index]
+            plans.append(
+                Plan(
+                    target=self.target,
+                    prompting=self.prompting,
+                    requests=mine,
+                    concurrency=len(range(index, streams, workers)) if self.concurrency else 0,
+                    arrivals=[self.arrivals[number] for number in mine] if self.arrivals else [],
+                    timeout_s=self.timeout_s,
+                    ttft_limit_s=self.ttft_limit_s,
+                    e2e_limit_s=self.e2e_limit_s,
                 )
+            )
         return plans
 
 

@@ -78,6 +78,28 @@ def test_at_most_the_concurrency_runs_at_once_spread_over_workers(fake: FakeServ
     assert most == 6
 
 
+@pytest.mark.parametrize(
+    ("requests", "concurrency", "workers"), [(16, 4, 8), (30, 3, 2), (2, 8, 4), (5, 5, 3)]
+)
+def test_requests_are_dealt_like_the_streams_that_send_them(
+    target: Target, requests: int, concurrency: int, workers: int
+) -> None:
+    prompting = Server(target, "fake", 1000, "the test", None).prompting(16, 5, "seed", 0.0, 1.0)
+    plans = Load(target, prompting, requests, concurrency).plans(workers)
+    assert sorted(number for plan in plans for number in plan.requests) == list(range(requests))
+    assert sum(plan.concurrency for plan in plans) == min(requests, concurrency)
+    a_stream = requests / min(requests, concurrency)
+    assert all(abs(len(plan.requests) - a_stream * plan.concurrency) < a_stream for plan in plans)
+
+
+def test_arrivals_stay_with_their_requests(target: Target) -> None:
+    prompting = Server(target, "fake", 1000, "the test", None).prompting(16, 5, "seed", 0.0, 1.0)
+    arrivals = [0.5 * number for number in range(7)]
+    plans = Load(target, prompting, 7, arrivals=arrivals).plans(3)
+    dealt = [pair for plan in plans for pair in zip(plan.requests, plan.arrivals, strict=True)]
+    assert sorted(dealt) == list(enumerate(arrivals)) and len(plans) == 3
+
+
 def test_no_two_requests_share_a_prompt_and_all_ask_for_the_whole_length(
     fake: FakeServer, target: Target
 ) -> None:
