@@ -17,7 +17,7 @@ def document(
     server: Server, seed: str, slo: Slo, results: list[Result], found: Found | None, version: str
 ) -> dict[str, Any]:
     """Everything that was measured. Times are milliseconds where the name ends in `_ms`; a request's `at_s`
-    counts from its run's start."""
+    counts from its run's start, and all else of it from then."""
     made: dict[str, Any] = {
         "appliance": version,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -68,6 +68,10 @@ def _result(result: Result) -> dict[str, Any]:
     return {
         "name": result.name,
         "description": result.description,
+        "requests": result.requests,
+        "concurrency": result.concurrency,
+        "rate": result.duration_s and result.requests / result.duration_s,
+        "duration_s": result.duration_s,
         "prompt_tokens": shape.prompt_tokens,
         "output_tokens": shape.output_tokens,
         "temperature": shape.temperature,
@@ -149,6 +153,7 @@ def _request(record: Record, start: float) -> dict[str, Any]:
         "at_s": round(record.began_at - start, 4),
         "ttft_ms": None if record.first_at is None else round(1000 * (record.first_at - record.began_at), 3),
         "e2e_ms": round(1000 * (record.ended_at - record.began_at), 3),
+        "late_ms": round(1000 * record.late_s, 3),
         "itl_max_ms": round(1000 * max(record.gaps_s), 3) if record.gaps_s else None,
         "tokens": tokens_of(record),
     }

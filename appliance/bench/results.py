@@ -156,6 +156,8 @@ def summarize(raw: Raw, output_tokens: int, prompt_tokens: int, slo: Slo, durati
         1000 * sum(one.gaps_s) / (tokens[id(one)] - 1) for one in good if one.gaps_s and tokens[id(one)] > 1
     )
     seconds = max((one.ended_at for one in records), default=raw.started_at) - raw.started_at
+    if not raw.stopped:
+        seconds = max(seconds, duration_s)
     late = sorted(1000 * one.late_s for one in records if one.failure != STOPPED)
     within = None
     if slo.is_set:
@@ -163,7 +165,7 @@ def summarize(raw: Raw, output_tokens: int, prompt_tokens: int, slo: Slo, durati
             id(one) in ttft and slo.keeps(ttft[id(one)], [1000 * gap for gap in one.gaps_s]) for one in good
         )
     return Summary(
-        seconds=seconds if raw.stopped else max(seconds, duration_s),
+        seconds=seconds,
         requests=len(records),
         succeeded=len(good),
         unfinished=sum(record.failure == STOPPED for record in records),
@@ -181,7 +183,7 @@ def summarize(raw: Raw, output_tokens: int, prompt_tokens: int, slo: Slo, durati
         late_p99_ms=percentile(late, 99) if late else 0.0,
         workers=raw.workers,
         busiest_worker=raw.busiest_worker,
-        series=_series(good, raw.started_at),
+        series=_series(records, raw.started_at, seconds),
         ttft_ms=sorted(ttft.values()),
         itl_ms=gaps,
     )
@@ -196,15 +198,17 @@ def _chunks(record: Record) -> int:
     return 0 if record.first_at is None else 1 + len(record.gaps_s)
 
 
-def _series(records: Sequence[Record], start: float) -> list[Second]:
-    """Per-second sums. A chunk counts as the tokens that its request's chunks carry on average."""
-    if not records:
-        return []
-    length = 1 + int(max(record.ended_at for record in records) - start)
+def _series(records: Sequence[Record], start: float, seconds: float) -> list[Second]:
+    """Per-second sums over the whole run. A chunk counts as the tokens that its request's chunks carry on
+    average; requests that failed or were given up run until then, and count as nothing else."""
+    length = 1 + int(seconds)
     tokens = [0.0] * length
-    first, ended, begun = Counter[int](), Counter[int](), Counter[int]()
+    first, ended, begun, gone = (Counter[int]() for _ in range(4))
     for record in records:
         begun[int(record.began_at - start)] += 1
+        gone[int(record.ended_at - start)] += 1
+        if record.failure:
+            continue
         ended[int(record.ended_at - start)] += 1
         if record.first_at is None:
             continue
@@ -219,7 +223,7 @@ def _series(records: Sequence[Record], start: float) -> list[Second]:
     running = 0
     series = []
     for second in range(length):
-        running += begun[second] - ended[second]
+        running += begun[second] - gone[second]
         series.append(Second(tokens[second], first[second], ended[second], running))
     return series
 

@@ -71,6 +71,12 @@ class Result:
     shape: Shape
     figure: str
     unit: str
+    requests: int
+    """Of each run."""
+    concurrency: int | None = None
+    """At once, in closed loop."""
+    duration_s: float | None = None
+    """In which they arrive, in open loop."""
     runs: list[Measured] = field(default_factory=list)
 
     @property
@@ -115,7 +121,15 @@ class Session:
         asked = f"{workload.requests:,} requests, {workload.concurrency:,} at once"
         if workload.requests == 1:
             asked = "1 request"
-        result = Result(name, f"{asked}, {_of(shape)}", shape, workload.figure, workload.unit)
+        result = Result(
+            name,
+            f"{asked}, {_of(shape)}",
+            shape,
+            workload.figure,
+            workload.unit,
+            workload.requests,
+            concurrency=workload.concurrency,
+        )
         if warm_up:
             await self._warm_up(shape, workload.concurrency)
         for run in range(1, runs + 1):
@@ -131,12 +145,12 @@ class Session:
         """Have requests arrive at `rate` a second for `duration_s`, and wait for the last; `runs` times,
         after a warm-up that does not count. Raises BenchError."""
         description = f"{rate:g} requests/s (Poisson) for {duration_s:g} s, {_of(shape)}"
-        result = Result(name, description, shape, "output_tok_s", "tok/s")
+        requests = requests_at(rate, duration_s)
+        result = Result(name, description, shape, "output_tok_s", "tok/s", requests, duration_s=duration_s)
         if warm_up:
-            await self._warm_up(shape, requests_at(rate, duration_s))
+            await self._warm_up(shape, requests)
         for run in range(1, runs + 1):
             title = f"{name} {run}/{runs}" if runs > 1 else name
-            requests = requests_at(rate, duration_s)
             arrivals = poisson_arrivals(requests, duration_s, self._next_seed())
             measured = await self._measure(title, shape, requests, arrivals=arrivals, duration_s=duration_s)
             measured.backlog = backlog(measured.records, measured.started_at, duration_s)
@@ -166,8 +180,10 @@ class Session:
         if found.best is None:
             return found, None
         description = f"{found.best.rate:.4g} requests/s (Poisson) for {duration_s:g} s, {_of(shape)}"
-        held = runs[found.best.requests]
-        return found, Result("find-rate", description, shape, "output_tok_s", "tok/s", [held])
+        best = found.best.requests
+        result = Result("find-rate", description, shape, "output_tok_s", "tok/s", best, duration_s=duration_s)
+        result.runs.append(runs[best])
+        return found, result
 
     async def _try(self, shape: Shape, requests: int, duration_s: float) -> tuple[Trial, Measured]:
         """One trial, given up when it can no longer succeed, and at latest after TRIAL_SHARE durations."""

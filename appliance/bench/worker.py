@@ -23,6 +23,8 @@ from engine.client import Channel
 PROGRESS_S = 0.2
 _MADE_AHEAD = 4096
 """Requests whose bytes are ready before the start; later ones are made when they are sent."""
+_MADE_AHEAD_TOKENS = 16 << 20
+"""Of those together: a token takes about six bytes."""
 
 
 class Run:
@@ -31,7 +33,8 @@ class Run:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._client = Client(plan.target, plan.timeout_s)
-        self._ahead = [self._body(number) for number in plan.requests[:_MADE_AHEAD]]
+        ahead = min(_MADE_AHEAD, _MADE_AHEAD_TOKENS // plan.prompting.prompt_tokens)
+        self._ahead = [self._body(number) for number in plan.requests[:ahead]]
         self._running: dict[int, tuple[float, Streamed]] = {}
         self._records: list[Record] = []
         self._chunks = 0

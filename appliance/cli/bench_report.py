@@ -12,7 +12,7 @@ from appliance.bench.rates import SLOW, Found, Trial
 from appliance.bench.results import Bin, Second, Spread, Summary, distribution
 from appliance.bench.session import Aim, Result, warnings
 from appliance.bench.workers import Standing
-from appliance.cli.output import Column, is_terminal, of_seconds, paint, printable, table
+from appliance.cli.output import Column, is_terminal, of_seconds, paint, printable, table, terminal_width
 
 _WIDTH = 80
 _BAR_CELLS = 34
@@ -263,7 +263,9 @@ class ProgressBar:
         if failed:
             parts.insert(1, f"{failed:,} failed")
         line = f"{aim.title} [{'#' * filled}{'.' * (16 - filled)}] " + " · ".join(parts)
-        print(f"\r{line[: _WIDTH - 1]}\x1b[K", end="", file=self._stream, flush=True)
+        # A line that wraps could not be written over.
+        room = min(_WIDTH, terminal_width(self._stream) or _WIDTH) - 1
+        print(f"\r{line[:room]}\x1b[K", end="", file=self._stream, flush=True)
         self._drawn = True
 
 

@@ -40,6 +40,7 @@ def test_a_run_prints_a_table_and_writes_its_raw_figures(cli: Run, fake: FakeSer
     assert made["model"] == "fake" and made["seed"] == "7"
     assert run["output_tokens"] == 16 and run["ttft_ms"]["p50"] >= 20
     assert result["figure"] == pytest.approx(run["output_tok_s"], rel=0.01)
+    assert (result["requests"], result["concurrency"], result["rate"]) == (4, 2, None)
     assert len(run["per_request"]) == 4 and run["per_request"][0]["tokens"] == 4
     assert sum(second["output_tokens"] for second in run["per_second"]) == 16
     # One to try the server, two to warm up, four that count.
@@ -68,7 +69,10 @@ def test_arrivals_at_a_rate_report_goodput(cli: Run, fake: FakeServer, tmp_path:
     flags = ("--rate", "20", "--duration", "1", "--ttft-p99-ms", "100", "--seed", "1")
     outcome = cli("bench", "--base-url", fake.url, *flags, "--output-tokens", "2", "--json", tmp_path / "j")
     assert outcome.code == 0 and "goodput" in outcome.out and "20 requests/s (Poisson)" in outcome.out
-    run = json.loads((tmp_path / "j").read_text())["results"][0]["runs"][0]
+    (result,) = json.loads((tmp_path / "j").read_text())["results"]
+    assert (result["requests"], result["rate"], result["duration_s"]) == (20, 20, 1)
+    assert result["concurrency"] is None
+    (run,) = result["runs"]
     assert 0.3 < run["goodput"] / run["requests_s"] < 0.7
 
 

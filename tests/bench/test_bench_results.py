@@ -106,6 +106,14 @@ def test_the_series_says_what_came_in_which_second() -> None:
     assert [second.first_tokens for second in series] == [1, 0, 1]
 
 
+def test_the_series_lasts_as_long_as_the_run_and_counts_what_fails_as_running() -> None:
+    failed = record(1, failure="timeout", ended_at=START + 2.5)
+    series = summarize(raw(record(), failed), 4, 8, Slo(), duration_s=4.0).series
+    assert [second.running for second in series] == [1, 1, 0, 0, 0]
+    assert [second.ended for second in series] == [1, 0, 0, 0, 0]
+    assert sum(second.output_tokens for second in series) == 4
+
+
 @pytest.mark.parametrize(("percent", "value"), [(50, 50), (90, 90), (99, 99), (100, 100), (1, 1)])
 def test_percentiles_are_nearest_rank(percent: float, value: float) -> None:
     assert percentile([float(number) for number in range(1, 101)], percent) == value
