@@ -1,5 +1,5 @@
-"""How far attention is off, over all and where it is worst: one wrong head of one token drowns in a norm over
-two thousand tokens of 32 heads."""
+"""How far results are off, over all and where they are worst: one wrong head of one token drowns in a norm
+over two thousand tokens of 32 heads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def worst_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of the vector of a token and head that is the furthest off, relative to its norm; where that is zero,
-    anything else is infinitely far."""
+    """Of the vector (the last dimension: a head of a token, a token's outputs) that is the furthest off,
+    relative to its norm; where that is zero, anything else is infinitely far."""
     off, size = (found.double() - exact).norm(dim=-1), exact.double().norm(dim=-1)
     return float(torch.where(off == 0, 0.0, off / size).max())
 

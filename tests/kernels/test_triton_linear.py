@@ -11,7 +11,8 @@ largest value (the twin may be lucky), plus what any order of K float32 sums may
 of the terms' magnitudes (Higham and Mary 2019): of a 32-bit result that is most of it, where tensor cores
 that round to TF32 would leave 60 times as much. FP8: of the quantised product, by norm, plus 4e-3, since the
 tensor cores sum more than one row in about 14 bits, and a last place of a norm may turn a value to its
-neighbour.
+neighbour. So by the norm of all, by that of each token's row, and each element by a hundredth of the largest:
+14 bits that are cut off at each step of 32 leave half of that at K = 14336.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 
 from kernels import Gained, reference
 from kernels.triton.linear_plans import MOST_ROWS, SPLIT_PROGRAMS, Plan, choose
+from tests.kernels.closeness import error, worst_error
 
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
 
@@ -130,19 +132,36 @@ class Fp8Case(Case):
         )
 
 
-def _check_fp8(case: Fp8Case, found: torch.Tensor) -> None:
+def _check_fp8(
+    case: Fp8Case, found: torch.Tensor, quantised: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> None:
+    """quantised: what the product was given, where it was not x that it norms and quantises."""
     x = case.normed()
+    dequantised = x.double()
     if case.quantised.dtype == torch.float8_e4m3fn:
-        values, scales = reference.quantise_fp8(x)
+        values, scales = quantised or _quantised(case)
         dequantised = values.double() * scales.double()
-    else:
-        dequantised = x.double()
     weight = case.quantised.double() * case.weight_scale.double().unsqueeze(1)
-    exact = case.exact(dequantised @ weight.T)
+    product = dequantised @ weight.T
+    exact = case.exact(product)
     twin = case.twin(F.linear(dequantised, weight).add(0 if case.bias is None else case.bias).to(x.dtype))
-    error = (found.double() - exact).norm() / exact.norm()
-    twin_error = (twin.double() - exact).norm() / exact.norm()
-    assert error <= 2 * twin_error + 4e-3
+    assert error(found, exact) <= 2 * error(twin, exact) + 4e-3
+    assert worst_error(found, exact) <= 2 * worst_error(twin, exact) + 4e-3
+    off, twin_off = ((each.double() - exact).abs().max() for each in (found, twin))
+    unit = torch.finfo(found.dtype).eps * exact.abs().max()
+    assert off <= 2 * twin_off + unit / 2 + 1e-2 * max(exact.abs().max(), product.abs().max())
+
+
+def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """x normed and quantised. Of several rows by the kernel that the product launches before itself, since
+    the last place of a row's largest value decides on a step of many others: it is held to the twin here."""
+    expected, expected_scales = reference.quantise_fp8(case.normed())
+    if case.norm is None or len(case.x) == 1:
+        return expected, expected_scales
+    values, scales = linear.fused.rms_norm_fp8(case.x, case.norm, EPS)
+    torch.testing.assert_close(scales, expected_scales, rtol=torch.finfo(case.x.dtype).eps, atol=0)
+    torch.testing.assert_close(values.float(), expected.float(), rtol=0.126, atol=0.002)
+    return values, scales
 
 
 # ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
@@ -379,7 +398,7 @@ def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
         assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
         options = {**case.options(), "norm_weight": None}
         found = linear.linear_fp8(values, case.quantised, case.weight_scale, x_scale=scales, **options)
-        _check_fp8(case, found)
+        _check_fp8(case, found, (values, scales))
 
 
 def check_as_good_as_apart(case: Case, plan: Plan) -> None:
@@ -388,8 +407,8 @@ def check_as_good_as_apart(case: Case, plan: Plan) -> None:
     shared = linear.linear(gained.values, case.weight, **case.options_after(gained), plan=plan).clone()
     apart = linear.linear(case.x, case.weight, **case.options(), plan=plan)
     exact = case.exact(case.exact_normed() @ case.weight.double().T)
-    errors = [float((found.double() - exact).norm() / exact.norm()) for found in (shared, apart)]
-    assert errors[0] <= 1.5 * errors[1]
+    assert error(shared, exact) <= 1.5 * error(apart, exact)
+    assert worst_error(shared, exact) <= 2 * worst_error(apart, exact)
 
 
 @on_gpu
