@@ -40,7 +40,11 @@ from engine.sizing import (
     product_ladder,
 )
 from engine.steps import Steps
+from engine.transfer import reserve
 from kernels import KvPool, select_backend, select_sampling
+
+_PLAN_ROWS = 4
+"""Numbers, of 8 bytes, that a step sends of each token of its prompts."""
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
@@ -260,7 +264,9 @@ class Runner:
             self.ranks.all_gather_stack(torch.zeros(1, device=self.device))  # nobody goes on before
 
     def _warm_up(self, progress: Progress) -> None:
-        """Whatever serving launches is loaded, or captured, before anybody asks for it."""
+        """Whatever serving launches is loaded, or captured, before anybody asks for it, and the memory that
+        it sends with is there."""
+        reserve(_PLAN_ROWS * self.spec.step_tokens * 8)
         if self.ranks.size == 1:
             self._capture_graphs(progress)
         table = self.steps.tables.block_table
