@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kernels.defects import DEFECTS, ROOT, Defect
+from tests.kernels.test_exercise import script
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: f"{defect.file}: {defect.name}")
@@ -42,3 +45,29 @@ def test_every_kernel_that_is_launched_has_a_defect_of_its_own() -> None:
     assert len(found) >= 20
     for file, name, source in found:
         assert any(defect.file == file and defect.right in source for defect in DEFECTS), (file, name)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nosuchword"], "no defect has nosuchword; there are\n  attention_decode.py: "),
+        (["linear", "nosuchword", "norword"], "no defect has nosuchword, norword; there are\n"),
+        (["sampling", "tiles:"], "no defect has all of sampling, tiles:; leave one out"),
+        (["linear_tiles.py"], "only a GPU notices those with linear_tiles.py: give --gpu on one"),
+    ],
+    ids=["unknown", "some unknown", "in none together", "on a GPU alone"],
+)
+def test_a_trial_of_nothing_is_refused(words: list[str], said: str) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "seed_defects"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and said in done.stderr
+    assert "every defect was noticed" not in done.stdout
+
+
+def test_words_choose_defects_that_have_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_defects = script("seed_defects")
+    for words in ([], ["new_tokens.py"], ["sampling", "tie"]):
+        monkeypatch.setattr(sys, "argv", ["seed_defects", *words])
+        chosen = seed_defects._arguments().chosen
+        assert chosen == [d for d in DEFECTS if all(word in f"{d.name} {d.source}" for word in words)]
+        assert chosen
