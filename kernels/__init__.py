@@ -46,6 +46,8 @@ class Fp8Activation:
     """[tokens, n] float8_e4m3fn"""
     scales: torch.Tensor
     """[tokens, 1] float32"""
+    dtype: torch.dtype
+    """The model's: what they were, and what a product of them is."""
 
 
 Activation = torch.Tensor | Fp8Activation

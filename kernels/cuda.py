@@ -95,7 +95,7 @@ class CudaOps:
         if isinstance(weight, Fp8Weight) and self._plan(len(x.values), weight.values) is None:
             # The library's product takes nothing with it: what follows is one pass, and quantises as well.
             product = self._norm_product(*normed, bias=bias)
-            return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self._pdl))
+            return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self._pdl), product.dtype)
         return self._norm_product(*normed, bias=bias, silu_mul=True)
 
     def linear_add(
@@ -147,7 +147,8 @@ class CudaOps:
             assert isinstance(x, torch.Tensor)
             return linear.linear(x, weight, **options)
         if isinstance(x, Fp8Activation):
-            return linear.linear_fp8(x.values, weight.values, weight.scales, x_scale=x.scales, **options)
+            options |= {"x_scale": x.scales, "dtype": x.dtype}
+            return linear.linear_fp8(x.values, weight.values, weight.scales, **options)
         return linear.linear_fp8(x, weight.values, weight.scales, **options)
 
     # ── attention ────────────────────────────────────────────────────────────────────────────────

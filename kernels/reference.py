@@ -125,13 +125,12 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x [tokens, in]` quantised per token, if it is not yet, by a quantised weight: as x (float32 where that
-    came quantised). Sums are float32, and rounded once."""
-    dtype = torch.float32 if isinstance(x, Fp8Activation) else x.dtype
+    """`x [tokens, in]` quantised per token, if it is not yet, by a quantised weight: in the model's dtype.
+    Sums are float32, and rounded once."""
     if not isinstance(x, Fp8Activation):
-        x = Fp8Activation(*quantise_fp8(x))
+        x = Fp8Activation(*quantise_fp8(x), x.dtype)
     product = F.linear(x.values.float(), weight.values.float()) * x.scales * weight.scales
-    return (product if bias is None else product + bias.float()).to(dtype)
+    return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def rope_cache_write(

@@ -80,14 +80,14 @@ def _picked(ops: CudaOps, weight: Weight, rows: list[int], adds: bool) -> list[s
     """The kernels of each product, joined where there are several. adds: it is added to a residual stream."""
     outputs, inputs = (weight.values if isinstance(weight, Fp8Weight) else weight).shape
     x = torch.randn(rows[-1], inputs, device="cuda", dtype=torch.bfloat16)
-    quantised = Fp8Activation(*quantise_fp8(x)) if isinstance(weight, Fp8Weight) else None
+    quantised = Fp8Activation(*quantise_fp8(x), x.dtype) if isinstance(weight, Fp8Weight) else None
     stream = torch.zeros(rows[-1], outputs if adds else 1, device="cuda", dtype=torch.bfloat16)
     mark = torch.zeros(1, device="cuda")
     with profile(activities=[ProfilerActivity.CUDA]) as recording:
         for count in rows:
             some: Activation = x[:count]
             if quantised is not None:
-                some = Fp8Activation(quantised.values[:count], quantised.scales[:count])
+                some = Fp8Activation(quantised.values[:count], quantised.scales[:count], x.dtype)
             mark.zero_()  # stands before each product
             if adds:
                 ops.linear_add(some, weight, None, Stream(stream[:count]), None)

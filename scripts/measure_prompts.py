@@ -33,7 +33,7 @@ def measure(ops: CudaOps, weight: Weight, rows: int) -> float:
     columns = (weight.values if isinstance(weight, Fp8Weight) else weight).shape[1]
     x: Any = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     if isinstance(weight, Fp8Weight):
-        x = Fp8Activation(*quantise_fp8(x))
+        x = Fp8Activation(*quantise_fp8(x), x.dtype)
 
     def run() -> None:
         for _ in range(TURNS):

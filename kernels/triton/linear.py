@@ -98,6 +98,7 @@ def linear_fp8(
     weight_scale: torch.Tensor,
     *,
     x_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
@@ -113,11 +114,12 @@ def linear_fp8(
     per token.
 
     x: `[rows, K]` in the model's dtype, quantised here after it is normed; or e4m3, with `x_scale [rows]` or
-    `[rows, 1]` float32 and no norm_weight; the result is then bfloat16 unless `out` says otherwise.
+    `[rows, 1]` float32 and no norm_weight; dtype is then the model's. The result has that unless `out` says
+    otherwise.
     """
     extras = Fused(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
-    dtype = torch.bfloat16 if x_scale is not None else x.dtype
+    dtype = x.dtype if x_scale is None else dtype
     if x_scale is not None and norm_weight is not None:
         raise ValueError("x_scale says that x is quantised; norm_weight needs x as it was before")
     if weight_scale.shape != weight.shape[:1] or weight_scale.dtype != torch.float32:
@@ -143,7 +145,7 @@ def linear_fp8(
             x, x_scale = quantise(x, values=weight.dtype, pdl=pdl)
     if plan is None or out is None:
         assert x_scale is not None
-        return _cublas_fp8(x, x_scale, weight, weight_scale, extras, out, pdl)
+        return _cublas_fp8(x, x_scale, weight, weight_scale, extras, dtype, out, pdl)
     _launch(plan, x, x_scale, weight, weight_scale, extras, out, workspace, pdl)
     return out
 
@@ -245,18 +247,26 @@ def _cublas_fp8(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     extras: Fused,
+    dtype: torch.dtype,
     out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
+    """In the model's dtype, as our own products. The library is always asked for bfloat16: float16 with a
+    scale for each row is not right in every torch on every GPU, and sums of 14 bits lack its last ones."""
+    as_asked = dtype == torch.bfloat16
     product = torch._scaled_mm(
         x,
         weight.t(),
         scale_a=x_scale.view(-1, 1),
         scale_b=weight_scale.view(1, -1),
-        bias=extras.bias,
+        bias=extras.bias if as_asked else None,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
+    if not as_asked:
+        product = product.to(dtype)
+        if extras.bias is not None:
+            product += extras.bias
     return _after(product, extras, out, pdl)
 
 

@@ -14,13 +14,14 @@ END = 6
 """The demo model's end of turn."""
 
 
-def engine(device: str, dtype: str, kv_dtype: str = "auto") -> LocalEngine:
+def engine(device: str, dtype: str, kv_dtype: str = "auto", weights: str = "auto") -> LocalEngine:
     return LocalEngine(
         ReplicaSpec(
             replica=f"{device}-0",
             model_path=str(DEMO),
             device=device,
             dtype=dtype,
+            weights=weights,
             kv_dtype=kv_dtype,
             max_rows=256,
             step_tokens=4096,

@@ -19,16 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import Gained, reference
+from kernels import Fp8Activation, Fp8Weight, Gained, reference
 from kernels.triton.linear_plans import MOST_ROWS, SPLIT_PROGRAMS, Plan, choose
 from tests.kernels.closeness import error, worst_error
 
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
+CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
 
 EPS = 1e-5
 POISON = 77.0
@@ -133,9 +135,13 @@ class Fp8Case(Case):
 
 
 def _check_fp8(
-    case: Fp8Case, found: torch.Tensor, quantised: tuple[torch.Tensor, torch.Tensor] | None = None
+    case: Fp8Case,
+    found: torch.Tensor,
+    quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rounded: torch.dtype = torch.float64,
 ) -> None:
-    """quantised: what the product was given, where it was not x that it norms and quantises."""
+    """quantised: what the product was given, where it was not x that it norms and quantises. rounded: what
+    the product may be rounded to before anything is done with it."""
     x = case.normed()
     dequantised = x.double()
     if case.quantised.dtype == torch.float8_e4m3fn:
@@ -144,7 +150,8 @@ def _check_fp8(
     weight = case.quantised.double() * case.weight_scale.double().unsqueeze(1)
     product = dequantised @ weight.T
     exact = case.exact(product)
-    twin = case.twin(F.linear(dequantised, weight).add(0 if case.bias is None else case.bias).to(x.dtype))
+    biased = product.to(rounded).double().add(0 if case.bias is None else case.bias)
+    twin = case.twin(biased.to(x.dtype))
     assert error(found, exact) <= 2 * error(twin, exact) + 4e-3
     assert worst_error(found, exact) <= 2 * worst_error(twin, exact) + 4e-3
     off, twin_off = ((each.double() - exact).abs().max() for each in (found, twin))
@@ -342,6 +349,51 @@ def test_what_does_not_fit_is_named() -> None:
         linear.linear_fp8(x, weight, torch.zeros(1))
 
 
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The library's product as every torch has it on a GPU: bfloat16, with a bias of that. What it gave."""
+    given = []
+
+    def scaled_mm(
+        x: torch.Tensor, weight: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        bias, dtype = options["bias"], options["out_dtype"]
+        assert dtype == torch.bfloat16 and (bias is None or bias.dtype == dtype)
+        product = x.float() @ weight.float() * scale_a * scale_b
+        given.append(dtype)
+        return (product if bias is None else product + bias.float()).to(dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    return given
+
+
+@pytest.mark.parametrize("extras", [(), ("bias",), ("bias", "residual"), ("bias", "silu")], ids=str)
+def test_the_librarys_product_has_the_models_dtype_as_ours_has(
+    extras: tuple[str, ...], library: list[torch.dtype]
+) -> None:
+    case = Fp8Case(130, 96, 192, extras, torch.float16, torch.float8_e4m3fn)
+    values, scales = reference.quantise_fp8(case.x)
+    weight = (case.quantised, case.weight_scale)
+    options = {**case.options(), "x_scale": scales, "dtype": torch.float16, "pdl": False}
+    for out in (case.out, None):
+        found = linear.linear_fp8(values, *weight, **{**options, "out": out})
+        assert found.dtype == torch.float16
+        _check_fp8(case, found, rounded=torch.bfloat16)
+    assert len(library) == 2
+
+
+def test_a_split_models_product_has_its_dtype(library: list[torch.dtype]) -> None:
+    """There is no residual stream in it, which would say of which dtype the result is."""
+    case = Fp8Case(130, 96, 192, ("bias",), torch.float16, torch.float8_e4m3fn)
+    quantised = Fp8Activation(*reference.quantise_fp8(case.x), torch.float16)
+    weight = Fp8Weight(case.quantised, case.weight_scale)
+    for ops in (CudaOps(), reference):
+        found = ops.linear(quantised, weight, case.bias)
+        assert found.dtype == torch.float16
+        _check_fp8(case, found, rounded=torch.bfloat16)
+    assert library == [torch.bfloat16]
+
+
 def test_a_norm_that_cannot_be_shared_is_refused() -> None:
     x, weight, squares = torch.zeros(2, 64), torch.zeros(32, 64), torch.zeros(1, 2)
     with pytest.raises(ValueError, match="dot or tiles, not by the library"):
@@ -388,17 +440,21 @@ def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> N
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 16 == 0], ids=str)
-def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
-    for rows in ROWS:
-        case = Fp8Case(rows, *shape, torch.bfloat16, torch.float8_e4m3fn)
-        _check_fp8(case, linear.linear_fp8(case.x, case.quantised, case.weight_scale, **case.options()))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
+    """The library's, of the most rows, is rounded to bfloat16 first."""
+    rounded = torch.bfloat16 if dtype == torch.float16 else torch.float64
+    for rows in (*ROWS, 200):
+        case = Fp8Case(rows, *shape, dtype, torch.float8_e4m3fn)
+        weight = (case.quantised, case.weight_scale)
+        _check_fp8(case, linear.linear_fp8(case.x, *weight, **case.options()), rounded=rounded)
         values, scales = linear.quantise(case.normed().contiguous())
         expected, expected_scales = reference.quantise_fp8(case.normed())
         assert torch.equal(scales, expected_scales)
         assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
-        options = {**case.options(), "norm_weight": None}
-        found = linear.linear_fp8(values, case.quantised, case.weight_scale, x_scale=scales, **options)
-        _check_fp8(case, found, (values, scales))
+        options = {**case.options(), "norm_weight": None, "x_scale": scales, "dtype": dtype}
+        _check_fp8(case, linear.linear_fp8(values, *weight, **options), (values, scales), rounded)
+        assert linear.linear_fp8(values, *weight, **{**options, "out": None}).dtype == dtype
 
 
 def check_as_good_as_apart(case: Case, plan: Plan) -> None:
