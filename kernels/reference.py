@@ -104,14 +104,6 @@ def linear_add(
     return Stream(residual.values.add_(linear(x, weight, bias)))
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(rms_norm(residual + x), residual + x)`; overwrites `residual`."""
-    residual.add_(x)
-    return rms_norm(residual, weight, eps), residual
-
-
 def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 values like `x [..., n]` and their scales `[..., 1]` float32: the largest magnitude / 448, so that
     nothing saturates. A row of zeros has scale 0."""

@@ -72,13 +72,9 @@ def fused_cases(tokens: int) -> list[tuple[str, int, Callable[[bool], Callable[[
         x = random(tokens, HIDDEN)
         return lambda: fused.rms_norm(x, weight, 1e-5, pdl=pdl)
 
-    def add_norm(pdl: bool) -> Callable[[], object]:
-        x, residual = random(tokens, HIDDEN), random(tokens, HIDDEN) * 0
-        return lambda: fused.add_rms_norm(x, residual, weight, 1e-5, pdl=pdl)
-
-    def add_norm_fp8(pdl: bool) -> Callable[[], object]:
-        x, residual = random(tokens, HIDDEN), random(tokens, HIDDEN) * 0
-        return lambda: fused.add_rms_norm_fp8(x, residual, weight, 1e-5, pdl=pdl)
+    def norm_fp8(pdl: bool) -> Callable[[], object]:
+        x = random(tokens, HIDDEN)
+        return lambda: fused.rms_norm_fp8(x, weight, 1e-5, pdl=pdl)
 
     def silu(pdl: bool) -> Callable[[], object]:
         x = random(tokens, 2 * FFN)
@@ -105,8 +101,7 @@ def fused_cases(tokens: int) -> list[tuple[str, int, Callable[[bool], Callable[[
     rotated = 2 * qkv + 2 * (qkv - kv)
     return [
         ("rms_norm", 4 * row, norm),
-        ("add_rms_norm", 8 * row, add_norm),
-        ("add_rms_norm_fp8", 7 * row, add_norm_fp8),
+        ("rms_norm_fp8", 3 * row, norm_fp8),
         ("silu_mul", 6 * tokens * FFN, silu),
         ("silu_mul_fp8", 5 * tokens * FFN, silu_fp8),
         ("rope_cache_write", rotated + 2 * kv, rope(False, False)),

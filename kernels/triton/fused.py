@@ -1,11 +1,10 @@
 # mypy: allow-untyped-defs
 """What stands between the matrix products of a decoder, one pass over the bytes each.
 
-Residual add + RMSNorm, QK-norm + RoPE + KV-cache write and SiLU·mul, each plain or with its result
-quantised to e4m3 on the way out. Shapes and meanings are those of `kernels.Ops`; the twins are in
-`kernels.reference`, and values are rounded where the twins round them: the sum of the residual before it is
-normed, a normed head before it is rotated, silu(gate) before it is multiplied, a result before it is
-quantised.
+RMSNorm, QK-norm + RoPE + KV-cache write and SiLU·mul, each plain or with its result quantised to e4m3 on the
+way out. (Products add the residual: `linear`.) Shapes and meanings are those of `kernels.Ops`; the twins are
+in `kernels.reference`, and values are rounded where the twins round them: a normed head before it is rotated,
+silu(gate) before it is multiplied, a result before it is quantised.
 
 Quantised: a scale for each token (or token and head), largest magnitude / 448, so that no value saturates.
 A row of zeros has scale 0.
@@ -36,16 +35,8 @@ bits."""
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False) -> torch.Tensor:
     """RMSNorm (Zhang and Sennrich 2019) of `x [tokens, hidden]` by `weight [hidden]`: as x."""
     normed = torch.empty_like(x)
-    _launch_norm(x, None, weight, eps, normed, None, pdl)
+    _launch_norm(x, weight, eps, normed, None, pdl)
     return normed
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(rms_norm(residual + x), residual + x)`, written over x and residual, `[tokens, hidden]` each."""
-    _launch_norm(x, residual, weight, eps, x, None, pdl)
-    return x, residual
 
 
 def rms_norm_fp8(
@@ -53,24 +44,8 @@ def rms_norm_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` quantised: values `[tokens, hidden]` e4m3 and scales `[tokens, 1]` float32."""
     quantised, scales = _quantised(x, x.shape[1], values)
-    _launch_norm(x, None, weight, eps, quantised, scales, pdl)
+    _launch_norm(x, weight, eps, quantised, scales, pdl)
     return quantised, scales
-
-
-def add_rms_norm_fp8(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    values: torch.dtype = FP8,
-    pdl: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`add_rms_norm` quantised: values `[tokens, hidden]` e4m3, scales `[tokens, 1]` float32, and the
-    residual, which is written over; x is kept."""
-    quantised, scales = _quantised(x, x.shape[1], values)
-    _launch_norm(x, residual, weight, eps, quantised, scales, pdl)
-    return quantised, scales, residual
 
 
 def _quantised(x: torch.Tensor, width: int, values: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +57,6 @@ def _quantised(x: torch.Tensor, width: int, values: torch.dtype) -> tuple[torch.
 
 def _launch_norm(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
@@ -91,20 +65,16 @@ def _launch_norm(
 ) -> None:
     tokens, hidden = x.shape
     _whole("x", x)
-    if residual is not None:
-        _whole("residual", residual)
     if tokens == 0:
         return
     block = _block(hidden, "hidden")
     _norm[(tokens,)](
         x,
-        residual,
         weight,
         out,
         scales,
         hidden,
         eps,
-        ADD=residual is not None,
         QUANTISE=scales is not None,
         PDL=pdl,
         BLOCK=block,
@@ -116,13 +86,11 @@ def _launch_norm(
 @triton.jit
 def _norm(
     x,
-    residual,
     weight,
     out,
     scales,
     hidden,
     eps,
-    ADD: tl.constexpr,
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -137,11 +105,6 @@ def _norm(
         tl.extra.cuda.gdc_wait()
     at = token * hidden + column
     row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        total = (row + before).to(residual.dtype.element_ty)
-        tl.store(residual + at, total, mask=inside)
-        row = total.to(tl.float32)
     mean = tl.sum(row * row, axis=0) / hidden
     normed = (row * tl.rsqrt(mean + eps) * gain).to(x.dtype.element_ty)
     if QUANTISE:

@@ -206,13 +206,6 @@ _PREFILL = [
 ]
 _FUSED = [
     Defect(
-        "the residual is not in the norm",
-        "fused.py",
-        "row = total.to(tl.float32)",
-        "row = row.to(tl.float32)",
-        "residual",
-    ),
-    Defect(
         "a norm's mean is over its padding",
         "fused.py",
         "mean = tl.sum(row * row, axis=0) / hidden",

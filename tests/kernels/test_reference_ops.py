@@ -78,13 +78,9 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_norms_are_computed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
-    x, residual, weight = (_random(5, 64, seed=seed).to(dtype) for seed in range(3))
+    x, weight = (_random(5, 64, seed=seed).to(dtype) for seed in range(2))
     ulp = torch.finfo(dtype).eps * 8
     _close(OPS.rms_norm(x, weight[0], EPS), _rms_norm(x, weight[0]), ulp)
-    total = x + residual
-    normed, left = OPS.add_rms_norm(x, residual.clone(), weight[0], EPS)
-    assert torch.equal(left, total)
-    _close(normed, _rms_norm(total, weight[0]), ulp)
 
 
 def test_silu_mul_gates_the_second_half_with_the_first() -> None:

@@ -62,19 +62,6 @@ def test_a_norm_is_as_good_as_its_twin(shape: tuple[int, int], dtype: torch.dtyp
     _as_good(fused.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), _norm_exact(x, weight))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 4096)], ids=str)
-def test_the_residual_is_rounded_before_it_is_normed(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, residual = _random(*shape, dtype=dtype), _random(*shape, seed=1, dtype=dtype)
-    weight = _random(shape[1], seed=2, dtype=dtype)
-    total = x + residual
-    normed, left = fused.add_rms_norm(x.clone(), residual, weight, EPS)
-    assert left is residual and torch.equal(left, total)
-    _as_good(normed, reference.rms_norm(total, weight, EPS), _norm_exact(total, weight))
-    # The sum of squares may be added in another order, which decides few last bits.
-    assert (normed != fused.rms_norm(total, weight, EPS)).float().mean() < 0.01 or dtype == torch.float32
-
-
 def test_no_token_is_no_launch() -> None:
     empty = _random(0, 64)
     assert fused.rms_norm(empty, _random(64), EPS).shape == (0, 64)
@@ -106,12 +93,6 @@ def test_quantised_rows_are_scaled_by_their_largest_value() -> None:
         values, scales = _scaled_only(plain)
         assert torch.equal(found[1], scales) and scales[2] == 0
         torch.testing.assert_close(found[0], values, rtol=1e-6, atol=1e-4)
-    residual = _random(4, 100, seed=3)
-    normed, total = fused.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
-    values, scales = _scaled_only(normed)
-    found = fused.add_rms_norm_fp8(x, residual, weight, EPS, values=torch.float32)
-    assert torch.equal(found[1], scales) and torch.equal(found[2], total)
-    torch.testing.assert_close(found[0], values, rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.gpu
@@ -123,23 +104,16 @@ def test_quantised_results_are_the_twins(tokens: int, dtype: torch.dtype) -> Non
     results before they are quantised: they are one step of e4m3 apart."""
     x, weight = _random(tokens, 4096, dtype=dtype), _random(4096, seed=1, dtype=dtype)
     gate_up = _random(tokens, 2 * 14336, dtype=dtype)
-    residual = _random(tokens, 4096, seed=3, dtype=dtype)
     x[0, :100] = 1e-3
     values, scales = reference.quantise_fp8(fused.silu_mul(gate_up))
     found = fused.silu_mul_fp8(gate_up)
     assert torch.equal(found[1], scales)
     assert torch.equal(found[0].view(torch.uint8), values.view(torch.uint8))
-    normed, total = fused.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
-    with_residual = fused.add_rms_norm_fp8(x, residual, weight, EPS)
-    assert torch.equal(with_residual[2], total)
-    for found, plain in (
-        (fused.rms_norm_fp8(x, weight, EPS), fused.rms_norm(x, weight, EPS)),
-        (with_residual[:2], normed),
-    ):
-        values, scales = reference.quantise_fp8(plain)
-        torch.testing.assert_close(found[1], scales, rtol=torch.finfo(dtype).eps, atol=0)
-        assert (found[0].float() != values.float()).float().mean() < 1e-3
-        torch.testing.assert_close(found[0].float(), values.float(), rtol=0.126, atol=0.002)
+    found = fused.rms_norm_fp8(x, weight, EPS)
+    values, scales = reference.quantise_fp8(fused.rms_norm(x, weight, EPS))
+    torch.testing.assert_close(found[1], scales, rtol=torch.finfo(dtype).eps, atol=0)
+    assert (found[0].float() != values.float()).float().mean() < 1e-3
+    torch.testing.assert_close(found[0].float(), values.float(), rtol=0.126, atol=0.002)
 
 
 # ── QK-norm, RoPE and the cache ──────────────────────────────────────────────────────────────────────
@@ -289,31 +263,30 @@ def test_pdl_and_a_graph_change_no_bit(tokens: int) -> None:
     rope = Rope(32, 8, 128, tokens, torch.bfloat16, True)
     weight = _random(4096, seed=7, dtype=torch.bfloat16)
     source = _random(tokens, 4096, seed=8, dtype=torch.bfloat16)
-    residual_source = _random(tokens, 4096, seed=9, dtype=torch.bfloat16)
 
-    def chain(x: torch.Tensor, residual: torch.Tensor, pdl: bool) -> list[torch.Tensor]:
+    def chain(x: torch.Tensor, pdl: bool) -> list[torch.Tensor]:
         pools, scales = rope.pools(torch.float8_e4m3fn), rope.scales()
-        x, residual = fused.add_rms_norm(x, residual, weight, EPS, pdl=pdl)
-        values, norm_scales, residual = fused.add_rms_norm_fp8(x, residual, weight, EPS, pdl=pdl)
-        gated = fused.silu_mul(residual, pdl=pdl)
-        gated_fp8, gate_scales = fused.silu_mul_fp8(residual, pdl=pdl)
-        rope.qkv = torch.cat((gated, gated, residual[:, :2048]), dim=1)
+        x = fused.rms_norm(x, weight, EPS, pdl=pdl)
+        values, norm_scales = fused.rms_norm_fp8(x, weight, EPS, pdl=pdl)
+        x = fused.rms_norm(x, weight, EPS, pdl=pdl)
+        gated = fused.silu_mul(x, pdl=pdl)
+        gated_fp8, gate_scales = fused.silu_mul_fp8(x, pdl=pdl)
+        rope.qkv = torch.cat((gated, gated, x[:, :2048]), dim=1)
         queries = rope.run(fused.rope_cache_write, *pools, *scales, pdl=pdl)
         normed = fused.rms_norm(queries.view(tokens, 4096), weight, EPS, pdl=pdl)
-        parts = [normed, residual, values, norm_scales, gated_fp8, gate_scales, *pools, *scales]
+        parts = [normed, x, values, norm_scales, gated_fp8, gate_scales, *pools, *scales]
         return [part.view(torch.uint8) for part in parts]
 
-    plain = chain(source.clone(), residual_source.clone(), False)
+    plain = chain(source, False)
     for _ in range(3):
-        for one, other in zip(plain, chain(source.clone(), residual_source.clone(), True), strict=True):
+        for one, other in zip(plain, chain(source, True), strict=True):
             assert torch.equal(one, other)
-    x, residual = torch.zeros_like(source), torch.zeros_like(residual_source)
+    x = torch.zeros_like(source)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = chain(x, residual, True)
+        replayed = chain(x, True)
     for _ in range(2):
         x.copy_(source)
-        residual.copy_(residual_source)
         graph.replay()
         for one, other in zip(plain, replayed, strict=True):
             assert torch.equal(one, other)
