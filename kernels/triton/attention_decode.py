@@ -35,6 +35,10 @@ _LIFT = tl.constexpr(8.0)
 """With FP8, weights are computed times 2**8, so that the small ones of a long sequence stay clear of
 float16's subnormals; it cancels in the quotient."""
 
+_MOST_AT_ONCE = 32
+"""Most pieces whose sums are read together. The loop over them is unrolled: of 128, as small heads would have
+room for, a kernel takes a minute to compile."""
+
 
 @triton.jit
 def _pages_of(length, WINDOW: tl.constexpr):
@@ -336,6 +340,11 @@ def config_for(
     )
 
 
+def pieces_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
+    """How many pieces of a sequence are read together where they are added up."""
+    return min(_MOST_AT_ONCE, max(1, config.at_once // (group * head_dim)))
+
+
 def config_on(keys: torch.Tensor, sequences: int) -> DecodeConfig:
     """`config_for` a cache, `[blocks, kv_heads, 64, head_dim]`, on its device."""
     _, kv_heads, _, head_dim = keys.shape
@@ -442,7 +451,7 @@ def decode(
         PRECISION="ieee" if compute == torch.float32 else "tf32",
         SPREAD=max(1, head_dim // (8 * config.num_warps)),
         STAGES=config.stages,
-        AT_ONCE=max(1, config.at_once // (gp * head_dim)),
+        AT_ONCE=pieces_at_once(config, gp, head_dim),
         LEAST=config.least_pages,
         NEW=rotation is not None,
         NORM=rotation is not None and rotation.q_norm is not None,

@@ -203,6 +203,15 @@ def test_any_group_of_query_heads_is_one_tile(heads: int, kv_heads: int) -> None
     close(case.run(config=kernel.DecodeConfig(4, 3)), case.expected(), 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("group", "head_dim", "pieces"), [(1, 16, 32), (2, 32, 32), (2, 64, 32), (4, 128, 8), (32, 256, 1)]
+)
+def test_as_many_pieces_are_read_together_as_registers_hold_and_compile_soon(
+    group: int, head_dim: int, pieces: int
+) -> None:
+    assert kernel.pieces_at_once(kernel.DecodeConfig(4, 3), group, head_dim) == pieces
+
+
 @needs_cpu
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("scaled", [False, True])
