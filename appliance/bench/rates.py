@@ -150,7 +150,9 @@ def judge(trial: Trial, records: Sequence[Record], slo: Slo) -> list[str]:
 
 async def find_rate(attempt: Callable[[int], Awaitable[Trial]], first: int) -> Found:
     """The highest sustained rate, in requests a trial: doubled (or halved) from `first` until it lies between
-    two, then bisected. `attempt` raises UnsettledError where no further trial makes sense.
+    two, then bisected. A trial that failed, though it came to its end, is repeated once: one moment in which
+    the machine did something else is not to decide. `attempt` raises UnsettledError where no further trial
+    makes sense.
 
     The search stops early where the client itself is saturated: a higher rate would measure it alone.
     """
@@ -160,10 +162,12 @@ async def find_rate(attempt: Callable[[int], Awaitable[Trial]], first: int) -> F
     requests = first
     while True:
         try:
-            trial = await attempt(requests)
+            trials.append(await attempt(requests))
+            if not trials[-1].is_sustained and trials[-1].given_up_s is None:
+                trials.append(await attempt(requests))
         except UnsettledError as error:
             return Found(best, trials, str(error))
-        trials.append(trial)
+        trial = trials[-1]
         if trial.is_sustained:
             best = trial
         else:

@@ -93,9 +93,9 @@ def test_every_mode_warms_up_unless_told_not_to(
         cli("bench", "--base-url", fake.url, *flags)
         made = json.loads((tmp_path / "j").read_text())
         counted = made["results"][0]["runs"] if made["results"] else made["search"]["trials"]
-        return len(fake.bodies) - before - 1 - sum(run["requests"] for run in counted)
+        return len(fake.bodies) - before - sum(run["requests"] for run in counted)
 
-    assert (asked(), asked("--no-warm-up")) == (warm_up, 0)
+    assert asked() - asked("--no-warm-up") == warm_up
 
 
 def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_path: Path) -> None:
@@ -114,9 +114,12 @@ def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_p
         assert trial["given_up_after_s"] is None or trial["unfinished"]
         assert trial["backlog"]["growing"] == any("backlog" in reason for reason in trial["reasons"])
     assert re.search(r"no: backlog (grew: \d+ → \d+ in|of \d+)", outcome.out)
-    sustained = [trial["rate"] for trial in search["trials"] if trial["sustained"]]
-    failed = [trial["rate"] for trial in search["trials"] if not trial["sustained"]]
-    assert search["rate"] == max(sustained) < min(failed) <= 1.05 * search["rate"] + 1e-9
+    # The last trial of a rate decides.
+    held = {trial["rate"]: trial["sustained"] for trial in search["trials"]}
+    sustained = [rate for rate, holds in held.items() if holds]
+    failed = [rate for rate, holds in held.items() if not holds]
+    one_more = search["rate"] + 1 / 0.6
+    assert search["rate"] == max(sustained) < min(failed) <= max(1.05 * search["rate"], one_more) + 1e-9
     assert "no: " in outcome.out
 
 
