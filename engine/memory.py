@@ -15,6 +15,10 @@ class WeightsTooLarge(MemoryError):
     """A rank's weights do not fit its device: the message has both numbers."""
 
 
+class StepsTooLarge(MemoryError):
+    """What steps work with does not fit a GPU beside the rest: the message has the sizes."""
+
+
 class PoolTooSmall(MemoryError):
     """The KV pool would not hold one sequence of the longest kind: the message has both numbers."""
 

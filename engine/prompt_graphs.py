@@ -31,8 +31,8 @@ model takes the device as long as the host takes to launch the pass."""
 
 
 class PromptGraphs:
-    """Captured passes of one rank in which nobody decodes. `capture` once; then `forward` for each plan that
-    `fits`."""
+    """Captured passes of one rank in which nobody decodes. `capture` once; then `stage` and `forward` for
+    each plan that `fits`."""
 
     def __init__(self, decoder: Decoder, kv: list[KvPool], tables: RowTables, step_tokens: int) -> None:
         self._decoder, self._kv, self._tables = decoder, kv, tables
@@ -42,6 +42,8 @@ class PromptGraphs:
         self._tile_tokens = tile_tokens(*self._heads)
         self._windows = list(dict.fromkeys(decoder.config.sliding_windows))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._staged = (0, 0)
+        """The captured size of what was staged, and its chunks."""
         self._most = self.sizes[-1] if self.sizes else 0
         # One chunk a row, so that logits have no more rows than those of decode steps.
         self._most_chunks = min(MOST_CHUNKS, len(tables.lengths))
@@ -63,7 +65,7 @@ class PromptGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for size in reversed(self.sizes):
-                self._stage([], size)
+                self._send([], size)
                 self._run(size)
                 self._graphs[size] = torch.cuda.CUDAGraph()
                 self._graphs[size].capture_begin(pool=pool)
@@ -83,18 +85,22 @@ class PromptGraphs:
             and all(chunk.sample_rows and chunk.prompt_logprobs is None for chunk in chunks)
         )
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
-        """Run the plan's pass: `[chunks, vocabulary on this rank]` logits of each chunk's last token, which
-        the next pass overwrites."""
+    def stage(self, plan: StepPlan) -> None:
+        """Send what the plan's pass reads."""
         parts, spans, first = [], [], 0
         for chunk in plan.chunks:
             parts.append(self._tables.chunk_inputs(chunk))
             spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.row))
             first += len(chunk.token_ids)
-        size = size_for(first, self.sizes)
-        self._stage(spans, size, np.concatenate(parts, axis=1))
+        self._staged = (size_for(first, self.sizes), len(spans))
+        self._send(spans, self._staged[0], np.concatenate(parts, axis=1))
+
+    def forward(self) -> torch.Tensor:
+        """Run the pass that was staged: `[chunks, vocabulary on this rank]` logits of each chunk's last
+        token, which the next pass overwrites."""
+        size, chunks = self._staged
         self._replay(size)
-        return self._logits[: len(spans)]
+        return self._logits[:chunks]
 
     def _replay(self, size: int) -> None:
         self._graphs[size].replay()
@@ -102,7 +108,7 @@ class PromptGraphs:
     def _most_tiles(self, size: int) -> int:
         return -(-size // self._tile_tokens) + self._most_chunks
 
-    def _stage(self, spans: list[ChunkSpan], size: int, tokens: np.ndarray | None = None) -> None:
+    def _send(self, spans: list[ChunkSpan], size: int, tokens: np.ndarray | None = None) -> None:
         """tokens: `[3, count]` int64, as `RowTables.chunk_inputs`."""
         most, tiles = self._most, self._most_tiles(size)
         staged = np.zeros(len(self._inputs), dtype=np.int64)

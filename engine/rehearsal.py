@@ -21,7 +21,8 @@ _WAYS_TO_SAMPLE = (
     SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, presence_penalty=0.5),
 )
 _ROWS = 8
-"""That take part in a step of one kind: how many do makes no difference to what is loaded."""
+"""That take part in a step of one kind. Products and attention, to whose kernels it matters how many do, are
+loaded by themselves (`engine.kernel_loading`)."""
 _LENGTH = 8
 """Tokens that these reach at most."""
 
@@ -58,7 +59,7 @@ def largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
 def every_kind(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     """A few rows in each kind of step (prompts that end, beside decodes, for several samples, and that go on;
     decodes alone) with each way to sample; prompts whose tokens are scored; copied and cleared blocks; and
-    the whole token budget. All over block 0. None where no sequence is long enough for that."""
+    the whole token budget. All over block 0. Empty where no sequence is long enough for that."""
     if max_model_len < _LENGTH:
         return []
     rows = list(range(min(spec.max_rows, _ROWS)))

@@ -27,7 +27,7 @@ from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, St
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
-from engine.profiling import profile_cuda
+from engine.profiling import profile_cuda, steps_fit
 from engine.rehearsal import every_kind
 from engine.sampler import Sampler
 from engine.sizing import (
@@ -43,8 +43,8 @@ from engine.steps import Steps
 from engine.transfer import reserve
 from kernels import KvPool, select_backend, select_sampling
 
-_PLAN_ROWS = 4
-"""Numbers, of 8 bytes, that a step sends of each token of its prompts."""
+_NUMBERS_OF_A_TOKEN = 4
+"""Of 8 bytes, that a step sends for each token of its prompts."""
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
@@ -56,9 +56,9 @@ class Runner:
     `ranks` must have met already (and, with NCCL, `select_device` must have been called before that).
     `progress` is told what the build is doing. Raises CheckpointError for files that cannot be used,
     UnfitError for a split or length that the model does not allow, for a model that a GPU's kernels cannot
-    serve and for meaningless fields of `spec`,
-    DeviceError for a device that is not there, PoolTooSmall where a sequence of `spec.max_model_len` does not
-    fit, PoolTooLarge where `spec.kv_blocks` cannot be had.
+    serve and for meaningless fields of `spec`, DeviceError for a device that is not there, WeightsTooLarge
+    and StepsTooLarge where these do not fit it, PoolTooSmall where a sequence of `spec.max_model_len` does
+    not, PoolTooLarge where `spec.kv_blocks` cannot be had.
     """
 
     def __init__(self, spec: ReplicaSpec, ranks: Ranks, progress: Progress) -> None:
@@ -93,8 +93,10 @@ class Runner:
                 fp8=self.weights == FP8,
                 kv_fp8=self.kv_dtype == FP8,
             )
+            # Nobody fills memory before every rank has asked what there is.
+            self.ranks.all_gather_stack(torch.zeros(1, device=self.device))
             self._load(progress)
-            self.sampler = Sampler(
+            self._sampler = Sampler(
                 ranks,
                 self.device,
                 select_sampling(self.decoder.ops.name),
@@ -108,7 +110,8 @@ class Runner:
             self.kv_blocks = self._size_pool(progress)
             self.steps = self._steps(self._allocate_kv(self.kv_blocks))
             if self.decoder.ops.name == "cuda":
-                self._warm_up(progress)
+                with steps_fit(spec, self.device):
+                    self._warm_up(progress)
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
         if self.device.type == "cpu":
             self._stream = ThreadPoolExecutor(1, "engine-step", self._enter_thread)
@@ -175,7 +178,7 @@ class Runner:
         blocks, rows = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_rows
         ladder = product_ladder(rows) if self.decoder.ops.name == "cuda" else None
         tables = RowTables(rows, blocks, self.config.vocab_size, self.device, ladder)
-        return Steps(self.decoder, kv, tables, self.sampler)
+        return Steps(self.decoder, kv, tables, self._sampler)
 
     def _longest(self) -> int:
         """The longest sequence to prepare for: what was asked for, or the checkpoint's as far as KV could
@@ -266,7 +269,7 @@ class Runner:
     def _warm_up(self, progress: Progress) -> None:
         """Whatever serving launches is loaded, or captured, before anybody asks for it, and the memory that
         it sends with is there."""
-        reserve(_PLAN_ROWS * self.spec.step_tokens * 8)
+        reserve(_NUMBERS_OF_A_TOKEN * self.spec.step_tokens * 8)
         if self.ranks.size == 1:
             self._capture_graphs(progress)
         table = self.steps.tables.block_table

@@ -40,10 +40,9 @@ class Steps:
 
     def run(self, plan: StepPlan, begins: Callable[[], object] = lambda: None) -> StepResults:
         """Launch a step after all before it, on the current stream; on a CPU, do it. `begins` is called when
-        all is prepared, right before the pass. Raises what torch raises; the tables are void then."""
+        all is prepared, right before the device works on the cache. Raises what torch raises; the tables are
+        void then."""
         self.tables.apply(plan)
-        self._clear_blocks(plan.clears)
-        self._copy_blocks(plan.copies)
         if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
             return self._replay(self.graphs, plan, begins)
         if self.prompt_graphs is not None and self.prompt_graphs.fits(plan):
@@ -53,6 +52,7 @@ class Steps:
     def _run_eagerly(self, plan: StepPlan, begins: Callable[[], object]) -> StepResults:
         batch = self.tables.step_batch(plan)
         begins()
+        self._ready_blocks(plan)
         hidden = self.decoder.forward(batch.forward, self.kv)
         index, count = batch.logit_index, batch.sampled_logits
         wanted = hidden[:count] if index is None else hidden.index_select(0, index[:count])
@@ -68,6 +68,7 @@ class Steps:
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, begins: Callable[[], object]) -> StepResults:
         graphs.set_rows(plan.decodes)
         begins()
+        self._ready_blocks(plan)
         logits = graphs.forward()
         batch = self.tables.decode_batch(plan, graphs.rows(), graphs.positions())
         return StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [], [])
@@ -75,8 +76,10 @@ class Steps:
     def _replay_prompts(
         self, graphs: PromptGraphs, plan: StepPlan, begins: Callable[[], object]
     ) -> StepResults:
+        graphs.stage(plan)
         begins()
-        logits = graphs.forward(plan)
+        self._ready_blocks(plan)
+        logits = graphs.forward()
         batch = self.tables.prompt_batch(plan)
         sampled = self.sampler.sample(logits, batch, self.tables)
         return StepResults(sampled, batch.needs.logprob_rows, [], [])
@@ -86,6 +89,10 @@ class Steps:
             return self.sampler.sample(logits, batch, self.tables)
         token_ids = graphs.sample(batch.needs.variant)
         return SampledStep(token_ids, self.sampler.logprobs(logits, batch, token_ids))
+
+    def _ready_blocks(self, plan: StepPlan) -> None:
+        self._clear_blocks(plan.clears)
+        self._copy_blocks(plan.copies)
 
     def _clear_blocks(self, blocks: list[int]) -> None:
         if not blocks:

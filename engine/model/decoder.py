@@ -13,8 +13,8 @@ import torch
 from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
+from engine.model.fit import Fit
 from engine.model.layers import Layer, Piece, Place
-from engine.model.room import Room
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
 from kernels import AttentionInput, KvPool, Ops, Stream
@@ -56,9 +56,9 @@ class Decoder:
         self.device = device
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
-        self.room = Room(config, self.shard, str(dtype).removeprefix("torch."), fp8, device)
-        self.room.check()
-        with self.room.explained():
+        self.fit = Fit(config, self.shard, str(dtype).removeprefix("torch."), fp8, device, ranks.size)
+        self.fit.check()
+        with self.fit.explained():
             self.embedding = place.empty(self.shard.vocab, config.hidden_size)
             self.layers = [Layer(config, self.shard, place, index) for index in range(config.layers)]
             self.final_norm = place.empty(config.hidden_size)

@@ -48,7 +48,7 @@ def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
     entries = read_entries(folder)
     pieces = {piece.name: piece for piece in decoder.pieces()}
     _check(entries, pieces, folder, tied=decoder.config.tie_word_embeddings)
-    with decoder.room.explained():
+    with decoder.fit.explained():
         done = _fill(pieces, entries, decoder, progress)
         _finish(decoder)
     if decoder.ranks.rank == 0:
@@ -64,7 +64,7 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
     Raises WeightsTooLarge where a GPU's memory runs out.
     """
     done = 0
-    with decoder.room.explained():
+    with decoder.fit.explained():
         for piece in decoder.pieces():
             if piece.target is None:
                 continue

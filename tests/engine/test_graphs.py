@@ -13,7 +13,7 @@ import torch
 
 from engine.generate import LocalEngine
 from engine.graphs import DecodeGraphs
-from engine.messages import Chunk, ReplicaSpec, SamplingParams, StepPlan
+from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
 from engine.prompt_graphs import MOST_FP8_KEYS, PromptGraphs
 from engine.sizing import ladder
 from kernels import AttentionInput, ChunkSpan
@@ -115,13 +115,13 @@ class EagerPromptGraphs(PromptGraphs):
         self.replayed: list[int] = []
         self._spans: list[ChunkSpan] = []
 
-    def forward(self, plan: StepPlan) -> torch.Tensor:
+    def stage(self, plan: StepPlan) -> None:
         first = 0
         self._spans = []
         for chunk in plan.chunks:
             self._spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.row))
             first += len(chunk.token_ids)
-        return super().forward(plan)
+        super().stage(plan)
 
     def _replay(self, size: int) -> None:
         self.replayed.append(size)
@@ -156,6 +156,32 @@ def test_a_short_pass_of_prompts_is_padded_to_a_captured_size_and_gives_the_same
         assert [entry.top for entry in mine.logprobs] == [entry.top for entry in other.logprobs]
     fits = sum(prompts) <= 192
     assert graphs.replayed == ([next(size for size in graphs.sizes if size >= sum(prompts))] if fits else [])
+
+
+def test_a_pass_begins_when_its_input_is_there_and_before_the_cache_is_touched(
+    made: Callable[[], LocalEngine],
+) -> None:
+    """What the host prepares is waited for; what the device copies and clears is its own work."""
+    engine = made()
+    steps, events = engine.runner.steps, list[str]()
+
+    class Noting(EagerPromptGraphs):
+        def stage(self, plan: StepPlan) -> None:
+            super().stage(plan)
+            events.append("staged")
+
+    def begins() -> None:
+        events.append("begun" if steps.kv[0].keys[9].all() else "cleared before")
+
+    setup = RowSetup(0, GREEDY, 0, 3, [])
+    with torch.inference_mode():
+        steps.kv[0].keys[9] = 1.0
+        steps.prompt_graphs = Noting(steps.decoder, steps.kv, steps.tables, 200)
+        chunk = Chunk(0, 0, [5, 6, 7], [0])
+        steps.run(StepPlan(1, [setup], [(0, 0, 0)], [], [], [chunk], clears=[9]), begins)
+    assert events == ["staged", "begun"]
+    assert not steps.kv[0].keys[9].any()
+    engine.close()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Fit:
     """What a rank's weights take, and what its device has."""
 
     config: ModelConfig
@@ -27,33 +27,36 @@ class Room:
     fp8: bool
     """Whether the layers' matrices are quantised."""
     device: torch.device
+    ranks: int = 1
+    """On a CPU they share the host."""
 
     def check(self) -> None:
-        """Before weights are made. Raises WeightsTooLarge where they alone take more than all memory of a
-        GPU, or than is available of the host's: its kernel promises pages that it does not have, and kills
-        who uses them."""
+        """Before weights are made, and before any rank fills some. Raises WeightsTooLarge where they alone
+        take more than all memory of a GPU, or than a rank's share of what is available of the host's: its
+        kernel promises pages that it does not have, and kills who uses them."""
         if self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)
             name = torch.cuda.get_device_name(self.device)
             self._refuse_above(total, f"{name} has {total / _GIB:.1f} GiB")
         elif self.device.type == "cpu":
             available = memory.available_host_bytes()
-            self._refuse_above(available, f"{available / _GIB:.1f} GiB of the host's memory are available")
+            has = f"{available / _GIB:.1f} GiB of the host's memory are available"
+            shared = f" for {self.ranks} ranks" if self.ranks > 1 else ""
+            self._refuse_above(available // self.ranks, has + shared)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Around work on a GPU without which a model cannot be served. Raises WeightsTooLarge where memory
-        runs out in it."""
+        """Around the making and filling of weights. Raises WeightsTooLarge where a GPU's memory runs out."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.device)
             most = free + torch.cuda.memory_reserved(self.device)
-            of_all = f"of the {total / _GIB:.1f} GiB of {torch.cuda.get_device_name(self.device)}"
-            has = (
-                f"with what works beside them more than the {most / _GIB:.1f} GiB that are to be had {of_all}"
-            )
-            raise WeightsTooLarge(f"{self._taken()}, {has}: {self._remedy(most)}") from error
+            name = torch.cuda.get_device_name(self.device)
+            raise WeightsTooLarge(
+                f"{self._taken()}, and making them more than the {most / _GIB:.1f} GiB that are free of the "
+                f"{total / _GIB:.1f} GiB of {name}: {self._remedy(most)}"
+            ) from error
 
     def _refuse_above(self, most: int, has: str) -> None:
         if self._bytes(self.dtype, self._weights) > most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -12,11 +13,13 @@ from engine import memory
 from engine.bench.shapes import write_config
 from engine.config import ModelConfig
 from engine.families import read_config
-from engine.memory import WeightsTooLarge
+from engine.memory import StepsTooLarge, WeightsTooLarge
+from engine.messages import ReplicaSpec
 from engine.model.decoder import Decoder
+from engine.model.fit import Fit
 from engine.model.loader import load_dummy
-from engine.model.room import Room
 from engine.parallel import single
+from engine.profiling import steps_fit
 from engine.sizing import weight_bytes
 from kernels import select_backend
 from tests.engine.tiny import TINY
@@ -42,10 +45,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, free: float, total: float, reserved: fl
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Z9")
 
 
-def room(
+def fit(
     config: ModelConfig, dtype: str, fp8: bool = False, device: torch.device = CUDA, ranks: int = 1
-) -> Room:
-    return Room(config, config.shard(ranks, 0), dtype, fp8, device)
+) -> Fit:
+    return Fit(config, config.shard(ranks, 0), dtype, fp8, device)
 
 
 def test_a_model_that_the_host_holds_to_the_byte_is_made_and_a_larger_one_is_not(
@@ -78,7 +81,7 @@ def test_settings_are_advised_with_which_the_weights_fit(
     config = read_config(write_config("llama-3.1-8b", tmp_path))
     monkeypatch.setattr(memory, "available_host_bytes", lambda: available * GIB)
     with pytest.raises(WeightsTooLarge) as refused:
-        room(config, "float32", device=CPU).check()
+        fit(config, "float32", device=CPU).check()
     assert str(refused.value) == (
         f"the weights take 29.9 GiB a rank (float32), but {available}.0 GiB of the host's memory are "
         f"available: {remedy}"
@@ -90,32 +93,59 @@ def test_a_gpu_is_judged_by_all_of_its_memory_whatever_others_hold_of_it(
 ) -> None:
     gpu(monkeypatch, free=3, total=79.2)
     with pytest.raises(WeightsTooLarge) as refused:
-        room(big, "bfloat16").check()
+        fit(big, "bfloat16").check()
     assert str(refused.value) == (
         "the weights take 131.4 GiB a rank (bfloat16), but NVIDIA Z9 has 79.2 GiB: use more GPUs "
         '(tensor_parallel_size), or set weights = "fp8" (67.7 GiB)'
     )
-    room(big, "bfloat16", fp8=True).check()
-    room(big, "bfloat16", ranks=2).check()
+    fit(big, "bfloat16", fp8=True).check()
+    fit(big, "bfloat16", ranks=2).check()
     gpu(monkeypatch, free=3, total=60)
     with pytest.raises(
         WeightsTooLarge, match=r"take 67.7 GiB a rank \(fp8\), but .* \(tensor_parallel_size\)$"
     ):
-        room(big, "bfloat16", fp8=True).check()
+        fit(big, "bfloat16", fp8=True).check()
 
 
 def test_memory_that_runs_out_after_all_is_said_in_numbers(
     big: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(monkeypatch, free=0.5, total=140.4, reserved=139)
-    room(big, "bfloat16").check()
-    with pytest.raises(WeightsTooLarge) as refused, room(big, "bfloat16").explained():
+    fit(big, "bfloat16").check()
+    with pytest.raises(WeightsTooLarge) as refused, fit(big, "bfloat16").explained():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total of")
     assert str(refused.value) == (
-        "the weights take 131.4 GiB a rank (bfloat16), with what works beside them more than the 139.5 GiB "
-        "that are to be had of the 140.4 GiB of NVIDIA Z9: use more GPUs (tensor_parallel_size), or set "
+        "the weights take 131.4 GiB a rank (bfloat16), and making them more than the 139.5 GiB that are free "
+        "of the 140.4 GiB of NVIDIA Z9: use more GPUs (tensor_parallel_size), or set "
         'weights = "fp8" (67.7 GiB)'
     )
+
+
+def test_ranks_on_a_cpu_share_the_host(tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = tiny.shard(2, 0)
+    needed = weight_bytes(tiny, shard, "float32", "float32")
+    one = Fit(tiny, shard, "float32", False, CPU, ranks=2)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * needed)
+    one.check()
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * needed - 1)
+    with pytest.raises(WeightsTooLarge, match="memory are available for 2 ranks"):
+        one.check()
+
+
+def test_steps_that_run_out_of_memory_are_said_with_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, free=2, total=24, reserved=21)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 16 * GIB)
+    spec = ReplicaSpec(replica="r", model_path="m", max_rows=1024, step_tokens=8192)
+    with pytest.raises(StepsTooLarge) as refused, steps_fit(spec, CUDA):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert str(refused.value) == (
+        "steps of step_tokens 8192 and max_rows 1024 take more memory than NVIDIA Z9 has beside the 17.0 GiB "
+        "that are taken of its 24.0: lower step_tokens or max_rows, or use more GPUs (tensor_parallel_size)"
+    )
+    given = msgspec.structs.replace(spec, kv_blocks=9)
+    lower = r"kv_blocks 9 take .* lower kv_blocks, step_tokens or max_rows"
+    with pytest.raises(StepsTooLarge, match=lower), steps_fit(given, CUDA):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_what_is_loaded_where_there_is_no_room_is_said_in_numbers(
