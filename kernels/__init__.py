@@ -255,7 +255,7 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
 
         major, minor = torch.cuda.get_device_capability()
         table = load_table(torch.cuda.get_device_name())
-        return CudaOps(expansion_blocks, table, 10 * major + minor >= PDL_FROM)
+        return CudaOps(expansion_blocks, table, pdl=10 * major + minor >= PDL_FROM)
     from kernels import reference
 
     return reference

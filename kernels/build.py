@@ -28,7 +28,7 @@ import torch
 import triton
 from triton import knobs
 
-from kernels import PDL_FROM, compiling
+from kernels import compiling
 from kernels.dimensions import DTYPES, Dimensions, DimensionsError, read_dimensions
 from kernels.triton.linear_table import TableError, load_table, table_path
 from kernels.writable import UnwritableError
@@ -54,7 +54,7 @@ def build(dimensions: Dimensions, gpu: compiling.Gpu, processes: int) -> Built:
 
     began = time.perf_counter()
     table = load_table(gpu.name)
-    jobs = compiling.record(gpu.target, lambda: launch_all(dimensions, table, gpu.target.arch >= PDL_FROM))
+    jobs = compiling.record(gpu.target, lambda: launch_all(dimensions, table, gpu.pdl))
     failures = compiling.compile_jobs(gpu.target, jobs, processes)
     if not failures:
         mark = _mark(dimensions, gpu)

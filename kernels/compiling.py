@@ -25,6 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
+from kernels import PDL_FROM
+
 
 class GpuError(RuntimeError):
     """There is no GPU that can be used."""
@@ -66,6 +68,16 @@ class Gpu:
     def of(cls, name: str, capability: int) -> Gpu:
         """capability: compute capability times ten."""
         return cls(name, GPUTarget("cuda", capability, 32))
+
+    @property
+    def hopper(self) -> bool:
+        return bool(self.target.arch == 90)
+
+    @property
+    def pdl(self) -> bool:
+        """Whether it knows programmatic dependent launch: nothing that asks for it compiles where it does
+        not."""
+        return bool(self.target.arch >= PDL_FROM)
 
 
 def this_gpu() -> Gpu:

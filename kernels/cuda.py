@@ -44,12 +44,13 @@ class CudaOps:
     expansion_blocks: most blocks of an FP8 cache that a pass with prompts expands to the model's dtype at
     once (`attention_prefill.Expansion`); 0: it never does.
     table: the device's measured products; None: rules alone say which kernel a product gets.
-    pdl: whether the device knows programmatic dependent launch: from Hopper on.
+    pdl: whether the device knows programmatic dependent launch (`kernels.PDL_FROM`): no kernel that asks for
+    it compiles for one that does not.
     """
 
     name = "cuda"
 
-    def __init__(self, expansion_blocks: int = 0, table: Table | None = None, pdl: bool = True) -> None:
+    def __init__(self, expansion_blocks: int = 0, table: Table | None = None, *, pdl: bool) -> None:
         self._expansion_blocks = expansion_blocks
         self._pdl = pdl
         self._table = Table() if table is None else table

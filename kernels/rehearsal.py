@@ -37,7 +37,7 @@ _BLOCKS = 64
 """Of the KV pool, and of the expansion of an FP8 one: kernels do not depend on how many."""
 
 
-def launch_all(dimensions: Dimensions, table: Table, pdl: bool = True) -> None:
+def launch_all(dimensions: Dimensions, table: Table, pdl: bool) -> None:
     """Launch what any rank that serves `dimensions` launches. pdl: see `CudaOps`."""
     layers = _Layers(dimensions, table, pdl)
     for tokens in _token_counts(dimensions):
@@ -68,7 +68,7 @@ class _Layers:
 
     def __init__(self, dimensions: Dimensions, table: Table, pdl: bool) -> None:
         self._d = dimensions
-        self._ops = CudaOps(_BLOCKS if dimensions.kv_fp8 else 0, table, pdl)
+        self._ops = CudaOps(_BLOCKS if dimensions.kv_fp8 else 0, table, pdl=pdl)
         self._weights = {
             name: _weight(dimensions, n, k, dimensions.fp8 and name != "lm_head")
             for name, (n, k) in dimensions.products.items()

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.bench.shapes import SHAPES, write_config
 from engine.sizing import product_ladder
-from kernels import Activation, Fp8Activation, Fp8Weight, Stream, Weight
+from kernels import Activation, Fp8Activation, Fp8Weight, Stream, Weight, compiling
 from kernels.cuda import CudaOps
 from kernels.dimensions import read_dimensions
 from kernels.reference import quantise_fp8
@@ -33,8 +33,9 @@ def main() -> None:
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as scratch:
         products = read_dimensions(write_config(arguments.shape, Path(scratch))).products
-    device = torch.cuda.get_device_name()
-    ops, table, results = CudaOps(table=load_table(device)), load_table(device), []
+    gpu = compiling.this_gpu()
+    table, results = load_table(gpu.name), []
+    ops = CudaOps(table=table, pdl=gpu.pdl)
     ladder = set(product_ladder(MOST))
     print(f"{'':6}{'product':10}{'kernels':>8}{'by ladder':>10}  first rows of the others")
     for dtype in ("bf16", "fp8"):
@@ -58,7 +59,7 @@ def main() -> None:
             )
             results.append({"dtype": dtype, "product": name, "kernels": picked, "not_by_ladder": first})
     arguments.out.write_text(
-        json.dumps({"device": device, "torch": torch.__version__, "results": results}, indent=1)
+        json.dumps({"device": gpu.name, "torch": torch.__version__, "results": results}, indent=1)
     )
 
 

@@ -38,14 +38,12 @@ from kernels.tune.graphs import graph_microseconds
 from kernels.tune.layers import LAYER_PRODUCTS
 
 
-def compile_all(folder: Path, arguments: Any) -> Table:
-    """Compile what will be measured; returns the GPU's table."""
-    gpu = compiling.this_gpu()
-    table = load_table(gpu.name)
+def compile_all(folder: Path, arguments: Any, gpu: compiling.Gpu, table: Table) -> None:
+    """Compile what will be measured."""
 
     def launch() -> None:
         for fp8 in arguments.fp8:
-            layers = DecodeLayers(folder, fp8, arguments.context, META, table)
+            layers = DecodeLayers(folder, fp8, arguments.context, META, table, pdl=gpu.pdl)
             for rows in arguments.rows:
                 layers.set_rows(rows)
                 for way in arguments.way:
@@ -53,7 +51,6 @@ def compile_all(folder: Path, arguments: Any) -> Table:
                     layers.run()
 
     compile_launched(gpu.target, launch)
-    return table
 
 
 def measure(layers: DecodeLayers, ways: list[Way], alone: bool) -> list[dict[str, object]]:
@@ -87,14 +84,17 @@ def main() -> None:
     arguments = _arguments()
     with shape_folder(arguments.shape) as folder:
         try:
-            table = compile_all(folder, arguments)
+            gpu = compiling.this_gpu()
         except compiling.GpuError as error:
             raise SystemExit(str(error)) from None
+        table = load_table(gpu.name)
+        compile_all(folder, arguments, gpu, table)
         found = []
         print("dtype rows µs a layer, of the limit, [products alone,] ± against the first way, way")
         for fp8 in arguments.fp8:
             with torch.inference_mode():
-                layers = DecodeLayers(folder, fp8, arguments.context, torch.device("cuda"), table)
+                device = torch.device("cuda")
+                layers = DecodeLayers(folder, fp8, arguments.context, device, table, pdl=gpu.pdl)
                 for rows in arguments.rows:
                     layers.set_rows(rows)
                     found += measure(layers, arguments.way, arguments.alone)

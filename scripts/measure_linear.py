@@ -103,7 +103,7 @@ def measure(fp8: bool, device: torch.device, rows_list: list[int]) -> list[dict[
     gain = torch.rand(HIDDEN, device=device).add(0.5).bfloat16()
     table = load_table(torch.cuda.get_device_name(device))
     ways: dict[str, Any] = {
-        "pdl": CudaOps(table=table),
+        "pdl": CudaOps(table=table, pdl=True),
         "no pdl": CudaOps(table=table, pdl=False),
         "torch": Library(),
     }

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kernels import Fp8Activation, Fp8Weight, Weight
+from kernels import Fp8Activation, Fp8Weight, Weight, compiling
 from kernels.cuda import CudaOps
 from kernels.reference import quantise_fp8
 from kernels.tune.graphs import graph_microseconds
@@ -44,7 +44,7 @@ def measure(ops: CudaOps, weight: Weight, rows: int) -> float:
 
 def main() -> None:
     arguments = _arguments()
-    ops, results = CudaOps(), []
+    ops, results = CudaOps(pdl=compiling.this_gpu().pdl), []
     for dtype in ("bf16", "fp8"):
         print(f"{dtype:6}{'rows':>6}" + "".join(f"{name:>10}" for name in WEIGHTS) + f"{'ns a row':>10}")
         weights: dict[str, Weight] = {}

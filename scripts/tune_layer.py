@@ -71,26 +71,26 @@ def plan_search(layers: DecodeLayers, arguments: Any, hopper: bool) -> tuple[lis
     return begun, options
 
 
-def compile_all(folder: Path, arguments: Any, target: Any, table: Table) -> None:
+def compile_all(folder: Path, arguments: Any, gpu: compiling.Gpu, table: Table) -> None:
     """Compile what the searches will launch."""
 
     def launch() -> None:
         for fp8 in arguments.fp8:
-            layers = DecodeLayers(folder, fp8, arguments.context, META, table)
-            products = Layers(layers.dimensions, META)
+            layers = DecodeLayers(folder, fp8, arguments.context, META, table, pdl=gpu.pdl)
+            products = Layers(layers.dimensions, META, pdl=gpu.pdl)
             for rows in arguments.rows:
                 layers.set_rows(rows)
                 products.set_rows(rows)
                 for plans in (layers.shipped_plans(), dict.fromkeys(ORDER)):
                     products.launch(search.table_of(products, plans, rows))
-                for choice in covering(plan_search(layers, arguments, target.arch == 90)[1]):
+                for choice in covering(plan_search(layers, arguments, gpu.hopper)[1]):
                     layers.go(choice)
                     layers.run()
                 for pages in LEAST_PAGES:
                     layers.go({}, {"least_pages": pages})
                     layers.run()
 
-    compile_launched(target, launch)
+    compile_launched(gpu.target, launch)
 
 
 class Timer:
@@ -209,18 +209,18 @@ def main() -> None:
             gpu = compiling.this_gpu()
         except compiling.GpuError as error:
             raise SystemExit(str(error)) from None
-        table, hopper = load_table(gpu.name), gpu.target.arch == 90
-        compile_all(folder, arguments, gpu.target, table)
+        table = load_table(gpu.name)
+        compile_all(folder, arguments, gpu, table)
         found = []
         print(_HEADER)
         for fp8 in arguments.fp8:
             with torch.inference_mode():
-                layers = DecodeLayers(folder, fp8, arguments.context, CUDA, table)
-                products = Layers(layers.dimensions, CUDA)
+                layers = DecodeLayers(folder, fp8, arguments.context, CUDA, table, pdl=gpu.pdl)
+                products = Layers(layers.dimensions, CUDA, pdl=gpu.pdl)
                 for rows in arguments.rows:
                     layers.set_rows(rows)
                     products.set_rows(rows)
-                    layers.shipped, row = tune(layers, products, arguments, hopper)
+                    layers.shipped, row = tune(layers, products, arguments, gpu.hopper)
                     table = layers.shipped
                     found.append(row)
                     arguments.out.write_text(table.to_json())

@@ -143,11 +143,14 @@ class _Ops(CudaOps):
 
 
 class DecodeLayers:
-    """Layers of one kind on a device, and what a pass of some rows reads. folder: of `shape_folder`."""
+    """Layers of one kind on a device, and what a pass of some rows reads. folder: of `shape_folder`. pdl: see
+    `CudaOps`."""
 
-    def __init__(self, folder: Path, fp8: bool, context: int, device: torch.device, table: Table) -> None:
+    def __init__(
+        self, folder: Path, fp8: bool, context: int, device: torch.device, table: Table, *, pdl: bool
+    ) -> None:
         config = read_config(folder)
-        self._ops, self.device, self._context, self.shipped = _Ops(0, table), device, context, table
+        self._ops, self.device, self._context, self.shipped = _Ops(0, table, pdl=pdl), device, context, table
         self._ops.use(table, {}, frozenset())
         self.dimensions = read_dimensions(folder, fp8=fp8)
         self.dtype = torch.float8_e4m3fn if fp8 else self.dimensions.torch_dtype

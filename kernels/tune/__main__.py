@@ -49,8 +49,7 @@ def main() -> int:
         return 1
     began = time.perf_counter()
     known = Table() if arguments.again else table
-    hopper = gpu.target.arch == 90
-    jobs = compiling.record(gpu.target, lambda: launch_all(models, arguments.rows, known, hopper))
+    jobs = compiling.record(gpu.target, lambda: launch_all(models, arguments.rows, known, gpu))
     # Plans that the compiler refuses fail again when they are tried, and are passed over.
     failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())
     spent = time.perf_counter() - began
@@ -58,7 +57,7 @@ def main() -> int:
 
     raw: list[dict[str, Any]] = []
     for dimensions in models:
-        for found in search(dimensions, arguments.rows, known, torch.device("cuda"), _report, hopper):
+        for found in search(dimensions, arguments.rows, known, torch.device("cuda"), _report, gpu):
             for one in found:
                 table = table.with_entry(one.product, one.rows, one.entry)
                 raw.append(one.raw)

@@ -39,11 +39,12 @@ class _Layer:
 
 
 class Layers:
-    """A layer's products on a device, for one number of rows."""
+    """A layer's products on a device, for one number of rows. pdl: see `CudaOps`."""
 
-    def __init__(self, dimensions: Dimensions, device: torch.device) -> None:
+    def __init__(self, dimensions: Dimensions, device: torch.device, *, pdl: bool) -> None:
         self.dimensions = dimensions
         self.device = device
+        self._pdl = pdl
         shapes = dimensions.products
         self._shapes = {name: shapes[name] for name in LAYER_PRODUCTS}
         item = 1 if dimensions.fp8 else dimensions.torch_dtype.itemsize
@@ -78,7 +79,7 @@ class Layers:
 
         Raises what a launch raises.
         """
-        ops = CudaOps(table=table)
+        ops = self._ops(table)
 
         def chain() -> torch.Tensor:
             residual = Stream(self._x.clone())
@@ -90,7 +91,7 @@ class Layers:
 
     def launch(self, table: Table) -> None:
         """A layer as the first and as one of many, without waiting: to note its kernels, or to warm up."""
-        ops, residual = CudaOps(table=table), Stream(self._x.clone())
+        ops, residual = self._ops(table), Stream(self._x.clone())
         for _ in range(2):
             residual = self._run(ops, self._layers[0], residual, None)
 
@@ -98,7 +99,7 @@ class Layers:
         """Of a product of the first `rows` rows with the plans of `table`: ‖out − ref‖ / ‖ref‖, where ref is
         computed in float32 from the same weights (with FP8 weights, x is quantised alike). NaN if the result
         has any. A norm is shared where the product can."""
-        ops, layer = CudaOps(table=table), self._layers[0]
+        ops, layer = self._ops(table), self._layers[0]
         weight = getattr(layer, name)
         x = self._activated[:rows] if name == "down" else self._random(rows, self._shapes[name][1])
         residual, stream = self._x[:rows], Stream(x)
@@ -127,12 +128,15 @@ class Layers:
                 wanted = torch.cat((wanted, rms_norm(wanted, self._norm.float(), _EPS)), dim=1)
         return float((got.float() - wanted).norm() / wanted.norm())
 
+    def _ops(self, table: Table) -> CudaOps:
+        return CudaOps(table=table, pdl=self._pdl)
+
     def _run(self, ops: CudaOps, layer: _Layer, residual: Stream, without: str | None) -> Stream:
         qkv = self._qkv
         if without != "qkv":
             qkv = ops.norm_linear(residual, self._norm, _EPS, layer.qkv, None)
         where = (self._positions, self._slots, self._rotation, self._pool)
-        queries = fused.rope_cache_write(qkv, *where, self._heads, pdl=True)
+        queries = fused.rope_cache_write(qkv, *where, self._heads, pdl=self._pdl)
         if without != "o":
             residual = ops.linear_add(queries.view(self._rows, -1), layer.o, None, residual, self._norm)
         activated: Activation = self._activated
@@ -162,10 +166,11 @@ class Layers:
 
 
 class Head:
-    """Norm and the output matrix, which is in the model's dtype always."""
+    """Norm and the output matrix, which is in the model's dtype always. pdl: see `CudaOps`."""
 
-    def __init__(self, dimensions: Dimensions, device: torch.device) -> None:
+    def __init__(self, dimensions: Dimensions, device: torch.device, *, pdl: bool) -> None:
         n, k = dimensions.products["lm_head"]
+        self._pdl = pdl
         self.product = Product(dimensions.torch_dtype, n, k)
         self._norm = torch.ones(k, dtype=dimensions.torch_dtype, device=device)
         size = n * k * dimensions.torch_dtype.itemsize
@@ -183,11 +188,11 @@ class Head:
 
     def launch(self, table: Table) -> None:
         """As `Layers.launch`."""
-        self._run(CudaOps(table=table), self._weights[0])
+        self._run(self._ops(table), self._weights[0])
 
     def microseconds(self, table: Table) -> float:
         """Of norm and product."""
-        ops = CudaOps(table=table)
+        ops = self._ops(table)
 
         def chain() -> None:
             for weight in self._weights * self._turns:
@@ -197,10 +202,13 @@ class Head:
 
     def error(self, table: Table, rows: int) -> float:
         """As `Layers.error`."""
-        ops, x = CudaOps(table=table), self._x[:rows]
+        ops, x = self._ops(table), self._x[:rows]
         wanted = ops.rms_norm(x, self._norm, _EPS).float() @ self._weights[0].float().T
         got = ops.norm_linear(Stream(x), self._norm, _EPS, self._weights[0], None)
         return float((got.float() - wanted).norm() / wanted.norm())
+
+    def _ops(self, table: Table) -> CudaOps:
+        return CudaOps(table=table, pdl=self._pdl)
 
     def _run(self, ops: CudaOps, weight: torch.Tensor) -> None:
         ops.norm_linear(Stream(self._x), self._norm, _EPS, weight, None, self._logits)

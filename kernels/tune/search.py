@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kernels.compiling import Gpu
 from kernels.dimensions import Dimensions
 from kernels.triton import linear_plans
 from kernels.triton.linear_plans import Plan
@@ -46,21 +47,21 @@ class Measured:
     raw: dict[str, Any]
 
 
-def launch_all(models: Sequence[Dimensions], buckets: Sequence[int], known: Table, hopper: bool) -> None:
-    """Launch every kernel that `search` will, on meta tensors (`compiling.record`)."""
+def launch_all(models: Sequence[Dimensions], buckets: Sequence[int], known: Table, gpu: Gpu) -> None:
+    """Launch every kernel that `search` will on a GPU, on meta tensors (`compiling.record`)."""
     meta = torch.device("meta")
     for dimensions in models:
-        layers = Layers(dimensions, meta)
-        head = None if dimensions.fp8 else Head(dimensions, meta)
+        layers = Layers(dimensions, meta, pdl=gpu.pdl)
+        head = None if dimensions.fp8 else Head(dimensions, meta, pdl=gpu.pdl)
         for rows in buckets:
             products = layers.products().values()
             layers.set_rows(rows)
             for product in products if _unknown(known, products, rows) else ():
-                for plan in _tried(product, rows, hopper):
+                for plan in _tried(product, rows, gpu.hopper):
                     layers.launch(_table({product: plan}, rows))
             if head is not None and _unknown(known, [head.product], rows):
                 head.set_rows(rows)
-                for plan in _tried(head.product, rows, hopper):
+                for plan in _tried(head.product, rows, gpu.hopper):
                     head.launch(_table({head.product: plan}, rows))
 
 
@@ -70,25 +71,25 @@ def search(
     known: Table,
     device: torch.device,
     report: Report,
-    hopper: bool,
+    gpu: Gpu,
 ) -> Iterator[list[Measured]]:
     """The best plans of a model's products, some at a time: for each number of rows that `known` lacks.
-    `report` gets what a person reads. hopper: what the device is (`candidates`)."""
+    `report` gets what a person reads. gpu: what the device is."""
     dtype = "fp8" if dimensions.fp8 else dimensions.dtype
     report(f"{dtype} hidden {dimensions.hidden} intermediate {dimensions.rank_intermediate}")
     report("rows: µs of a layer by the rules, the library, the winners; of each product: won, library, plan")
-    layers = Layers(dimensions, device)
+    layers = Layers(dimensions, device, pdl=gpu.pdl)
     for rows in buckets:
         if _unknown(known, layers.products().values(), rows):
             layers.set_rows(rows)
-            yield _search_layer(layers, rows, known, report, hopper)
+            yield _search_layer(layers, rows, known, report, gpu.hopper)
     del layers
     if not dimensions.fp8:  # The output matrix is in the model's dtype either way.
-        head = Head(dimensions, device)
+        head = Head(dimensions, device, pdl=gpu.pdl)
         for rows in buckets:
             if _unknown(known, [head.product], rows):
                 head.set_rows(rows)
-                yield [_search_head(head, rows, report, hopper)]
+                yield [_search_head(head, rows, report, gpu.hopper)]
 
 
 def _search_layer(layers: Layers, rows: int, known: Table, report: Report, hopper: bool) -> list[Measured]:

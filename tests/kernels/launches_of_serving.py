@@ -78,11 +78,11 @@ def main() -> None:
         kv_dtype=FP8 if kv_fp8 else config.dtype,
     )
     table = load_table(GPU.name)
-    built = compiling.record(GPU.target, lambda: rehearsal.launch_all(foreseen, table))
+    built = compiling.record(GPU.target, lambda: rehearsal.launch_all(foreseen, table, GPU.pdl))
     decoder = Decoder(
         config,
         ranks,
-        CudaOps(EXPANSION_BLOCKS, table),
+        CudaOps(EXPANSION_BLOCKS, table, pdl=GPU.pdl),
         TORCH_DTYPES[config.dtype],
         META,
         max_model_len=1000,

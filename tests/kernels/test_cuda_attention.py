@@ -54,14 +54,10 @@ class Pass:
 
 
 @pytest.fixture
-def ops(monkeypatch: pytest.MonkeyPatch) -> object:
+def ops() -> object:
     from kernels.cuda import CudaOps
-    from kernels.triton import fused
 
-    for module in (fused.tl.extra.cuda, attention_decode):  # of which an interpreter knows nothing
-        for name in ("gdc_wait", "gdc_launch_dependents"):
-            monkeypatch.setattr(module, name, lambda: None)
-    return CudaOps()
+    return CudaOps(pdl=False)  # of which an interpreter knows nothing
 
 
 @pytest.mark.parametrize("padding", [0, 3])

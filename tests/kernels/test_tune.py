@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 from kernels import compiling, dimensions
 from kernels.triton import linear_plans
@@ -100,13 +99,11 @@ def test_what_a_search_would_fail_on_at_its_end_is_said_before_it_begins(
 def test_a_product_is_compared_with_its_twin_and_shares_its_norm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("gdc_wait", "gdc_launch_dependents"):
-        monkeypatch.setattr(triton.language.extra.cuda, name, lambda: None)
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     (tmp_path / "config.json").write_text(json.dumps(test_build.SMALL | shape))
     monkeypatch.setitem(dimensions.DTYPES, "float32", torch.float32)
     found = replace(dimensions.read_dimensions(tmp_path), dtype="float32")
-    layers = Layers(found, torch.device("cpu"))
+    layers = Layers(found, torch.device("cpu"), pdl=False)
     layers.set_rows(5)
     plan = Plan("dot", 16, 64, 64, 4, 3)
     gained = layers._gained

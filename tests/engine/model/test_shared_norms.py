@@ -74,7 +74,6 @@ def test_products_that_share_norms_make_the_same_model(
     for name, shape in PRODUCTS.items():
         entry = Entry(None if name in librarys else PLANS[name], 0.0, 0.0)
         table = table.with_entry(Product(torch.float32, *shape), 16, entry)
-    without_dependent_launches(monkeypatch)
     launched = []
     norm = fused.rms_norm
 
@@ -84,16 +83,10 @@ def test_products_that_share_norms_make_the_same_model(
 
     monkeypatch.setattr(fused, "rms_norm", counted)
     (tmp_path / "config.json").write_text(json.dumps(SMALL | SHAPE))
-    found, expected = (logits(tmp_path, ops) for ops in (Products(0, table), reference))
+    found, expected = (logits(tmp_path, ops) for ops in (Products(0, table, pdl=False), reference))
     assert len(launched) == 2 * norms
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() < 2e-5 * other.abs().max()
-
-
-def without_dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an interpreter, which does not know them, needs."""
-    for name in ("gdc_wait", "gdc_launch_dependents"):
-        monkeypatch.setattr(fused.tl.extra.cuda, name, lambda: None)
 
 
 def logits(folder: Path, ops: object) -> list[torch.Tensor]:
@@ -110,18 +103,15 @@ def logits(folder: Path, ops: object) -> list[torch.Tensor]:
     return [driver.run([], prompts), driver.run([(one, 5) for one in sequences], [])]
 
 
-def test_float16_shares_no_norm_since_x_times_its_gain_may_leave_the_range(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_float16_shares_no_norm_since_x_times_its_gain_may_leave_the_range() -> None:
     from kernels.cuda import CudaOps
 
-    without_dependent_launches(monkeypatch)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(3, 64, generator=generator).mul(3000).half()
     weight = torch.randn(64, 64, generator=generator).div(8).half()
     gain = torch.full((64,), 40.0).half()
     ends = []
-    for ops in (CudaOps(), reference):
+    for ops in (CudaOps(pdl=False), reference):
         stream = ops.linear_add(x, weight, None, Stream(x.clone()), gain)
         ends.append(ops.norm_linear(stream, gain, 1e-5, weight, None))
     assert (ends[0] - ends[1]).abs().max() < 2e-3 * ends[1].abs().max()
