@@ -98,6 +98,8 @@ class SamplingTables:
         owners = [(row, sample, setup) for setup in setups for row, sample in setup.members]
         floats = np.empty((len(owners), self.floats.shape[1]), dtype=np.float32)
         integers = np.empty((3, len(owners)), dtype=np.int64)
+        for setup in setups:
+            self._set_up_lists(setup)
         for i, (row, sample, setup) in enumerate(owners):
             params = setup.sampling
             greedy = params.temperature < sampling.GREEDY_BELOW
@@ -113,7 +115,6 @@ class SamplingTables:
             )
             integers[:, i] = (row, sampling.noise_base(params.seed, sample), top_k)
             self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
-            self._set_up_lists(row, setup)
             self._edited[row] = row in self._bias or params.penalised
             # Whatever is kept, the largest logit is: a greedy row stays greedy.
             narrowed = top_k > 0 or params.top_p < 1 or params.min_p > 0
@@ -124,22 +125,24 @@ class SamplingTables:
         self.top_k[staged[0]] = staged[2]
         self.floats[staged[0]] = rates
 
-    def _set_up_lists(self, row: int, setup: RowSetup) -> None:
-        """The row's token lists. Ids outside the vocabulary cannot be chosen anyway: they are left out."""
-        params = setup.sampling
-        self._bias.pop(row, None)
-        self._stops.pop(row, None)
+    def _set_up_lists(self, setup: RowSetup) -> None:
+        """The token lists of the setup's rows: all read the same tensors, and nobody writes them. Ids outside
+        the vocabulary cannot be chosen anyway: they are left out."""
+        params, rows = setup.sampling, [row for row, _ in setup.members]
+        for row in rows:
+            self._bias.pop(row, None)
+            self._stops.pop(row, None)
+        self._stop_from[rows] = 0
         bias = {token: x for token, x in (params.logit_bias or {}).items() if 0 <= token < self.vocab_size}
         if bias:
-            self._bias[row] = (
-                upload(np.fromiter(bias, dtype=np.int64, count=len(bias)), self.device),
-                upload(np.fromiter(bias.values(), dtype=np.float32, count=len(bias)), self.device),
-            )
+            ids = upload(np.fromiter(bias, dtype=np.int64, count=len(bias)), self.device)
+            added = upload(np.fromiter(bias.values(), dtype=np.float32, count=len(bias)), self.device)
+            self._bias.update(dict.fromkeys(rows, (ids, added)))
         stops = sorted({token for token in params.stop_token_ids if 0 <= token < self.vocab_size})
-        self._stop_from[row] = 0
         if params.min_tokens > 0 and stops and not params.ignore_eos:
-            self._stops[row] = upload(np.array(stops, dtype=np.int64), self.device)
-            self._stop_from[row] = setup.prompt_tokens + params.min_tokens
+            banned = upload(np.array(stops, dtype=np.int64), self.device)
+            self._stops.update(dict.fromkeys(rows, banned))
+            self._stop_from[rows] = setup.prompt_tokens + params.min_tokens
 
     def _set_up_counts(self, setups: list[RowSetup]) -> None:
         for setup in setups:

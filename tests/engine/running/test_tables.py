@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import sampling_tables
 from engine.batch import RowTables, StepBatch
 from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan, sampling_rows
 from engine.sampling_tables import Needs
+from engine.transfer import upload
 from kernels import ChunkSpan
 from kernels.draws import Variant
 
@@ -257,6 +259,31 @@ def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: i
         # From here on each goes its own way.
         for tables in (together, apart):
             tables.sampling.count(tables.sampling.needs(rows, lengths), torch.tensor([1, 2, step, 4]))
+
+
+def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its history, bias and stop tokens, beside the numbers of all rows; a fork that gets a new owner leaves
+    the others theirs."""
+    sent: list[list[float]] = []
+
+    def noted(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        sent.append(array.ravel().tolist())
+        return upload(array, device)
+
+    monkeypatch.setattr(sampling_tables, "upload", noted)
+    lists = {"logit_bias": {4: 1.5, 9: -2.0}, "min_tokens": 2, "stop_token_ids": (7, 8)}
+    params = SamplingParams(max_tokens=9, frequency_penalty=0.5, **lists)
+    tables, lengths = RowTables(8, 2, VOCAB, CPU).sampling, np.full(8, 3)
+    tables.set_up([RowSetup(4, params, 0, 3, [3, 5, 3], [(1, 1), (6, 2)])])
+    once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3]]
+    assert sorted(map(sent.count, once)) == [1] * 4
+    assert len(sent) == len(once) + 2
+    tables.set_up([RowSetup(1, PARAMS[0], 0, 3, [])])
+    edits = tables.needs([4, 1, 6], lengths).edits
+    assert edits is not None and edits.bias is not None and edits.banned is not None
+    assert [part.tolist() for part in edits.bias] == [[0, 0, 1, 1], [4, 9, 4, 9], [1.5, -2.0, 1.5, -2.0]]
+    assert [part.tolist() for part in edits.banned] == [[0, 0, 1, 1], [7, 8, 7, 8]]
+    assert edits.index.tolist() == [0, 2]
 
 
 def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
