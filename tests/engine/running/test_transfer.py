@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import weakref
+from collections import Counter
+from types import SimpleNamespace
 
-from engine.transfer import kept
+import pytest
+import torch
+
+from engine import transfer
+from engine.transfer import kept, reserve
 
 
 @pytest.mark.parametrize(
@@ -15,3 +21,26 @@ def test_every_power_of_two_is_kept_up_to_the_one_that_holds_the_most(most: int,
     assert sizes == [1 << bits for bits in range(len(sizes))]
     assert sizes[-1] == largest
     assert all(count >= 6 for count, _ in kept(most))
+
+
+class Memory:
+    """Page-locked memory: it counts while somebody has it."""
+
+
+def test_all_of_a_size_are_had_at_once_page_locked_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given back before the next is asked for would be the next."""
+    held, together, asked = Counter[int](), Counter[int](), Counter[int]()
+
+    def empty(nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> Memory:
+        assert dtype == torch.uint8 and pin_memory
+        memory = Memory()
+        weakref.finalize(memory, held.subtract, [nbytes])
+        held[nbytes] += 1
+        asked[nbytes] += 1
+        together[nbytes] = max(together[nbytes], held[nbytes])
+        return memory
+
+    monkeypatch.setattr(transfer, "torch", SimpleNamespace(empty=empty, uint8=torch.uint8))
+    reserve(300_000)
+    assert asked == together == {nbytes: count for count, nbytes in kept(300_000)}
+    assert held.total() == 0
