@@ -94,7 +94,7 @@ class RowTables:
     # ── the plan's changes ───────────────────────────────────────────────────────────────────────
 
     def apply(self, plan: StepPlan) -> None:
-        """Stage the plan's setups and new block table entries. Copies of blocks are the runner's."""
+        """Stage the plan's setups and new block table entries. Copies of blocks are `Steps`'."""
         if plan.setups:
             self._lengths_host[[row for setup in plan.setups for row, _ in setup.members]] = 0
             self.sampling.set_up(plan.setups)

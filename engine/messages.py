@@ -388,7 +388,8 @@ BAD_TOKEN = -1
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """What a step sampled: one entry for each sampling row of its plan, in the plan's order."""
+    """What a step sampled: one entry for each sampling row of its plan, the decodes and then the chunks' own,
+    in the plan's order."""
 
     token_ids: list[int]
     """BAD_TOKEN where there is none."""
@@ -398,11 +399,3 @@ class StepTokens(msgspec.Struct, array_like=True):
     """By row: log probabilities of the tokens that follow a chunk's tokens."""
     broken: list[int] = []
     """Rows of chunks without sample rows whose numbers are not finite: no token says so."""
-
-
-def sampling_rows(plan: StepPlan) -> list[int]:
-    """Rows that sample in `plan`, in the order of `StepTokens`."""
-    rows = list(plan.decodes)
-    for chunk in plan.chunks:
-        rows.extend(chunk.sample_rows)
-    return rows

@@ -25,10 +25,11 @@ from appliance.traffic.quotas import Quotas
 from appliance.traffic.requests import Ledger
 from appliance.traffic.rules import QueueRules
 from engine.core import EngineCore
-from engine.messages import Output, Report, SamplingParams, StepPlan, StepTokens, Submit, sampling_rows
+from engine.messages import Output, Report, SamplingParams, StepPlan, StepTokens, Submit
 from engine.scheduler import Scheduler
 from store.policies import KeyRecord, Policies, TenantRecord
 from store.requests import RequestRow
+from tests.engine.scheduling.simulated_runner import sampling_rows
 
 FRONT = "front-0"
 MODEL = "m"

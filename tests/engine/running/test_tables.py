@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from engine import sampling_tables
 from engine.batch import RowTables, StepBatch
-from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan, sampling_rows
+from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
 from engine.sampling_tables import Needs
 from engine.transfer import upload
 from kernels import ChunkSpan
 from kernels.draws import Variant
+from tests.engine.scheduling.simulated_runner import sampling_rows
 
 CPU = torch.device("cpu")
 ROWS, BLOCKS, VOCAB = 5, 4, 50

@@ -17,11 +17,15 @@ from engine.messages import (
     StepTokens,
     Submit,
     TokenLogprob,
-    sampling_rows,
 )
 
 VOCAB = 40
 STOP = 7
+
+
+def sampling_rows(plan: StepPlan) -> list[int]:
+    """Rows that sample in `plan`, in the order of `StepTokens`."""
+    return [*plan.decodes, *(row for chunk in plan.chunks for row in chunk.sample_rows)]
 
 
 @dataclass
