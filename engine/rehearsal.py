@@ -72,6 +72,13 @@ def every_kind(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
             StepPlan(0, [], [], [], rows[2:], [Chunk(0, 2, [0, 0], rows[:2])]),
             StepPlan(0, [], [], [], rows, []),
         ]
+    # Of one row alone torch sorts, and takes apart, in other ways.
+    for logprobs in (0, 2):
+        alone = RowSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
+        plans += [
+            StepPlan(0, [alone], [], [], [], [Chunk(0, 0, [0], rows[:1])]),
+            StepPlan(0, [], [], [], rows[:1], []),
+        ]
     scored = Chunk(0, 0, [0, 0], rows[:1], prompt_logprobs=1)
     plans.append(StepPlan(0, [RowSetup(0, _WAYS_TO_SAMPLE[0], 0, 2, [])], [], [], rows[1:], [scored]))
     plans.append(StepPlan(0, [], [], [(0, 0)], [], _prompts(spec, max_model_len - 1), clears=[0]))
