@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -17,7 +18,8 @@ def document(
     server: Server, seed: str, slo: Slo, results: list[Result], found: Found | None, version: str
 ) -> dict[str, Any]:
     """Everything that was measured. Times are milliseconds where the name ends in `_ms`; a request's `at_s`
-    counts from its run's start, and all else of it from then."""
+    counts from its run's start, and all else of it from then. All numbers are finite; null stands where there
+    is none."""
     made: dict[str, Any] = {
         "appliance": version,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -53,12 +55,13 @@ def _trial(trial: Trial) -> dict[str, Any]:
 
 
 def _backlog(backlog: Backlog) -> dict[str, Any]:
+    response_ms = None if math.isinf(backlog.response_s) else round(1000 * backlog.response_s, 3)
     return {
         "before": backlog.before,
         "after": backlog.after,
         "seconds": round(backlog.seconds, 4),
         "allowed": round(backlog.allowed, 2),
-        "response_ms": round(1000 * backlog.response_s, 3),
+        "response_ms": response_ms,
         "growing": backlog.is_growing,
     }
 

@@ -259,7 +259,7 @@ def _check_writable(path: str | None) -> None:
 
 
 def _write(path: str, made: dict[str, object]) -> None:
-    text = json.dumps(made, separators=(",", ":")) + "\n"
+    text = json.dumps(made, separators=(",", ":"), allow_nan=False) + "\n"
     if path == "-":
         print(text, end="")
         return
