@@ -203,7 +203,7 @@ def _work(options: Options) -> _Work:
             "rate, for --duration"
         )
     if options.find_rate and options.runs is not None:
-        raise typer.BadParameter("--runs does not go with --find-rate, which tries each rate once")
+        raise typer.BadParameter("--runs does not go with --find-rate, which decides itself what to repeat")
     if not open_loop and options.duration_s is not None:
         raise typer.BadParameter(
             "--duration goes with --rate or --find-rate: other runs last as long as their requests take"
