@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 
@@ -17,11 +16,12 @@ def check_writable(option: str, path: Path | None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        there = os.path.lexists(path)
+        is_new = not path.exists()
         with path.open("a"):
             pass
-        if not there:
-            path.unlink()
+        if is_new:
+            # A link to no file stays one: what was made is the file that it names.
+            path.resolve().unlink()
     except OSError as error:
         raise UnwritableError(
             f"{option} is {path}, which cannot be written ({error.strerror}): name a file that can"

@@ -230,10 +230,14 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_runs(
 def test_looking_whether_a_file_can_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
     kept, new = tmp_path / "kept.json", tmp_path / "made" / "new.json"
     kept.write_text("{}")
-    for path in (kept, new, None):
+    to_kept, to_none, none = tmp_path / "to_kept.json", tmp_path / "to_none.json", tmp_path / "none.json"
+    to_kept.symlink_to(kept)
+    to_none.symlink_to(none)
+    for path in (kept, new, to_kept, to_none, None):
         check_writable("--json", path)
-    assert kept.read_text() == "{}"
+    assert kept.read_text() == to_kept.read_text() == "{}"
     assert new.parent.is_dir() and not new.exists()
+    assert to_kept.is_symlink() and to_none.is_symlink() and not none.exists()
 
 
 @pytest.mark.parametrize("module", ["engine.bench", "engine.profile"])
