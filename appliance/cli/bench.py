@@ -247,13 +247,19 @@ def _target(options: Options) -> Target:
 
 
 def _check_writable(path: str | None) -> None:
-    """Find out before the run, not after it. Raises Failure."""
+    """Find out before the run, not after it; where there is no file, a run that fails leaves none. Raises
+    Failure."""
     if path is None or path == "-":
         return
+    file = Path(path)
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not file.exists()
+        with file.open("a"):
             pass
+        if is_new:
+            # A link to no file stays one: what was made is the file that it names.
+            file.resolve().unlink()
     except OSError as error:
         raise Failure(f"--json {path!r} cannot be written: {error.strerror}") from error
 

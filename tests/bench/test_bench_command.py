@@ -217,6 +217,16 @@ def test_what_is_wrong_is_said_before_the_run(cli: Run, fake: FakeServer, run_di
     assert outcome.code == 1 and "does not answer a request of two tokens: http 400: no, 400" in outcome.err
 
 
+def test_a_run_that_fails_leaves_the_file_for_its_figures_as_it_was(cli: Run, tmp_path: Path) -> None:
+    new, kept, link = tmp_path / "new.json", tmp_path / "kept.json", tmp_path / "link.json"
+    kept.write_text("{}")
+    link.symlink_to(tmp_path / "none.json")
+    for file in (new, kept, link):
+        assert cli("bench", "--base-url", "http://127.0.0.1:1", "--json", file).code == 1
+    assert set(tmp_path.glob("*.json")) == {kept, link}
+    assert kept.read_text() == "{}" and link.is_symlink()
+
+
 @pytest.mark.parametrize(
     "words",
     [
