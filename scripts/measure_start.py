@@ -58,6 +58,7 @@ def start(arguments: argparse.Namespace) -> None:
     from engine.bench.start import FAILURES
     from engine.generate import LocalEngine
     from engine.messages import ReplicaSpec, SamplingParams
+    from kernels.writable import UnwritableError, check_writable
 
     tell("imported")
     before = ""
@@ -81,8 +82,11 @@ def start(arguments: argparse.Namespace) -> None:
             step_tokens=8192,
         )
         try:
+            # Here, since the process that writes it loads no torch: the first run would find torch's files
+            # in memory.
+            check_writable("--json", arguments.json)
             engine = LocalEngine(spec, progress)
-        except FAILURES as error:
+        except (UnwritableError, *FAILURES) as error:
             raise SystemExit(str(error)) from None
     for prompt in (300, 20):
         engine.generate([[1] * prompt] * 2, SamplingParams(max_tokens=4, ignore_eos=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -225,6 +226,29 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_runs(
         assert refused(module, option, str(path)) == (
             f"{option} is {path}, which cannot be written ({reason}): name a file that can"
         )
+
+
+@pytest.mark.parametrize(
+    "script",
+    [["measure_start.py", "--device", "cpu", "--shape", "llama-3.2-1b"], ["test_gpu"]],
+    ids=lambda it: it[0],
+)
+def test_a_script_says_before_long_work_that_its_figures_cannot_be_written(
+    script: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out.json"
+    done = subprocess.run(
+        [sys.executable, f"scripts/{script[0]}", *script[1:], "--json", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode > 0
+    assert f"--json is {out}, which cannot be written (File exists)" in done.stderr
 
 
 def test_looking_whether_a_file_can_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
