@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,16 +76,18 @@ class Result:
     """At once, in closed loop."""
     duration_s: float | None = None
     """In which they arrive, in open loop."""
+    less_is_better: bool = False
+    """Of the figure."""
     runs: list[Measured] = field(default_factory=list)
 
     @property
     def typical(self) -> Measured:
-        """The run whose figure is the median (of two, the lower) one."""
+        """The run whose figure is the median; of an even number, the worse of the two in the middle."""
         known = [run for run in self.runs if run.summary.figure(self.figure) is not None]
         if not known:
             return self.runs[0]
-        median = statistics.median_low([self._figure(run) for run in known])
-        return next(run for run in known if self._figure(run) == median)
+        ranked = sorted(known, key=self._figure, reverse=self.less_is_better)
+        return ranked[(len(ranked) - 1) // 2]
 
     def _figure(self, run: Measured) -> float:
         return run.summary.figure(self.figure) or 0.0
@@ -129,6 +130,7 @@ class Session:
             workload.unit,
             workload.requests,
             concurrency=workload.concurrency,
+            less_is_better=workload.less_is_better,
         )
         if warm_up:
             await self._warm_up(shape, workload.concurrency)

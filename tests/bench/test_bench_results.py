@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import strategies as st
 
 from appliance.bench.messages import STOPPED, Record
 from appliance.bench.results import Slo, distribution, percentile, summarize
-from appliance.bench.workers import Raw
+from appliance.bench.server import Server, target_of
+from appliance.bench.session import Session
+from appliance.bench.workers import Load, Raw, Watch
+from appliance.bench.workloads import WORKLOADS
 
 START = 1000.0
 
@@ -44,6 +48,36 @@ def test_one_request_gives_its_own_times() -> None:
     assert summary.output_tok_s == pytest.approx(4 / 0.151)
     assert summary.prompt_tok_s == pytest.approx(8 / 0.151)
     assert summary.goodput is None and summary.short_answers == 0
+
+
+class Timed:
+    """Instead of worker processes: runs of one request, which take these times."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = iter(seconds)
+
+    async def run(self, load: Load, workers: int, watch: Watch) -> Raw:
+        return raw(record(ended_at=START + next(self._seconds)))
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "typical"),
+    [
+        ("ttft8k", [0.2, 0.3, 0.1], 0.2),
+        ("ttft8k", [0.2, 0.3], 0.3),
+        ("ttft8k", [0.4, 0.2, 0.1, 0.3], 0.3),
+        # Tokens a second: fewer, the longer it takes.
+        ("b1_decode", [0.2, 0.3, 0.1], 0.2),
+        ("b1_decode", [0.2, 0.3], 0.3),
+    ],
+)
+def test_of_an_even_number_of_runs_the_worse_of_the_two_in_the_middle_is_told(
+    name: str, seconds: list[float], typical: float
+) -> None:
+    server = Server(target_of("http://127.0.0.1:1", None, None), "fake", 1000, "", None)
+    session = Session(server, Timed(seconds), lambda aim, standing: None, seed="1")  # type: ignore[arg-type]
+    result = asyncio.run(session.closed(name, WORKLOADS[name], len(seconds), warm_up=False))
+    assert result.typical.summary.seconds == pytest.approx(typical)
 
 
 def test_several_tokens_a_chunk_count_per_token_in_tpot_and_per_chunk_in_itl() -> None:
