@@ -25,7 +25,7 @@ import msgspec
 
 from engine.bench.limits import ceilings, limit
 from engine.bench.start import FAILURES, add_options, start
-from engine.bench.table import HEADS, line, middle
+from engine.bench.table import HEADS, line, median_run
 from engine.bench.workloads import WORKLOADS, run
 from engine.messages import ReplicaInfo
 from kernels.writable import UnwritableError, check_writable
@@ -59,7 +59,7 @@ def main() -> int:
                 best = limit(engine.runner.config, workload, device, info.weights, info.kv_dtype)
             print(line(name, workload, runs, best), flush=True)
             results["workloads"][name] = {
-                "figure": middle(workload, runs).figure,
+                "figure": median_run(workload, runs).figure,
                 "unit": workload.unit,
                 "limit": best,
                 "runs": [asdict(one) for one in runs],

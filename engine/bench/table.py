@@ -14,7 +14,7 @@ HEADS = (
 and in the run where it was most."""
 
 
-def middle(workload: Workload, runs: Sequence[Measured]) -> Measured:
+def median_run(workload: Workload, runs: Sequence[Measured]) -> Measured:
     """The run whose figure is the median; of an even number, the worse of the two in the middle."""
     ranked = sorted(runs, key=lambda run: run.figure, reverse=workload.less_is_better)
     return ranked[(len(ranked) - 1) // 2]
@@ -22,7 +22,7 @@ def middle(workload: Workload, runs: Sequence[Measured]) -> Measured:
 
 def line(name: str, workload: Workload, runs: Sequence[Measured], limit: float | None) -> str:
     """limit: None where the device's is not known."""
-    run = middle(workload, runs)
+    run = median_run(workload, runs)
     of_it = ""
     if limit is not None:
         of_it = f"{limit / run.figure if workload.less_is_better else run.figure / limit:.0%}"

@@ -17,7 +17,7 @@ from engine.bench import __main__ as bench
 from engine.bench import start
 from engine.bench.limits import CEILINGS, ceilings, limit
 from engine.bench.shapes import SHAPES, write_config
-from engine.bench.table import HEADS, line, middle
+from engine.bench.table import HEADS, line, median_run
 from engine.bench.workloads import WORKLOADS, Measured, Steps
 from engine.families import read_config
 from engine.profile import __main__ as profile
@@ -82,7 +82,7 @@ def measured(figure: float, idle: float) -> Measured:
 
 
 @pytest.mark.parametrize(
-    ("name", "figures", "middle_figure"),
+    ("name", "figures", "median_figure"),
     [
         ("b8_decode", [1834.8, 1700.0, 1850.0], 1834.8),
         ("b8_decode", [1834.8, 1700.0], 1700.0),
@@ -92,20 +92,20 @@ def measured(figure: float, idle: float) -> Measured:
     ],
 )
 def test_the_steps_in_the_table_are_those_of_the_run_whose_figure_is_printed(
-    name: str, figures: list[float], middle_figure: float
+    name: str, figures: list[float], median_figure: float
 ) -> None:
     workload = WORKLOADS[name]
     idle = {figure: place / 100 for place, figure in enumerate(figures)}
     runs = [measured(figure, idle[figure]) for figure in figures]
-    assert middle(workload, runs).figure == middle_figure
+    assert median_run(workload, runs).figure == median_figure
     text = line(name, workload, runs, 200.0)
     assert len(text) == len(HEADS)
     said = text.split()
     decode, mixed = said[-8:-4], said[-4:]
     most = max(idle.values())
-    assert said[1] == f"{middle_figure:,.1f}"
-    assert decode == ["255", f"{middle_figure:.2f}", f"{idle[middle_figure]:.1%}", f"{most:.1%}"]
-    assert mixed == ["1", "7.00", f"{idle[middle_figure] / 2:.1%}", f"{most / 2:.1%}"]
+    assert said[1] == f"{median_figure:,.1f}"
+    assert decode == ["255", f"{median_figure:.2f}", f"{idle[median_figure]:.1%}", f"{most:.1%}"]
+    assert mixed == ["1", "7.00", f"{idle[median_figure] / 2:.1%}", f"{most / 2:.1%}"]
 
 
 def test_a_device_without_limits_has_an_empty_column() -> None:
