@@ -98,28 +98,33 @@ def check(dimensions: Dimensions) -> None:
     group = d.rank_heads // d.rank_kv_heads
     each = f" ({d.rank_intermediate} on each of {d.tensor_parallel} ranks)" if d.tensor_parallel > 1 else ""
     intermediate = f"intermediate_size is {d.intermediate}{each}"
+    elsewhere = "on the CPU, or in float32, which a GPU computes without these kernels"
+    serve = f"serve this model {elsewhere}"
+    serve_unquantised = f"serve this model with weights that are not FP8, {elsewhere}"
     problem = None
     if d.head_dim not in HEAD_DIMS:
-        problem = f"head_dim is {d.head_dim}; a GPU's kernels serve {', '.join(map(str, HEAD_DIMS))}"
+        served = ", ".join(map(str, HEAD_DIMS))
+        problem = f"head_dim is {d.head_dim}; a GPU's kernels serve {served}: {serve}"
     elif group > MOST_GROUP:
         problem = (
             f"num_attention_heads is {d.heads} and num_key_value_heads {d.kv_heads}; a GPU's kernels serve "
-            f"at most {MOST_GROUP} query heads for a KV head, not {group}"
+            f"at most {MOST_GROUP} query heads for a KV head, not {group}: {serve}"
         )
     elif d.hidden > LARGEST_ROW:
-        problem = f"hidden_size is {d.hidden}; a GPU's kernels serve at most {LARGEST_ROW}"
+        problem = f"hidden_size is {d.hidden}; a GPU's kernels serve at most {LARGEST_ROW}: {serve}"
     elif d.fp8 and d.hidden % FP8_ALIGNMENT:
-        problem = f"hidden_size is {d.hidden}; FP8 weights on a GPU need a multiple of {FP8_ALIGNMENT}"
-    elif d.fp8 and d.rank_intermediate % FP8_ALIGNMENT:
-        problem = f"{intermediate}; FP8 weights on a GPU need a multiple of {FP8_ALIGNMENT}"
-    elif d.fp8 and d.rank_intermediate > LARGEST_ROW:
-        problem = f"{intermediate}; FP8 weights on a GPU allow at most {LARGEST_ROW}"
-    if problem is not None:
-        unquantised = "with weights that are not FP8, " if "FP8" in problem else ""
-        raise DimensionsError(
-            f"{problem}: serve this model {unquantised}on the CPU, or in float32, which a GPU computes "
-            "without these kernels"
+        problem = (
+            f"hidden_size is {d.hidden}; FP8 weights on a GPU need a multiple of {FP8_ALIGNMENT}: "
+            f"{serve_unquantised}"
         )
+    elif d.fp8 and d.rank_intermediate % FP8_ALIGNMENT:
+        problem = (
+            f"{intermediate}; FP8 weights on a GPU need a multiple of {FP8_ALIGNMENT}: {serve_unquantised}"
+        )
+    elif d.fp8 and d.rank_intermediate > LARGEST_ROW:
+        problem = f"{intermediate}; FP8 weights on a GPU allow at most {LARGEST_ROW}: {serve_unquantised}"
+    if problem is not None:
+        raise DimensionsError(problem)
 
 
 def read_dimensions(folder: Path, **served: Any) -> Dimensions:
