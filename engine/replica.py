@@ -17,6 +17,8 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.garbage import settle_garbage
@@ -174,7 +176,7 @@ class Replica:
         self._fronts: dict[str, Channel[DataInbound]] = {}
         self._fronts_gone: list[str] = []
         self._selector = selectors.DefaultSelector()
-        self._selector.register(control, selectors.EVENT_READ, None)
+        self._watch(control, self._take_control)
         self._stopping = False
         self._reported_at = 0.0
         self._decode_steps, self._mixed_steps = _StepMeans(), _StepMeans()
@@ -199,19 +201,20 @@ class Replica:
         if not self._engine.has_work:
             timeout = max(0.0, self._reported_at + HEARTBEAT_S - time.monotonic())
         for key, events in self._selector.select(timeout):
-            channel = self._control if key.data is None else self._fronts[key.data]
+            channel, take = key.data
             if events & selectors.EVENT_WRITE:
                 channel.flush()
             if events & selectors.EVENT_READ:
-                if key.data is None:
-                    self._take_control()
-                else:
-                    self._take_from_front(key.data)
+                take()
+
+    def _watch(self, channel: Channel[Any], take: Callable[[], None]) -> None:
+        """Have the selector tell of what comes on a channel: `take` reads it."""
+        self._selector.register(channel, selectors.EVENT_READ, (channel, take))
 
     def _watch_for_room(self) -> None:
         """Have the selector tell of room in the channels that have a backlog; the others always have some."""
         for key in list(self._selector.get_map().values()):
-            channel = self._control if key.data is None else self._fronts[key.data]
+            channel, _ = key.data
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.backlog_bytes else 0)
             if events != key.events:
                 self._selector.modify(channel, events, key.data)
@@ -224,7 +227,7 @@ class Replica:
                         socket.socket(fileno=self._control.take_fd()), DataInbound
                     )
                     self._fronts[front] = channel
-                    self._selector.register(channel, selectors.EVENT_READ, front)
+                    self._watch(channel, partial(self._take_from_front, front))
                 case CancelRequest(request_id):
                     self._engine.cancel_request(request_id)
                 case Stop():
