@@ -93,8 +93,7 @@ class Runner:
                 fp8=self.weights == FP8,
                 kv_fp8=self.kv_dtype == FP8,
             )
-            # Nobody fills memory before every rank has asked what there is.
-            self.ranks.all_gather_stack(torch.zeros(1, device=self.device))
+            self._meet()  # nobody fills memory before every rank has asked what there is
             self._load(progress)
             self._sampler = Sampler(
                 ranks,
@@ -264,7 +263,11 @@ class Runner:
             progress("compiling kernels", 0.0)
         building.wait()
         if self.device.type == "cuda":
-            self.ranks.all_gather_stack(torch.zeros(1, device=self.device))  # nobody goes on before
+            self._meet()
+
+    def _meet(self) -> None:
+        """Nobody goes on before all ranks are here."""
+        self.ranks.all_gather_stack(torch.zeros(1, device=self.device))
 
     def _warm_up(self, progress: Progress) -> None:
         """Whatever serving launches is loaded, or captured, before anybody asks for it, and the memory that
