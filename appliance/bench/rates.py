@@ -112,6 +112,13 @@ def is_slow(record: Record, duration_s: float) -> bool:
     return record.ended_at - record.began_at > RESPONSE_SHARE * duration_s
 
 
+def misses(record: Record, slo: Slo, duration_s: float) -> bool:
+    """Whether a request missed a limit of a trial: it failed, or its token or its end came too late. One that
+    was open when the trial was given up counts with the time it had waited."""
+    failed = bool(record.failure) and record.failure != STOPPED
+    return failed or is_late(record, slo) or is_slow(record, duration_s)
+
+
 def is_lost(requests: int, missed: int) -> bool:
     """Whether a trial of so many requests, of which `missed` missed a limit, holds none for 99 % of them."""
     return missed > _LATE_SHARE * requests
@@ -128,7 +135,7 @@ def judge(trial: Trial, records: Sequence[Record], slo: Slo) -> list[str]:
     failed = [record for record in records if record.failure and record.failure != STOPPED]
     others = [record for record in records if not record.failure or record.failure == STOPPED]
     late = len(failed) + sum(is_late(record, slo) for record in others)
-    missed = len(failed) + sum(is_late(record, slo) or is_slow(record, trial.duration_s) for record in others)
+    missed = sum(misses(record, slo, trial.duration_s) for record in records)
     if is_lost(requests, len(failed)):
         reasons.append(f"{len(failed):,} of {requests:,} failed ({failed[0].failure})")
     if trial.backlog.is_growing:

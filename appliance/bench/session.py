@@ -17,16 +17,15 @@ from appliance.bench.rates import (
     Trial,
     UnsettledError,
     find_rate,
-    is_late,
     is_lost,
-    is_slow,
     judge,
+    misses,
     poisson_arrivals,
     requests_at,
 )
 from appliance.bench.results import Slo, Summary, summarize
 from appliance.bench.server import Server
-from appliance.bench.workers import Load, Raw, Standing, Workers, default_workers
+from appliance.bench.workers import Load, Standing, Workers, default_workers
 from appliance.bench.workloads import Shape, Workload
 
 _MOST_WARM_UP = 8
@@ -57,6 +56,8 @@ class Measured:
     summary: Summary
     records: list[Record]
     started_at: float
+    stopped: bool
+    """It was given up before its end."""
     backlog: Backlog | None = None
     """Of open loop."""
 
@@ -137,7 +138,7 @@ class Session:
         for run in range(1, runs + 1):
             title = f"{name} {run}/{runs}" if runs > 1 else name
             result.runs.append(
-                await self._measure(title, shape, workload.requests, concurrency=workload.concurrency)
+                await self._run(title, shape, workload.requests, concurrency=workload.concurrency)
             )
         return result
 
@@ -154,7 +155,7 @@ class Session:
         for run in range(1, runs + 1):
             title = f"{name} {run}/{runs}" if runs > 1 else name
             arrivals = poisson_arrivals(requests, duration_s, self._next_seed())
-            measured = await self._measure(title, shape, requests, arrivals=arrivals, duration_s=duration_s)
+            measured = await self._run(title, shape, requests, arrivals=arrivals, duration_s=duration_s)
             measured.backlog = backlog(measured.records, measured.started_at, duration_s)
             result.runs.append(measured)
         return result
@@ -195,14 +196,12 @@ class Session:
 
         def goes_on(standing: Standing) -> bool:
             nonlocal missed, seen
-            for record in standing.records[seen:]:
-                failed = bool(record.failure)
-                missed += failed or is_late(record, self._slo) or is_slow(record, duration_s)
+            missed += sum(misses(record, self._slo, duration_s) for record in standing.records[seen:])
             seen = len(standing.records)
             is_over = time.monotonic() > standing.started_at + TRIAL_SHARE * duration_s
             return not is_over and not is_lost(requests, missed + standing.overdue)
 
-        measured, raw = await self._run(
+        measured = await self._run(
             f"{requests / duration_s:.4g} requests/s",
             shape,
             requests,
@@ -212,23 +211,21 @@ class Session:
             goes_on=goes_on,
         )
         summary = measured.summary
-        given_up = raw.stopped and (summary.unfinished > 0 or summary.requests < requests)
+        given_up = measured.stopped and (summary.unfinished > 0 or summary.requests < requests)
         trial = Trial(
             requests,
             duration_s,
             summary,
-            backlog(raw.records, raw.started_at, duration_s),
+            backlog(measured.records, measured.started_at, duration_s),
             summary.seconds if given_up else None,
         )
-        return replace(trial, reasons=judge(trial, raw.records, self._slo)), measured
+        return replace(trial, reasons=judge(trial, measured.records, self._slo)), measured
 
     async def _settle(self, shape: Shape, duration_s: float) -> None:
         """Wait until one request is answered: what the last trial left is not to count in the next one.
         Raises UnsettledError where that takes too long."""
         limit_s = max(_SETTLE_S, duration_s)
-        settling, _ = await self._run(
-            "settling", shape, 1, concurrency=1, timeout_s=limit_s, goes_on=lambda standing: True
-        )
+        settling = await self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in settling.summary.failures:
             raise UnsettledError(
                 f"the search ended early: {limit_s:g} s after a trial was given up, the server still did not "
@@ -238,32 +235,11 @@ class Session:
     async def _warm_up(self, shape: Shape, at_once: int) -> None:
         """What a first run alone would wait for: one request of the shape on every stream, of a few."""
         few = min(at_once, _MOST_WARM_UP)
-        await self._measure("warm-up", shape, few, concurrency=few)
+        await self._run("warm-up", shape, few, concurrency=few)
 
     def _next_seed(self) -> str:
         self._runs += 1
         return f"{self._seed}/{self._runs}"
-
-    async def _measure(
-        self,
-        title: str,
-        shape: Shape,
-        requests: int,
-        *,
-        concurrency: int = 0,
-        arrivals: Sequence[float] = (),
-        duration_s: float | None = None,
-    ) -> Measured:
-        measured, _ = await self._run(
-            title,
-            shape,
-            requests,
-            concurrency=concurrency,
-            arrivals=arrivals,
-            duration_s=duration_s,
-            goes_on=lambda standing: True,
-        )
-        return measured
 
     async def _run(
         self,
@@ -271,13 +247,13 @@ class Session:
         shape: Shape,
         requests: int,
         *,
-        goes_on: Callable[[Standing], bool],
         concurrency: int = 0,
         arrivals: Sequence[float] = (),
         duration_s: float | None = None,
         timeout_s: float = math.inf,
         e2e_limit_s: float = math.inf,
-    ) -> tuple[Measured, Raw]:
+        goes_on: Callable[[Standing], bool] = lambda standing: True,
+    ) -> Measured:
         load = Load(
             target=self._server.target,
             # Prompts of its own for every run: none is found in a prefix cache.
@@ -306,7 +282,7 @@ class Session:
         finally:
             self._show(aim, None)
         summary = summarize(raw, shape.output_tokens, shape.prompt_tokens, self._slo, duration_s or 0.0)
-        return Measured(summary, raw.records, raw.started_at), raw
+        return Measured(summary, raw.records, raw.started_at, raw.stopped)
 
 
 def warnings(result: Result, run: Measured) -> list[str]:
