@@ -58,12 +58,22 @@ class StepBatch:
     prompts: list[PromptSlice]
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Numbers of rows, rising, to which passes with prompts are padded, since the kernels for them are loaded
+    (`engine.kernel_loading`)."""
+
+    tokens: list[int]
+    """The last: a step's tokens."""
+    ends: list[int]
+    """Likewise of what such a pass results in; the last: max_rows."""
+
+
 class RowTables:
     """The rows of one rank.
 
     max_rows: sequences at once. max_blocks_per_row: blocks of the longest sequence. vocab_size: of the whole
-    model, not of the rank's shard. ladder: numbers of rows, rising, the last max_rows, to which the ends of a
-    pass are padded, since the kernels for them are loaded (`engine.kernel_loading`); None: they are not.
+    model, not of the rank's shard. padding: None: passes are not padded.
     Memory: 8 bytes × rows × blocks, and that of `SamplingTables`.
     """
 
@@ -73,10 +83,10 @@ class RowTables:
         max_blocks_per_row: int,
         vocab_size: int,
         device: torch.device,
-        ladder: list[int] | None = None,
+        padding: Padding | None = None,
     ) -> None:
         self.device = device
-        self._ladder = ladder
+        self._padding = padding
         self.sampling = SamplingTables(max_rows, vocab_size, device)
         self._blocks_host = np.zeros((max_rows, max_blocks_per_row), dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
@@ -168,8 +178,8 @@ class RowTables:
         return self.sampling.needs(rows, self._lengths_host)
 
     def _add_chunks(self, forward: ForwardInput, plan: StepPlan) -> torch.Tensor:
-        """Append the plan's chunks to the pass, in one transfer. Returns the token after each of theirs:
-        `[tokens of chunks]` int64, 0 where the chunk ends its prompt."""
+        """Append the plan's chunks to the pass, in one transfer, then padding. Returns the token after each
+        of theirs: `[tokens of chunks and padding]` int64, 0 where the chunk ends its prompt."""
         first, columns = len(plan.decodes), []
         for chunk in plan.chunks:
             inputs = self.chunk_inputs(chunk)
@@ -178,6 +188,10 @@ class RowTables:
             count = len(chunk.token_ids)
             forward.attention.chunks.append(ChunkSpan(first, count, chunk.start, chunk.row))
             first += count
+        if self._padding is not None:
+            padding = np.zeros((4, size_for(first, self._padding.tokens) - first), dtype=np.int64)
+            padding[2] = -1
+            columns.append(padding)
         staged = self._upload(np.concatenate(columns, axis=1))
         forward.token_ids = torch.cat((forward.token_ids, staged[0]))
         forward.positions = torch.cat((forward.positions, staged[1]))
@@ -191,7 +205,7 @@ class RowTables:
         ends = [(span.row, span.end, span.last) for span in decodes.chunks]
         most = max(length for _, length, _ in ends)
         count = len(plan.decodes) + len(ends)
-        padded = count if self._ladder is None else size_for(count, self._ladder)
+        padded = count if self._padding is None else size_for(count, self._padding.ends)
         ends += [(0, 0, 0)] * (padded - count)
         rows, lens, queries = self._upload(np.array(ends, dtype=np.int64).T.copy())
         return AttentionInput(

@@ -14,14 +14,15 @@ from kernels import AttentionInput
 
 @dataclass(slots=True)
 class ForwardInput:
-    """One pass: the decodes' tokens first (one each), then the chunks' tokens, packed without padding."""
+    """One pass: the decodes' tokens first (one each), then the chunks' tokens, then padding."""
 
     token_ids: torch.Tensor
     """[tokens] int64"""
     positions: torch.Tensor
     """[tokens] int64"""
     slots: torch.Tensor
-    """[tokens] int64: block id × BLOCK_TOKENS + offset, where each token's K and V are written."""
+    """[tokens] int64: block id × BLOCK_TOKENS + offset, where each token's K and V are written; -1, which
+    padding has: nowhere."""
     attention: AttentionInput
     ends: AttentionInput | None = None
     """Where no token but the decodes' and each chunk's last is asked for: these, as the last layer's

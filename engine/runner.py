@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engine import memory
-from engine.batch import RowTables
+from engine.batch import Padding, RowTables
 from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.device import device_name, select_device
 from engine.families import read_config
@@ -175,8 +175,10 @@ class Runner:
     def _steps(self, kv: list[KvPool]) -> Steps:
         """With rows of their own, over a pool."""
         blocks, rows = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_rows
-        ladder = product_ladder(rows) if self.decoder.ops.name == "cuda" else None
-        tables = RowTables(rows, blocks, self.config.vocab_size, self.device, ladder)
+        padding = None
+        if self.decoder.ops.name == "cuda":
+            padding = Padding(product_ladder(self.spec.step_tokens), product_ladder(rows))
+        tables = RowTables(rows, blocks, self.config.vocab_size, self.device, padding)
         return Steps(self.decoder, kv, tables, self._sampler)
 
     def _longest(self) -> int:

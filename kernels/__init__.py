@@ -231,7 +231,8 @@ class Ops(Protocol):
         cache: `[tokens, heads, head_dim]`, or `[decodes, heads, head_dim]` where the plan's input names
         `queries`, as qkv. Softmax in float32.
 
-        positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct. A decode's position and slot
+        positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct; -1: padding, which is
+        written nowhere, and whose row of the result is undefined. A decode's position and slot
         are those of the last of its `lens` tokens in its row of the block table. window: a token sees itself
         and the window - 1 before it.
         """

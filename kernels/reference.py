@@ -148,10 +148,13 @@ def rope_cache_write(
     low_out, high_out = rotated.chunk(2, dim=-1)
     torch.mul(low, cos, out=low_out).addcmul_(high, sin, value=-1.0)
     torch.mul(high, cos, out=high_out).addcmul_(low, sin)
+    keys, values, written = rotated[:, heads:], qkv[:, both:], slots >= 0
+    if not written.all():
+        keys, values, slots = keys[written], values[written], slots[written]
     block, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
     for numbers, scales, new in (
-        (pool.keys, pool.k_scales, rotated[:, heads:]),
-        (pool.values, pool.v_scales, qkv[:, both:]),
+        (pool.keys, pool.k_scales, keys),
+        (pool.values, pool.v_scales, values),
     ):
         if scales is None:
             numbers[block, :, offset] = new.to(numbers.dtype)
@@ -230,6 +233,9 @@ def attention(
                 part, keys, values, table, chunk.context, scale, window, k_scales, v_scales
             )
         )
+    padding = len(q) - sum(len(part) for part in parts)
+    if padding:
+        parts.append(torch.zeros_like(q[:padding]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

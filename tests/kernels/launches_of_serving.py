@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from engine.batch import RowTables
+from engine.batch import Padding, RowTables
 from engine.families import read_config
 from engine.graphs import DecodeGraphs
 from engine.kernel_build import dimensions
@@ -128,8 +128,10 @@ def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> Steps:
     """What `Runner` launches before it is ready: the largest steps, graphs of every size and way to sample,
     those of prompts, what is loaded ahead, and each kind of step. Those that serve afterwards."""
 
+    padding = Padding(product_ladder(spec.step_tokens), product_ladder(ROWS))
+
     def steps() -> Steps:
-        tables = RowTables(ROWS, 17, decoder.config.vocab_size, META, product_ladder(ROWS))
+        tables = RowTables(ROWS, 17, decoder.config.vocab_size, META, padding)
         return Steps(decoder, decoder.allocate_kv(20), tables, sampler)
 
     apart = steps()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.batch import RowTables, ends_of
+from engine.batch import Padding, RowTables, ends_of
 from engine.families import read_config
+from engine.forward import ForwardInput
 from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
@@ -43,7 +43,26 @@ def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]
     )
 
 
-@pytest.mark.parametrize("ladder", [None, [2, 4, 5]])
+def passes(
+    decoder: Decoder,
+    kv: list[KvPool],
+    padding: Padding | None,
+    decodes: list[int],
+    chunks: list[tuple[int, int, int, bool]],
+) -> ForwardInput:
+    """A pass of what `decodes` and `chunks` say, after one in which two prompts were computed."""
+    tables = RowTables(5, 3, decoder.config.vocab_size, CPU, padding)
+    before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
+    tables.apply(before)
+    first = tables.step_batch(before)
+    decoder.forward(first.forward, kv)
+    tables.advance(first.sampling, torch.tensor([5, 6]))
+    now = plan(2, decodes, chunks)
+    tables.apply(now)
+    return tables.step_batch(now).forward
+
+
+@pytest.mark.parametrize("padding", [None, Padding([100, 128, 250], [2, 4, 5])], ids=["as it is", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("decodes", "chunks"),
@@ -59,29 +78,27 @@ def test_the_ends_are_rows_of_the_whole_pass(
     family: str,
     decodes: list[int],
     chunks: list[tuple[int, int, int, bool]],
-    ladder: list[int] | None,
+    padding: Padding | None,
     tmp_path: Path,
 ) -> None:
-    """And where there is a ladder, padding after them."""
+    """And padding, where there is any, is written nowhere."""
     (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
     decoder = Decoder(read_config(tmp_path), single(), reference, torch.float32, CPU)  # type: ignore[arg-type]
     load_dummy(decoder, seed=4)
-    tables, kv = RowTables(5, 3, decoder.config.vocab_size, CPU, ladder), decoder.allocate_kv(15)
-    before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
-    tables.apply(before)
-    first = tables.step_batch(before)
-    decoder.forward(first.forward, kv)
-    tables.advance(first.sampling, torch.tensor([5, 6]))
-
-    now = plan(2, decodes, chunks)
-    tables.apply(now)
-    batch = tables.step_batch(now)
-    assert batch.forward.ends is not None
-    whole = replace(batch.forward, ends=None)
-    copied = [KvPool(pool.keys.clone(), pool.values.clone()) for pool in kv]
-    found, expected = decoder.forward(batch.forward, kv), decoder.forward(whole, copied)
-    count = len(decodes) + len(chunks)
-    assert len(found) == (count if ladder is None else next(size for size in ladder if size >= count))
+    kv, copied = decoder.allocate_kv(15), decoder.allocate_kv(15)
+    forward, whole = (
+        passes(decoder, kv, padding, decodes, chunks),
+        passes(decoder, copied, None, decodes, chunks),
+    )
+    assert forward.ends is not None
+    whole.ends = None
+    found, expected = decoder.forward(forward, kv), decoder.forward(whole, copied)
+    count, tokens = len(decodes) + len(chunks), len(whole.token_ids)
+    if padding is None:
+        assert (len(found), len(forward.token_ids)) == (count, tokens)
+    else:
+        assert len(found) == next(size for size in padding.ends if size >= count)
+        assert len(forward.token_ids) == next(size for size in padding.tokens if size >= tokens)
     torch.testing.assert_close(found[:count], expected[[*range(len(decodes)), *ends_of(whole)]])
     for pool, other in zip(kv, copied, strict=True):
         torch.testing.assert_close(pool.keys, other.keys)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import memory
-from engine.batch import RowTables, StepBatch
+from engine.batch import Padding, RowTables, StepBatch
 from engine.config import UnfitError
 from engine.device import DeviceError
 from engine.forward import ForwardInput
@@ -73,6 +73,13 @@ def spec_of(folder: Path, **changes: object) -> ReplicaSpec:
         "seed": 3,
     }
     return ReplicaSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+def padded(engine: LocalEngine) -> LocalEngine:
+    """Passes with prompts have 4, 80 or 96 tokens, and 5 or 8 ends."""
+    padding = Padding([4, 80, 96], [5, 8])
+    engine.runner.steps.tables = RowTables(8, 4, VOCAB, engine.runner.device, padding)
+    return engine
 
 
 def quiet(stage: str, fraction: float) -> None:
@@ -160,10 +167,9 @@ def test_samples_of_one_prompt_share_blocks_and_go_their_own_ways(engine: LocalE
             check_sampled(engine.runner, prompt_of(length, seed=1), sample.token_ids, params, index)
 
 
-def test_padding_after_the_ends_of_prompts_is_not_sampled(folder: Path) -> None:
-    """As on a GPU, where ends pad to numbers of rows whose kernels are loaded."""
-    engine = LocalEngine(spec_of(folder))
-    engine.runner.steps.tables = RowTables(8, 4, VOCAB, engine.runner.device, ladder=[5, 8])
+def test_padding_of_passes_with_prompts_is_not_sampled(folder: Path) -> None:
+    """As on a GPU, where tokens and ends pad to numbers of rows whose kernels are loaded."""
+    engine = padded(LocalEngine(spec_of(folder)))
     prompts = [prompt_of(length, seed=8) for length in (64, 3, 130, 97)]
     drawn = SamplingParams(max_tokens=8, temperature=0.9, seed=7)
     for answers in (engine.generate(prompts, drawn), engine.generate(prompts, drawn, n=2)):
@@ -195,8 +201,11 @@ def test_a_sampled_answer_is_the_same_in_company_and_without_overlap(
     assert stepwise.token_ids == alone.token_ids
 
 
-def test_prompt_logprobs_are_log_softmax_of_a_full_pass(engine: LocalEngine) -> None:
+@pytest.mark.parametrize("pads", [False, True])
+def test_prompt_logprobs_are_log_softmax_of_a_full_pass(folder: Path, pads: bool) -> None:
     """Over several chunks, and beside a sampled row's own."""
+    plain = LocalEngine(spec_of(folder))
+    engine = padded(plain) if pads else plain
     prompt = prompt_of(200, seed=4)
     params = SamplingParams(max_tokens=3, prompt_logprobs=4, logprobs=2)
     [[answer]] = engine.generate([prompt], params)
@@ -212,6 +221,7 @@ def test_prompt_logprobs_are_log_softmax_of_a_full_pass(engine: LocalEngine) -> 
         for candidate, logprob in entry.top:
             assert logprob == pytest.approx(expected[row, candidate].item(), abs=1e-4)
         assert len(entry.top) == (4 if row < 199 else 2)
+    engine.close()
 
 
 def test_stop_tokens_wait_for_min_tokens(engine: LocalEngine) -> None:
