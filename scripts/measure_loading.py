@@ -1,6 +1,6 @@
 """Times how fast weights are loaded, beside what the page cache and the disk give, and writes JSON.
 
-    python scripts/measure_loading.py OUT.json --folder FOLDER [--shape llama-3.1-8b] [--layers 8]
+    python scripts/measure_loading.py OUT.json --folder FOLDER [--shape llama-3.1-8b] [--layers 8] [--no-disk]
 
 Writes a checkpoint of random bf16 numbers in four shards into FOLDER, which should be on the disk to measure.
 Plain rates: threads that read the files and do nothing else, out of the page cache and past it (O_DIRECT);
@@ -10,7 +10,9 @@ dropped from it; and, for comparison, from the disk through the page cache. With
 into memory: there the copying that fills weights, not the reading, is what takes time.
 
 All is measured in turns, since a disk that others use as well is not the same from one second to the next.
-Medians; the first run pays for what a process does once.
+Medians; the first run pays for what a process does once. OUT.json is written anew after each measurement, so
+that a time limit loses none. The disk takes most of the time: `--no-disk` leaves it out, `--only-disk` measures
+nothing else.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from engine.model.streaming import Slice, stream
 from engine.model.weight_file import WeightFile
 from engine.parallel import single
 from kernels import select_backend
+from kernels.writable import UnwritableError, check_writable
 
 SHARDS = 4
 NOISE_ELEMENTS = 16 << 20
@@ -51,6 +54,8 @@ DISK_READS = [(4, 16), (12, 16), (16, 4)]
 """Likewise for the disk's."""
 Measure = Callable[[], tuple[int, float]]
 """Bytes and seconds."""
+Results = dict[str, dict[str, Any]]
+"""By what was measured: the rates of the runs, their median, and its share of the lowest limit."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--no-disk", action="store_true", help="only what comes out of the page cache")
+    where.add_argument("--only-disk", action="store_true", help="nothing that comes out of the page cache")
     arguments = parser.parse_args()
 
     folder, device = arguments.folder, arguments.device
     try:
+        check_writable("OUT", arguments.out)
         select_device(device, 0, 1)
-    except DeviceError as error:
+    except (UnwritableError, DeviceError) as error:
         raise SystemExit(str(error)) from None
     config = write_checkpoint(folder, arguments.shape, arguments.layers)
     files = sorted(folder.glob("*.safetensors"))
@@ -112,44 +121,66 @@ def main() -> None:
             "loaded from disk, bf16, through the page cache": through_the_cache(loaded(cold=True)),
             "loaded from disk, rank 0 of 2": loaded(ranks=2, cold=True),
         }
-    plain(files, *READS[0])  # brings them into the page cache
-    measured = {
-        "page cache": compare(warm, ["page cache", *(["to the GPU"] if gpu else [])], arguments.runs),
-        "disk": compare(cold, ["disk"], arguments.runs),
-    }
-    results = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+    about = {
+        "device": torch.cuda.get_device_name() if gpu else "cpu",
         "torch": torch.__version__,
         "shape": arguments.shape,
         "layers": config.layers,
         "bytes": nbytes,
-        "measured": measured,
     }
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    measured: dict[str, Results] = {}
+
+    def measure(place: str, measures: dict[str, Measure], limits: list[str]) -> None:
+        def write(results: Results) -> None:
+            measured[place] = results
+            arguments.out.write_text(json.dumps({**about, "measured": measured}, indent=1) + "\n")
+
+        compare(measures, limits, arguments.runs, write)
+
+    if not arguments.only_disk:
+        plain(files, *READS[0])  # brings them into the page cache
+        measure("page cache", warm, ["page cache", *(["to the GPU"] if gpu else [])])
+    if not arguments.no_disk:
+        measure("disk", cold, ["disk"])
 
 
-def compare(measures: dict[str, Measure], limits: list[str], runs: int) -> dict[str, Any]:
-    """Measures in turns. The best of those whose names begin with one of `limits` is that limit; the others
-    are shown as a share of the lowest."""
-    rates: dict[str, list[float]] = {name: [] for name in measures}
+def compare(
+    measures: dict[str, Measure], limits: list[str], runs: int, write: Callable[[Results], None]
+) -> None:
+    """Measures in turns, writes after each what is known, and prints all. The best of those whose names begin
+    with one of `limits` is that limit; the others are shown as a share of the lowest."""
+    rates: dict[str, list[float]] = {}
     for _ in range(runs):
         for name, measure in measures.items():
             nbytes, seconds = measure()
             settle()
-            rates[name].append(nbytes / seconds / 1e9)
+            rates.setdefault(name, []).append(nbytes / seconds / 1e9)
+            _, results = shares(rates, limits)
+            write(results)
+    lowest, results = shares(rates, limits)
+    for name, each in results.items():
+        line = f"{name:48}{each['median']:8.2f} GB/s (first {each['gb_s'][0]:6.2f})"
+        print(f"{line}{100 * each['share']:6.0f} % of {lowest}", flush=True)
+
+
+def shares(rates: dict[str, list[float]], limits: list[str]) -> tuple[str, Results]:
+    """The lowest of the limits that are known, and the results."""
     medians = {name: statistics.median(each) for name, each in rates.items()}
-    best = {limit: max(medians[name] for name in medians if name.startswith(limit)) for limit in limits}
-    lowest = min(best, key=lambda limit: best[limit])
-    results = {}
-    for name, each in rates.items():
-        results[name] = {
+    known = {
+        limit: max(reached)
+        for limit in limits
+        if (reached := [median for name, median in medians.items() if name.startswith(limit)])
+    }
+    lowest = min(known, key=lambda limit: known[limit])
+    results = {
+        name: {
             "gb_s": [round(rate, 3) for rate in each],
             "median": medians[name],
-            "share": medians[name] / best[lowest],
+            "share": medians[name] / known[lowest],
         }
-        line = f"{name:48}{medians[name]:8.2f} GB/s (first {each[0]:6.2f})"
-        print(f"{line}{100 * results[name]['share']:6.0f} % of {lowest}", flush=True)
-    return results
+        for name, each in rates.items()
+    }
+    return lowest, results
 
 
 def settle() -> None:
