@@ -11,8 +11,8 @@ into memory: there the copying that fills weights, not the reading, is what take
 
 All is measured in turns, since a disk that others use as well is not the same from one second to the next.
 Medians; the first run pays for what a process does once. OUT.json is written anew after each measurement, so
-that a time limit loses none. The disk takes most of the time: `--no-disk` leaves it out, `--only-disk` measures
-nothing else.
+that a time limit loses none. The disk takes most of the time: `--no-disk` leaves it out, `--only-disk`
+measures nothing else.
 """
 
 from __future__ import annotations
