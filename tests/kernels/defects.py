@@ -204,6 +204,51 @@ _PREFILL = [
         "expanded or (error and fp8)",
     ),
 ]
+_PREFILL_HOPPER = [
+    Defect(name, "attention_prefill_hopper.py", right, wrong, "error", interpreted=False)
+    for name, right, wrong in (
+        (
+            "a token does not see itself",
+            "gl.where(key[None, :] <= position[:, None],",
+            "gl.where(key[None, :] < position[:, None],",
+        ),
+        (
+            "only the last keys are masked",
+            "if block * 128 + 127 > first:",
+            "if block * 128 > first:",
+        ),
+        (
+            "sums are not rescaled to a new maximum",
+            "acc = acc * old[:, None]",
+            "acc = acc * 1.0",
+        ),
+        (
+            "KV heads overlap in the queries",
+            "at = [token + half * (64 // GROUP), kv_head * GROUP, 0]",
+            "at = [token + half * (64 // GROUP), kv_head, 0]",
+        ),
+        (
+            "128 keys are one page twice",
+            "next_page = gl.minimum(page + 1, last // 64)",
+            "next_page = page",
+        ),
+        (
+            "a page behind the last is read",
+            "next_page = gl.minimum(page + 1, last // 64)",
+            "next_page = page + 1",
+        ),
+        (
+            "every chunk reads the scratch of the first",
+            "one = ((row + page) * KV_HEADS + kv_head) * 64",
+            "one = (page * KV_HEADS + kv_head) * 64",
+        ),
+        (
+            "both warpgroups have the same half of a tile",
+            "operands, bars, 1, KV_HEADS",
+            "operands, bars, 0, KV_HEADS",
+        ),
+    )
+]
 _FUSED = [
     Defect(
         "a norm's mean is over its padding",
@@ -530,4 +575,4 @@ _ROWS = [
     ),
 ]
 
-DEFECTS = [*_DECODE, *_PREFILL, *_FUSED, *_LINEAR, *_SAMPLING, *_ROWS]
+DEFECTS = [*_DECODE, *_PREFILL, *_PREFILL_HOPPER, *_FUSED, *_LINEAR, *_SAMPLING, *_ROWS]
