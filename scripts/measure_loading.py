@@ -40,7 +40,7 @@ from engine.families import read_config
 from engine.model.checkpoint import INDEX, read_entries
 from engine.model.decoder import Decoder
 from engine.model.loader import load
-from engine.model.streaming import Slice, stream
+from engine.model.streaming import BLOCK_BYTES, Slice, stream
 from engine.model.weight_file import WeightFile
 from engine.parallel import single
 from kernels import select_backend
@@ -328,9 +328,14 @@ def stream_seconds(folder: Path, device: str, cold: list[Path]) -> tuple[int, fl
         for name, entry in read_entries(folder).items()
     ]
     slices.sort(key=lambda each: (each.entry.file, each.entry.offset))
+    scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
+
+    def place(part: Slice) -> torch.Tensor:
+        return scratch[: part.nbytes]
+
     drop(cold)
     began = time.perf_counter()
-    read = sum(part.nbytes for part, _ in stream(slices, torch.device(device)))
+    read = sum(part.nbytes for part in stream(slices, scratch.device, lambda part, numbers: None, place))
     if device == "cuda":
         torch.cuda.synchronize()
     return read, time.perf_counter() - began

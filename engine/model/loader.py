@@ -148,7 +148,8 @@ def _fill(pieces: dict[str, Piece], entries: dict[str, Entry], decoder: Decoder,
     total = sum(part.nbytes for part in wanted)
     done = 0
     file, told_at = None, 0.0
-    for part, numbers in stream(wanted, device):
+
+    def fill(part: Slice, numbers: torch.Tensor) -> None:
         block = _block(pieces[part.name], part)
         numbers = numbers if block.dim == 0 else block.part(numbers)
         if part.entry.dtype == _FP8:
@@ -157,6 +158,15 @@ def _fill(pieces: dict[str, Piece], entries: dict[str, Entry], decoder: Decoder,
             block.fill_quantised(numbers, each if len(each) == 1 else each[rows])
         else:
             block.fill(numbers)
+
+    def place(part: Slice) -> torch.Tensor | None:
+        block = _block(pieces[part.name], part)
+        assert block.target is not None
+        whole_rows = block.target.shape[1:] == part.entry.shape[1:] and block.target.is_contiguous()
+        as_is = block.scales is None and block.target.dtype == part.dtype
+        return block.target if whole_rows and as_is else None
+
+    for part in stream(wanted, device, fill, place):
         done += part.nbytes
         now = time.monotonic()
         if part.entry.file != file or now - told_at >= _PROGRESS_S or done == total:
@@ -205,8 +215,12 @@ def _read_scales(
             name = piece.name + _SCALE
             wanted.append(Slice(name, entries[name], 0, math.prod(entries[name].shape[:1])))
     found = {part.name: torch.empty(part.rows, device=device) for part in wanted}
-    for part, numbers in stream(wanted, device):
+
+    def fill(part: Slice, numbers: torch.Tensor) -> None:
         found[part.name][part.first_row : part.first_row + part.rows] = numbers.flatten()
+
+    for _ in stream(wanted, device, fill):
+        pass
     if not found:
         return {}
     # Asked of the device once, for all.

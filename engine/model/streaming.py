@@ -1,35 +1,42 @@
-"""Tensors of safetensors files, block by block of rows, on a device.
+"""Tensors of safetensors files, block by block of rows, into memory of a device.
 
-Several threads read the files in order into a ring of page-locked buffers. From there each buffer is copied
-to its twin on a GPU, on a stream of its own, while the next ones are being read and the ones before are being
-used. Host and GPU hold at most `SLOTS × SLOT_BYTES` (256 MiB) of a checkpoint at a time, unless a single row
-is larger than a slot. `engine.model.weight_file` says what is read through the page cache, and what past it.
+Several threads each take the next block and read it through two page-locked slots: one is read into while the
+other is copied to a GPU. Numbers that stay as they are go straight to where they belong; others go to room on
+the device, from where the caller converts them, while blocks of other threads are read and copied. Of a
+checkpoint, the host holds at most `READERS × SLOTS × SLOT_BYTES` (128 MiB) at a time, and a GPU that converts
+`READERS × BLOCK_BYTES` (256 MiB), unless a single row is larger than a block. `engine.model.weight_file` says
+what is read through the page cache, and what past it.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
 from engine.config import CheckpointError
 from engine.model.checkpoint import Entry
-from engine.model.weight_file import PAGE, WeightFile, room
+from engine.model.weight_file import PAGE, WeightFile
 
-READERS = 12
-"""Threads. One copies about 8 GB/s out of the page cache, PCIe takes 55; disks want many requests at once."""
-SLOT_BYTES = 16 << 20
-SLOTS = READERS + 4
-_AHEAD = SLOTS - 2
-"""Slots that are being read, or were read and wait for their turn. The others are being copied: if there were
-none, each copy would be waited for as soon as it is started."""
+READERS = 16
+"""Threads. One copies 5 to 8 GB/s out of the page cache, PCIe takes 55; disks want many requests at once."""
+SLOTS = 2
+"""Of each reader."""
+SLOT_BYTES = 4 << 20
+"""Small, so that what was read is still in the processor's cache as it is copied on, and the next read finds
+it there; large enough that readers spend their time in the kernel, not waiting for the interpreter."""
+BLOCK_BYTES = 16 << 20
+"""What is converted at once: a dozen launches."""
+_STREAMS = 4
+"""On which the readers' copies and conversions are queued: some are converted while others are copied."""
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -70,150 +77,172 @@ class Slice:
         return self.entry.offset + self.first_row * self.row_bytes
 
 
+Fill = Callable[[Slice, torch.Tensor], None]
+"""Takes a block and its numbers, `[rows, ...]` in the file's dtype on the device, which are valid during the
+call; on CUDA for work on the current stream."""
+Place = Callable[[Slice], torch.Tensor | None]
+"""Where the numbers of a block belong as they are: contiguous, in the file's dtype, on the device. None:
+nowhere; they are to be filled in."""
+
+
+def nowhere(block: Slice) -> None:
+    """The `Place` of what is all to be filled in."""
+
+
 def stream(
-    slices: Iterable[Slice], device: torch.device, slot_bytes: int = SLOT_BYTES
-) -> Generator[tuple[Slice, torch.Tensor]]:
-    """Reads `slices` (in the order of files and offsets, best), cut into blocks of rows.
+    slices: Iterable[Slice],
+    device: torch.device,
+    fill: Fill,
+    place: Place = nowhere,
+    *,
+    readers: int = READERS,
+    slot_bytes: int = SLOT_BYTES,
+    block_bytes: int = BLOCK_BYTES,
+) -> Generator[Slice]:
+    """Reads `slices` (in the order of files and offsets, best), cut into blocks of whole rows of about
+    `block_bytes`.
 
-    Yields each block and its numbers, `[rows, ...]` in the file's dtype on `device`. They are valid until the
-    next block is asked for, on CUDA for work on the current stream. Raises CheckpointError with file and
-    tensor where bytes cannot be read, are missing, or belong to a file that was changed after its header was
-    read.
+    Yields the blocks in that order, each when it is read; all are in place as the generator ends. `fill` and
+    `place` are called by many threads at once, in the caller's inference mode. Raises what they raise, and
+    CheckpointError with file and tensor where bytes cannot be read, are missing, or belong to a file that was
+    changed after its header was read.
     """
-    wanted = [each for each in slices if each.nbytes]
-    if not wanted:
+    blocks = list(_blocks(slices, block_bytes))
+    if not blocks:
         return
-    slot_bytes = max(slot_bytes, *(each.row_bytes for each in wanted))
-    fillings = list(_fillings(wanted, slot_bytes))
-    reading: deque[tuple[_Slot, list[_Block], Future[list[int]]]] = deque()
+    largest = max(block.nbytes for block in blocks)
     with ExitStack() as stack:
-        paths = {each.entry.file for each in wanted}
+        paths = {block.entry.file for block in blocks}
         files = {path: stack.enter_context(closing(_opened(path))) for path in paths}
-        ring = stack.enter_context(_Ring(min(SLOTS, len(fillings)), slot_bytes + 2 * PAGE, device))
-        readers = ThreadPoolExecutor(READERS, "weights")
-        stack.callback(readers.shutdown, cancel_futures=True)
-        for number, blocks in enumerate(fillings):
-            if len(reading) == _AHEAD:
-                yield from _hand_over(*reading.popleft())
-            slot = ring.slots[number % SLOTS]
-            slot.wait()
-            reading.append((slot, blocks, readers.submit(_read, blocks, files, slot.bytes)))
-        while reading:
-            yield from _hand_over(*reading.popleft())
+        count = min(readers, len(blocks))
+        lanes = stack.enter_context(closing(_Lanes(count, min(slot_bytes, largest + PAGE), largest, device)))
+        threads = ThreadPoolExecutor(count, "weights")
+        stack.callback(threads.shutdown, cancel_futures=True)
+        inference = torch.is_inference_mode_enabled()  # each thread's own
+
+        def load(block: Slice) -> Slice:
+            with lanes.one() as lane, torch.inference_mode(inference):
+                target = place(block)
+                into = lane.room(block.nbytes) if target is None else target.view(-1).view(torch.uint8)
+                _read(block, files[block.entry.file], lane, into)
+                if target is None:
+                    fill(block, into.view(block.dtype).view(block.rows, *block.entry.shape[1:]))
+            return block
+
+        yield from threads.map(load, blocks)
 
 
-# ── what goes where ──────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    part: Slice
-    at: int
-    """The first byte of its room in the slot; a page's, so that kernels read it at full width there."""
-
-    @property
-    def end(self) -> int:
-        """Of its room."""
-        return self.at + room(self.part.offset, self.part.nbytes)
-
-
-def _fillings(slices: Iterable[Slice], slot_bytes: int) -> Iterator[list[_Block]]:
-    """For one slot after the other: as many rows as fit."""
-    blocks: list[_Block] = []
+def _blocks(slices: Iterable[Slice], block_bytes: int) -> Iterator[Slice]:
     for whole in slices:
-        done = 0
-        while done < whole.rows:
-            at = blocks[-1].end if blocks else 0
-            rows = min(whole.rows - done, max(0, slot_bytes - at) // whole.row_bytes)
-            if not rows:
-                yield blocks
-                blocks = []
-                continue
-            blocks.append(_Block(replace(whole, first_row=whole.first_row + done, rows=rows), at))
-            done += rows
-    yield blocks
-
-
-def _hand_over(
-    slot: _Slot, blocks: list[_Block], read: Future[list[int]]
-) -> Iterator[tuple[Slice, torch.Tensor]]:
-    for block, numbers in zip(blocks, slot.copy_to_device(blocks, read.result()), strict=True):
-        yield block.part, numbers.view(block.part.dtype).view(block.part.rows, *block.part.entry.shape[1:])
-    slot.used()
+        most = max(1, block_bytes // whole.row_bytes) if whole.nbytes else 1
+        for first in range(0, whole.rows if whole.nbytes else 0, most):
+            yield replace(whole, first_row=whole.first_row + first, rows=min(most, whole.rows - first))
 
 
 # ── buffers ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Slot:
-    """A buffer of the ring, and its twin on a GPU."""
+    """Bytes that are read, and then copied to a device."""
 
-    def __init__(self, host: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
+    def __init__(self, host: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self.bytes = host.numpy().data
         self._host = host
-        self._copies = copies
-        if copies is not None:
-            self._device = torch.empty_like(host, device=copies.device)
-            # Waiting must not take the processor from the readers.
-            self._copied, self._used = torch.cuda.Event(blocking=True), torch.cuda.Event()
+        self._stream = stream
+        # Waiting must not take the processor from those who read.
+        self._copied = None if stream is None else torch.cuda.Event(blocking=True)
 
     def wait(self) -> None:
-        """Until the host's bytes may be overwritten."""
-        if self._copies is not None:
+        """Until the bytes may be overwritten."""
+        if self._copied is not None:
             self._copied.synchronize()
 
-    def copy_to_device(self, blocks: list[_Block], starts: list[int]) -> list[torch.Tensor]:
-        """The bytes of `blocks`, which begin at `starts`, for work on the current stream, after which `used`
-        is to be called."""
-        parts = [self._host[at : at + block.part.nbytes] for block, at in zip(blocks, starts, strict=True)]
-        if self._copies is None:
-            return [_aligned(part) for part in parts]
-        staged = [self._device[block.at : block.at + block.part.nbytes] for block in blocks]
-        self._copies.wait_event(self._used)
-        with torch.cuda.stream(self._copies):
-            for place, part in zip(staged, parts, strict=True):
-                place.copy_(part, non_blocking=True)
-            self._copied.record()
-        torch.cuda.current_stream(self._copies.device).wait_event(self._copied)
-        return staged
-
-    def used(self) -> None:
-        if self._copies is not None:
-            self._used.record(torch.cuda.current_stream(self._copies.device))
+    def copy(self, first: int, into: torch.Tensor) -> None:
+        """The bytes from `first` on, as many as `into` takes; on CUDA on the current stream."""
+        into.copy_(self._host[first : first + len(into)], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(self._stream)
 
 
-def _aligned(part: torch.Tensor) -> torch.Tensor:
-    """Bytes where any dtype can be viewed. Where a tensor begins in a file is the file's own choice."""
-    return part.clone() if part.data_ptr() % torch.float32.itemsize else part
+class _Lane:
+    """What one thread reads through: its slots, and room on the device for a block that is converted.
 
+    Made without touching or locking memory: that is for the thread, as it needs it.
+    """
 
-class _Ring:
-    """The slots, in one stretch of large pages: these are locked in a fifth of the time that torch's
-    `pin_memory` takes, and can be given back."""
-
-    def __init__(self, slots: int, slot_bytes: int, device: torch.device) -> None:
-        slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        pages = mmap.mmap(-1, slots * slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # kernels can be built without
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        self._host = torch.frombuffer(pages, dtype=torch.uint8)
+    def __init__(
+        self, host: torch.Tensor, block_bytes: int, device: torch.device, stream: torch.cuda.Stream | None
+    ) -> None:
+        self.slot_bytes = len(host) // SLOTS
+        self.slots = [_Slot(part, stream) for part in host.split(self.slot_bytes)]
+        self.stream = stream
+        self._host = host
+        self._locked = False
+        self._block_bytes = block_bytes
         self._device = device
-        copies = None
-        if device.type == "cuda":
+        self._room: torch.Tensor | None = None
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        if self._room is None:
+            self._room = torch.empty(self._block_bytes, dtype=torch.uint8, device=self._device)
+        return self._room[:nbytes]
+
+    def lock(self) -> None:
+        """Before a copy. Pages that were read into by then are there, and locked in no time."""
+        if self.stream is not None and not self._locked:
             torch.cuda.check_error(
                 torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), len(self._host), 0)
             )
-            copies = torch.cuda.Stream(device)
-            copies.wait_stream(torch.cuda.current_stream(device))
-        self.slots = [_Slot(part, copies) for part in self._host.split(slot_bytes)]
+            self._locked = True
 
-    def __enter__(self) -> _Ring:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def unlock(self) -> None:
+        if self._locked:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
+            self._locked = False
+
+
+class _Lanes:
+    """All of them, in one stretch of large pages: these are locked in a fifth of the time that torch's
+    `pin_memory` takes, and can be given back."""
+
+    def __init__(self, count: int, slot_bytes: int, block_bytes: int, device: torch.device) -> None:
+        lane_bytes = SLOTS * (-(-slot_bytes // PAGE) * PAGE)
+        pages = mmap.mmap(-1, count * lane_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # kernels can be built without
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        host = torch.frombuffer(pages, dtype=torch.uint8)
+        self._streams: list[torch.cuda.Stream] = []
+        if device.type == "cuda":
+            self._streams = [torch.cuda.Stream(device) for _ in range(min(_STREAMS, count))]
+            for each in self._streams:  # what is filled may still be in use by work that was asked for before
+                each.wait_stream(torch.cuda.current_stream(device))
+        self._all = [
+            _Lane(part, block_bytes, device, self._streams[number % _STREAMS] if self._streams else None)
+            for number, part in enumerate(host.split(lane_bytes))
+        ]
+        self._free: SimpleQueue[_Lane] = SimpleQueue()
+        for lane in self._all:
+            self._free.put(lane)
+
+    @contextmanager
+    def one(self) -> Iterator[_Lane]:
+        """A lane of the thread's own, its stream the current one. There are as many as threads."""
+        lane = self._free.get_nowait()
+        current: AbstractContextManager[object] = nullcontext()
+        if lane.stream is not None:
+            current = torch.cuda.stream(lane.stream)
+        try:
+            with current:
+                yield lane
+        finally:
+            self._free.put(lane)
+
+    def close(self) -> None:
+        """Waits until all is copied and converted."""
+        for each in self._streams:
+            each.synchronize()
+        for lane in self._all:
+            lane.unlock()
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────
@@ -226,29 +255,39 @@ def _opened(path: Path) -> WeightFile:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _read(blocks: list[_Block], files: dict[Path, WeightFile], into: memoryview) -> list[int]:
-    """Where in `into` each block begins."""
-    starts = []
-    for block in blocks:
-        part, entry = block.part, block.part.entry
-        file = files[entry.file]
-        try:
-            starts.append(
-                block.at + file.read(part.offset, part.nbytes, into[block.at : block.end], part.shared)
-            )
-            modified_ns = file.status().st_mtime_ns
-        except EOFError:
-            raise CheckpointError(
-                f"{entry.file}: is truncated: {part.name} needs {entry.offset + entry.nbytes} bytes, the "
-                f"file has {file.status().st_size}; download it again"
-            ) from None
-        except OSError as error:
-            raise CheckpointError(
-                f"{entry.file}: {part.name} cannot be read ({error.strerror}); check the disk, or download "
-                "it again"
-            ) from error
-        if modified_ns != entry.modified_ns:
-            raise CheckpointError(
-                f"{entry.file}: was changed while {part.name} was read; start again when it is complete"
-            )
-    return starts
+def _read(block: Slice, file: WeightFile, lane: _Lane, into: torch.Tensor) -> None:
+    """Into memory of the device, `into [bytes]`."""
+    entry = block.entry
+    try:
+        _copy(block, file, lane, into)
+        modified_ns = file.status().st_mtime_ns
+    except EOFError:
+        raise CheckpointError(
+            f"{entry.file}: is truncated: {block.name} needs {entry.offset + entry.nbytes} bytes, the "
+            f"file has {file.status().st_size}; download it again"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{entry.file}: {block.name} cannot be read ({error.strerror}); check the disk, or download "
+            "it again"
+        ) from error
+    if modified_ns != entry.modified_ns:
+        raise CheckpointError(
+            f"{entry.file}: was changed while {block.name} was read; start again when it is complete"
+        )
+
+
+def _copy(block: Slice, file: WeightFile, lane: _Lane, into: torch.Tensor) -> None:
+    past_cache = file.is_past_cache(block.offset, block.nbytes, block.shared)
+    done = 0
+    for slot in cycle(lane.slots):
+        first = block.offset + done
+        # Up to a page's end, so that what is read past the cache next begins at a page.
+        nbytes = min(block.nbytes - done, lane.slot_bytes - first % PAGE)
+        slot.wait()
+        at = file.read(first, nbytes, slot.bytes, past_cache)
+        lane.lock()
+        slot.copy(at, into[done : done + nbytes])
+        done += nbytes
+        if done == block.nbytes:
+            return

@@ -43,13 +43,17 @@ class WeightFile:
     def status(self) -> os.stat_result:
         return os.fstat(self._cached)
 
-    def read(self, first: int, nbytes: int, into: memoryview, shared: bool) -> int:
+    def is_past_cache(self, first: int, nbytes: int, shared: bool) -> bool:
+        """How to `read` bytes `[first, first + nbytes)`. `shared` bytes are read by others as well."""
+        return self._direct is not None and not shared and not self._is_cached(first, nbytes)
+
+    def read(self, first: int, nbytes: int, into: memoryview, past_cache: bool) -> int:
         """Reads bytes `[first, first + nbytes)` and returns where in `into` they begin.
 
-        `into` begins at a page, and is `room(first, nbytes)` long; `shared` bytes are read by others as well.
-        Raises EOFError where the file is shorter, OSError where it cannot be read.
+        `into` begins at a page, and has at least `room(first, nbytes)`. Raises EOFError where the file is
+        shorter, OSError where it cannot be read.
         """
-        if self._direct is not None and not shared and not self._is_cached(first, nbytes):
+        if past_cache and self._direct is not None:
             skipped = first % PAGE
             with suppress(OSError):
                 count = os.preadv(self._direct, [into[: room(first, nbytes)]], first - skipped)

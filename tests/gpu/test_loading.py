@@ -64,7 +64,9 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
 def test_slices_of_ranks_equal_those_on_the_cpu(
     folder: Path, rank: int, fp8: bool, slot_bytes: int, on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.model.loader.stream", partial(stream, slot_bytes=slot_bytes))
+    monkeypatch.setattr(
+        "engine.model.loader.stream", partial(stream, slot_bytes=slot_bytes, block_bytes=2 * slot_bytes)
+    )
     expected = _loaded(folder, "cpu", torch.bfloat16, PlaceOfRank(2, rank), fp8)
     if on_disk:  # as if
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import CheckpointError
 from engine.families import read_config
 from engine.model.decoder import Decoder
+from engine.model.layers import Piece
 from engine.model.loader import load, load_dummy
 from engine.model.streaming import Slice, stream
 from engine.parallel import single
@@ -110,7 +111,9 @@ def test_progress_is_told_for_each_file_and_then_by_the_clock(
 def test_a_rank_gets_its_slices_to_the_bit(
     sharded: Path, rank: int, fp8: bool, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.model.loader.stream", partial(stream, slot_bytes=slot_bytes))
+    monkeypatch.setattr(
+        "engine.model.loader.stream", partial(stream, slot_bytes=slot_bytes, block_bytes=2 * slot_bytes)
+    )
     tensors: dict[str, torch.Tensor] = {}
     for shard in sharded.glob("*.safetensors"):
         tensors |= load_file(shard)
@@ -128,15 +131,26 @@ def test_a_rank_gets_its_slices_to_the_bit(
             assert torch.equal(piece.scales, scales.squeeze(1)), piece.name
 
 
+def test_what_stays_as_it_is_is_read_straight_into_the_weights(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled: list[str] = []
+    monkeypatch.setattr(Piece, "fill", lambda piece, part: filled.append(piece.name))
+    load(_decoder(sharded), sharded, lambda stage, fraction: None)
+    assert not filled
+    load(_decoder(sharded, ranks=PlaceOfRank(2, 0)), sharded, lambda stage, fraction: None)
+    assert {name.split(".")[-2] for name in filled} == {"o_proj", "down_proj"}  # columns of rows
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_every_rank_reads_whole_is_shared(
     sharded: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Slice] = []
 
-    def recorded(slices: list[Slice], device: torch.device) -> Iterator[tuple[Slice, torch.Tensor]]:
+    def recorded(slices: list[Slice], *arguments: Any) -> Iterator[Slice]:
         asked.extend(slices)
-        return stream(slices, device)
+        return stream(slices, *arguments)
 
     monkeypatch.setattr("engine.model.loader.stream", recorded)
     decoder = _decoder(sharded, ranks=PlaceOfRank(ranks, 0))

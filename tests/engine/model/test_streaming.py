@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError
 from engine.model.checkpoint import INDEX, Entry, read_entries
-from engine.model.streaming import SLOTS, Slice, stream
+from engine.model.streaming import READERS, Slice, nowhere, stream
 from engine.model.weight_file import PAGE, WeightFile
 from tests.engine.model.page_cache import cached_pages, drop
 
 CPU = torch.device("cpu")
-SLOT_SIZES = [1, 257, 4096, 5000, 1 << 20]
+BLOCK_SIZES = [1, 257, 4096, 5000, 1 << 20]
 
 
 @pytest.fixture(params=["cached", "on disk"])
@@ -55,26 +55,52 @@ def _in_order(folder: Path) -> list[Slice]:
     return sorted(slices, key=lambda each: (each.entry.file, each.entry.offset))
 
 
-def _collect(slices: list[Slice], slot_bytes: int) -> dict[str, torch.Tensor]:
+def _drain(slices: list[Slice], **sizes: int) -> None:
+    for _ in stream(slices, CPU, lambda block, numbers: None, **sizes):
+        pass
+
+
+@pytest.fixture(params=[False, True], ids=["filled in", "as it is"])
+def placed(request: pytest.FixtureRequest) -> bool:
+    """Whether blocks are read straight to where they belong."""
+    return request.param
+
+
+def _collect(slices: list[Slice], block_bytes: int, placed: bool) -> dict[str, torch.Tensor]:
     """Blocks side by side. Each must follow the one before it."""
-    found: dict[str, list[torch.Tensor]] = {}
-    rows = {each.name: each.first_row for each in slices}
-    slot_bytes = max(slot_bytes, *(each.row_bytes for each in slices))
-    for part, numbers in stream(slices, CPU, slot_bytes):
-        assert part.first_row == rows[part.name]
-        assert part.nbytes <= slot_bytes
-        rows[part.name] += part.rows
-        found.setdefault(part.name, []).append(numbers.clone())
-    return {name: torch.cat(blocks) for name, blocks in found.items()}
+    found = {
+        each.name: torch.zeros(each.rows, *each.entry.shape[1:], dtype=each.dtype)
+        for each in slices
+        if each.nbytes
+    }
+    first = {each.name: each.first_row for each in slices}
+    rows = dict(first)
+
+    def target(block: Slice) -> torch.Tensor:
+        start = block.first_row - first[block.name]
+        return found[block.name][start : start + block.rows]
+
+    def fill(block: Slice, numbers: torch.Tensor) -> None:
+        assert not placed
+        target(block).copy_(numbers)
+
+    for block in stream(
+        slices, CPU, fill, target if placed else nowhere, slot_bytes=5000, block_bytes=block_bytes
+    ):
+        assert block.first_row == rows[block.name]
+        assert block.nbytes <= max(block_bytes, block.row_bytes)
+        rows[block.name] += block.rows
+    assert rows == {each.name: each.first_row + each.rows for each in slices}
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> list[int]:
     return tensor.reshape(-1).view(torch.uint8).tolist()
 
 
-@pytest.mark.parametrize("slot_bytes", SLOT_SIZES)
-def test_every_tensor_is_streamed_to_the_bit(folder: Path, slot_bytes: int) -> None:
-    found = _collect(_in_order(folder), slot_bytes)
+@pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
+def test_every_tensor_is_streamed_to_the_bit(folder: Path, block_bytes: int, placed: bool) -> None:
+    found = _collect(_in_order(folder), block_bytes, placed)
     expected = load_file(folder / "a.safetensors") | load_file(folder / "b.safetensors")
     del expected["nothing"]
     assert found.keys() == expected.keys()
@@ -84,19 +110,19 @@ def test_every_tensor_is_streamed_to_the_bit(folder: Path, slot_bytes: int) -> N
         assert _bytes(found[name]) == _bytes(tensor), name
 
 
-@pytest.mark.parametrize("slot_bytes", SLOT_SIZES)
-def test_only_the_rows_that_are_asked_for_are_streamed(folder: Path, slot_bytes: int) -> None:
+@pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
+def test_only_the_rows_that_are_asked_for_are_streamed(folder: Path, block_bytes: int, placed: bool) -> None:
     entries = read_entries(folder)
     asked = {"matrix": (100, 131), "long rows": (1, 1), "experts": (3, 2)}
     slices = [Slice(name, entries[name], *rows) for name, rows in asked.items()]
     tensors = load_file(folder / "a.safetensors")
-    for name, found in _collect(slices, slot_bytes).items():
+    for name, found in _collect(slices, block_bytes, placed).items():
         first, count = asked[name]
         assert torch.equal(found, tensors[name][first : first + count]), name
 
 
 @pytest.mark.parametrize("header_bytes", range(200, 209))
-def test_tensors_may_begin_anywhere_in_a_file(tmp_path: Path, header_bytes: int) -> None:
+def test_tensors_may_begin_anywhere_in_a_file(tmp_path: Path, header_bytes: int, placed: bool) -> None:
     """safetensors' own writer puts them at multiples of 8; the format does not ask for that."""
     numbers = torch.arange(3000, dtype=torch.float32)
     header = {"numbers": {"dtype": "F32", "shape": [30, 100], "data_offsets": [1, 12_001]}}
@@ -105,21 +131,28 @@ def test_tensors_may_begin_anywhere_in_a_file(tmp_path: Path, header_bytes: int)
     file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + b"\xff" + numbers.numpy().tobytes())
     slices = [_whole("numbers", read_entries(tmp_path)["numbers"])]
     drop(file)
-    found = _collect(slices, 5000)
+    found = _collect(slices, 8000, placed)
     assert torch.equal(found["numbers"].flatten(), numbers)
 
 
 def test_nothing_to_read_is_no_error(folder: Path) -> None:
-    assert list(stream([], CPU)) == []
-    assert list(stream([_whole("nothing", read_entries(folder)["nothing"])], CPU)) == []
+    _drain([])
+    _drain([_whole("nothing", read_entries(folder)["nothing"])])
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(folder: Path) -> None:
     *_, last = _in_order(folder)
-    blocks = stream([_whole("matrix", read_entries(folder)["matrix"]), last], CPU, 64)
+    shrunk = threading.Event()
+
+    def fill(block: Slice, numbers: torch.Tensor) -> None:
+        assert block.first_row == 0 or shrunk.wait(30)
+
+    first = _whole("matrix", read_entries(folder)["matrix"])
+    blocks = stream([first, last], CPU, fill, readers=1, block_bytes=64)
     next(blocks)
     needed = last.entry.offset + last.entry.nbytes
     os.truncate(last.entry.file, needed - 4)
+    shrunk.set()
     with pytest.raises(CheckpointError) as caught:
         list(blocks)
     assert f"{last.entry.file}: is truncated: {last.name} needs {needed} bytes" in str(caught.value)
@@ -132,7 +165,7 @@ def test_a_file_that_is_written_after_its_header_was_read_is_refused(folder: Pat
     written = file.stat().st_mtime_ns
     os.utime(file, ns=(written, written + 1_000_000))
     with pytest.raises(CheckpointError) as caught:
-        list(stream(slices, CPU))
+        _drain(slices)
     assert f"{file}: was changed while {slices[0].name} was read" in str(caught.value)
 
 
@@ -142,20 +175,42 @@ def test_a_failing_disk_is_named_with_the_tensor(folder: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"/proc/self/mem: matrix cannot be read \(Input/output error\)"
     ):
-        list(stream([_whole("matrix", entry)], CPU))
+        _drain([_whole("matrix", entry)])
 
 
 def test_a_file_that_is_gone_is_named(folder: Path) -> None:
     slices = _in_order(folder)
     (folder / "b.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"b\.safetensors: cannot be read \(No such file"):
-        list(stream(slices, CPU))
+        _drain(slices)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_who_fills_is_in_the_callers_inference_mode(folder: Path, mode: bool) -> None:
+    seen: list[bool] = []
+
+    def fill(block: Slice, numbers: torch.Tensor) -> None:
+        seen.append(torch.is_inference_mode_enabled())
+
+    with torch.inference_mode(mode):
+        for _ in stream(_in_order(folder), CPU, fill):
+            pass
+    assert set(seen) == {mode}
+
+
+def test_an_error_of_who_fills_is_raised_and_leaves_no_thread(folder: Path) -> None:
+    def fill(block: Slice, numbers: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        list(stream(_in_order(folder), CPU, fill))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
 
 
 def test_who_stops_early_leaves_no_thread_and_no_open_file(folder: Path) -> None:
     opened = len(os.listdir("/proc/self/fd"))
-    blocks = stream(_in_order(folder), CPU, 64)
-    for _ in range(2 * SLOTS):
+    blocks = stream(_in_order(folder), CPU, lambda block, numbers: None, block_bytes=64)
+    for _ in range(2 * READERS):
         next(blocks)
     blocks.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
@@ -167,7 +222,7 @@ def test_only_what_ranks_share_is_left_in_the_page_cache(tmp_path: Path, shared:
     save_file({"matrix": torch.randn(1000, 1000)}, tmp_path / "model.safetensors")
     part = replace(_whole("matrix", read_entries(tmp_path)["matrix"]), shared=shared)
     drop(tmp_path / "model.safetensors")
-    _collect([part], 1 << 16)
+    _drain([part], slot_bytes=1 << 16)
     cached, pages = cached_pages(tmp_path / "model.safetensors"), 4_000_000 // PAGE
     # A disk that answers before the kernel has looked makes a block seem cached, now and then.
     assert cached >= pages if shared else cached < pages // 2

@@ -54,7 +54,7 @@ def _read(path: Path, first: int, nbytes: int, shared: bool = False) -> bytes:
     buffer = memoryview(mmap.mmap(-1, needed + PAGE))
     buffer[:] = bytes([UNTOUCHED]) * len(buffer)
     with closing(WeightFile(path)) as file:
-        at = file.read(first, nbytes, buffer[:needed], shared)
+        at = file.read(first, nbytes, buffer[:needed], file.is_past_cache(first, nbytes, shared))
     assert set(buffer[needed:]) == {UNTOUCHED}
     return bytes(buffer[at : at + nbytes])
 
