@@ -13,21 +13,23 @@ from dataclasses import replace
 import torch
 
 from engine.forward import ForwardInput
+from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import Decoder
 from engine.sampler import LOGPROB_ROWS
 from engine.sizing import product_ladder
-from kernels import AttentionInput, KvPool, Stream
+from kernels import AttentionInput, ChunkSpan, KvPool, Stream
 
 
 def load_kernels(
     decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, step_tokens: int, max_rows: int
 ) -> None:
-    """Run the products of steps of prompts, and the attention of their ends at every number of rows that
-    those pad to (`sizing.product_ladder`); all else is loaded by the graphs and by steps that nobody asked
-    for (`engine.rehearsal`). Every rank must call it; nothing is kept of it, the cache stays as it is, and it
-    does not wait for the device."""
+    """Run the products of steps of prompts, the attention of their ends at every number of rows that those
+    pad to (`sizing.product_ladder`), and that of long prompts; all else is loaded by the graphs and by steps
+    that nobody asked for (`engine.rehearsal`). Every rank must call it; nothing is kept of it, the cache
+    stays as it is, and it does not wait for the device."""
     load_products(decoder, step_tokens, max_rows)
     load_attention(decoder, kv, block_table, max_rows)
+    load_long_prompts(decoder, kv, block_table)
 
 
 def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
@@ -58,19 +60,38 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
 def load_attention(decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, max_rows: int) -> None:
     """Run the attention of decodes, and of decodes and ends of prompts in a pass with prompts, of padding
     alone."""
+    for rows in {*_few(max_rows), *product_ladder(max_rows)}:
+        nobody = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
+        decodes = AttentionInput(block_table, nobody, nobody, block_table.shape[1], [])
+        for attended in (decodes, replace(decodes, queries=nobody)):
+            _attend(decoder, kv, attended, rows)
+
+
+def load_long_prompts(decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor) -> None:
+    """Run the attention of a chunk of padding far behind its prompt's beginning, where sequences get so long:
+    a Hopper has a kernel of its own for these, which no other step need meet."""
+    # Here, since a CPU can do without Triton.
+    from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
+
+    if block_table.shape[1] * BLOCK_TOKENS <= HOPPER_ABOVE:
+        return
+    nobody = torch.zeros(0, dtype=torch.int64, device=decoder.device)
+    # Of so many tokens that an FP8 cache is expanded for them.
+    late = ChunkSpan(0, EXPAND_FROM, HOPPER_ABOVE, 0)
+    _attend(decoder, kv, AttentionInput(block_table, nobody, nobody, 0, [late]), EXPAND_FROM)
+
+
+def _attend(decoder: Decoder, kv: list[KvPool], attended: AttentionInput, tokens: int) -> None:
+    """Run a layer's attention of each window in a pass of so many tokens of padding."""
     by_window = {
         layer.attention.window: (layer, pool) for layer, pool in zip(decoder.layers, kv, strict=True)
     }
     width = (decoder.shard.heads + 2 * decoder.shard.kv_heads) * decoder.config.head_dim
+    nobody = torch.zeros(tokens, dtype=torch.int64, device=decoder.device)
+    inputs = ForwardInput(nobody, nobody, nobody - 1, attended)  # slot -1: written nowhere
     for layer, pool in by_window.values():
-        for rows in {*_few(max_rows), *product_ladder(max_rows)}:
-            nobody = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
-            decodes = AttentionInput(block_table, nobody, nobody, block_table.shape[1], [])
-            for attended in (decodes, replace(decodes, queries=nobody)):
-                inputs = ForwardInput(nobody, nobody, nobody - 1, attended)  # slot -1: written nowhere
-                qkv = torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
-                plan = decoder.ops.plan_attention(attended)
-                layer.attention(qkv, inputs, plan, pool, decoder.cos_sin)
+        qkv = torch.zeros((tokens, width), dtype=decoder.dtype, device=decoder.device)
+        layer.attention(qkv, inputs, decoder.ops.plan_attention(attended), pool, decoder.cos_sin)
 
 
 def _few(most: int) -> set[int]:

@@ -256,7 +256,13 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
 
         major, minor = torch.cuda.get_device_capability()
         table = load_table(torch.cuda.get_device_name())
-        return CudaOps(expansion_blocks, table, pdl=10 * major + minor >= PDL_FROM)
+        multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+        return CudaOps(
+            expansion_blocks,
+            table,
+            pdl=10 * major + minor >= PDL_FROM,
+            hopper_multiprocessors=multiprocessors if major == 9 else 0,
+        )
     from kernels import reference
 
     return reference

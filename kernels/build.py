@@ -54,7 +54,7 @@ def build(dimensions: Dimensions, gpu: compiling.Gpu, processes: int) -> Built:
 
     began = time.perf_counter()
     table = load_table(gpu.name)
-    jobs = compiling.record(gpu.target, lambda: launch_all(dimensions, table, gpu.pdl))
+    jobs = compiling.record(gpu.target, lambda: launch_all(dimensions, table, gpu))
     failures = compiling.compile_jobs(gpu.target, jobs, processes)
     if not failures:
         mark = _mark(dimensions, gpu)

@@ -29,6 +29,9 @@ class _ChunkPlan:
     pages: torch.Tensor | None
     expanded: torch.Tensor | None
     direct: torch.Tensor | None
+    hopper: bool = False
+    """Whether what is in the model's dtype, the expansion or a cache that is not FP8, is read by
+    `attention_prefill_hopper`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,23 @@ class CudaOps:
     table: the device's measured products; None: rules alone say which kernel a product gets.
     pdl: whether the device knows programmatic dependent launch (`kernels.PDL_FROM`): no kernel that asks for
     it compiles for one that does not.
+    hopper_multiprocessors: how many the device has, if it is a Hopper (compute capability 9), for whose long
+    prompts there is a kernel of its own; 0: it is another.
     """
 
     name = "cuda"
 
-    def __init__(self, expansion_blocks: int = 0, table: Table | None = None, *, pdl: bool) -> None:
+    def __init__(
+        self,
+        expansion_blocks: int = 0,
+        table: Table | None = None,
+        *,
+        pdl: bool,
+        hopper_multiprocessors: int = 0,
+    ) -> None:
         self._expansion_blocks = expansion_blocks
         self._pdl = pdl
+        self._hopper_multiprocessors = hopper_multiprocessors
         self._table = Table() if table is None else table
         self._decode_workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         self._scratches: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -239,11 +252,33 @@ class CudaOps:
             wide = self._scratch(pool.keys, q.dtype)
             narrow = (pool.keys, pool.values, pool.k_scales, pool.v_scales)
             attention_prefill.expand(*narrow, table, chunks.pages, *wide, self._pdl)
-            tiles = chunks.expanded
-            attention_prefill.prefill(q, *wide, None, tiles, scale, window, out=out, pdl=self._pdl)
+            read = (*wide, None, chunks.expanded)
+            if chunks.hopper:
+                self._prefill_on_hopper(q, *read, scale, out)
+            else:
+                attention_prefill.prefill(q, *read, scale, window, out=out, pdl=self._pdl)
         if chunks.direct is not None:
-            read = (pool.keys, pool.values, table, chunks.direct)
-            attention_prefill.prefill(q, *read, scale, window, *scales, out=out, pdl=self._pdl)
+            cached = (pool.keys, pool.values, table, chunks.direct)
+            if chunks.hopper and pool.k_scales is None:
+                self._prefill_on_hopper(q, *cached, scale, out)
+            else:
+                attention_prefill.prefill(q, *cached, scale, window, *scales, out=out, pdl=self._pdl)
+
+    def _prefill_on_hopper(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor | None,
+        tiles: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        # Here, since it is Gluon, which not every machine with these operations needs to know.
+        from kernels.triton import attention_prefill_hopper
+
+        read = (keys, values, table, tiles)
+        attention_prefill_hopper.prefill(q, *read, scale, out, self._hopper_multiprocessors, self._pdl)
 
     def _plan_chunks(
         self, q: torch.Tensor, keys: torch.Tensor, inputs: AttentionInput, window: int | None, expand: bool
@@ -251,13 +286,21 @@ class CudaOps:
         def on_device(rows: np.ndarray) -> torch.Tensor | None:
             return torch.from_numpy(rows).to(q.device, non_blocking=True) if len(rows) else None
 
-        heads, kv_heads = q.shape[1], keys.shape[1]
+        _, heads, head_dim = q.shape
+        kv_heads = keys.shape[1]
+
+        def on_hopper(tiles: np.ndarray) -> bool:
+            return self._hopper_multiprocessors > 0 and attention_prefill.suits_hopper(
+                tiles, heads, kv_heads, head_dim, q.dtype, window
+            )
+
         if not expand or not self._expansion_blocks:
             tiles = attention_prefill.plan_tiles(inputs.chunks, heads, kv_heads, window)
-            return _ChunkPlan(None, None, on_device(tiles))
+            return _ChunkPlan(None, None, on_device(tiles), on_hopper(tiles) and not expand)
         blocks = self._expansion_blocks
         made = attention_prefill.plan_expansion(inputs.chunks, heads, kv_heads, window, blocks)
-        return _ChunkPlan(on_device(made.pages), on_device(made.expanded), on_device(made.direct))
+        planned = (on_device(made.pages), on_device(made.expanded), on_device(made.direct))
+        return _ChunkPlan(*planned, on_hopper(made.expanded))
 
     def _decode_workspace(
         self, sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device

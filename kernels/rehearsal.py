@@ -22,10 +22,12 @@ from kernels import (
     Stream,
     Weight,
 )
+from kernels.compiling import Gpu
 from kernels.cuda import CudaOps
 from kernels.dimensions import Dimensions
 from kernels.draws import Draws, Logits
 from kernels.triton import sampling
+from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
 from kernels.triton.linear_table import Table
 from kernels.triton.rows import advance, empty_decodes, place
 
@@ -35,17 +37,21 @@ _EVERY = 130
 """All numbers of tokens up to here are tried: products of few rows change from one to the next."""
 _BLOCKS = 64
 """Of the KV pool, and of the expansion of an FP8 one: kernels do not depend on how many."""
+_MULTIPROCESSORS = 132
+"""Nor on this."""
 
 
-def launch_all(dimensions: Dimensions, table: Table, pdl: bool) -> None:
-    """Launch what any rank that serves `dimensions` launches. pdl: see `CudaOps`."""
-    layers = _Layers(dimensions, table, pdl)
+def launch_all(dimensions: Dimensions, table: Table, gpu: Gpu) -> None:
+    """Launch what any rank that serves `dimensions` launches on such a GPU."""
+    layers = _Layers(dimensions, table, gpu)
     for tokens in _token_counts(dimensions):
         for window in dimensions.windows:
             if tokens <= dimensions.max_rows:
                 layers.launch(tokens, window, _decodes(dimensions, tokens))
                 layers.launch(tokens, window, _ends(dimensions, tokens))
             layers.launch(tokens, window, _chunk(dimensions, tokens))
+    for window in dimensions.windows:
+        layers.launch(EXPAND_FROM, window, _chunk(dimensions, EXPAND_FROM, HOPPER_ABOVE))
     for rows in {1, min(2, dimensions.max_rows), dimensions.max_rows}:
         for rank in range(dimensions.tensor_parallel):
             _launch_sampling(dimensions, rank, rows)
@@ -66,9 +72,11 @@ def _token_counts(dimensions: Dimensions) -> list[int]:
 class _Layers:
     """One layer and the output matrix, as `engine.model.decoder` runs them."""
 
-    def __init__(self, dimensions: Dimensions, table: Table, pdl: bool) -> None:
+    def __init__(self, dimensions: Dimensions, table: Table, gpu: Gpu) -> None:
         self._d = dimensions
-        self._ops = CudaOps(_BLOCKS if dimensions.kv_fp8 else 0, table, pdl=pdl)
+        expansion_blocks = _BLOCKS if dimensions.kv_fp8 else 0
+        multiprocessors = _MULTIPROCESSORS if gpu.hopper else 0
+        self._ops = CudaOps(expansion_blocks, table, pdl=gpu.pdl, hopper_multiprocessors=multiprocessors)
         self._weights = {
             name: _weight(dimensions, n, k, dimensions.fp8 and name != "lm_head")
             for name, (n, k) in dimensions.products.items()
@@ -140,10 +148,10 @@ def _ends(dimensions: Dimensions, tokens: int) -> AttentionInput:
     return replace(_decodes(dimensions, tokens), queries=queries)
 
 
-def _chunk(dimensions: Dimensions, tokens: int) -> AttentionInput:
+def _chunk(dimensions: Dimensions, tokens: int, context: int = 0) -> AttentionInput:
     nobody = torch.empty(0, dtype=torch.int64, device=_META)
     # The longer ones have no room in the expansion of an FP8 cache, and read that themselves.
-    return AttentionInput(_block_table(dimensions), nobody, nobody, 0, [ChunkSpan(0, tokens, 0, 0)])
+    return AttentionInput(_block_table(dimensions), nobody, nobody, 0, [ChunkSpan(0, tokens, context, 0)])
 
 
 def _block_table(dimensions: Dimensions) -> torch.Tensor:

@@ -20,7 +20,7 @@ def main() -> None:
     found = {}
     for capability in (80, 90):
         gpu = compiling.Gpu.of("any", capability)
-        jobs = compiling.record(gpu.target, partial(rehearsal.launch_all, dimensions, Table(), gpu.pdl))
+        jobs = compiling.record(gpu.target, partial(rehearsal.launch_all, dimensions, Table(), gpu))
         tuning = partial(search.launch_all, [dimensions], [1, 16], Table(), gpu)
         found[capability] = counts(jobs)
         found[f"{capability} tuning"] = counts(compiling.record(gpu.target, tuning))

@@ -28,7 +28,7 @@ from engine.rehearsal import every_kind, largest_steps
 from engine.sampler import Sampler
 from engine.sizing import EXPANSION_BLOCKS, FP8, product_ladder
 from engine.steps import Steps
-from kernels import compiling, rehearsal
+from kernels import PAGE_TOKENS, compiling, rehearsal
 from kernels.cuda import CudaOps
 from kernels.draws import Variant
 from kernels.triton import sampling
@@ -56,7 +56,7 @@ class Lonely:
 
 
 GPU = compiling.Gpu.of("NVIDIA H200", 90)
-ROWS, STEP_TOKENS = 80, 300
+ROWS, STEP_TOKENS, COLUMNS = 80, 300, 17
 
 
 def main() -> None:
@@ -78,14 +78,14 @@ def main() -> None:
         kv_dtype=FP8 if kv_fp8 else config.dtype,
     )
     table = load_table(GPU.name)
-    built = compiling.record(GPU.target, lambda: rehearsal.launch_all(foreseen, table, GPU.pdl))
+    built = compiling.record(GPU.target, lambda: rehearsal.launch_all(foreseen, table, GPU))
     decoder = Decoder(
         config,
         ranks,
-        CudaOps(EXPANSION_BLOCKS, table, pdl=GPU.pdl),
+        CudaOps(EXPANSION_BLOCKS, table, pdl=GPU.pdl, hopper_multiprocessors=132),
         TORCH_DTYPES[config.dtype],
         META,
-        max_model_len=1000,
+        max_model_len=COLUMNS * PAGE_TOKENS,
         fp8=fp8,
         kv_fp8=kv_fp8,
     )
@@ -112,7 +112,8 @@ def main() -> None:
         begun: list[Steps] = []
         loaded = compiling.record(GPU.target, lambda: begun.append(start(decoder, sampler, spec)))
         served = compiling.record(GPU.target, lambda: serve(begun[0]))
-    print(f"{len(built)} foreseen, {len(loaded)} loaded, {len(served)} served")
+    long = sum(".attention_prefill_hopper." in job.name for job in served)
+    print(f"{len(built)} foreseen, {len(loaded)} loaded, {len(served)} served, {long} for long prompts")
     _print_others("UNFORESEEN", loaded + served, built)
     _print_others("LATE", served, loaded)
 
@@ -131,7 +132,7 @@ def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> Steps:
     padding = Padding(product_ladder(spec.step_tokens), product_ladder(ROWS))
 
     def steps() -> Steps:
-        tables = RowTables(ROWS, 17, decoder.config.vocab_size, META, padding)
+        tables = RowTables(ROWS, COLUMNS, decoder.config.vocab_size, META, padding)
         return Steps(decoder, decoder.allocate_kv(20), tables, sampler)
 
     apart = steps()
@@ -179,6 +180,9 @@ def serve(steps: Steps) -> None:
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
             for few in (1, 2, 3, 5, 9, 17, 33, len(rows)):
                 steps.run(StepPlan(0, [], [], [], rows[:few], []))
+    for chunk in (1, 40, 64):
+        prompt = Chunk(0, COLUMNS * PAGE_TOKENS - chunk, [0] * chunk, [0])
+        steps.run(StepPlan(0, [], [], [], [], [prompt]))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = SHAPES["llama-3.2-1b"] | {
     "eos_token_id": 2,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 128},
     "mistral": {"architectures": ["MistralForCausalLM"], "rope_scaling": None, "sliding_window": 70},
     "qwen2": {
         "architectures": ["Qwen2ForCausalLM"],
@@ -73,8 +73,9 @@ def test_a_build_foresees_and_a_start_loads_every_kernel_that_a_replica_launches
     assert done.returncode == 0, done.stderr
     assert "UNFORESEEN" not in done.stdout
     assert "LATE" not in done.stdout
-    foreseen, loaded, served = (int(word) for word in done.stdout.split() if word.isdecimal())
+    foreseen, loaded, served, long = (int(word) for word in done.stdout.split() if word.isdecimal())
     assert foreseen >= loaded >= served > 30
+    assert long == (FAMILIES[family].get("head_dim") == 128)  # of that Hopper's own kernel is
 
 
 def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_path: Path) -> None:

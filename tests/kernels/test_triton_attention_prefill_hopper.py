@@ -1,20 +1,22 @@
 """Prefill attention of Hopper equals its twin, as `test_triton_attention_prefill` holds the other kernel to
-that. It is Gluon, which a GPU alone runs: a Hopper, marked `gpu`.
+that. It is Gluon: a GPU proves it (a Hopper, marked `gpu`). Anywhere, which passes get it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from kernels import PAGE_TOKENS, ChunkSpan
-from tests.kernels.closeness import check_as_torch
+from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan, KvPool, Rotation
+from tests.kernels.closeness import check_as_torch, error, worst_error
 
 cases = pytest.importorskip("tests.kernels.test_triton_attention_prefill", exc_type=ImportError)
-Case, plan_tiles = cases.Case, cases.kernel.plan_tiles
+CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
+Case, plan_tiles, suits_hopper = cases.Case, cases.kernel.plan_tiles, cases.kernel.suits_hopper
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -81,6 +83,69 @@ def _prefill(
     return attention_prefill_hopper.prefill(case.q, *read, case.scale, out, multiprocessors, pdl)
 
 
+# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def suited(chunks: list[tuple[int, int]], **changes: Any) -> bool:
+    """Of chunks of (context, count) in layers of Llama-3.1-8B."""
+    shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16, "window": None} | changes
+    spans = [ChunkSpan(0, count, context, row) for row, (context, count) in enumerate(chunks)]
+    return suits_hopper(plan_tiles(spans, shape["heads"], shape["kv_heads"]), **shape)
+
+
+def test_tiles_that_see_many_keys_are_for_hopper() -> None:
+    for chunks in ([(0, 8192)], [(0, 2048)] * 2, [(4096, 64)], [(1024, 1)], [(0, 4096), (0, 1000)]):
+        assert suited(chunks)
+    for chunks in ([], [(0, 1024)] * 4, [(0, 512)] * 16, [(1023, 1)], [(0, 4096)] + [(0, 64)] * 1000):
+        assert not suited(chunks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "served"),
+    [({"dtype": F16}, True), ({"dtype": torch.float32}, False), ({"window": 4096}, False)]
+    + [({"head_dim": head_dim}, False) for head_dim in (64, 256)]
+    + [({"heads": heads, "kv_heads": 1}, True) for heads in (1, 2, 4, 8, 16, 32, 64)]
+    + [({"heads": heads, "kv_heads": 1}, False) for heads in (3, 7, 12, 128)],
+    ids=str,
+)
+def test_hoppers_kernel_serves_what_fits_its_tiles(changes: dict[str, Any], served: bool) -> None:
+    assert suited([(0, 8192)], **changes) == served
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "scaled", "blocks", "count", "hopper", "lists"),
+    [
+        (132, False, 0, 4096, True, "direct"),
+        (132, False, 0, 512, False, "direct"),
+        (132, True, 64, 4096, True, "expanded"),
+        (132, True, 63, 4096, False, "direct"),
+        (132, True, 0, 4096, False, "direct"),
+        (0, False, 0, 4096, False, "direct"),
+        (0, True, 64, 4096, False, "expanded"),
+    ],
+)
+def test_a_pass_gets_hoppers_kernel_where_there_is_one_and_nothing_is_fp8(
+    multiprocessors: int, scaled: bool, blocks: int, count: int, hopper: bool, lists: str
+) -> None:
+    q, pool = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((count, 32, 128), (9, 8, 64, 128)))
+    nobody = torch.empty(0, dtype=torch.int64)
+    seen = AttentionInput(torch.empty(1, 64), nobody, nobody, 0, [ChunkSpan(0, count, 0, 0)])
+    ops = CudaOps(blocks, pdl=True, hopper_multiprocessors=multiprocessors)
+    plan = ops._plan_chunks(q, pool, seen, None, scaled)
+    assert plan.hopper == hopper
+    assert (plan.expanded is not None, plan.direct is not None) == (lists == "expanded", lists == "direct")
+
+
+def test_captured_passes_whose_tiles_nobody_knows_keep_the_other_kernel() -> None:
+    nobody, tiles = torch.empty(0, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.int32)
+    captured = AttentionInput(torch.empty(1, 64), nobody, nobody, 0, [], {None: tiles})
+    plan = CudaOps(pdl=True, hopper_multiprocessors=132).plan_attention(captured)
+    assert plan.chunks[None].direct is tiles and not plan.chunks[None].hopper
+
+
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
+
+
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
@@ -128,3 +193,56 @@ def test_chunks_may_share_blocks() -> None:
     _, second, _, fourth = (chunk.row for chunk in case.chunks)
     case.table[fourth, :3] = case.table[second, :3]
     check_as_torch(paged(case), case.expected(BF16), case.expected())
+
+
+@on_hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_pass_with_a_long_prompt_is_what_the_other_kernel_makes_of_it(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through `CudaOps`, beside decodes and a chunk that alone would have the other kernel. Both round
+    weights and results to bfloat16: 1.7e-3 each in norm."""
+    from kernels.triton import attention_prefill_hopper
+
+    launches = []
+    launch = attention_prefill_hopper.prefill
+
+    def noted(*arguments: Any) -> torch.Tensor:
+        launches.append(arguments)
+        return launch(*arguments)
+
+    monkeypatch.setattr(attention_prefill_hopper, "prefill", noted)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    ways = [CudaOps(64, pdl=True, hopper_multiprocessors=many) for many in (multiprocessors, 0)]
+    (found, cache), (expected, expected_cache) = (_attend(ops, fp8) for ops in ways)
+    assert len(launches) == 1
+    assert all(torch.equal(*pools) for pools in zip(cache.tensors(), expected_cache.tensors(), strict=True))
+    assert error(found, expected.double()) < 6e-3 and worst_error(found, expected.double()) < 2e-2
+
+
+def _attend(ops: Any, fp8: bool) -> tuple[torch.Tensor, KvPool]:
+    """The result and the cache of three decodes, 2,200 tokens of a prompt and 70 behind 300 of another."""
+    heads, kv_heads, columns = 32, 8, 35
+    random_ = torch.Generator("cuda").manual_seed(5)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=random_)
+
+    table = torch.randperm(5 * columns, device="cuda", generator=random_).view(5, columns)
+    pools = [draw(5 * columns, kv_heads, PAGE_TOKENS, 128).to(BF16) for _ in range(2)]
+    pool = KvPool(*pools)
+    if fp8:
+        (keys, k_scales), (values, v_scales) = (cases._quantise(one) for one in pools)
+        pool = KvPool(keys, values, k_scales, v_scales)
+    chunks = [ChunkSpan(3, 2200, 0, 3), ChunkSpan(2203, 70, 300, 4)]
+    lens = torch.tensor([5, 64, 700], device="cuda")
+    asked = [(row, int(length) - 1) for row, length in enumerate(lens)]
+    asked += [(chunk.row, chunk.context + place) for chunk in chunks for place in range(chunk.count)]
+    rows, positions = torch.tensor(asked, device="cuda").T.contiguous().unbind()
+    slots = table[rows, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
+    angle = draw(columns * PAGE_TOKENS, 64)
+    rotation = Rotation(torch.cat((angle.cos(), angle.sin()), dim=1))
+    qkv = draw(len(asked), (heads + 2 * kv_heads) * 128).to(BF16)
+    plan = ops.plan_attention(AttentionInput(table, rows[:3], lens, columns, chunks))
+    return ops.attend(qkv, positions, slots, rotation, pool, heads, plan, 128**-0.5, None), pool
