@@ -1,0 +1,343 @@
+"""A program on a GPU as far as its order goes: partitions of warps, barriers, copies, products.
+
+Each partition is a thread, of which one runs at a time: at every asynchronous operation a seed chooses who
+goes on, the copy engine included. But order is proved, not sampled: every copy and every product is an event,
+a partition knows the events that happened before where it stands, and arrivals and waits at barriers hand
+that knowledge on (happens-before, Lamport 1978). Who reads what it does not know to be written, or overwrites
+what it does not know to be read, is at fault, however the threads happened to run.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+GRANULE = 512
+"""Elements of shared memory whose reads and writes are noted together: in 16 bits, the eight rows after which
+a swizzle repeats."""
+
+
+class Fault(Exception):
+    """What a GPU would do wrong, or might."""
+
+
+class Deadlock(Fault):
+    """Everybody waits."""
+
+
+class _Stopped(BaseException):
+    """Another partition is at fault."""
+
+
+@dataclass(eq=False)
+class Partition:
+    """Some warps. Sets of events have one bit for each."""
+
+    name: str
+    warps: int
+    known: int = 0
+    """What happened before where all of its warps stand."""
+    unsettled: int = 0
+    """What each of its warps saw the end of for itself alone, until a barrier among them."""
+    products: list[UnfinishedProduct] = field(default_factory=list)
+    ready: Callable[[], bool] = lambda: True
+    waits_for: Callable[[], str] = str
+    done: bool = False
+    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+
+@dataclass(eq=False)
+class UnfinishedProduct:
+    """What an asynchronous product returns: no tensor before a wait makes one of it."""
+
+    value: torch.Tensor
+    event: int
+    retired: bool = False
+
+
+class Barrier:
+    """An mbarrier: what its phase still misses, and what those who came to it knew."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.count = self.missing = self.bytes = self.phase = 0
+        self.gathering = self.completed = 0
+
+    def init(self, count: int) -> None:
+        if self.count:
+            raise Fault(f"{self} is initialised twice")
+        self.count = self.missing = count
+
+    def arrive(self, count: int, known: int) -> None:
+        if count > self.missing:
+            raise Fault(f"{count} arrivals are too many at {self}")
+        self.missing -= count
+        self.gathering |= known
+        self._complete()
+
+    def receive(self, size: int, known: int) -> None:
+        self.bytes -= size
+        self.gathering |= known
+        self._complete()
+
+    def _complete(self) -> None:
+        if self.missing == self.bytes == 0:
+            self.phase += 1
+            self.missing, self.completed = self.count, self.gathering
+
+    def __str__(self) -> str:
+        state = f"misses {self.missing} of {self.count} arrivals and {self.bytes} bytes"
+        return f"{self.name or 'a barrier'}, whose phase {self.phase} {state}"
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.each = [Barrier() for _ in range(count)]
+
+    def index(self, place: int) -> Barrier:
+        return self.each[_inside(place, len(self.each))]
+
+
+class Memory:
+    """Of one allocation; NaN where nothing was written."""
+
+    def __init__(self, elements: int, dtype: torch.dtype) -> None:
+        self.name, self.data = "", torch.full((elements,), float("nan"), dtype=dtype)
+        granules = -(-elements // GRANULE)
+        self.writer, self.readers = [0] * granules, [0] * granules
+
+
+class Shared:
+    """A view of shared memory: which element of the allocation stands at each place of it."""
+
+    def __init__(
+        self, memory: Memory, places: torch.Tensor, layout: Any, granules: list[int] | None = None
+    ) -> None:
+        self.memory, self.places, self.layout = memory, places, layout
+        self._granules = granules or torch.unique(places // GRANULE).tolist()
+        self._parts: dict[int, Shared] = {}
+
+    @classmethod
+    def allocate(cls, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        return cls(Memory(prod(shape), dtype), _places(shape, layout), layout)
+
+    def index(self, place: int) -> Shared:
+        place = _inside(place, len(self.places))
+        if place not in self._parts:
+            self._parts[place] = Shared(self.memory, self.places[place], self.layout)
+        return self._parts[place]
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.memory, self.places.reshape(*shape), None, self._granules)
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.memory, self.places.permute(*order), None, self._granules)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        if dtype != self.memory.data.dtype or prod(shape) != len(self.memory.data):
+            raise NotImplementedError(f"shared memory as {dtype} {list(shape)}: other elements than it has")
+        return Shared(self.memory, _places(shape, layout), layout)
+
+    def read(self, event: int, by: Partition) -> torch.Tensor:
+        for granule in self._granules:
+            if self.memory.writer[granule] & ~by.known:
+                raise Fault(f"{by.name} reads {self.memory.name} before it waited for what is copied there")
+            self.memory.readers[granule] |= event
+        return self.memory.data[self.places]
+
+    def claim(self, event: int, by: Partition) -> None:
+        """For what is about to be written."""
+        memory = self.memory
+        for granule in self._granules:
+            if memory.readers[granule] & ~by.known:
+                raise Fault(f"{by.name} overwrites {memory.name}, which a product may still read")
+            if memory.writer[granule] & ~by.known:
+                raise Fault(f"{by.name} overwrites {memory.name}, where a copy may still be on its way")
+            memory.writer[granule], memory.readers[granule] = event, 0
+
+
+def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
+    """A tile is laid out in panels as wide as its swizzle, each with all rows; what is before the layout's
+    dimensions counts tiles."""
+    columns, rows = shape[-1], prod(shape[-layout.rank : -1])
+    width = min(columns, layout.swizzle_byte_width * 8 // layout.element_bitwidth or columns)
+    panels = torch.arange(prod(shape)).view(-1, columns // width, rows, width)
+    return panels.transpose(1, 2).reshape(*shape)
+
+
+def _inside(place: int, count: int) -> int:
+    if not 0 <= place < count:
+        raise Fault(f"index {int(place)} of {count}")
+    return int(place)
+
+
+@dataclass(eq=False)
+class Copy:
+    """A box on its way into shared memory. What lies outside of the tensor is zero."""
+
+    source: TensorDescriptor
+    at: list[int]
+    barrier: Barrier
+    to: Shared
+    known: int
+
+    @property
+    def bytes(self) -> int:
+        return self.to.places.numel() * self.source.base.itemsize
+
+    def land(self) -> None:
+        box, place, inside = self.source.block_shape, torch.tensor(0), torch.tensor(True)
+        for axis, (start, count) in enumerate(zip(self.at, box, strict=True)):
+            index = (start + torch.arange(count)).view([-1 if n == axis else 1 for n in range(len(box))])
+            inside = inside & (index >= 0) & (index < self.source.shape[axis])
+            place = place + index * self.source.strides[axis]
+        values = flat(self.source.base)[torch.where(inside, place, 0)]
+        self.to.memory.data[self.to.places] = torch.where(inside, values, 0)
+        self.barrier.receive(self.bytes, self.known)
+
+
+def flat(base: torch.Tensor) -> torch.Tensor:
+    """All memory from a tensor's first element to its last, gaps included."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
+    return base.as_strided((span,), (1,))
+
+
+class Program:
+    """One program: its partitions, which of them runs, and the copies on their way."""
+
+    def __init__(self, number: int, warps: int, random_: random.Random) -> None:
+        self.number = number
+        self.barriers: list[Barrier] = []
+        self.current = Partition("the kernel", warps)
+        self._partitions = [self.current]
+        self._random = random_
+        self._copies: list[Copy] = []
+        self._copied = self._events = 0
+        self._threads: list[threading.Thread] = []
+        self._fault: BaseException | None = None
+
+    def run(self, kernel: Callable[[], None]) -> None:
+        """Raises what any partition raised: a Fault, if it is the program's."""
+        try:
+            kernel()
+            self._check_rest()
+        except _Stopped:
+            pass
+        except BaseException as fault:
+            self._stop(fault)
+        for thread in self._threads:
+            thread.join()
+        if self._fault:
+            raise self._fault
+
+    def specialize(self, parts: list[tuple[Callable[[], None], str, int]]) -> None:
+        """Runs functions beside each other: what, its name, its warps."""
+        parent = self.current
+        children = [
+            Partition(f"partition {n} ({name})", warps, parent.known)
+            for n, (_, name, warps) in enumerate(parts)
+        ]
+        self._partitions += children
+        for child, (function, _, _) in zip(children, parts, strict=True):
+            self._threads.append(threading.Thread(target=self._run, args=(child, function)))
+            self._threads[-1].start()
+        self.pause(lambda: all(child.done for child in children))
+        for child in children:
+            parent.known |= child.known
+
+    def pause(self, ready: Callable[[], bool] = lambda: True, waits_for: Callable[[], str] = str) -> None:
+        """Anybody may go on; returns when it is this partition's turn again, and it is ready."""
+        self.current.ready, self.current.waits_for = ready, waits_for
+        self._pass_on(self.current)
+
+    def copy(self, source: TensorDescriptor, at: list[int], barrier: Barrier, to: Shared) -> None:
+        """By the copy engine, in its own time."""
+        if list(to.places.shape) != list(source.block_shape) or to.layout != source.layout:
+            raise Fault(f"a box of {source.block_shape} is copied to {list(to.places.shape)} of {to.layout}")
+        me, event = self.current, self._event()
+        self._copied |= event
+        to.claim(event, me)
+        self._copies.append(Copy(source, at, barrier, to, me.known | event))
+        if sum(each.bytes for each in self._copies if each.barrier is barrier) > barrier.bytes:
+            raise Fault(f"{me.name} copies more to {to.memory.name} than is expected at {barrier}")
+
+    def multiply(self, a: torch.Tensor | Shared, b: Shared) -> UnfinishedProduct:
+        me, event = self.current, self._event()
+        left = a.read(event, me) if isinstance(a, Shared) else a
+        me.products.append(UnfinishedProduct(left.float() @ b.read(event, me).float(), event))
+        return me.products[-1]
+
+    def retire(self, outstanding: int) -> None:
+        """Products end in their order. Each warp knows it of its own part."""
+        me = self.current
+        while len(me.products) > outstanding:
+            product = me.products.pop(0)
+            product.retired = True
+            me.unsettled |= product.event
+        if me.warps == 1:
+            self.settle()
+
+    def settle(self) -> None:
+        """The partition's warps meet."""
+        self.current.known |= self.current.unsettled
+        self.current.unsettled = 0
+
+    def _event(self) -> int:
+        self._events += 1
+        return 1 << self._events
+
+    def _pass_on(self, me: Partition) -> None:
+        chosen: Any = None
+        while not isinstance(chosen, Partition):
+            able = [each for each in self._partitions if not each.done and each.ready()]
+            if not able and not self._copies:
+                waiting = [(each.name, each.waits_for()) for each in self._partitions if not each.done]
+                raise Deadlock("; ".join(f"{name} waits for {what}" for name, what in waiting if what))
+            chosen = self._random.choice([*able, *self._copies])
+            if isinstance(chosen, Copy):
+                self._copies.remove(chosen)
+                chosen.land()
+        if chosen is not me:
+            self.current = chosen
+            chosen.go.release()
+            if not me.done:
+                me.go.acquire()
+        if self._fault:
+            raise _Stopped
+
+    def _run(self, me: Partition, function: Callable[[], None]) -> None:
+        me.go.acquire()
+        try:
+            if not self._fault:
+                function()
+                self._check_products(me)
+                me.done = True
+                self._pass_on(me)
+        except _Stopped:
+            pass
+        except BaseException as fault:
+            self._stop(fault)
+
+    def _stop(self, fault: BaseException) -> None:
+        self._fault = fault
+        for each in self._partitions:
+            each.go.release()
+
+    def _check_products(self, me: Partition) -> None:
+        if me.products:
+            raise Fault(f"{me.name} ends before a product of its own")
+
+    def _check_rest(self) -> None:
+        self._check_products(self.current)
+        if self._copied & ~self.current.known:
+            raise Fault("the program ends with a copy that nobody waited for")
+        for barrier in self.barriers:
+            if barrier.missing != barrier.count or barrier.bytes:
+                raise Fault(f"the program leaves {barrier}")

@@ -1,0 +1,265 @@
+"""The interpreter of Gluon kernels computes what they say, and notices what a GPU would do wrong."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tests.kernels.gluon_interpreter import Interpreted
+from tests.kernels.gluon_machine import Deadlock, Fault
+
+SEEDS = range(5)
+
+
+@gluon.jit
+def _bring(tiles, steps, ring, full, empty, WRONG: gl.constexpr):
+    for step in range(steps):
+        stage = step % 2
+        if WRONG != "overwrites":
+            mbarrier.wait(empty.index(stage), (step // 2 & 1) ^ (WRONG != "wrong parity"))
+        if WRONG != "expects nothing":
+            mbarrier.expect(full.index(stage), 64 * 64 * 2)
+        tma.async_copy_global_to_shared(tiles, [step * 64, 0], full.index(stage), ring.index(stage))
+    if WRONG == "a copy too many":
+        mbarrier.wait(empty.index(steps % 2), (steps // 2 & 1) ^ 1)
+        mbarrier.expect(full.index(steps % 2), 64 * 64 * 2)
+        tma.async_copy_global_to_shared(tiles, [0, 0], full.index(steps % 2), ring.index(steps % 2))
+
+
+@gluon.jit
+def _square(out, steps, ring, full, empty, WRONG: gl.constexpr):
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    acc = gl.zeros([64, 64], gl.float32, layout=mma)
+    for step in range(steps):
+        stage = step % 2
+        if WRONG != "reads early":
+            mbarrier.wait(full.index(stage), step // 2 & 1)
+        tile = ring.index(stage)
+        token = warpgroup_mma(tile, tile.permute([1, 0]), acc, is_async=True)
+        if WRONG == "releases early":
+            mbarrier.arrive(empty.index(stage), count=1)
+        if WRONG == "takes early":
+            acc = warpgroup_mma_wait(1, deps=[token])
+        elif WRONG == "uses no wait":
+            acc = token * 1.0
+        else:
+            acc = warpgroup_mma_wait(0, deps=[token])
+        if WRONG != "warps apart":
+            tl.debug_barrier()
+        if WRONG == "two arrivals":
+            mbarrier.arrive(empty.index(stage), count=2)
+        elif WRONG == "arrives again":
+            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
+        elif WRONG != "releases early" and WRONG != "never arrives":
+            mbarrier.arrive(empty.index(stage), count=1)
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, mma))
+    if WRONG == "stores outside":
+        row = row + 1
+    place = out + row[:, None] * 64 + column[None, :]
+    gl.store(place, acc)
+    if WRONG == "stores again":
+        gl.store(place, acc, mask=row[:, None] == 63)
+
+
+@gluon.jit
+def _squares(tiles, out, steps, WRONG: gl.constexpr):
+    """Of a ring of two tiles: the sum of each with itself transposed."""
+    ring = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(2):
+        if WRONG != "not initialised":
+            mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2 if WRONG == "half arrives" else 1)
+    if WRONG == "half arrives":
+        mbarrier.arrive(empty.index(0), count=1)
+    gl.warp_specialize(
+        [
+            (_square, (out, steps, ring, full, empty, WRONG)),
+            (_bring, (tiles, steps, ring, full, empty, WRONG)),
+        ],
+        [1],
+        [24],
+    )
+
+
+def descriptor(x: torch.Tensor) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(x, list(x.shape), [64, 1], [64, 64], layout)
+
+
+def launch(wrong: str, seed: int, rows: int = 7 * 64 - 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """What comes out and what should: of seven tiles, of which the last has rows that are not there."""
+    x = torch.randn((rows, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
+    out = torch.zeros(64, 64, dtype=torch.float16)
+    Interpreted(_squares, seed)[(1,)](descriptor(x), out, 7, WRONG=wrong, num_warps=4)
+    tiles = torch.cat([x, torch.zeros(7 * 64 - rows, 64, dtype=x.dtype)]).view(7, 64, 64).float()
+    return out, (tiles @ tiles.transpose(1, 2)).sum(0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_outside_of_a_tensor_are_zeros(seed: int) -> None:
+    found, expected = launch("", seed)
+    assert torch.allclose(found.float(), expected, rtol=1e-3, atol=0.1)
+
+
+FAULTS = {
+    "reads early": r"reads ring before it waited for what is copied there|overwrites ring, which",
+    "overwrites": r"partition 1 \(_bring\) overwrites ring|1 arrivals are too many at full\[0\]",
+    "releases early": r"partition 1 \(_bring\) overwrites ring, which a product may still read",
+    "warps apart": r"partition 1 \(_bring\) overwrites ring, which a product may still read",
+    "expects nothing": r"copies more to ring than is expected at full\[0\]",
+    "a copy too many": r"ends with a copy that nobody waited for",
+    "two arrivals": r"2 arrivals are too many at empty\[\d\], whose phase \d misses 1 of 1 arrivals",
+    "takes early": r"partition 0 \(_square\) takes a product that it has not waited for",
+    "not initialised": r"full\[\d\], whose phase 0 misses 0 of 0 arrivals",
+    "stores outside": r"element 4096 is not of a tensor of \[64, 64\]",
+    "stores again": r"element 4032 is stored a second time",
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("wrong", FAULTS)
+def test_a_fault_is_found_in_whichever_order_partitions_run(wrong: str, seed: int) -> None:
+    before = threading.active_count()
+    with pytest.raises(Fault, match=FAULTS[wrong]):
+        launch(wrong, seed)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("wrong", "stage", "missing"),
+    [("wrong parity", 0, "1 of 1"), ("never arrives", 0, "1 of 1"), ("half arrives", 1, "1 of 2")],
+)
+def test_a_deadlock_says_who_waits_for_what(wrong: str, stage: int, missing: str, seed: int) -> None:
+    bringing = rf"partition 1 \(_bring\) waits for parity \d of empty\[{stage}\], whose phase 0"
+    with pytest.raises(Deadlock, match=rf"partition 0 \(_square\) waits for .*; {bringing} misses {missing}"):
+        launch(wrong, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_arrival_that_ends_a_phase_too_many_is_found(seed: int) -> None:
+    with pytest.raises(Fault):
+        launch("arrives again", seed)
+
+
+def test_a_product_is_no_tensor_before_its_wait() -> None:
+    with pytest.raises(TypeError, match="UnfinishedProduct"):
+        launch("uses no wait", 0)
+
+
+@gluon.jit
+def _alone(tiles, out, WRONG: gl.constexpr):
+    """A tile with itself, by the kernel's own warps."""
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    pair = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
+    here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if WRONG != "waits uninitialised":
+        mbarrier.init(here, count=1)
+    if WRONG == "initialised twice":
+        mbarrier.init(here, count=1)
+    if WRONG != "waits uninitialised":
+        mbarrier.expect(here, 64 * 64 * 2 * (2 if WRONG == "copies onto a copy" else 1))
+        tile = pair.index(2 if WRONG == "a stage too far" else 0)
+        to = tile.reshape([32, 128]) if WRONG == "another box" else tile
+        tma.async_copy_global_to_shared(tiles, [0, 0], here, to)
+    if WRONG == "copies onto a copy":
+        tma.async_copy_global_to_shared(tiles, [0, 0], here, pair.index(0))
+    mbarrier.wait(here, 0, pred=WRONG != "reads before the wait")
+    token = warpgroup_mma(
+        pair.index(0), pair.index(0), gl.zeros([64, 64], gl.float32, layout=mma), is_async=WRONG != "at once"
+    )
+    if WRONG == "leaves an expectation":
+        mbarrier.expect(here, 2)
+    if WRONG != "leaves a product":
+        square = warpgroup_mma_wait(0, deps=[token])
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+        gl.store(out + row, gl.sum(square, axis=1))
+
+
+ALONE = {
+    "waits uninitialised": r"whose phase 0 misses 0 of 0 arrivals and 0 bytes is waited for before",
+    "initialised twice": r"is initialised twice",
+    "a stage too far": r"index 2 of 2",
+    "another box": r"a box of \[64, 64\] is copied to \[32, 128\]",
+    "copies onto a copy": r"the kernel overwrites .*, where a copy may still be on its way",
+    "reads before the wait": r"the kernel reads .* before it waited for what is copied there",
+    "leaves an expectation": r"the program leaves .* whose phase 1 misses 0 of 1 arrivals and 2 bytes",
+    "leaves a product": r"the kernel ends before a product of its own",
+}
+
+
+def alone(wrong: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What comes out and what should: the sums of the rows of a tile's square."""
+    x = torch.randn((64, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
+    out = torch.zeros(64, dtype=torch.float16)
+    Interpreted(_alone, seed)[(1,)](descriptor(x), out, WRONG=wrong, num_warps=4)
+    return out, (x.float() @ x.float()).sum(1)
+
+
+def test_a_kernel_need_not_be_specialised() -> None:
+    found, expected = alone("", 0)
+    assert torch.allclose(found.float(), expected, rtol=1e-3, atol=0.1)
+
+
+def test_a_product_at_once_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="asynchronous products only"):
+        alone("at once", 0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("wrong", ALONE)
+def test_a_fault_of_the_only_partition_is_found(wrong: str, seed: int) -> None:
+    with pytest.raises(Fault, match=ALONE[wrong]):
+        alone(wrong, seed)
+
+
+@gluon.jit
+def _unwritten(out, tiles):
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    tile = gl.allocate_shared_memory(out.dtype.element_ty, [64, 64], tiles.layout)
+    token = warpgroup_mma(tile, tile, gl.zeros([64, 64], gl.float32, layout=mma), is_async=True)
+    square = warpgroup_mma_wait(0, deps=[token])
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    gl.store(out + row, gl.max(square, axis=1), mask=row < 60)
+
+
+def test_what_was_never_written_is_no_number_and_what_is_masked_is_left() -> None:
+    out = torch.zeros(64, dtype=torch.float16)
+    tiles = descriptor(torch.zeros(64, 64, dtype=torch.float16))
+    Interpreted(_unwritten, 0)[(1,)](out, tiles, num_warps=4)
+    assert out[:60].isnan().all() and not out[60:].any()
+
+
+def test_what_lies_between_the_rows_of_a_tensor_is_not_its_own() -> None:
+    out = torch.zeros(64, 2, dtype=torch.float16)[:, 0]
+    tiles = descriptor(torch.zeros(64, 64, dtype=torch.float16))
+    with pytest.raises(Fault, match=r"element 1 is not of a tensor of \[64\]"):
+        Interpreted(_unwritten, 0)[(1,)](out, tiles, num_warps=4)
+
+
+@gluon.jit
+def _unknown(out):
+    gl.atomic_add(out, 1)
+
+
+def test_what_the_interpreter_does_not_know_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="atomic_add"):
+        Interpreted(_unknown, 0)[(1,)](torch.zeros(1), num_warps=4)
