@@ -56,7 +56,8 @@ def main() -> int:
     works = {}
     if timeline.on_gpu:
         names = label_products(names, config.layers, shapes)
-        works = work_by_kernel(config, info, shapes, device, names.count("_norm") / len(shapes))
+        norms = names.count("_norm") / len(shapes)
+        works = work_by_kernel(config, info, shapes, device, norms, "_prefill_hopper" in names)
     rows = rows_of(names, timeline, works, len(shapes))
     tokens = sum(shape.tokens for shape in shapes) / len(shapes)
     decodes = sum(len(shape.contexts) for shape in shapes) / len(shapes)

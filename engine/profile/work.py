@@ -68,20 +68,28 @@ def work_by_kernel(
     shapes: Sequence[StepShape],
     device: Ceilings | None,
     norms: float | None = None,
+    hopper: bool = False,
 ) -> dict[str, Work]:
     """What all `shapes` together make of each kernel, by its name or the product's, on the only rank.
 
-    norms: launches of a norm in a step, where products share some; None: every norm is one."""
+    norms: launches of a norm in a step, where products share some; None: every norm is one. hopper: whether
+    long prompts are read by Hopper's own kernel; those of captured passes, which never are, count as if they
+    were."""
     made: dict[str, Work] = {}
     for shape in shapes:
         of_tokens = 2 * config.layers if norms is None else norms - bool(shape.logit_rows)
-        for name, work in _of_step(config, info, shape, device, of_tokens).items():
+        for name, work in _of_step(config, info, shape, device, of_tokens, hopper).items():
             made[name] = made[name] + work if name in made else work
     return made
 
 
 def _of_step(
-    config: ModelConfig, info: ReplicaInfo, shape: StepShape, device: Ceilings | None, norms: float
+    config: ModelConfig,
+    info: ReplicaInfo,
+    shape: StepShape,
+    device: Ceilings | None,
+    norms: float,
+    hopper: bool,
 ) -> dict[str, Work]:
     """norms: launches of a norm of all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
@@ -111,11 +119,12 @@ def _of_step(
 
     seen = [_seen(context, 1, window) for context in shape.contexts for window in config.sliding_windows]
     seen += [_seen(context + count, 1, config.sliding_windows[-1]) for context, count in shape.chunks]
-    pairs = pages = 0.0
+    own = {window: hopper and _suits_hopper(config, info, shape, window) for window in config.sliding_windows}
+    pairs, pages = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     for context, count in shape.chunks:
         for window in config.sliding_windows[:-1]:
-            pairs += _pairs(context, count, window)
-            pages += _seen(context + count, count, window)
+            pairs[own[window]] += _pairs(context, count, window)
+            pages[own[window]] += _seen(context + count, count, window)
     new = both * (config.head_dim * number + of_kv)
     asked = layers * len(shape.contexts) + len(shape.chunks)
     decodes = asked * (2 * q * number + (0 if shape.chunks else new))
@@ -131,13 +140,26 @@ def _of_step(
         "_quantise": Work(through * (q + intermediate) * (number + 1)),
         "_rope": Work(layers * tokens * (2 * q * number + new)),
         "_decode_kernel": Work(sum(seen) * both * of_kv + decodes, 4.0 * sum(seen) * q, attention),
-        "_prefill_kernel": Work(pages * both * of_kv, 4.0 * pairs * q, attention),
-        "_expand_kernel": Work(pages * both * (of_kv + config.head_dim * number)),
+        "_prefill_kernel": Work(pages[False] * both * of_kv, 4.0 * pairs[False] * q, attention),
+        "_prefill_hopper": Work(pages[True] * both * of_kv, 4.0 * pairs[True] * q, attention),
+        "_expand_kernel": Work(sum(pages.values()) * both * (of_kv + config.head_dim * number)),
         "scan_kernel": Work(rows * config.vocab_size * number),
     }
     untold = [made[name] for name in ("qkv", "o", "gate_up", "down", "lm_head")]
     made[_UNTOLD] = Work(sum(one.bytes for one in untold), sum(one.operations for one in untold), fast)
     return made
+
+
+def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, window: int | None) -> bool:
+    """As `kernels.cuda` decides it for a pass."""
+    # Here, since a CPU can do without Triton.
+    from kernels import ChunkSpan
+    from kernels.dimensions import DTYPES
+    from kernels.triton.attention_prefill import plan_tiles, suits_hopper
+
+    heads = (config.heads, config.kv_heads)
+    tiles = plan_tiles([ChunkSpan(0, count, context, 0) for context, count in shape.chunks], *heads, window)
+    return suits_hopper(tiles, *heads, config.head_dim, DTYPES[info.dtype], window)
 
 
 def _seen(context: int, count: int, window: int | None) -> int:

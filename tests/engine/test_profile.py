@@ -171,6 +171,17 @@ def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     )
 
 
+def test_prompts_are_the_work_of_the_kernel_that_reads_them(llama: ModelConfig) -> None:
+    pytest.importorskip("triton")
+    long, short = StepShape([], [(0, 8192)], 1), StepShape([], [(0, 512)] * 4, 4)
+    apart = [work_by_kernel(llama, info(), [shape], H200) for shape in (long, short)]
+    both = work_by_kernel(llama, info(), [long, short], H200, hopper=True)
+    assert [both[name] for name in ("_prefill_hopper", "_prefill_kernel")] == [
+        work["_prefill_kernel"] for work in apart
+    ]
+    assert both["_expand_kernel"] == apart[0]["_expand_kernel"] + apart[1]["_expand_kernel"]
+
+
 def test_steps_add_up(llama: ModelConfig) -> None:
     one = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
     three = work_by_kernel(llama, info(), [ONE_TOKEN] * 3, H200)

@@ -25,6 +25,7 @@ from kernels.triton import attention_decode, fused, linear, rows, sampling
 from kernels.triton.linear_plans import Plan
 from tests.kernels import test_triton_attention_decode as decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
+from tests.kernels import test_triton_attention_prefill_hopper as hopper_cases
 from tests.kernels import test_triton_fused as fused_cases
 from tests.kernels import test_triton_linear as linear_cases
 from tests.kernels import test_triton_sampling as sampling_cases
@@ -62,6 +63,16 @@ def prefill() -> None:
             case = prefill_cases._fp8(case)
             _finite(case.run(out=torch.zeros_like(case.q)))
             _finite(case.run_expanded(scratch_blocks=7)[0])
+
+
+def prefill_hopper() -> None:
+    """Chunks with context over borders of blocks and of 128 keys, more tiles than there are programs; pages
+    and scratch."""
+    if not HOPPER:
+        return
+    for chunks, heads, kv_heads in (("several chunks", 4, 2), ("across blocks of keys", 3, 3)):
+        case = hopper_cases.make(chunks, heads, kv_heads, DTYPE)
+        _finite(hopper_cases.paged(case), hopper_cases.expanded(case, programs=5))
 
 
 def fuse() -> None:
@@ -161,6 +172,7 @@ def place() -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     "decode": decode,
     "prefill": prefill,
+    "prefill_hopper": prefill_hopper,
     "fuse": fuse,
     "multiply": multiply,
     "ship_bf16": partial(ship, torch.bfloat16),

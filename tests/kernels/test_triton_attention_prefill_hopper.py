@@ -51,8 +51,9 @@ def paged(case: Case, pdl: bool = True, table: torch.Tensor | None = None) -> to
     return _prefill(case, case.keys, case.values, case.table if table is None else table, case.chunks, pdl)
 
 
-def expanded(case: Case, pdl: bool = True) -> torch.Tensor:
-    """From a scratch that has the blocks of every chunk one after another, then NaN."""
+def expanded(case: Case, pdl: bool = True, programs: int | None = None) -> torch.Tensor:
+    """From a scratch that has the blocks of every chunk one after another, then NaN. programs: None: one on
+    each multiprocessor."""
     rows, chunks, used = [], [], 0
     for chunk in case.chunks:
         pages = -(-chunk.end // PAGE_TOKENS)
@@ -64,7 +65,7 @@ def expanded(case: Case, pdl: bool = True) -> torch.Tensor:
         for pool in (case.keys, case.values)
     )
     keys[:used], values[:used] = case.keys[torch.cat(rows)], case.values[torch.cat(rows)]
-    return _prefill(case, keys, values, None, chunks, pdl)
+    return _prefill(case, keys, values, None, chunks, pdl, programs)
 
 
 def _prefill(
@@ -74,13 +75,14 @@ def _prefill(
     table: torch.Tensor | None,
     chunks: list[ChunkSpan],
     pdl: bool,
+    programs: int | None = None,
 ) -> torch.Tensor:
     from kernels.triton import attention_prefill_hopper
 
     tiles = torch.from_numpy(plan_tiles(chunks, case.q.shape[1], keys.shape[1])).to("cuda")
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    programs = programs or torch.cuda.get_device_properties(0).multi_processor_count
     read, out = (keys, values, table, tiles), torch.zeros_like(case.q)
-    return attention_prefill_hopper.prefill(case.q, *read, case.scale, out, multiprocessors, pdl)
+    return attention_prefill_hopper.prefill(case.q, *read, case.scale, out, programs, pdl)
 
 
 # ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
