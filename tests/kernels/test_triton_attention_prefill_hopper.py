@@ -1,9 +1,11 @@
 """Prefill attention of Hopper equals its twin, as `test_triton_attention_prefill` holds the other kernel to
-that. It is Gluon: a GPU proves it (a Hopper, marked `gpu`). Anywhere, which passes get it.
+that. It is Gluon: a GPU proves it (a Hopper, marked `gpu`). Anywhere: which passes get it, and, compiled for
+a Hopper, that weights and products are worked out beside each other.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan, KvPool, Rotation
 from tests.kernels.closeness import check_as_torch, error, worst_error
+from tests.kernels.test_build import compiled
 
 cases = pytest.importorskip("tests.kernels.test_triton_attention_prefill", exc_type=ImportError)
 CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
@@ -143,6 +146,22 @@ def test_captured_passes_whose_tiles_nobody_knows_keep_the_other_kernel() -> Non
     captured = AttentionInput(torch.empty(1, 64), nobody, nobody, 0, [], {None: tiles})
     plan = CudaOps(pdl=True, hopper_multiprocessors=132).plan_attention(captured)
     assert plan.chunks[None].direct is tiles and not plan.chunks[None].hopper
+
+
+def test_weights_are_worked_out_while_products_with_values_run_and_nothing_is_spilled() -> None:
+    """By the instructions of each warpgroup's loop."""
+    done = compiled("tests.kernels.prefill_hopper_compiled")
+    assert done.returncode == 0, done.stderr
+    for name, kernel in json.loads(done.stdout).items():
+        events = kernel["events"]
+        assert "spill" not in events, name
+        loops = [place for place, event in enumerate(events) if event == "wait for all but the last"]
+        assert len(loops) == 2, name
+        for place in loops:
+            assert events[place - 16 : place] == ["product"] * 16, name
+            after = events[place + 1 : events.index("wait for all", place)]
+            assert after == ["weight"] * (64 + 2), name  # a thread's share, and what two rows' sums are worth
+        assert kernel["shared"] <= 227 << 10, name
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
