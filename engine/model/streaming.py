@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 
 import torch
 
@@ -34,7 +35,7 @@ SLOT_BYTES = 4 << 20
 """Small, so that what was read is still in the processor's cache as it is copied on, and the next read finds
 it there; large enough that readers spend their time in the kernel, not waiting for the interpreter."""
 BLOCK_BYTES = 16 << 20
-"""What is converted at once: a dozen launches."""
+"""What a GPU converts at once: a dozen launches. A CPU, whose cache matters here as well: `SLOT_BYTES`."""
 _STREAMS = 4
 """On which the readers' copies and conversions are queued: some are converted while others are copied."""
 _DTYPES = {
@@ -79,7 +80,7 @@ class Slice:
 
 Fill = Callable[[Slice, torch.Tensor], None]
 """Takes a block and its numbers, `[rows, ...]` in the file's dtype on the device, which are valid during the
-call; on CUDA for work on the current stream."""
+call; on CUDA for work on the current stream. A CPU does one at a time, CUDA one a stream."""
 Place = Callable[[Slice], torch.Tensor | None]
 """Where the numbers of a block belong as they are: contiguous, in the file's dtype, on the device. None:
 nowhere; they are to be filled in."""
@@ -97,16 +98,18 @@ def stream(
     *,
     readers: int = READERS,
     slot_bytes: int = SLOT_BYTES,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int | None = None,
 ) -> Generator[Slice]:
-    """Reads `slices` (in the order of files and offsets, best), cut into blocks of whole rows of about
-    `block_bytes`.
+    """Reads `slices` (in the order of files and offsets, best), cut into blocks of whole rows of at
+    most `block_bytes` (None: what suits the device), or one.
 
     Yields the blocks in that order, each when it is read; all are in place as the generator ends. `fill` and
-    `place` are called by many threads at once, in the caller's inference mode. Raises what they raise, and
+    `place` are called on the threads that read, in the caller's inference mode. Raises what they raise, and
     CheckpointError with file and tensor where bytes cannot be read, are missing, or belong to a file that was
     changed after its header was read.
     """
+    if block_bytes is None:
+        block_bytes = BLOCK_BYTES if device.type == "cuda" else SLOT_BYTES
     blocks = list(_blocks(slices, block_bytes))
     if not blocks:
         return
@@ -126,7 +129,8 @@ def stream(
                 into = lane.room(block.nbytes) if target is None else target.view(-1).view(torch.uint8)
                 _read(block, files[block.entry.file], lane, into)
                 if target is None:
-                    fill(block, into.view(block.dtype).view(block.rows, *block.entry.shape[1:]))
+                    with lane.converting:
+                        fill(block, into.view(block.dtype).view(block.rows, *block.entry.shape[1:]))
             return block
 
         yield from threads.map(load, blocks)
@@ -171,11 +175,17 @@ class _Lane:
     """
 
     def __init__(
-        self, host: torch.Tensor, block_bytes: int, device: torch.device, stream: torch.cuda.Stream | None
+        self,
+        host: torch.Tensor,
+        block_bytes: int,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        converting: Lock,
     ) -> None:
         self.slot_bytes = len(host) // SLOTS
         self.slots = [_Slot(part, stream) for part in host.split(self.slot_bytes)]
         self.stream = stream
+        self.converting = converting
         self._host = host
         self._locked = False
         self._block_bytes = block_bytes
@@ -213,12 +223,16 @@ class _Lanes:
         host = torch.frombuffer(pages, dtype=torch.uint8)
         self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device) for _ in range(min(_STREAMS, count))]
+            self._streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
             for each in self._streams:  # what is filled may still be in use by work that was asked for before
                 each.wait_stream(torch.cuda.current_stream(device))
+        # The memory that conversions need besides is needed once for each stream, on a CPU once in all.
+        queues: list[tuple[torch.cuda.Stream | None, Lock]] = [(each, Lock()) for each in self._streams]
+        queues = queues or [(None, Lock())]
+        parts = host.split(lane_bytes)
         self._all = [
-            _Lane(part, block_bytes, device, self._streams[number % _STREAMS] if self._streams else None)
-            for number, part in enumerate(host.split(lane_bytes))
+            _Lane(part, block_bytes, device, *queue)
+            for part, queue in zip(parts, cycle(queues), strict=False)
         ]
         self._free: SimpleQueue[_Lane] = SimpleQueue()
         for lane in self._all:

@@ -198,6 +198,19 @@ def test_who_fills_is_in_the_callers_inference_mode(folder: Path, mode: bool) ->
     assert set(seen) == {mode}
 
 
+def test_a_cpu_converts_one_block_at_a_time(folder: Path) -> None:
+    """What converting needs besides would otherwise be needed by each thread."""
+    filling = threading.Lock()
+
+    def fill(block: Slice, numbers: torch.Tensor) -> None:
+        assert filling.acquire(blocking=False)
+        torch.randn(300, 300).exp()  # lets the others in, were there any
+        filling.release()
+
+    for _ in stream(_in_order(folder), CPU, fill, block_bytes=64):
+        pass
+
+
 def test_an_error_of_who_fills_is_raised_and_leaves_no_thread(folder: Path) -> None:
     def fill(block: Slice, numbers: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("full")
