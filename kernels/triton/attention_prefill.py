@@ -10,6 +10,9 @@ An FP8 cache is expanded to the model's dtype first, into a scratch pool of the 
 (`plan_expansion`, `expand`): each page is converted once, where the tiles of a chunk would convert it over
 and over. Chunks of few tokens, and those for which the scratch has no room, read the FP8 pages themselves,
 converting tiles to float16: on Hopper one instruction for two values, where bfloat16 takes several.
+
+On Hopper, long prompts have a kernel of their own, `attention_prefill_hopper`, for the same tiles
+(`suits_hopper`).
 """
 
 from __future__ import annotations
@@ -167,8 +170,8 @@ def plan_tiles(
 
 HOPPER_ABOVE = 1024
 """Keys that a tile sees, on average over a pass, above which `attention_prefill_hopper` is the faster kernel:
-on an H200 by 3 to 22 %. At half of that they are level; below, it loses up to a fifth, since its programs,
-one a multiprocessor, have nothing that hides a tile's beginning and end."""
+on an H200 by 5 to 27 % of the time. At half of that they are level; below, it takes up to a fifth more: it
+has a multiprocessor for one program, and nothing there fills a tile's beginning and end."""
 
 
 def suits_hopper(
