@@ -30,7 +30,8 @@ from kernels import PAGE_TOKENS
 _LOG2_E = 1.4426950408889634
 
 _STAGES = 2
-"""Of keys, and of values, 32 KiB each: with the queries 160 KiB."""
+"""Of keys, and of values, 32 KiB each: with the queries 160 KiB. Two at least: the next keys are waited for
+before values are free again."""
 
 _LIFT = gl.constexpr(8.0)
 """In float16, weights are computed times 2**8, so that small ones stay clear of its subnormals."""

@@ -1,13 +1,21 @@
 """Prefill attention of Hopper equals its twin, as `test_triton_attention_prefill` holds the other kernel to
-that. It is Gluon: a GPU proves it (a Hopper, marked `gpu`). Anywhere: which passes get it, and, compiled for
-a Hopper, that weights and products are worked out beside each other.
+that.
+
+The interpreter of Gluon (CPU) proves indexing and masking, in the dtypes themselves, and the order of copies,
+barriers and products: that nothing is read before it is there or overwritten before it was read, and that
+nobody waits for ever. Compiled for a Hopper, anywhere: that weights and products are worked out beside each
+other. Only a GPU, a Hopper, proves what the compiler makes of it (layouts, and which registers live while
+products run), the sums of its tensor cores, and PDL: the tests marked `gpu`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,14 +23,20 @@ import torch
 
 from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan, KvPool, Rotation
 from tests.kernels.closeness import check_as_torch, error, worst_error
+from tests.kernels.defects import ROOT, Defect
 from tests.kernels.test_build import compiled
 
 cases = pytest.importorskip("tests.kernels.test_triton_attention_prefill", exc_type=ImportError)
 CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
+hopper = pytest.importorskip("kernels.triton.attention_prefill_hopper", exc_type=ImportError)
+gluon = pytest.importorskip("tests.kernels.gluon_interpreter", exc_type=ImportError)
 Case, plan_tiles, suits_hopper = cases.Case, cases.kernel.plan_tiles, cases.kernel.suits_hopper
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+DEVICE = "cuda" if ON_HOPPER else "cpu"
+MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_HOPPER else 3
+"""In the interpreter few, so that each program has several tiles."""
 
 CHUNKS = {
     **cases.GPU_CHUNKS,
@@ -31,15 +45,16 @@ CHUNKS = {
     "many of one token": [(300 + 7 * i, 1) for i in range(40)],
     "more than there are multiprocessors": [(50 * i, 70 + i) for i in range(60)],
 }
+SMALL = [*cases.CHUNKS, "across blocks of keys", "two blocks of keys"]
 GROUPS = [(8, 8), (16, 8), (32, 8), (8, 1), (16, 1), (32, 1), (64, 1)]
 BF16, F16 = torch.bfloat16, torch.float16
 
 
 def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = BF16) -> Case:
     """NaN in every block that no chunk reads, of which one follows each row's own in the block table."""
-    case = cases.make(CHUNKS[chunks], heads, kv_heads, 128, dtype=dtype, device="cuda", blocks=90)
+    case = cases.make(CHUNKS[chunks], heads, kv_heads, 128, dtype=dtype, device=DEVICE, blocks=90)
     last = len(case.keys)
-    unread = torch.ones(last + 1, dtype=torch.bool, device="cuda")
+    unread = torch.ones(last + 1, dtype=torch.bool, device=DEVICE)
     for chunk in case.chunks:
         pages = -(-chunk.end // PAGE_TOKENS)
         unread[case.table[chunk.row, :pages]] = False
@@ -64,7 +79,7 @@ def expanded(case: Case, pdl: bool = True, programs: int | None = None) -> torch
         chunks.append(ChunkSpan(chunk.first, chunk.count, chunk.context, used))
         used += pages
     keys, values = (
-        torch.full((used + 3, *pool.shape[1:]), float("nan"), dtype=pool.dtype, device="cuda")
+        torch.full((used + 3, *pool.shape[1:]), float("nan"), dtype=pool.dtype, device=DEVICE)
         for pool in (case.keys, case.values)
     )
     keys[:used], values[:used] = case.keys[torch.cat(rows)], case.values[torch.cat(rows)]
@@ -80,12 +95,9 @@ def _prefill(
     pdl: bool,
     programs: int | None = None,
 ) -> torch.Tensor:
-    from kernels.triton import attention_prefill_hopper
-
-    tiles = torch.from_numpy(plan_tiles(chunks, case.q.shape[1], keys.shape[1])).to("cuda")
-    programs = programs or torch.cuda.get_device_properties(0).multi_processor_count
+    tiles = torch.from_numpy(plan_tiles(chunks, case.q.shape[1], keys.shape[1])).to(DEVICE)
     read, out = (keys, values, table, tiles), torch.zeros_like(case.q)
-    return attention_prefill_hopper.prefill(case.q, *read, case.scale, out, programs, pdl)
+    return hopper.prefill(case.q, *read, case.scale, out, programs or MULTIPROCESSORS, pdl)
 
 
 # ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
@@ -164,6 +176,172 @@ def test_weights_are_worked_out_while_products_with_values_run_and_nothing_is_sp
         assert kernel["shared"] <= 227 << 10, name
 
 
+# ── in the interpreter ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has the kernel interpreted, with its partitions in the order of a seed."""
+    own = hopper._prefill_hopper
+
+    def patch(seed: int, stages: int = 2, kernel: Any = own) -> None:
+        monkeypatch.setattr(hopper, "_prefill_hopper", gluon.Interpreted(kernel, seed))
+        monkeypatch.setattr(hopper, "_STAGES", stages)
+
+    return patch
+
+
+@cases.needs_cpu
+@pytest.mark.parametrize(
+    ("chunks", "heads", "kv_heads", "dtype", "stages"),
+    [(chunks, 4, 2, "bfloat16", 2) for chunks in SMALL]
+    + [("a cached prefix", heads, 1, "bfloat16", 2) for heads in (1, 4, 8, 16, 64)]
+    + [("several chunks", 2, 1, "float16", 2), ("across blocks of keys", 2, 1, "bfloat16", 3)],
+)
+def test_the_error_is_that_of_torch_in_the_interpreter(
+    chunks: str, heads: int, kv_heads: int, dtype: str, stages: int, interpreted: Callable[..., None]
+) -> None:
+    case = make(chunks, heads, kv_heads, getattr(torch, dtype))
+    exact, torchs = case.expected(), case.expected(case.q.dtype)
+    for seed, way in enumerate((paged, expanded)):
+        interpreted(seed, stages)
+        check_as_torch(way(case), torchs, exact)
+
+
+@cases.needs_cpu
+def test_the_order_of_partitions_changes_no_bit(interpreted: Callable[..., None]) -> None:
+    case, results = make("several chunks", 2, 1), []
+    for seed in range(4):
+        interpreted(seed)
+        results.append(paged(case, pdl=seed % 2 == 0))
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+@cases.needs_cpu
+def test_a_block_table_may_be_narrow_and_queries_strided_in_the_interpreter(
+    interpreted: Callable[..., None],
+) -> None:
+    case = make("a cached prefix", 4, 2)
+    interpreted(0)
+    first = paged(case)
+    wide = torch.full((len(case.q), 6, 128), float("nan"), dtype=BF16)
+    wide[:, :4] = case.q
+    assert torch.equal(paged(replace(case, q=wide[:, :4]), table=case.table.int()), first)
+
+
+@cases.needs_cpu
+def test_one_stage_would_not_do(interpreted: Callable[..., None]) -> None:
+    interpreted(0, stages=1)
+    with pytest.raises(gluon.Fault, match=r"_compute\) waits for .* k_full.* waits for .* v_empty"):
+        paged(make("across blocks of keys", 2, 1))
+
+
+ORDERS = {
+    "keys are not waited for": (
+        "        mbarrier.wait(k_full.index(stage), phase)\n",
+        "",
+        "reads k_smem before it waited|overwrites k_smem",
+    ),
+    "the next keys are not waited for": (
+        "ahead = back + 1 < blocks",
+        "ahead = back + 2 < blocks",
+        "reads k_smem before it waited|overwrites k_smem",
+    ),
+    "keys that nobody fetches are waited for": (
+        "ahead = back + 1 < blocks",
+        "ahead = back + 0 < blocks",
+        r"waits for parity . of k_full",
+    ),
+    "values are not waited for": (
+        "            mbarrier.wait(v_full.index(stage), phase)\n            of_values",
+        "            of_values",
+        "reads v_smem before it waited|overwrites v_smem",
+    ),
+    "queries are not waited for": (
+        "        mbarrier.wait(q_full, turn & 1)\n",
+        "",
+        "reads q_smem before it waited|overwrites q_smem",
+    ),
+    "a stage is filled before it is free": (
+        "    mbarrier.wait(empty, phase ^ 1)\n",
+        "",
+        "overwrites k_smem|overwrites v_smem",
+    ),
+    "a stage is waited for in the wrong phase": (
+        "mbarrier.wait(empty, phase ^ 1)",
+        "mbarrier.wait(empty, phase)",
+        r"partition 2 \(_fetch\) waits for parity 0 of k_empty\[0\], whose phase 0 misses 2 of 2",
+    ),
+    "queries are replaced before they are free": (
+        "        mbarrier.wait(q_empty, (turn & 1) ^ 1)\n",
+        "",
+        "overwrites q_smem|arrivals are too many at q_full",
+    ),
+    "one warpgroup says for both that queries are free": (
+        "mbarrier.init(q_empty, count=2)",
+        "mbarrier.init(q_empty, count=1)",
+        "overwrites q_smem|too many at q_empty|waits for parity . of q_",
+    ),
+    "keys are never free again": (
+        "            mbarrier.arrive(k_empty.index(k_stage), count=1)\n",
+        "",
+        r"waits for parity . of k_empty",
+    ),
+    "values are free for one warp's word": (
+        "p = warpgroup_mma_wait(0, deps=[of_values, following, p])\n            tl.debug_barrier()\n",
+        "p = warpgroup_mma_wait(0, deps=[of_values, following, p])\n",
+        "overwrites v_smem, which a product may still read",
+    ),
+    "scores are taken before their product": (
+        "warpgroup_mma_wait(1, deps=[of_keys])",
+        "warpgroup_mma_wait(2, deps=[of_keys])",
+        "takes a product that it has not waited for",
+    ),
+    "half the bytes are expected": (
+        "mbarrier.expect(ready, 128 * 128 * 2)",
+        "mbarrier.expect(ready, 128 * 64 * 2)",
+        "copies more to k_smem than is expected",
+    ),
+    "a step too few is counted": (
+        "        step += 1\n        count = ",
+        "        count = ",
+        "reads . before|overwrites ._smem|waits for parity|nobody waited for",
+    ),
+    "programs take tiles of others": (
+        "return turn * programs + gl.where",
+        "return turn * (programs - 1) + gl.where",
+        "is stored a second time",
+    ),
+}
+
+
+@cases.needs_cpu
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_wrong_order_is_noticed(
+    order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
+) -> None:
+    """Whichever way the partitions run. On a GPU it may go well for years."""
+    right, wrong, fault = ORDERS[order]
+    defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")
+    interpreted(seed, kernel=_seeded(defect, tmp_path)._prefill_hopper)
+    with pytest.raises(gluon.Fault, match=fault):
+        paged(make("across blocks of keys", 2, 1))
+
+
+def _seeded(defect: Defect, tree: Path) -> ModuleType:
+    """The kernel's module with a defect."""
+    path = tree / defect.source
+    path.parent.mkdir(parents=True)
+    path.write_text((ROOT / defect.source).read_text())
+    defect.apply(tree)
+    spec = importlib.util.spec_from_file_location("seeded", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -224,18 +402,15 @@ def test_a_pass_with_a_long_prompt_is_what_the_other_kernel_makes_of_it(
 ) -> None:
     """Through `CudaOps`, beside decodes and a chunk that alone would have the other kernel. Both round
     weights and results to bfloat16: 1.7e-3 each in norm."""
-    from kernels.triton import attention_prefill_hopper
-
     launches = []
-    launch = attention_prefill_hopper.prefill
+    launch = hopper.prefill
 
     def noted(*arguments: Any) -> torch.Tensor:
         launches.append(arguments)
         return launch(*arguments)
 
-    monkeypatch.setattr(attention_prefill_hopper, "prefill", noted)
-    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    ways = [CudaOps(64, pdl=True, hopper_multiprocessors=many) for many in (multiprocessors, 0)]
+    monkeypatch.setattr(hopper, "prefill", noted)
+    ways = [CudaOps(64, pdl=True, hopper_multiprocessors=many) for many in (MULTIPROCESSORS, 0)]
     (found, cache), (expected, expected_cache) = (_attend(ops, fp8) for ops in ways)
     assert len(launches) == 1
     assert all(torch.equal(*pools) for pools in zip(cache.tensors(), expected_cache.tensors(), strict=True))
