@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.bench.shapes import SHAPES
 from engine.families import read_config
 from engine.memory import WeightsTooLarge
+from engine.model.checkpoint import read_entries
 from engine.model.decoder import Decoder
 from engine.model.loader import load
-from engine.model.streaming import stream
+from engine.model.streaming import BLOCK_BYTES, READERS, Slice, nowhere, stream
 from engine.model.weight_file import WeightFile
 from kernels import select_backend
 from tests.engine.model.checkpoints import Case, Fp8, make, quantise
@@ -76,10 +78,33 @@ def test_slices_of_ranks_equal_those_on_the_cpu(
         assert torch.equal(found[name], numbers), name
 
 
-def test_memory_that_was_used_for_loading_is_given_back(folder: Path) -> None:
+@pytest.mark.parametrize("placed", [False, True], ids=["filled in", "as it is"])
+def test_a_matrix_of_many_blocks_arrives_to_the_bit(tmp_path: Path, placed: bool) -> None:
+    """More than all readers hold at once, in the sizes that are used."""
+    rows = READERS * BLOCK_BYTES // 4096 + 77
+    expected = torch.arange(rows * 2048, dtype=torch.int32).view(torch.int16)[: rows * 2048].view(rows, 2048)
+    expected = expected.view(torch.bfloat16)
+    save_file({"matrix": expected}, tmp_path / "model.safetensors")
+    whole = Slice("matrix", read_entries(tmp_path)["matrix"], 0, rows)
+    found = torch.zeros(rows, 2048, dtype=torch.bfloat16, device="cuda")
+
+    def target(block: Slice) -> torch.Tensor:
+        return found[block.first_row : block.first_row + block.rows]
+
+    def fill(block: Slice, numbers: torch.Tensor) -> None:
+        target(block).copy_(numbers)
+
+    blocks = list(stream([whole], found.device, fill, target if placed else nowhere))
+    assert len(blocks) > READERS
+    assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "FP8"])
+def test_memory_that_was_used_for_loading_is_given_back(folder: Path, fp8: bool) -> None:
     ops = select_backend("cuda", torch.bfloat16)
     device = torch.device("cuda")
-    decoder = Decoder(read_config(folder), PlaceOfRank(1, 0), ops, torch.bfloat16, device)  # type: ignore[arg-type]
+    ranks: Any = PlaceOfRank(1, 0)
+    decoder = Decoder(read_config(folder), ranks, ops, torch.bfloat16, device, fp8=fp8)
     before = torch.cuda.memory_reserved()
     load(decoder, folder, lambda stage, fraction: None)
     assert torch.cuda.memory_reserved() <= before
