@@ -25,7 +25,7 @@ import torch
 
 from engine.config import CheckpointError
 from engine.model.checkpoint import Entry
-from engine.model.weight_file import PAGE, WeightFile
+from engine.model.weight_file import PAGE, WeightFile, room
 
 READERS = 16
 """Threads. One copies 5 to 8 GB/s out of the page cache, PCIe takes 55; disks want many requests at once."""
@@ -118,7 +118,7 @@ def stream(
         paths = {block.entry.file for block in blocks}
         files = {path: stack.enter_context(closing(_opened(path))) for path in paths}
         count = min(readers, len(blocks))
-        lanes = stack.enter_context(closing(_Lanes(count, min(slot_bytes, largest + PAGE), largest, device)))
+        lanes = stack.enter_context(closing(_Lanes(count, min(slot_bytes, largest), largest, device)))
         threads = ThreadPoolExecutor(count, "weights")
         stack.callback(threads.shutdown, cancel_futures=True)
         inference = torch.is_inference_mode_enabled()  # each thread's own
@@ -182,8 +182,7 @@ class _Lane:
         stream: torch.cuda.Stream | None,
         converting: Lock,
     ) -> None:
-        self.slot_bytes = len(host) // SLOTS
-        self.slots = [_Slot(part, stream) for part in host.split(self.slot_bytes)]
+        self.slots = [_Slot(part, stream) for part in host.split(len(host) // SLOTS)]
         self.stream = stream
         self.converting = converting
         self._host = host
@@ -216,7 +215,7 @@ class _Lanes:
     `pin_memory` takes, and can be given back."""
 
     def __init__(self, count: int, slot_bytes: int, block_bytes: int, device: torch.device) -> None:
-        lane_bytes = SLOTS * (-(-slot_bytes // PAGE) * PAGE)
+        lane_bytes = SLOTS * (room(0, slot_bytes) + PAGE)
         pages = mmap.mmap(-1, count * lane_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # kernels can be built without
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -296,8 +295,11 @@ def _copy(block: Slice, file: WeightFile, lane: _Lane, into: torch.Tensor) -> No
     done = 0
     for slot in cycle(lane.slots):
         first = block.offset + done
-        # Up to a page's end, so that what is read past the cache next begins at a page.
-        nbytes = min(block.nbytes - done, lane.slot_bytes - first % PAGE)
+        nbytes = block.nbytes - done
+        if room(first, nbytes) > len(slot.bytes):
+            # Up to a page's end, where the next read past the cache can begin. The page that a slot has over
+            # saves a block that begins within one from ending with a read of a few bytes.
+            nbytes = len(slot.bytes) - PAGE - first % PAGE
         slot.wait()
         at = file.read(first, nbytes, slot.bytes, past_cache)
         lane.lock()

@@ -135,6 +135,27 @@ def test_tensors_may_begin_anywhere_in_a_file(tmp_path: Path, header_bytes: int,
     assert torch.equal(found["numbers"].flatten(), numbers)
 
 
+@pytest.mark.parametrize("first_row", range(4))
+def test_a_block_is_read_in_as_few_steps_as_slots_need(
+    tmp_path: Path, first_row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it begins. What is read past the cache begins at pages, but for the first."""
+    save_file({"matrix": torch.randn(100, 1000)}, tmp_path / "model.safetensors")
+    steps: list[tuple[int, int]] = []
+    real = WeightFile.read
+
+    def read(file: WeightFile, first: int, nbytes: int, into: memoryview, past_cache: bool) -> int:
+        steps.append((first, nbytes))
+        return real(file, first, nbytes, into, past_cache)
+
+    monkeypatch.setattr(WeightFile, "read", read)
+    block = replace(_whole("matrix", read_entries(tmp_path)["matrix"]), first_row=first_row, rows=64)
+    _drain([block], slot_bytes=16 * PAGE, block_bytes=1 << 20)
+    assert len(steps) == -(-block.nbytes // (16 * PAGE))
+    assert all(first % PAGE == 0 for first, _ in steps[1:])
+    assert sum(nbytes for _, nbytes in steps) == block.nbytes
+
+
 def test_nothing_to_read_is_no_error(folder: Path) -> None:
     _drain([])
     _drain([_whole("nothing", read_entries(folder)["nothing"])])
