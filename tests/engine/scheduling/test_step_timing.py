@@ -1,0 +1,60 @@
+"""How long a step took, by a clock that only launching and waiting move."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import engine.core
+from engine.messages import StepPlan, StepTokens
+from tests.engine.scheduling.simulated_runner import SimulatedRunner, SimulatedStep
+from tests.engine.scheduling.test_scheduler_rules import House, both_overlaps
+
+LAUNCH_S, STEP_S = 0.015, 0.1
+
+
+class Clock:
+    now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Device(SimulatedRunner):
+    """Begins with the first kernel that it is given, or when the step before is done; then takes `STEP_S`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(4, 64)
+        self._clock = clock
+        self._free_at = 0.0
+
+    def launch(self, plan: StepPlan) -> SimulatedStep:
+        clock = self._clock
+        done_at = self._free_at = max(clock.now, self._free_at) + STEP_S
+        clock.now += LAUNCH_S
+
+        class Timed(SimulatedStep):
+            def wait(self) -> StepTokens:
+                clock.now = max(clock.now, done_at)
+                return super().wait()
+
+        return Timed(super().launch(plan).tokens)
+
+
+@both_overlaps
+def test_a_step_of_an_idle_engine_lasts_from_where_its_launch_begins(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one behind another from the end of that: together they last as long as the device worked."""
+    clock = Clock()
+    monkeypatch.setattr(engine.core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    house = House(overlap=overlap, runner=Device(clock))
+    for _ in range(2):
+        clock.now += 60
+        house.submit(40, max_tokens=3)
+        lasted = []
+        while house.core.has_work:
+            timing = house.core.step().timing
+            lasted += [timing.ms] if timing is not None else []
+        assert lasted == pytest.approx([1e3 * STEP_S] * 3)
