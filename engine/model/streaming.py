@@ -1,43 +1,41 @@
 """Tensors of safetensors files, block by block of rows, into memory of a device.
 
-Several threads each take the next block and read it through two page-locked slots: one is read into while the
-other is copied to a GPU. Numbers that stay as they are go straight to where they belong; others go to room on
-the device, from where the caller converts them, while blocks of other threads are read and copied. Of a
-checkpoint, the host holds at most `READERS × SLOTS × SLOT_BYTES` (128 MiB) at a time, and a GPU that converts
-`READERS × BLOCK_BYTES` (256 MiB), unless a single row is larger than a block. `engine.model.weight_file` says
-what is read through the page cache, and what past it.
+What lies in the page cache is copied out of a mapping of the file, by all of torch's threads together; what
+does not is read by threads of our own, several blocks ahead, since disks want many requests at once. On a GPU
+both go through a ring of page-locked slots: while some are filled, others are copied to the device. Numbers
+that stay as they are go straight to where they belong; others go to room on the device, from where the caller
+converts them. The ring holds at most 256 MiB of a checkpoint, 64 where all of it is in the page cache, and a
+GPU that converts has as much room besides, unless a single row is larger than a block.
+`engine.model.weight_file` says what is read how.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock
 
 import torch
 
 from engine.config import CheckpointError
 from engine.model.checkpoint import Entry
-from engine.model.weight_file import PAGE, WeightFile, room
+from engine.model.weight_file import PAGE, Way, WeightFile
 
-READERS = 16
-"""Threads. One copies 5 to 8 GB/s out of the page cache, PCIe takes 55; disks want many requests at once."""
-SLOTS = 2
-"""Of each reader."""
-SLOT_BYTES = 4 << 20
-"""Small, so that what was read is still in the processor's cache as it is copied on, and the next read finds
-it there; large enough that readers spend their time in the kernel, not waiting for the interpreter."""
+READERS = 12
+"""Threads that read what is not in the page cache."""
 BLOCK_BYTES = 16 << 20
-"""What a GPU converts at once: a dozen launches. A CPU, whose cache matters here as well: `SLOT_BYTES`."""
-_STREAMS = 4
-"""On which the readers' copies and conversions are queued: some are converted while others are copied."""
+"""Large, so that the interpreter's share of the time is small."""
+_COPYING = 4
+"""Slots that are being copied to a GPU, or are filled out of the page cache next."""
+_COPY_THREADS = 16
+"""Of torch, that fill a slot: it takes so many to keep up with PCIe's 55 GB/s."""
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -77,10 +75,14 @@ class Slice:
         """Of the first byte in the file."""
         return self.entry.offset + self.first_row * self.row_bytes
 
+    def view(self, numbers: torch.Tensor) -> torch.Tensor:
+        """`numbers [bytes]` as `[rows, ...]` in the file's dtype."""
+        return numbers.view(self.dtype).view(self.rows, *self.entry.shape[1:])
+
 
 Fill = Callable[[Slice, torch.Tensor], None]
 """Takes a block and its numbers, `[rows, ...]` in the file's dtype on the device, which are valid during the
-call; on CUDA for work on the current stream. A CPU does one at a time, CUDA one a stream."""
+call; on CUDA for work on the current stream."""
 Place = Callable[[Slice], torch.Tensor | None]
 """Where the numbers of a block belong as they are: contiguous, in the file's dtype, on the device. None:
 nowhere; they are to be filled in."""
@@ -96,44 +98,38 @@ def stream(
     fill: Fill,
     place: Place = nowhere,
     *,
-    readers: int = READERS,
-    slot_bytes: int = SLOT_BYTES,
-    block_bytes: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Generator[Slice]:
     """Reads `slices` (in the order of files and offsets, best), cut into blocks of whole rows of at
-    most `block_bytes` (None: what suits the device), or one.
+    most `block_bytes`, or one.
 
-    Yields the blocks in that order, each when it is read; all are in place as the generator ends. `fill` and
-    `place` are called on the threads that read, in the caller's inference mode. Raises what they raise, and
-    CheckpointError with file and tensor where bytes cannot be read, are missing, or belong to a file that was
-    changed after its header was read.
+    Yields each block when it was read; all are in place as the generator ends. Raises what `fill` and `place`
+    raise, and CheckpointError with file and tensor where bytes cannot be read, are missing, or belong to a
+    file that was changed after its header was read.
     """
-    if block_bytes is None:
-        block_bytes = BLOCK_BYTES if device.type == "cuda" else SLOT_BYTES
     blocks = list(_blocks(slices, block_bytes))
     if not blocks:
         return
-    largest = max(block.nbytes for block in blocks)
     with ExitStack() as stack:
         paths = {block.entry.file for block in blocks}
         files = {path: stack.enter_context(closing(_opened(path))) for path in paths}
-        count = min(readers, len(blocks))
-        lanes = stack.enter_context(closing(_Lanes(count, min(slot_bytes, largest), largest, device)))
-        threads = ThreadPoolExecutor(count, "weights")
+        ways = [files[each.entry.file].way(each.offset, each.nbytes, each.shared) for each in blocks]
+        readers = 0 if set(ways) == {Way.MAPPED} else READERS
+        largest = max(block.nbytes for block in blocks)
+        ring = stack.enter_context(closing(_Ring(readers + _COPYING, largest + 2 * PAGE, device)))
+        stack.enter_context(_many_threads(device))
+        threads = ThreadPoolExecutor(max(1, readers), "weights")
         stack.callback(threads.shutdown, cancel_futures=True)
-        inference = torch.is_inference_mode_enabled()  # each thread's own
-
-        def load(block: Slice) -> Slice:
-            with lanes.one() as lane, torch.inference_mode(inference):
-                target = place(block)
-                into = lane.room(block.nbytes) if target is None else target.view(-1).view(torch.uint8)
-                _read(block, files[block.entry.file], lane, into)
-                if target is None:
-                    with lane.converting:
-                        fill(block, into.view(block.dtype).view(block.rows, *block.entry.shape[1:]))
-            return block
-
-        yield from threads.map(load, blocks)
+        ahead: deque[_Ahead] = deque()
+        for block, way, slot in zip(blocks, ways, cycle(ring.slots), strict=False):
+            if len(ahead) > readers:
+                yield _hand_over(ahead.popleft(), fill, place)
+            slot.wait()
+            file = files[block.entry.file]
+            reading = None if way is Way.MAPPED else threads.submit(_read, block, file, slot.bytes, way)
+            ahead.append(_Ahead(block, file, slot, reading))
+        while ahead:
+            yield _hand_over(ahead.popleft(), fill, place)
 
 
 def _blocks(slices: Iterable[Slice], block_bytes: int) -> Iterator[Slice]:
@@ -143,119 +139,126 @@ def _blocks(slices: Iterable[Slice], block_bytes: int) -> Iterator[Slice]:
             yield replace(whole, first_row=whole.first_row + first, rows=min(most, whole.rows - first))
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A block that was asked for. reading: where in the slot it begins; None: it is copied when it is due."""
+
+    block: Slice
+    file: WeightFile
+    slot: _Slot
+    reading: Future[int] | None
+
+
+def _hand_over(ahead: _Ahead, fill: Fill, place: Place) -> Slice:
+    block, slot = ahead.block, ahead.slot
+    if ahead.reading is not None:
+        at = ahead.reading.result()
+        numbers = slot.host[at : at + block.nbytes]
+    else:
+        numbers = slot.filled(_mapped(block, ahead.file))
+        _check_unchanged(block, ahead.file)
+    target = place(block)
+    if target is not None:
+        slot.copy(numbers, target.view(-1).view(torch.uint8))
+    else:
+        fill(block, block.view(slot.on_device(numbers)))
+        slot.used()
+    return block
+
+
+@contextmanager
+def _many_threads(device: torch.device) -> Iterator[None]:
+    """A CPU has as many as it was given to compute with."""
+    before = torch.get_num_threads()
+    if device.type == "cuda":
+        torch.set_num_threads(min(_COPY_THREADS, len(os.sched_getaffinity(0))))
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.set_num_threads(before)
+
+
 # ── buffers ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Slot:
-    """Bytes that are read, and then copied to a device."""
+    """Bytes of the host on their way to a device; on a CPU only what is read needs one."""
 
-    def __init__(self, host: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, host: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
         self.bytes = host.numpy().data
-        self._host = host
-        self._stream = stream
-        # Waiting must not take the processor from those who read.
-        self._copied = None if stream is None else torch.cuda.Event(blocking=True)
+        self.host = host
+        self._copies = copies
+        self._room: torch.Tensor | None = None
+        if copies is not None:
+            self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
 
     def wait(self) -> None:
         """Until the bytes may be overwritten."""
-        if self._copied is not None:
+        if self._copies is not None:
             self._copied.synchronize()
 
-    def copy(self, first: int, into: torch.Tensor) -> None:
-        """The bytes from `first` on, as many as `into` takes; on CUDA on the current stream."""
-        into.copy_(self._host[first : first + len(into)], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(self._stream)
+    def filled(self, numbers: torch.Tensor) -> torch.Tensor:
+        """`numbers [bytes]` where a GPU can fetch them."""
+        if self._copies is None:
+            return numbers
+        return self.host[: len(numbers)].copy_(numbers)
 
+    def copy(self, numbers: torch.Tensor, into: torch.Tensor) -> None:
+        """To where they belong on the device, by the end of the ring."""
+        if self._copies is None:
+            into.copy_(numbers)
+            return
+        with torch.cuda.stream(self._copies):
+            into.copy_(numbers, non_blocking=True)
+            self._copied.record()
 
-class _Lane:
-    """What one thread reads through: its slots, and room on the device for a block that is converted.
-
-    Made without touching or locking memory: that is for the thread, as it needs it.
-    """
-
-    def __init__(
-        self,
-        host: torch.Tensor,
-        block_bytes: int,
-        device: torch.device,
-        stream: torch.cuda.Stream | None,
-        converting: Lock,
-    ) -> None:
-        self.slots = [_Slot(part, stream) for part in host.split(len(host) // SLOTS)]
-        self.stream = stream
-        self.converting = converting
-        self._host = host
-        self._locked = False
-        self._block_bytes = block_bytes
-        self._device = device
-        self._room: torch.Tensor | None = None
-
-    def room(self, nbytes: int) -> torch.Tensor:
+    def on_device(self, numbers: torch.Tensor) -> torch.Tensor:
+        """`numbers` in room of the device, for work on the current stream, after which `used` is to be
+        called."""
+        if self._copies is None:
+            # Where a tensor begins in a file is the file's own choice, and not every dtype can begin there.
+            return numbers.clone() if numbers.data_ptr() % torch.float32.itemsize else numbers
         if self._room is None:
-            self._room = torch.empty(self._block_bytes, dtype=torch.uint8, device=self._device)
-        return self._room[:nbytes]
+            self._room = torch.empty_like(self.host, device=self._copies.device)
+            self._copies.wait_stream(torch.cuda.current_stream(self._copies.device))
+        self._copies.wait_event(self._used)
+        room = self._room[: len(numbers)]
+        self.copy(numbers, room)
+        torch.cuda.current_stream(self._copies.device).wait_event(self._copied)
+        return room
 
-    def lock(self) -> None:
-        """Before a copy. Pages that were read into by then are there, and locked in no time."""
-        if self.stream is not None and not self._locked:
+    def used(self) -> None:
+        if self._copies is not None:
+            self._used.record(torch.cuda.current_stream(self._copies.device))
+
+
+class _Ring:
+    """The slots, in one stretch of large pages: these are locked in a fifth of the time that torch's
+    `pin_memory` takes, and can be given back."""
+
+    def __init__(self, slots: int, slot_bytes: int, device: torch.device) -> None:
+        slot_bytes = -(-slot_bytes // PAGE) * PAGE
+        pages = mmap.mmap(-1, slots * slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # kernels can be built without
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        self._host = torch.frombuffer(pages, dtype=torch.uint8)
+        self._device = device
+        copies = None
+        if device.type == "cuda":
             torch.cuda.check_error(
                 torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), len(self._host), 0)
             )
-            self._locked = True
-
-    def unlock(self) -> None:
-        if self._locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
-            self._locked = False
-
-
-class _Lanes:
-    """All of them, in one stretch of large pages: these are locked in a fifth of the time that torch's
-    `pin_memory` takes, and can be given back."""
-
-    def __init__(self, count: int, slot_bytes: int, block_bytes: int, device: torch.device) -> None:
-        lane_bytes = SLOTS * (room(0, slot_bytes) + PAGE)
-        pages = mmap.mmap(-1, count * lane_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # kernels can be built without
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        host = torch.frombuffer(pages, dtype=torch.uint8)
-        self._streams: list[torch.cuda.Stream] = []
-        if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device) for _ in range(_STREAMS)]
-            for each in self._streams:  # what is filled may still be in use by work that was asked for before
-                each.wait_stream(torch.cuda.current_stream(device))
-        # The memory that conversions need besides is needed once for each stream, on a CPU once in all.
-        queues: list[tuple[torch.cuda.Stream | None, Lock]] = [(each, Lock()) for each in self._streams]
-        queues = queues or [(None, Lock())]
-        parts = host.split(lane_bytes)
-        self._all = [
-            _Lane(part, block_bytes, device, *queue)
-            for part, queue in zip(parts, cycle(queues), strict=False)
-        ]
-        self._free: SimpleQueue[_Lane] = SimpleQueue()
-        for lane in self._all:
-            self._free.put(lane)
-
-    @contextmanager
-    def one(self) -> Iterator[_Lane]:
-        """A lane of the thread's own, its stream the current one. There are as many as threads."""
-        lane = self._free.get_nowait()
-        current: AbstractContextManager[object] = nullcontext()
-        if lane.stream is not None:
-            current = torch.cuda.stream(lane.stream)
-        try:
-            with current:
-                yield lane
-        finally:
-            self._free.put(lane)
+            copies = torch.cuda.Stream(device)
+            # What is filled may still be in use by work that was asked for before.
+            copies.wait_stream(torch.cuda.current_stream(device))
+        self.slots = [_Slot(part, copies) for part in self._host.split(slot_bytes)]
 
     def close(self) -> None:
-        """Waits until all is copied and converted."""
-        for each in self._streams:
-            each.synchronize()
-        for lane in self._all:
-            lane.unlock()
+        """Waits until all is copied and used."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────
@@ -268,42 +271,39 @@ def _opened(path: Path) -> WeightFile:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _read(block: Slice, file: WeightFile, lane: _Lane, into: torch.Tensor) -> None:
-    """Into memory of the device, `into [bytes]`."""
-    entry = block.entry
+def _mapped(block: Slice, file: WeightFile) -> torch.Tensor:
+    """The bytes, in the page cache. Touching what a file no longer has would end the process."""
+    if file.status().st_size < block.offset + block.nbytes:
+        raise _truncated(block, file)
+    assert file.pages is not None
+    return torch.frombuffer(file.pages, dtype=torch.uint8, count=block.nbytes, offset=block.offset)
+
+
+def _read(block: Slice, file: WeightFile, into: memoryview, way: Way) -> int:
+    """Where in `into` it begins."""
     try:
-        _copy(block, file, lane, into)
-        modified_ns = file.status().st_mtime_ns
+        at = file.read(block.offset, block.nbytes, into, past_cache=way is Way.PAST_CACHE)
     except EOFError:
-        raise CheckpointError(
-            f"{entry.file}: is truncated: {block.name} needs {entry.offset + entry.nbytes} bytes, the "
-            f"file has {file.status().st_size}; download it again"
-        ) from None
+        raise _truncated(block, file) from None
     except OSError as error:
         raise CheckpointError(
-            f"{entry.file}: {block.name} cannot be read ({error.strerror}); check the disk, or download "
-            "it again"
+            f"{block.entry.file}: {block.name} cannot be read ({error.strerror}); check the disk, or "
+            "download it again"
         ) from error
-    if modified_ns != entry.modified_ns:
+    _check_unchanged(block, file)
+    return at
+
+
+def _check_unchanged(block: Slice, file: WeightFile) -> None:
+    if file.status().st_mtime_ns != block.entry.modified_ns:
         raise CheckpointError(
-            f"{entry.file}: was changed while {block.name} was read; start again when it is complete"
+            f"{block.entry.file}: was changed while {block.name} was read; start again when it is complete"
         )
 
 
-def _copy(block: Slice, file: WeightFile, lane: _Lane, into: torch.Tensor) -> None:
-    past_cache = file.is_past_cache(block.offset, block.nbytes, block.shared)
-    done = 0
-    for slot in cycle(lane.slots):
-        first = block.offset + done
-        nbytes = block.nbytes - done
-        if room(first, nbytes) > len(slot.bytes):
-            # Up to a page's end, where the next read past the cache can begin. The page that a slot has over
-            # saves a block that begins within one from ending with a read of a few bytes.
-            nbytes = len(slot.bytes) - PAGE - first % PAGE
-        slot.wait()
-        at = file.read(first, nbytes, slot.bytes, past_cache)
-        lane.lock()
-        slot.copy(at, into[done : done + nbytes])
-        done += nbytes
-        if done == block.nbytes:
-            return
+def _truncated(block: Slice, file: WeightFile) -> CheckpointError:
+    entry = block.entry
+    return CheckpointError(
+        f"{entry.file}: is truncated: {block.name} needs {entry.offset + entry.nbytes} bytes, the file has "
+        f"{file.status().st_size}; download it again"
+    )

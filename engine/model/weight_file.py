@@ -1,9 +1,12 @@
-"""A file of weights: copied out of the page cache where it lies there, read past it where it does not.
+"""A file of weights: mapped where it lies in the page cache, read past that where it does not.
 
 A disk is read past the page cache (O_DIRECT) at its own rate and for next to no processor time; through it,
 the kernel finds a page for every 4 KiB and copies them once more. What other ranks want as well goes through
 the cache all the same, so that the disk gives it once; and what was read past it is brought there afterwards
 (`keep_cached`), where the next start finds it.
+
+Out of the cache, a mapping is copied by threads that know no interpreter; threads that each call the kernel,
+and wait for the interpreter before and after, reach half of that.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import random
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from enum import Enum, auto
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
@@ -22,6 +26,16 @@ than any disk asks for."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Of the free memory, that files which are kept may take."""
+
+
+class Way(Enum):
+    """How bytes of a file are had."""
+
+    MAPPED = auto()
+    """From `pages`."""
+    THROUGH_CACHE = auto()
+    """By `read`, as is the next."""
+    PAST_CACHE = auto()
 
 
 class WeightFile:
@@ -34,8 +48,16 @@ class WeightFile:
         self._direct: int | None = None
         with suppress(OSError):  # file systems may refuse: through the cache, then
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        self.pages: mmap.mmap | None = None
+        """The whole file; nothing is to be written there. None: it cannot be mapped."""
+        # A file system may refuse, or this process's limits; an empty file has no pages.
+        with suppress(OSError, ValueError), path.open("rb", buffering=0) as file:
+            # Written to, they would be pages of our own; torch takes no others.
+            self.pages = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def close(self) -> None:
+        """The pages go with the last tensor of them."""
+        self.pages = None
         os.close(self._cached)
         if self._direct is not None:
             os.close(self._direct)
@@ -43,9 +65,13 @@ class WeightFile:
     def status(self) -> os.stat_result:
         return os.fstat(self._cached)
 
-    def is_past_cache(self, first: int, nbytes: int, shared: bool) -> bool:
-        """How to `read` bytes `[first, first + nbytes)`. `shared` bytes are read by others as well."""
-        return self._direct is not None and not shared and not self._is_cached(first, nbytes)
+    def way(self, first: int, nbytes: int, shared: bool) -> Way:
+        """How to get bytes `[first, first + nbytes)`. `shared` bytes are read by others as well."""
+        cached = self._is_cached(first, nbytes)
+        if cached and self.pages is not None:
+            return Way.MAPPED
+        past_cache = cached is False and self._direct is not None and not shared
+        return Way.PAST_CACHE if past_cache else Way.THROUGH_CACHE
 
     def read(self, first: int, nbytes: int, into: memoryview, past_cache: bool) -> int:
         """Reads bytes `[first, first + nbytes)` and returns where in `into` they begin.
@@ -68,15 +94,16 @@ class WeightFile:
             done += count
         return 0
 
-    def _is_cached(self, first: int, nbytes: int) -> bool:
-        """Whether a page of the range is in the page cache, for all of them. To ask for one that is not
-        brings it there: if it were not chosen at random, the next start would be told that all are."""
+    def _is_cached(self, first: int, nbytes: int) -> bool | None:
+        """Whether a page of the range is in the page cache, for all of them; None: the file system cannot
+        say. To ask for one that is not brings it there: if it were not chosen at random, the next start would
+        be told that all are."""
         try:
             os.preadv(self._cached, [bytearray(1)], first + random.randrange(nbytes), os.RWF_NOWAIT)
         except BlockingIOError:
             return False
-        except OSError:  # a file system that cannot say
-            return True
+        except OSError:
+            return None
         return True
 
 

@@ -60,15 +60,13 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
 
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
-@pytest.mark.parametrize("slot_bytes", [5000, 1 << 20], ids=["small slots", "large slots"])
+@pytest.mark.parametrize("block_bytes", [5000, 1 << 20], ids=["small blocks", "large blocks"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "FP8"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slices_of_ranks_equal_those_on_the_cpu(
-    folder: Path, rank: int, fp8: bool, slot_bytes: int, on_disk: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, rank: int, fp8: bool, block_bytes: int, on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "engine.model.loader.stream", partial(stream, slot_bytes=slot_bytes, block_bytes=2 * slot_bytes)
-    )
+    monkeypatch.setattr("engine.model.loader.stream", partial(stream, block_bytes=block_bytes))
     expected = _loaded(folder, "cpu", torch.bfloat16, PlaceOfRank(2, rank), fp8)
     if on_disk:  # as if
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
@@ -78,10 +76,15 @@ def test_slices_of_ranks_equal_those_on_the_cpu(
         assert torch.equal(found[name], numbers), name
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
 @pytest.mark.parametrize("placed", [False, True], ids=["filled in", "as it is"])
-def test_a_matrix_of_many_blocks_arrives_to_the_bit(tmp_path: Path, placed: bool) -> None:
-    """More than all readers hold at once, in the sizes that are used."""
-    rows = READERS * BLOCK_BYTES // 4096 + 77
+def test_a_matrix_of_many_blocks_arrives_to_the_bit(
+    tmp_path: Path, placed: bool, on_disk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more than the ring holds at once, in the sizes that are used."""
+    if on_disk:  # as if
+        monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
+    rows = (READERS + 10) * BLOCK_BYTES // 4096 + 77
     expected = torch.arange(rows * 2048, dtype=torch.int32).view(torch.int16)[: rows * 2048].view(rows, 2048)
     expected = expected.view(torch.bfloat16)
     save_file({"matrix": expected}, tmp_path / "model.safetensors")

@@ -105,15 +105,13 @@ def test_progress_is_told_for_each_file_and_then_by_the_clock(
     assert len(seen) > 2 * len(shards) + 10
 
 
-@pytest.mark.parametrize("slot_bytes", [1000, 1 << 20])
+@pytest.mark.parametrize("block_bytes", [1000, 1 << 20])
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "FP8"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_gets_its_slices_to_the_bit(
-    sharded: Path, rank: int, fp8: bool, slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+    sharded: Path, rank: int, fp8: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "engine.model.loader.stream", partial(stream, slot_bytes=slot_bytes, block_bytes=2 * slot_bytes)
-    )
+    monkeypatch.setattr("engine.model.loader.stream", partial(stream, block_bytes=block_bytes))
     tensors: dict[str, torch.Tensor] = {}
     for shard in sharded.glob("*.safetensors"):
         tensors |= load_file(shard)

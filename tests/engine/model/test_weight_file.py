@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.model.weight_file import PAGE, WeightFile, keep_cached, room
+from engine.model.weight_file import PAGE, Way, WeightFile, keep_cached, room
 from tests.engine.model.page_cache import cached_pages, drop
 
 SIZE = 100 * PAGE + 123
@@ -54,7 +54,11 @@ def _read(path: Path, first: int, nbytes: int, shared: bool = False) -> bytes:
     buffer = memoryview(mmap.mmap(-1, needed + PAGE))
     buffer[:] = bytes([UNTOUCHED]) * len(buffer)
     with closing(WeightFile(path)) as file:
-        at = file.read(first, nbytes, buffer[:needed], file.is_past_cache(first, nbytes, shared))
+        way = file.way(first, nbytes, shared)
+        if way is Way.MAPPED and first + nbytes <= SIZE:
+            assert file.pages is not None
+            return file.pages[first : first + nbytes]
+        at = file.read(first, nbytes, buffer[:needed], past_cache=way is Way.PAST_CACHE)
     assert set(buffer[needed:]) == {UNTOUCHED}
     return bytes(buffer[at : at + nbytes])
 
@@ -89,9 +93,9 @@ def test_what_is_on_the_disk_alone_is_read_past_the_page_cache(
     assert cached_pages(path) <= 1  # the one that was asked for
 
 
-def test_what_is_cached_is_not_asked_of_the_disk(path: Path, reads: list[bool]) -> None:
+def test_what_is_cached_is_mapped(path: Path, reads: list[bool]) -> None:
     assert _read(path, 5, SIZE - 5) == CONTENT[5:]
-    assert reads == [False]
+    assert not reads
 
 
 def test_what_others_read_as_well_is_left_in_the_page_cache(path: Path, reads: list[bool]) -> None:
@@ -213,3 +217,16 @@ def test_files_are_not_kept_at_the_expense_of_others(
 
 def test_files_that_are_gone_are_not_kept(tmp_path: Path) -> None:
     keep_cached([tmp_path / "gone"]).join()
+
+
+def test_a_file_that_cannot_be_mapped_is_read_through_the_cache(path: Path) -> None:
+    with closing(WeightFile(path)) as file:
+        assert file.way(0, SIZE, shared=False) is Way.MAPPED
+        file.pages = None
+        assert file.way(0, SIZE, shared=False) is Way.THROUGH_CACHE
+
+
+def test_an_empty_file_has_no_pages(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with closing(WeightFile(tmp_path / "empty")) as file:
+        assert file.pages is None
