@@ -46,7 +46,8 @@ CHUNKS = {
     "more than there are multiprocessors": [(50 * i, 70 + i) for i in range(60)],
 }
 SMALL = [*cases.CHUNKS, "across blocks of keys", "two blocks of keys"]
-GROUPS = [(8, 8), (16, 8), (32, 8), (8, 1), (16, 1), (32, 1), (64, 1)]
+GROUPS = [(8, 8), (16, 8), (8, 1), (16, 1), (32, 1), (64, 1)]
+"""Of (heads, KV heads), beside (32, 8)."""
 BF16, F16 = torch.bfloat16, torch.float16
 
 
@@ -347,16 +348,17 @@ def _seeded(defect: Defect, tree: Path) -> ModuleType:
 
 @on_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 @pytest.mark.parametrize(
-    ("chunks", "heads", "kv_heads"),
-    [(chunks, 32, 8) for chunks in CHUNKS] + [("mixed", *group) for group in GROUPS],
+    ("chunks", "heads", "kv_heads", "dtype"),
+    [(chunks, 32, 8, dtype) for chunks in CHUNKS for dtype in ("bfloat16", "float16")]
+    + [("mixed", *group, "bfloat16") for group in GROUPS],
 )
-def test_the_error_is_that_of_torch(chunks: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_the_error_is_that_of_torch(chunks: str, heads: int, kv_heads: int, dtype: str) -> None:
     """As that of the other kernel: at most twice that of torch's attention in the same dtype, plus half a
-    rounding of the result, over all and of the worst token and head."""
-    case = make(chunks, heads, kv_heads, dtype)
-    exact, torchs = case.expected(), case.expected(dtype)
+    rounding of the result, over all and of the worst token and head. In float16 for one group, since each
+    kernel takes seconds to compile, and what the dtype changes does not meet what the group does."""
+    case = make(chunks, heads, kv_heads, getattr(torch, dtype))
+    exact, torchs = case.expected(), case.expected(case.q.dtype)
     check_as_torch(paged(case), torchs, exact)
     check_as_torch(expanded(case), torchs, exact)
 
