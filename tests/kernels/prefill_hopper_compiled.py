@@ -1,5 +1,5 @@
-"""Compiles prefill attention of Hopper and prints, as JSON, in which order it computes and waits; a process
-of its own, as `launches_of_serving`."""
+"""Compiles prefill attention of Hopper and prints, as JSON, in which order it computes and waits, and how it
+tells its warps what they run; a process of its own, as `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ EVENTS = {
     "LDL": "spill",
 }
 """Instructions as a disassembler writes them, by how they begin."""
+ACCESS = r"(?:@\S+\s+)?(st|ld|atom|red|ldmatrix|stmatrix)\b(?!\S*\.(?:global|param|local|const)\b)"
+"""Of shared memory by a thread itself, in PTX: barriers, and copies and products of the hardware, are
+others."""
 
 
 def launch(group: int, dtype: torch.dtype, expanded: bool) -> None:
@@ -48,6 +51,47 @@ def disassembled(cubin: bytes) -> list[str]:
     return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@\S+\s+)?(.*?)\s*;", text, re.MULTILINE)
 
 
+def dispatch(ptx: str) -> list[str]:
+    """What may stand between an access of shared memory and the next, on any way through the kernel: `^` is
+    its begin, `$` its end, `w` a write, `r` a read, `b` a barrier of all threads."""
+    lines = [line.strip() for line in ptx[ptx.index("\n{\n") :].splitlines()]
+    labels: dict[str, list[int]] = {}
+    for number, line in enumerate(lines):
+        if label := re.match(r"([\w$]+):", line):
+            labels.setdefault(label[1], []).append(number)
+
+    def place(label: str, jump: int) -> int:
+        """The nearest, since a loop that waits has its labels for itself."""
+        return min(labels[label], key=lambda number: abs(number - jump))
+
+    found, seen, following = set(), set(), [(0, "^")]
+    while following:
+        at = number, passed = following.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        line = lines[number]
+        if line == "ret;":
+            found.add(f"{passed}$")
+            continue
+        if access := re.match(ACCESS, line):
+            kind = {"st": "w", "ld": "r"}.get(access[1], access[1])
+            found.add(passed + kind)
+            passed = kind
+        elif re.match(r"barrier\.sync\s+1;", line):
+            passed = f"{passed}b"[:9]
+        jump = re.match(r"(@\S+\s+)?(bra|brx)\b.*?([\w$]+);", line)
+        if jump is None or jump[1]:
+            following.append((number + 1, passed))
+        if jump is not None:
+            first = place(jump[3], number)
+            listed = (
+                re.findall(r"\$\w+", "".join(lines[first + 1 : number])) if jump[2] == "brx" else [jump[3]]
+            )
+            following += [(place(label, number), passed) for label in listed]
+    return sorted(found)
+
+
 if __name__ == "__main__":
     found = {}
     for name, case in {
@@ -63,6 +107,7 @@ if __name__ == "__main__":
             "events": [
                 event for one in instructions for begin, event in EVENTS.items() if one.startswith(begin)
             ],
+            "dispatch": dispatch(kernel.asm["ptx"]),
             "shared": kernel.metadata.shared,
         }
     print(json.dumps(found))

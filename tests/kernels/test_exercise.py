@@ -118,7 +118,7 @@ def test_a_group_that_hangs_is_cut_off_and_not_clean(
     arguments = Namespace(logs=tmp_path, until=0.0)
     outcome = sanitize._check(str(hanging), "memcheck", "place", {"PATH": "/usr/bin:/bin"}, arguments)
     assert outcome.count is None and outcome.last == "timed out" and outcome.seconds < 30
-    assert not sanitize.is_clean("memcheck", outcome)
+    assert not sanitize.is_clean(outcome)
 
 
 def test_on_a_gpu_each_file_that_needs_one_has_a_process_or_several() -> None:
@@ -212,4 +212,75 @@ def test_what_the_tool_says_is_understood(
 ) -> None:
     outcome = sanitize.read_log(text, 1.0)
     assert outcome.count == count and set(outcome.kernels) == kernels
-    assert sanitize.is_clean("memcheck", outcome) == (count == 0)
+    assert sanitize.is_clean(outcome) == (count == 0)
+
+
+# Of an H200; the numbers of lines are put in by what stands on them.
+DISPATCH = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at _prefill_hopper+0xf0 in {define}
+=========     and Write access at _prefill_hopper+0x9970 in {define} [49 hazards]
+=========     and Write access at _prefill_hopper+0x11dd0 in {call} [37 hazards]
+=========
+========= Error: Race reported between Read access at _prefill_hopper+0x120 in {define}
+=========     and Write access at _prefill_hopper+0x97c0 in {define} [18 hazards]
+=========     and Write access at _prefill_hopper+0x11c20 in {call} [5 hazards]
+=========
+ran prefill_hopper
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""
+OTHERS = {
+    "a read elsewhere": "Read at _prefill_hopper in {init}, Write at _prefill_hopper in {define}",
+    "a write elsewhere": "Read at _prefill_hopper in {define}, Write at _prefill_hopper in {init}",
+    "the other way round": "Write at _prefill_hopper in {store}, Read at _prefill_hopper in {define}",
+    "a read of the call": "Read at _prefill_hopper in {call}, Write at _prefill_hopper in {define}",
+    "two writes": "Write at _prefill_hopper in {define}, Write at _prefill_hopper in {call}",
+    "another kernel": "Read at _prefill in {define}, Write at _prefill in {define}",
+    "a line of Triton's": "Read at _prefill_hopper in standard.py:3, Write at _prefill_hopper in {define}",
+    "no lines": "Read at _prefill_hopper, Write at _prefill_hopper",
+    "alone": "Read at _prefill_hopper in {define}",
+    "one access more": (
+        "Read at _prefill_hopper in {define}, Write at _prefill_hopper in {define}, "
+        "Write at _prefill_hopper in {init}"
+    ),
+}
+
+
+def placed(text: str) -> str:
+    """With places in the kernel as racecheck writes them."""
+    name = "attention_prefill_hopper.py"
+    source = (ROOT / "kernels" / "triton" / name).read_text().splitlines()
+    lines = {
+        "define": "def _prefill_hopper(",
+        "call": "    gl.warp_specialize(",
+        "init": "    mbarrier.init(q_full, count=1)",
+        "store": "        gl.store(place, (acc / total[:, None]).to(dtype), mask=real[:, None])",
+    }
+    return text.format(**{place: f"{name}:{source.index(line) + 1}" for place, line in lines.items()})
+
+
+def test_races_of_tritons_own_dispatch_are_explained(sanitize: ModuleType) -> None:
+    log = placed(DISPATCH)
+    outcome = sanitize.read_log(log, 1.0)
+    assert outcome.count == 2 and set(outcome.kernels) == {"_prefill_hopper"}
+    assert sanitize.is_clean(outcome)
+    assert sanitize.is_clean(sanitize.read_log(log.replace("=\n", "= \n"), 1.0))
+    outcome = sanitize.read_log(log.replace("2 hazards displayed", "3 hazards displayed"), 1.0)
+    assert not sanitize.is_clean(outcome), "one of them was not understood"
+
+
+def test_a_race_is_told_if_more_were_found_than_are_printed(
+    sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sanitize, "MOST_PRINTED", 2)
+    assert not sanitize.is_clean(sanitize.read_log(placed(DISPATCH), 1.0))
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_race_of_anything_else_in_the_kernel_is_told(other: str, sanitize: ModuleType) -> None:
+    accesses = re.sub(r"at (\w+)", r"access at \1+0xb10", placed(OTHERS[other])).split(", ")
+    report = "\n=========     and ".join(accesses)
+    report = f"========= Error: Race reported between {report} [3 hazards]\n=========\nran "
+    log = placed(DISPATCH).replace("ran ", report).replace(": 2 hazards", ": 3 hazards")
+    outcome = sanitize.read_log(log, 1.0)
+    assert outcome.count == len(outcome.reports) == 3
+    assert not sanitize.is_clean(outcome)
