@@ -1,10 +1,10 @@
 """Tensors of safetensors files, block by block of rows, into memory of a device.
 
-What lies in the page cache is copied out of a mapping of the file, by all of torch's threads together; what
-does not is read by threads of our own, several blocks ahead, since disks want many requests at once. On a GPU
+What lies in the page cache is copied out of a mapping of the file, one block at a time by all of torch's
+threads together; what does not is read by threads of our own, many blocks at once, as disks want it. On a GPU
 both go through a ring of page-locked slots: while some are filled, others are copied to the device. Numbers
 that stay as they are go straight to where they belong; others go to room on the device, from where the caller
-converts them. The ring holds at most 256 MiB of a checkpoint, 64 where all of it is in the page cache, and a
+converts them. The ring holds at most 256 MiB of a checkpoint, 80 where all of it is in the page cache, and a
 GPU that converts has as much room besides, unless a single row is larger than a block.
 `engine.model.weight_file` says what is read how.
 """
@@ -32,8 +32,8 @@ READERS = 12
 """Threads that read what is not in the page cache."""
 BLOCK_BYTES = 16 << 20
 """Large, so that the interpreter's share of the time is small."""
-_COPYING = 4
-"""Slots that are being copied to a GPU, or are filled out of the page cache next."""
+_COPYING = 3
+"""Slots that are being copied to a GPU."""
 _COPY_THREADS = 16
 """Of torch, that fill a slot: it takes so many to keep up with PCIe's 55 GB/s."""
 _DTYPES = {
@@ -114,22 +114,23 @@ def stream(
         paths = {block.entry.file for block in blocks}
         files = {path: stack.enter_context(closing(_opened(path))) for path in paths}
         ways = [files[each.entry.file].way(each.offset, each.nbytes, each.shared) for each in blocks]
-        readers = 0 if set(ways) == {Way.MAPPED} else READERS
+        # Of those that are asked for, one waits until another is done.
+        most_ahead = (1 if set(ways) == {Way.MAPPED} else READERS) + 1
         largest = max(block.nbytes for block in blocks)
-        ring = stack.enter_context(closing(_Ring(readers + _COPYING, largest + 2 * PAGE, device)))
+        ring = stack.enter_context(closing(_Ring(most_ahead + _COPYING, largest + 2 * PAGE, device)))
         stack.enter_context(_many_threads(device))
-        threads = ThreadPoolExecutor(max(1, readers), "weights")
-        stack.callback(threads.shutdown, cancel_futures=True)
-        ahead: deque[_Ahead] = deque()
+        copier, readers = ThreadPoolExecutor(1, "weights"), ThreadPoolExecutor(READERS, "weights")
+        for threads in (copier, readers):
+            stack.callback(threads.shutdown, cancel_futures=True)
+        ahead: deque[tuple[Slice, _Slot, Future[torch.Tensor]]] = deque()
         for block, way, slot in zip(blocks, ways, cycle(ring.slots), strict=False):
-            if len(ahead) > readers:
-                yield _hand_over(ahead.popleft(), fill, place)
+            if len(ahead) == most_ahead:
+                yield _hand_over(*ahead.popleft(), fill, place)
             slot.wait()
-            file = files[block.entry.file]
-            reading = None if way is Way.MAPPED else threads.submit(_read, block, file, slot.bytes, way)
-            ahead.append(_Ahead(block, file, slot, reading))
+            threads = copier if way is Way.MAPPED else readers
+            ahead.append((block, slot, threads.submit(_fetch, block, files[block.entry.file], way, slot)))
         while ahead:
-            yield _hand_over(ahead.popleft(), fill, place)
+            yield _hand_over(*ahead.popleft(), fill, place)
 
 
 def _blocks(slices: Iterable[Slice], block_bytes: int) -> Iterator[Slice]:
@@ -139,24 +140,8 @@ def _blocks(slices: Iterable[Slice], block_bytes: int) -> Iterator[Slice]:
             yield replace(whole, first_row=whole.first_row + first, rows=min(most, whole.rows - first))
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A block that was asked for. reading: where in the slot it begins; None: it is copied when it is due."""
-
-    block: Slice
-    file: WeightFile
-    slot: _Slot
-    reading: Future[int] | None
-
-
-def _hand_over(ahead: _Ahead, fill: Fill, place: Place) -> Slice:
-    block, slot = ahead.block, ahead.slot
-    if ahead.reading is not None:
-        at = ahead.reading.result()
-        numbers = slot.host[at : at + block.nbytes]
-    else:
-        numbers = slot.filled(_mapped(block, ahead.file))
-        _check_unchanged(block, ahead.file)
+def _hand_over(block: Slice, slot: _Slot, fetched: Future[torch.Tensor], fill: Fill, place: Place) -> Slice:
+    numbers = fetched.result()
     target = place(block)
     if target is not None:
         slot.copy(numbers, target.view(-1).view(torch.uint8))
@@ -242,7 +227,8 @@ class _Ring:
         pages = mmap.mmap(-1, slots * slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # kernels can be built without
             pages.madvise(mmap.MADV_HUGEPAGE)
-        self._host = torch.frombuffer(pages, dtype=torch.uint8)
+        with torch.inference_mode(False):  # or no thread but the caller's might fill it
+            self._host = torch.frombuffer(pages, dtype=torch.uint8)
         self._device = device
         copies = None
         if device.type == "cuda":
@@ -271,18 +257,32 @@ def _opened(path: Path) -> WeightFile:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
+def _fetch(block: Slice, file: WeightFile, way: Way, slot: _Slot) -> torch.Tensor:
+    """The bytes of a block, where a GPU can fetch them."""
+    if way is Way.MAPPED:
+        numbers = slot.filled(_mapped(block, file))
+    else:
+        at = _read(block, file, way, slot.bytes)
+        numbers = slot.host[at : at + block.nbytes]
+    if file.status().st_mtime_ns != block.entry.modified_ns:
+        raise CheckpointError(
+            f"{block.entry.file}: was changed while {block.name} was read; start again when it is complete"
+        )
+    return numbers
+
+
 def _mapped(block: Slice, file: WeightFile) -> torch.Tensor:
-    """The bytes, in the page cache. Touching what a file no longer has would end the process."""
+    # To touch what a file no longer has would end the process.
     if file.status().st_size < block.offset + block.nbytes:
         raise _truncated(block, file)
     assert file.pages is not None
     return torch.frombuffer(file.pages, dtype=torch.uint8, count=block.nbytes, offset=block.offset)
 
 
-def _read(block: Slice, file: WeightFile, into: memoryview, way: Way) -> int:
-    """Where in `into` it begins."""
+def _read(block: Slice, file: WeightFile, way: Way, into: memoryview) -> int:
+    """Where in `into` the block begins."""
     try:
-        at = file.read(block.offset, block.nbytes, into, past_cache=way is Way.PAST_CACHE)
+        return file.read(block.offset, block.nbytes, into, past_cache=way is Way.PAST_CACHE)
     except EOFError:
         raise _truncated(block, file) from None
     except OSError as error:
@@ -290,15 +290,6 @@ def _read(block: Slice, file: WeightFile, into: memoryview, way: Way) -> int:
             f"{block.entry.file}: {block.name} cannot be read ({error.strerror}); check the disk, or "
             "download it again"
         ) from error
-    _check_unchanged(block, file)
-    return at
-
-
-def _check_unchanged(block: Slice, file: WeightFile) -> None:
-    if file.status().st_mtime_ns != block.entry.modified_ns:
-        raise CheckpointError(
-            f"{block.entry.file}: was changed while {block.name} was read; start again when it is complete"
-        )
 
 
 def _truncated(block: Slice, file: WeightFile) -> CheckpointError:

@@ -182,6 +182,12 @@ def test_a_file_that_is_gone_is_named(folder: Path) -> None:
         _drain(slices)
 
 
+def test_weights_may_be_streamed_in_inference_mode(folder: Path, placed: bool) -> None:
+    with torch.inference_mode():
+        found = _collect(_in_order(folder), 64, placed)
+    assert torch.equal(found["matrix"], load_file(folder / "a.safetensors")["matrix"])
+
+
 def test_an_error_of_who_fills_is_raised_and_leaves_no_thread(folder: Path) -> None:
     def fill(block: Slice, numbers: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("full")
