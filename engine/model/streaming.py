@@ -31,7 +31,9 @@ from engine.model.weight_file import PAGE, Way, WeightFile
 READERS = 12
 """Threads that read what is not in the page cache."""
 BLOCK_BYTES = 16 << 20
-"""Large, so that the interpreter's share of the time is small."""
+"""For a GPU: large, so that the interpreter's share of the time is small."""
+_CPU_BLOCK_BYTES = 4 << 20
+"""So that its cache holds what conversions need besides."""
 _COPYING = 3
 """Slots that are being copied to a GPU."""
 _COPY_THREADS = 16
@@ -98,15 +100,17 @@ def stream(
     fill: Fill,
     place: Place = nowhere,
     *,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int | None = None,
 ) -> Generator[Slice]:
     """Reads `slices` (in the order of files and offsets, best), cut into blocks of whole rows of at
-    most `block_bytes`, or one.
+    most `block_bytes` (None: what suits the device), or one.
 
     Yields each block when it was read; all are in place as the generator ends. Raises what `fill` and `place`
     raise, and CheckpointError with file and tensor where bytes cannot be read, are missing, or belong to a
     file that was changed after its header was read.
     """
+    if block_bytes is None:
+        block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES
     blocks = list(_blocks(slices, block_bytes))
     if not blocks:
         return
