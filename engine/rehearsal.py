@@ -59,10 +59,11 @@ def largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
 def every_kind(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     """A few rows in each kind of step (prompts that end, beside decodes, for several samples, and that go on;
     decodes alone) with each way to sample; prompts whose tokens are scored; copied and cleared blocks; and
-    the whole token budget. All over block 0. Empty where no sequence is long enough for that."""
-    if max_model_len < _LENGTH:
+    the whole token budget. All over block 0. Empty where no sequence, or no step, is long enough for that."""
+    if max_model_len < _LENGTH or spec.step_tokens < 2:
         return []
-    rows = list(range(min(spec.max_rows, _ROWS)))
+    # Beside the others' one token, the first may have two.
+    rows = list(range(min(spec.max_rows, spec.step_tokens - 1, _ROWS)))
     plans = []
     for params in _WAYS_TO_SAMPLE:
         setups = [RowSetup(row, params, 0, 1, [0]) for row in rows]

@@ -211,7 +211,7 @@ def product_ladder(most: int) -> list[int]:
 
 
 def size_for(count: int, sizes: list[int]) -> int:
-    """The first of `sizes`, which rise, that is at least `count`."""
+    """The first of `sizes`, which rise, that is at least `count`. Raises IndexError where none is."""
     return sizes[bisect_left(sizes, count)]
 
 

@@ -104,6 +104,19 @@ def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: Runner) ->
     assert needed >= set(Variant)
 
 
+@pytest.mark.parametrize(
+    "sizes", [(1, 1), (1, 2), (2, 2), (3, 4), (8, 8), (8, 9), (64, 64), (64, 2048)], ids=str
+)
+def test_none_takes_more_than_a_step_may(sizes: tuple[int, int]) -> None:
+    """There is nothing that it could be padded to."""
+    max_rows, step_tokens = sizes
+    spec = spec_of(Path("unread"), max_rows=max_rows, step_tokens=step_tokens)
+    for plan in every_kind(256, spec) + largest_steps(256, spec):
+        assert len(plan.decodes) + sum(len(chunk.token_ids) for chunk in plan.chunks) <= step_tokens
+        assert len(plan.decodes) + len(plan.chunks) <= max_rows
+        assert all(row < max_rows for setup in plan.setups for row, _ in setup.members)
+
+
 def variant_of(runner: Runner, plan: StepPlan) -> Variant | None:
     """How the rows that a plan sets up sample."""
     if not plan.setups:
