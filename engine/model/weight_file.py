@@ -45,15 +45,18 @@ class WeightFile:
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         # What is asked for and no more: what the kernel would guess from the reads of many threads is wrong.
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
+        # Of the file that was opened, whatever has its name by now.
         self._direct: int | None = None
         with suppress(OSError):  # file systems may refuse: through the cache, then
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            same = f"/proc/self/fd/{self._cached}"
+            self._direct = os.open(same, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         self.pages: mmap.mmap | None = None
-        """The whole file; nothing is to be written there. None: it cannot be mapped."""
+        """The whole file; nothing is to be written there. A page that cannot be had as it is touched, since
+        the file was cut off or the disk fails, ends the process (SIGBUS). None: it cannot be mapped."""
         # A file system may refuse, or this process's limits; an empty file has no pages.
-        with suppress(OSError, ValueError), path.open("rb", buffering=0) as file:
+        with suppress(OSError, ValueError):
             # Written to, they would be pages of our own; torch takes no others.
-            self.pages = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            self.pages = mmap.mmap(self._cached, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def close(self) -> None:
         """The pages go with the last tensor of them."""

@@ -189,6 +189,31 @@ def test_the_end_of_a_file_is_told(path: Path, missing: int, on_disk: bool) -> N
         _read(path, SIZE - 100, 100 + missing)
 
 
+def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a download does it, at the worst of moments: all its ways lead to one file."""
+
+    def replaced(*arguments: Any) -> int:
+        opened = real(*arguments)
+        monkeypatch.setattr(os, "open", real)
+        other = path.with_name("other")
+        other.write_bytes(bytes(SIZE))
+        other.rename(path)
+        return opened
+
+    real = os.open
+    drop(path)
+    monkeypatch.setattr(os, "open", replaced)
+    buffer = memoryview(mmap.mmap(-1, room(0, SIZE)))
+    with closing(WeightFile(path)) as file:
+        assert path.read_bytes() == bytes(SIZE)
+        at = file.read(0, SIZE, buffer, past_cache=True)
+        assert bytes(buffer[at : at + SIZE]) == CONTENT
+        assert file.pages is not None
+        assert file.pages[:] == CONTENT
+
+
 def test_no_file_stays_open(path: Path) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     WeightFile(path).close()
