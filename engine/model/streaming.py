@@ -126,13 +126,13 @@ def stream(
         copier, readers = ThreadPoolExecutor(1, "weights"), ThreadPoolExecutor(READERS, "weights")
         for threads in (copier, readers):
             stack.callback(threads.shutdown, cancel_futures=True)
-        ahead: deque[tuple[Slice, _Slot, Future[torch.Tensor]]] = deque()
+        ahead: deque[tuple[Slice, WeightFile, _Slot, Future[torch.Tensor]]] = deque()
         for block, way, slot in zip(blocks, ways, cycle(ring.slots), strict=False):
             if len(ahead) == most_ahead:
                 yield _hand_over(*ahead.popleft(), fill, place)
             slot.wait()
-            threads = copier if way is Way.MAPPED else readers
-            ahead.append((block, slot, threads.submit(_fetch, block, files[block.entry.file], way, slot)))
+            file, threads = files[block.entry.file], copier if way is Way.MAPPED else readers
+            ahead.append((block, file, slot, threads.submit(_fetch, block, file, way, slot)))
         while ahead:
             yield _hand_over(*ahead.popleft(), fill, place)
 
@@ -144,7 +144,9 @@ def _blocks(slices: Iterable[Slice], block_bytes: int) -> Iterator[Slice]:
             yield replace(whole, first_row=whole.first_row + first, rows=min(most, whole.rows - first))
 
 
-def _hand_over(block: Slice, slot: _Slot, fetched: Future[torch.Tensor], fill: Fill, place: Place) -> Slice:
+def _hand_over(
+    block: Slice, file: WeightFile, slot: _Slot, fetched: Future[torch.Tensor], fill: Fill, place: Place
+) -> Slice:
     numbers = fetched.result()
     target = place(block)
     if target is not None:
@@ -152,6 +154,8 @@ def _hand_over(block: Slice, slot: _Slot, fetched: Future[torch.Tensor], fill: F
     else:
         fill(block, block.view(slot.on_device(numbers)))
         slot.used()
+    # A CPU has read a mapping only now.
+    _check_unchanged(block, file)
     return block
 
 
@@ -264,21 +268,16 @@ def _opened(path: Path) -> WeightFile:
 def _fetch(block: Slice, file: WeightFile, way: Way, slot: _Slot) -> torch.Tensor:
     """The bytes of a block, where a GPU can fetch them."""
     if way is Way.MAPPED:
-        numbers = slot.filled(_mapped(block, file))
-    else:
-        at = _read(block, file, way, slot.bytes)
-        numbers = slot.host[at : at + block.nbytes]
-    if file.status().st_mtime_ns != block.entry.modified_ns:
-        raise CheckpointError(
-            f"{block.entry.file}: was changed while {block.name} was read; start again when it is complete"
-        )
-    return numbers
+        return slot.filled(_mapped(block, file))
+    at = _read(block, file, way, slot.bytes)
+    return slot.host[at : at + block.nbytes]
 
 
 def _mapped(block: Slice, file: WeightFile) -> torch.Tensor:
     # To touch what a file no longer has would end the process.
     if file.status().st_size < block.offset + block.nbytes:
         raise _truncated(block, file)
+    _check_unchanged(block, file)  # or it might have been shorter when it was mapped
     assert file.pages is not None
     return torch.frombuffer(file.pages, dtype=torch.uint8, count=block.nbytes, offset=block.offset)
 
@@ -294,6 +293,13 @@ def _read(block: Slice, file: WeightFile, way: Way, into: memoryview) -> int:
             f"{block.entry.file}: {block.name} cannot be read ({error.strerror}); check the disk, or "
             "download it again"
         ) from error
+
+
+def _check_unchanged(block: Slice, file: WeightFile) -> None:
+    if file.status().st_mtime_ns != block.entry.modified_ns:
+        raise CheckpointError(
+            f"{block.entry.file}: was changed while {block.name} was read; start again when it is complete"
+        )
 
 
 def _truncated(block: Slice, file: WeightFile) -> CheckpointError:

@@ -7,6 +7,7 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import CheckpointError
 from engine.model.checkpoint import INDEX, Entry, read_entries
 from engine.model.streaming import READERS, Slice, nowhere, stream
-from engine.model.weight_file import PAGE, WeightFile
+from engine.model.weight_file import PAGE, Way, WeightFile
 from tests.engine.model.page_cache import cached_pages, drop
 
 CPU = torch.device("cpu")
@@ -164,6 +165,34 @@ def test_a_file_that_is_written_after_its_header_was_read_is_refused(folder: Pat
     with pytest.raises(CheckpointError) as caught:
         _drain(slices)
     assert f"{file}: was changed while {slices[0].name} was read" in str(caught.value)
+
+
+def test_a_file_that_is_written_while_its_last_block_is_used_is_refused(folder: Path) -> None:
+    *_, last = _in_order(folder)
+
+    def fill(block: Slice, numbers: torch.Tensor) -> None:
+        os.utime(last.entry.file, ns=(0, 0))
+
+    with pytest.raises(CheckpointError, match=f"was changed while {last.name} was read"):
+        list(stream([last], CPU, fill))
+
+
+def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download that begins anew."""
+    whole = _whole("matrix", read_entries(folder)["matrix"])
+    size = whole.entry.file.stat().st_size
+    os.truncate(whole.entry.file, whole.entry.offset)
+
+    def way(file: WeightFile, *asked: Any) -> Way:
+        os.truncate(whole.entry.file, size)
+        return real(file, *asked)
+
+    real = WeightFile.way
+    monkeypatch.setattr(WeightFile, "way", way)
+    with pytest.raises(CheckpointError, match="was changed while matrix was read"):
+        _drain([whole])
 
 
 def test_a_failing_disk_is_named_with_the_tensor(folder: Path) -> None:
