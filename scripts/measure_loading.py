@@ -87,6 +87,7 @@ def main() -> None:
         select_device(device, 0, 1)
     except (UnwritableError, DeviceError) as error:
         raise SystemExit(str(error)) from None
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as `engine.runner` does for one rank
     config = write_checkpoint(folder, arguments.shape, arguments.layers)
     files = sorted(folder.glob("*.safetensors"))
     nbytes = sum(file.stat().st_size for file in files)

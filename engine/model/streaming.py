@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +36,7 @@ _CPU_BLOCK_BYTES = 4 << 20
 _COPYING = 3
 """Slots that are being copied to a GPU."""
 _COPY_THREADS = 16
-"""Of torch, that fill a slot: it takes so many to keep up with PCIe's 55 GB/s."""
+"""Of torch, that fill a slot, where it may have them: it takes so many to keep up with PCIe's 55 GB/s."""
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -122,7 +121,7 @@ def stream(
         most_ahead = (1 if set(ways) == {Way.MAPPED} else READERS) + 1
         largest = max(block.nbytes for block in blocks)
         ring = stack.enter_context(closing(_Ring(most_ahead + _COPYING, largest + 2 * PAGE, device)))
-        stack.enter_context(_many_threads(device))
+        stack.enter_context(_copy_threads(device))
         copier, readers = ThreadPoolExecutor(1, "weights"), ThreadPoolExecutor(READERS, "weights")
         for threads in (copier, readers):
             stack.callback(threads.shutdown, cancel_futures=True)
@@ -160,11 +159,11 @@ def _hand_over(
 
 
 @contextmanager
-def _many_threads(device: torch.device) -> Iterator[None]:
-    """A CPU has as many as it was given to compute with."""
+def _copy_threads(device: torch.device) -> Iterator[None]:
+    """No more threads of torch than copying for a GPU needs, of those that this process was given."""
     before = torch.get_num_threads()
     if device.type == "cuda":
-        torch.set_num_threads(min(_COPY_THREADS, len(os.sched_getaffinity(0))))
+        torch.set_num_threads(min(_COPY_THREADS, before))
     try:
         yield
     finally:

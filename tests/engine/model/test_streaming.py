@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError
 from engine.model.checkpoint import INDEX, Entry, read_entries
-from engine.model.streaming import READERS, Slice, nowhere, stream
+from engine.model.streaming import READERS, Slice, _copy_threads, nowhere, stream
 from engine.model.weight_file import PAGE, Way, WeightFile
 from tests.engine.model.page_cache import cached_pages, drop
 
@@ -224,6 +225,21 @@ def test_an_error_of_who_fills_is_raised_and_leaves_no_thread(folder: Path) -> N
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         list(stream(_in_order(folder), CPU, fill))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+
+
+@pytest.mark.parametrize(("given", "used"), [(3, 3), (20, 16)])
+def test_copies_for_a_gpu_keep_to_the_threads_that_a_rank_was_given(given: int, used: int) -> None:
+    """`threads`, or the cores divided by the ranks; and what it computes with afterwards is the same."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(given)
+        with _copy_threads(torch.device("cuda")), ThreadPoolExecutor(1) as copier:
+            numbers = torch.zeros(1 << 20, dtype=torch.uint8)
+            copier.submit(numbers.copy_, torch.ones_like(numbers)).result()
+            assert copier.submit(torch.get_num_threads).result() == used
+        assert torch.get_num_threads() == given
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_who_stops_early_leaves_no_thread_and_no_open_file(folder: Path) -> None:
