@@ -14,7 +14,7 @@ from engine.bench.limits import Ceilings
 from engine.config import DTYPE_BYTES, ModelConfig
 from engine.messages import BLOCK_TOKENS, ReplicaInfo
 from engine.profile.steps import StepShape
-from engine.sizing import FP8
+from engine.sizing import EXPANSION_BLOCKS, FP8
 
 _OURS = ("_gemv", "_dot", "_stream", "_tiles")
 _LIBRARYS = re.compile(r"gemm|gemv|nvjet|cutlass|xmma", re.IGNORECASE)
@@ -74,7 +74,7 @@ def work_by_kernel(
 
     norms: launches of a norm in a step, where products share some; None: every norm is one. hopper: whether
     long prompts are read by Hopper's own kernel; those of captured passes, which never are, count as if they
-    were."""
+    were. Of an FP8 cache, chunks that are read as they are count as if expanded beside the others."""
     made: dict[str, Work] = {}
     for shape in shapes:
         of_tokens = 2 * config.layers if norms is None else norms - bool(shape.logit_rows)
@@ -155,10 +155,14 @@ def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, wind
     # Here, since a CPU can do without Triton.
     from kernels import ChunkSpan
     from kernels.dimensions import DTYPES
-    from kernels.triton.attention_prefill import plan_tiles, suits_hopper
+    from kernels.triton.attention_prefill import plan_expansion, plan_tiles, suits_hopper
 
     heads = (config.heads, config.kv_heads)
-    tiles = plan_tiles([ChunkSpan(0, count, context, 0) for context, count in shape.chunks], *heads, window)
+    chunks = [ChunkSpan(0, count, context, 0) for context, count in shape.chunks]
+    if info.kv_dtype == FP8:
+        tiles = plan_expansion(chunks, *heads, window, EXPANSION_BLOCKS).expanded
+    else:
+        tiles = plan_tiles(chunks, *heads, window)
     return suits_hopper(tiles, *heads, config.head_dim, DTYPES[info.dtype], window)
 
 

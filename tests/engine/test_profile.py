@@ -182,6 +182,17 @@ def test_prompts_are_the_work_of_the_kernel_that_reads_them(llama: ModelConfig) 
     assert both["_expand_kernel"] == apart[0]["_expand_kernel"] + apart[1]["_expand_kernel"]
 
 
+@pytest.mark.parametrize(("cache", "kernel"), [("fp8", "_prefill_hopper"), ("bfloat16", "_prefill_kernel")])
+def test_chunks_that_read_an_fp8_cache_as_it_is_choose_no_kernel_for_the_others(
+    llama: ModelConfig, cache: str, kernel: str
+) -> None:
+    pytest.importorskip("triton")
+    shape = StepShape([], [(0, 2048), *[(0, 32)] * 100], 101)
+    works = work_by_kernel(llama, info(kv_dtype=cache), [shape], H200, hopper=True)
+    kernels = ("_prefill_hopper", "_prefill_kernel")
+    assert [name for name in kernels if works[name].operations] == [kernel]
+
+
 def test_steps_add_up(llama: ModelConfig) -> None:
     one = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
     three = work_by_kernel(llama, info(), [ONE_TOKEN] * 3, H200)
