@@ -15,19 +15,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan, KvPool, Rotation
+from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan, KvPool, Rotation, select_backend
 from tests.kernels.closeness import check_as_torch, error, worst_error
 from tests.kernels.defects import ROOT, Defect
 from tests.kernels.test_build import compiled
 
 cases = pytest.importorskip("tests.kernels.test_triton_attention_prefill", exc_type=ImportError)
 CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
+Gpu = pytest.importorskip("kernels.compiling", exc_type=ImportError).Gpu
 hopper = pytest.importorskip("kernels.triton.attention_prefill_hopper", exc_type=ImportError)
 gluon = pytest.importorskip("tests.kernels.gluon_interpreter", exc_type=ImportError)
 Case, plan_tiles, suits_hopper = cases.Case, cases.kernel.plan_tiles, cases.kernel.suits_hopper
@@ -128,6 +129,20 @@ def test_tiles_that_see_many_keys_are_for_hopper() -> None:
 )
 def test_hoppers_kernel_serves_what_fits_its_tiles(changes: dict[str, Any], served: bool) -> None:
     assert suited([(0, 8192)], **changes) == served
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_a_hopper_alone_has_it_where_a_replica_serves_as_where_it_is_built_for(
+    capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(multi_processor_count=78)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(capability, 10))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "any")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    ops: Any = select_backend("cuda", BF16)
+    assert ops._hopper_multiprocessors == (78 if capability == 90 else 0)
+    gpu = Gpu.of("any", capability)
+    assert (gpu.hopper, gpu.pdl) == (ops._hopper_multiprocessors > 0, ops._pdl)
 
 
 @pytest.mark.parametrize(
