@@ -170,8 +170,8 @@ def plan_tiles(
 
 HOPPER_ABOVE = 1024
 """Keys that a tile sees, on average over a pass, above which `attention_prefill_hopper` is the faster kernel:
-on an H200 by 5 to 27 % of the time. At half of that they are level; below, it takes up to a fifth more: it
-has a multiprocessor for one program, and nothing there fills a tile's beginning and end."""
+on an H200 by 5 to 27 % of the time. At half of that they are level; below, it takes 5 to 22 % more: it has a
+multiprocessor for one program, and nothing there fills a tile's beginning and end."""
 
 
 def suits_hopper(
