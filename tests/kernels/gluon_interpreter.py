@@ -3,7 +3,8 @@
 Triton's interpreter knows no Gluon. Here torch's operations, on a `gluon_machine.Program`, stand in for `gl`,
 `mbarrier`, `tma` and the products of warpgroups. Not modelled: layouts of registers (the compiler checks
 them), the lives of registers that a product reads, fences between plain and asynchronous accesses, clusters,
-and `//` and `%` of negative numbers, which Python rounds down. What is not here is refused by name.
+the width of numbers that no tensor has, which Python does not bound, and `//` and `%` of negative numbers,
+which it rounds down. What is not here is refused by name.
 """
 
 from __future__ import annotations
