@@ -102,6 +102,37 @@ def test_a_matrix_of_many_blocks_arrives_to_the_bit(
     assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
 
+@pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
+@pytest.mark.parametrize("fails", [False, True], ids=["stops", "fails"])
+def test_who_stops_early_finds_the_device_in_order(
+    tmp_path: Path, fails: bool, on_disk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks on their way: what was page-locked is not any more, and all can be read again."""
+    if on_disk:  # as if
+        monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
+    expected = torch.arange(64 << 10, dtype=torch.float32).view(64, 1024)
+    save_file({"matrix": expected}, tmp_path / "model.safetensors")
+    whole = Slice("matrix", read_entries(tmp_path)["matrix"], 0, 64)
+    found = torch.zeros(64, 1024, device="cuda")
+
+    def fill(block: Slice, numbers: torch.Tensor) -> None:
+        if fails and block.first_row == 40:
+            raise torch.OutOfMemoryError("full")
+        found[block.first_row : block.first_row + block.rows] = numbers
+
+    blocks = stream([whole], found.device, fill, block_bytes=4096)
+    for _ in range(40):
+        next(blocks)
+    if fails:
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            next(blocks)
+    blocks.close()
+    assert torch.equal(found[:40].cpu(), expected[:40])
+    fails = False
+    assert len(list(stream([whole], found.device, fill, block_bytes=4096))) == 64
+    assert torch.equal(found.cpu(), expected)
+
+
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "FP8"])
 def test_memory_that_was_used_for_loading_is_given_back(folder: Path, fp8: bool) -> None:
     ops = select_backend("cuda", torch.bfloat16)
