@@ -3,7 +3,8 @@
 The driver loads a kernel when it is first launched, for which it waits until the device has nothing to do: in
 a step of prompts, a stall of a tenth of a second for everybody who decodes. cuBLAS picks another kernel at
 many numbers of rows, and so does our attention: passes with prompts are padded to those that were met here
-(`engine.batch.Padding`), and decodes are captured.
+(`engine.batch.Padding`), and decodes of one rank are captured. Several ranks' decodes are neither: they may
+still meet a kernel at a number of rows between these.
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def load_long_prompts(decoder: Decoder, kv: list[KvPool], block_table: torch.Ten
     # Here, since a CPU can do without Triton.
     from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
 
-    if block_table.shape[1] * BLOCK_TOKENS <= HOPPER_ABOVE:
+    # Of so many tokens that an FP8 cache is expanded for them.
+    if block_table.shape[1] * BLOCK_TOKENS < HOPPER_ABOVE + EXPAND_FROM:
         return
     nobody = torch.zeros(0, dtype=torch.int64, device=decoder.device)
-    # Of so many tokens that an FP8 cache is expanded for them.
     late = ChunkSpan(0, EXPAND_FROM, HOPPER_ABOVE, 0)
     _attend(decoder, kv, AttentionInput(block_table, nobody, nobody, 0, [late]), EXPAND_FROM)
 

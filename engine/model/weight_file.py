@@ -124,9 +124,8 @@ def keep_cached(paths: Iterable[Path]) -> threading.Thread:
 
 
 def _fetch(paths: list[Path]) -> None:
-    with suppress(
-        OSError
-    ):  # a file that is gone, or memory that nobody can tell: a service without them runs on
+    # A file that is gone, or memory that nobody can tell: a service without them runs on.
+    with suppress(OSError):
         if sum(path.stat().st_size for path in paths) > _MEMORY_SHARE * _available_bytes():
             return
         for path in paths:
