@@ -277,6 +277,10 @@ def _mapped(block: Slice, file: WeightFile) -> torch.Tensor:
     if file.status().st_size < block.offset + block.nbytes:
         raise _truncated(block, file)
     _check_unchanged(block, file)  # or it might have been shorter when it was mapped
+    try:
+        file.bring(block.offset, block.nbytes)
+    except OSError as error:
+        raise _unreadable(block, error) from error
     assert file.pages is not None
     return torch.frombuffer(file.pages, dtype=torch.uint8, count=block.nbytes, offset=block.offset)
 
@@ -288,10 +292,7 @@ def _read(block: Slice, file: WeightFile, way: Way, into: memoryview) -> int:
     except EOFError:
         raise _truncated(block, file) from None
     except OSError as error:
-        raise CheckpointError(
-            f"{block.entry.file}: {block.name} cannot be read ({error.strerror}); check the disk, or "
-            "download it again"
-        ) from error
+        raise _unreadable(block, error) from error
 
 
 def _check_unchanged(block: Slice, file: WeightFile) -> None:
@@ -306,4 +307,11 @@ def _truncated(block: Slice, file: WeightFile) -> CheckpointError:
     return CheckpointError(
         f"{entry.file}: is truncated: {block.name} needs {entry.offset + entry.nbytes} bytes, the file has "
         f"{file.status().st_size}; download it again"
+    )
+
+
+def _unreadable(block: Slice, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{block.entry.file}: {block.name} cannot be read ({error.strerror}); check the disk, or download it "
+        "again"
     )

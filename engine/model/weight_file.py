@@ -11,6 +11,7 @@ and wait for the interpreter before and after, reach half of that.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -23,6 +24,8 @@ from pathlib import Path
 PAGE = mmap.PAGESIZE
 """Bytes. What is read past the page cache begins and ends at multiples of it, on the disk and in memory: more
 than any disk asks for."""
+_POPULATE_READ = 22
+"""Linux's MADV_POPULATE_READ."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Of the free memory, that files which are kept may take."""
@@ -51,8 +54,9 @@ class WeightFile:
             same = f"/proc/self/fd/{self._cached}"
             self._direct = os.open(same, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         self.pages: mmap.mmap | None = None
-        """The whole file; nothing is to be written there. A page that cannot be had as it is touched, since
-        the file was cut off or the disk fails, ends the process (SIGBUS). None: it cannot be mapped."""
+        """The whole file; nothing is to be written there, nor touched before `bring`: a page that cannot be
+        had, since the file was cut off or the disk fails, ends the process (SIGBUS). None: it cannot be
+        mapped."""
         # A file system may refuse, or this process's limits; an empty file has no pages.
         with suppress(OSError, ValueError):
             # Written to, they would be pages of our own; torch takes no others.
@@ -75,6 +79,18 @@ class WeightFile:
             return Way.MAPPED
         past_cache = cached is False and self._direct is not None and not shared
         return Way.PAST_CACHE if past_cache else Way.THROUGH_CACHE
+
+    def bring(self, first: int, nbytes: int) -> None:
+        """Have bytes `[first, first + nbytes)` of `pages` there, before anybody touches them; takes 1 ms for
+        0.6 GB that are cached. Raises OSError where they cannot be had: to touch them would end the
+        process."""
+        assert self.pages is not None
+        skipped = first % PAGE
+        try:
+            self.pages.madvise(_POPULATE_READ, first - skipped, skipped + nbytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of kernels before 5.14, which do not know it
+                raise
 
     def read(self, first: int, nbytes: int, into: memoryview, past_cache: bool) -> int:
         """Reads bytes `[first, first + nbytes)` and returns where in `into` they begin.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -261,3 +262,16 @@ def test_only_what_ranks_share_is_left_in_the_page_cache(tmp_path: Path, shared:
     cached, pages = cached_pages(tmp_path / "model.safetensors"), 4_000_000 // PAGE
     # A disk that answers before the kernel has looked makes a block seem cached, now and then.
     assert cached >= pages if shared else cached < pages // 2
+
+
+def test_mapped_bytes_that_cannot_be_had_are_named_with_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bring(file: WeightFile, first: int, nbytes: int) -> None:
+        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+    monkeypatch.setattr(WeightFile, "bring", bring)
+    save_file({"matrix": torch.randn(10, 10)}, tmp_path / "model.safetensors")
+    slices = _in_order(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: matrix cannot be read \(Bad address\)"):
+        _drain(slices)

@@ -255,3 +255,22 @@ def test_an_empty_file_has_no_pages(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with closing(WeightFile(tmp_path / "empty")) as file:
         assert file.pages is None
+
+
+def test_mapped_bytes_that_are_not_there_are_an_error_and_no_death(path: Path) -> None:
+    """Of a file that is cut off after it was mapped, and as of a disk that fails."""
+    with closing(WeightFile(path)) as file:
+        file.bring(5, SIZE - 5)
+        os.truncate(path, 50 * PAGE)
+        file.bring(PAGE + 7, 49 * PAGE - 7)
+        with pytest.raises(OSError) as caught:
+            file.bring(49 * PAGE, PAGE + 1)
+    assert caught.value.errno == errno.EFAULT
+
+
+def test_a_kernel_that_cannot_bring_pages_beforehand_is_no_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.weight_file._POPULATE_READ", 9999)
+    with closing(WeightFile(path)) as file:
+        file.bring(0, SIZE)
