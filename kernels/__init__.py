@@ -251,17 +251,18 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device_type!r}; backends exist for cpu and cuda")
     if device_type == "cuda" and dtype != torch.float32:
+        from kernels.compiling import Gpu
         from kernels.cuda import CudaOps
         from kernels.triton.linear_table import load_table
 
         major, minor = torch.cuda.get_device_capability()
-        table = load_table(torch.cuda.get_device_name())
+        gpu = Gpu.of(torch.cuda.get_device_name(), 10 * major + minor)
         multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         return CudaOps(
             expansion_blocks,
-            table,
-            pdl=10 * major + minor >= PDL_FROM,
-            hopper_multiprocessors=multiprocessors if major == 9 else 0,
+            load_table(gpu.name),
+            pdl=gpu.pdl,
+            hopper_multiprocessors=multiprocessors if gpu.hopper else 0,
         )
     from kernels import reference
 
