@@ -59,31 +59,32 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
     return found
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
+@pytest.fixture(params=["cached", "on disk"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On disk: as if, since files this small are cached."""
+    if request.param == "on disk":
+        monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
+
+
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("block_bytes", [5000, 1 << 20], ids=["small blocks", "large blocks"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "FP8"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slices_of_ranks_equal_those_on_the_cpu(
-    folder: Path, rank: int, fp8: bool, block_bytes: int, on_disk: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, rank: int, fp8: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.model.loader.stream", partial(stream, block_bytes=block_bytes))
     expected = _loaded(folder, "cpu", torch.bfloat16, PlaceOfRank(2, rank), fp8)
-    if on_disk:  # as if
-        monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
     found = _loaded(folder, "cuda", torch.bfloat16, PlaceOfRank(2, rank), fp8)
     assert found.keys() == expected.keys()
     for name, numbers in expected.items():
         assert torch.equal(found[name], numbers), name
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("placed", [False, True], ids=["filled in", "as it is"])
-def test_a_matrix_of_many_blocks_arrives_to_the_bit(
-    tmp_path: Path, placed: bool, on_disk: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_matrix_of_many_blocks_arrives_to_the_bit(tmp_path: Path, placed: bool) -> None:
     """Of more than the ring holds at once, in the sizes that are used."""
-    if on_disk:  # as if
-        monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
     rows = (READERS + 10) * BLOCK_BYTES // 4096 + 77
     expected = torch.arange(rows * 2048, dtype=torch.int32).view(torch.int16)[: rows * 2048].view(rows, 2048)
     expected = expected.view(torch.bfloat16)
@@ -102,14 +103,10 @@ def test_a_matrix_of_many_blocks_arrives_to_the_bit(
     assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("fails", [False, True], ids=["stops", "fails"])
-def test_who_stops_early_finds_the_device_in_order(
-    tmp_path: Path, fails: bool, on_disk: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_stops_early_finds_the_device_in_order(tmp_path: Path, fails: bool) -> None:
     """With blocks on their way: what was page-locked is not any more, and all can be read again."""
-    if on_disk:  # as if
-        monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
     expected = torch.arange(64 << 10, dtype=torch.float32).view(64, 1024)
     save_file({"matrix": expected}, tmp_path / "model.safetensors")
     whole = Slice("matrix", read_entries(tmp_path)["matrix"], 0, 64)
