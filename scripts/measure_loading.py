@@ -40,7 +40,8 @@ from engine.families import read_config
 from engine.model.checkpoint import INDEX, read_entries
 from engine.model.decoder import Decoder
 from engine.model.loader import load
-from engine.model.streaming import BLOCK_BYTES, Slice, stream
+from engine.model.slices import Slice
+from engine.model.streaming import BLOCK_BYTES, stream
 from engine.model.weight_file import WeightFile
 from engine.parallel import single
 from kernels import select_backend

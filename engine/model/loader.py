@@ -19,7 +19,8 @@ from engine.config import CheckpointError
 from engine.model.checkpoint import Entry, read_entries
 from engine.model.decoder import Decoder
 from engine.model.layers import Piece
-from engine.model.streaming import Slice, stream
+from engine.model.slices import Slice
+from engine.model.streaming import stream
 from engine.model.weight_file import keep_cached
 
 Progress = Callable[[str, float], None]

@@ -18,7 +18,8 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.layers import Piece
 from engine.model.loader import load, load_dummy
-from engine.model.streaming import Slice, stream
+from engine.model.slices import Slice
+from engine.model.streaming import stream
 from engine.parallel import single
 from kernels import select_backend
 from kernels.reference import quantise_fp8

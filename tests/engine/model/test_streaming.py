@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError
 from engine.model.checkpoint import INDEX, Entry, read_entries
-from engine.model.streaming import READERS, Slice, _copy_threads, nowhere, stream
+from engine.model.slices import Slice
+from engine.model.streaming import READERS, _copy_threads, nowhere, stream
 from engine.model.weight_file import PAGE, Way, WeightFile
 from tests.engine.model.page_cache import cached_pages, drop
 
@@ -260,7 +261,6 @@ def test_only_what_ranks_share_is_left_in_the_page_cache(tmp_path: Path, shared:
     drop(tmp_path / "model.safetensors")
     _drain([part], block_bytes=1 << 16)
     cached, pages = cached_pages(tmp_path / "model.safetensors"), 4_000_000 // PAGE
-    # A disk that answers before the kernel has looked makes a block seem cached, now and then.
     assert cached >= pages if shared else cached < pages // 2
 
 

@@ -1,0 +1,62 @@
+"""Rows of tensors in safetensors files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.model.checkpoint import Entry
+
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows `[first_row, first_row + rows)` of a tensor in a file; a tensor without dimensions is one row.
+
+    Whole rows only: reading a few KB of each row costs more than reading all.
+    """
+
+    name: str
+    entry: Entry
+    first_row: int
+    rows: int
+    shared: bool = False
+    """Whether other ranks read these rows as well."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.entry.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.entry.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def offset(self) -> int:
+        """Of the first byte in the file."""
+        return self.entry.offset + self.first_row * self.row_bytes
+
+    def view(self, numbers: torch.Tensor) -> torch.Tensor:
+        """`numbers [bytes]` as `[rows, ...]` in the file's dtype."""
+        return numbers.view(self.dtype).view(self.rows, *self.entry.shape[1:])
+
+
+def cut(slices: Iterable[Slice], block_bytes: int) -> Iterator[Slice]:
+    """Blocks of whole rows, of at most `block_bytes`, or one row."""
+    for whole in slices:
+        most = max(1, block_bytes // whole.row_bytes) if whole.nbytes else 1
+        for first in range(0, whole.rows if whole.nbytes else 0, most):
+            yield replace(whole, first_row=whole.first_row + first, rows=min(most, whole.rows - first))
