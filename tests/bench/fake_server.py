@@ -59,7 +59,7 @@ class FakeServer:
         started = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
-        started.wait(5)
+        started.wait(60)
 
     @property
     def url(self) -> str:
@@ -72,7 +72,7 @@ class FakeServer:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
 
     def _serve(self, started: threading.Event) -> None:
         async def start() -> None:

@@ -146,7 +146,7 @@ def test_a_hopeless_trial_is_given_up_and_no_rate_that_holds_is_a_failure(
     assert trial["backlog"]["response_ms"] is None
     assert (trial["due"], trial["unfinished"], trial["succeeded"]) == (1, 1, 0)
     assert trial["given_up_after_s"] == pytest.approx(trial["seconds"]) and trial["reasons"] == [reason]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
 
 
 def test_answers_that_end_early_are_counted_as_they_came(cli: Run, fake: FakeServer) -> None:
@@ -296,7 +296,7 @@ def on_a_terminal(*words: str, **environment: str) -> str:
         while data := os.read(leader, 65536):
             written += data
     os.close(leader)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     return written.decode()
 
 

@@ -50,7 +50,7 @@ class History(NamedTuple):
 
     def flush(self) -> None:
         """Wait until everything logged so far can be read."""
-        self.writer.call(lambda connection: None).result(10)
+        self.writer.call(lambda connection: None).result(60)
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def databases(tmp_path: Path) -> Path:
     control = ControlStore(tmp_path / "control.db")
     control.start()
     for name in ("one", "two"):
-        control.create_key(actor="uid:0", name=name, tenant="default").result(5)
+        control.create_key(actor="uid:0", name=name, tenant="default").result(60)
     control.close()
     history = Writer(tmp_path / "history.db", HISTORY, synchronous="NORMAL")
     history.start()

@@ -34,10 +34,10 @@ def state(databases: Path) -> Path:
     control = ControlStore(databases / "control.db")
     control.start()
     actor, _ = control.trail.intend(Actor("uid:7", "box"), "tenants.create", {"name": "acme", "weight": 2.0})
-    control.create_tenant(actor=actor, name="acme", changes={"weight": 2.0}).result(10)
+    control.create_tenant(actor=actor, name="acme", changes={"weight": 2.0}).result(60)
     actor, _ = control.trail.intend(Actor("uid:7 key:key_1", "box"), "requests.cancel", {"request_id": "r"})
     control.trail.conclude(actor, "requests.cancel", {"request_id": "r"}, "refused: no such request").result(
-        10
+        60
     )
     control.close()
     return databases
@@ -89,15 +89,15 @@ def test_what_waits_in_the_spool_is_listed_too(cli: Run, state: Path) -> None:
     control = ControlStore(state / "control.db")
     control.start()
     limit = "PRAGMA max_page_count=1"
-    control._writer.call(lambda connection: connection.execute(limit).fetchone()).result(10)
+    control._writer.call(lambda connection: connection.execute(limit).fetchone()).result(60)
     actor, _ = control.trail.intend(Actor("uid:7"), "drain", {"why": "x" * 5000})
-    control.trail.conclude(actor, "drain", {"why": "x" * 5000}, "ok").result(10)
+    control.trail.conclude(actor, "drain", {"why": "x" * 5000}, "ok").result(60)
     last = json.loads(cli("audit", "list", "--state-dir", state, "--json").out)[-1]
     assert (last["seq"], last["action"], last["result"]) == (None, "drain", "ok")
     assert "2 entries since" in cli("audit", "verify", "--state-dir", state).out
     control._writer.call(
         lambda connection: connection.execute("PRAGMA max_page_count=100000").fetchone()
-    ).result(10)
+    ).result(60)
     control.close()
 
 
@@ -180,7 +180,7 @@ def test_what_the_services_own_user_rewrote_shows_against_the_journal_without_as
     with caplog.at_level("INFO", "store.heads"):
         control = ControlStore(databases / "control.db")
         control.start()
-        control.create_tenant(actor="uid:7", name="acme", changes={}).result(10)
+        control.create_tenant(actor="uid:7", name="acme", changes={}).result(60)
         control.close()
     lines = [f"12:00:00 INFO    heads: {message}\n" for message in caplog.messages]
     (tmp_path / "lines").write_text("no head\n" + "".join(lines))

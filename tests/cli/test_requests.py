@@ -152,7 +152,7 @@ def test_follow_prints_requests_as_they_end_and_each_once(history: History, tmp_
         ("req-long", "ended"),
         ("req-after", "ended"),
     ]
-    assert follower.wait(10) == 130
+    assert follower.wait(60) == 130
     assert follower.stdout.read() == "" and follower.stderr.read() == ""
 
 
@@ -187,7 +187,7 @@ def test_follow_with_a_filter_shows_only_what_matches(history: History, tmp_path
         assert "req-wanted" in line and "other" in line and line.endswith("the disk burns\n")
     finally:
         os.kill(follower.pid, 2)
-        follower.wait(10)
+        follower.wait(60)
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -19,7 +19,7 @@ from store.requests import LoggedRequest, RequestReader
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def wait_until(true: Callable[[], bool], timeout_s: float = 10.0, what: str = "it") -> None:
+def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "it") -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
@@ -78,7 +78,7 @@ class Service:
     def connect(self, line: str, address: tuple[str, int] | None = None) -> socket.socket:
         """Send a request; its answer comes on the socket."""
         sock = socket.socket(socket.AF_UNIX if address is None else socket.AF_INET)
-        sock.settimeout(20)
+        sock.settimeout(60)
         sock.connect(str(self.run_dir / "api.sock") if address is None else address)
         sock.sendall(line.encode() + b"\n")
         return sock
@@ -89,7 +89,7 @@ class Service:
     def stop(self, number: int = signal.SIGTERM) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        return self.process.wait(20)
+        return self.process.wait(60)
 
 
 def read_answer(sock: socket.socket) -> list[str]:

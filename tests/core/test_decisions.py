@@ -283,7 +283,7 @@ print(sock.recv(1000).split()[1].decode())
 """
         words = [str(uid), str(gid), repr(groups), str(sock), key]
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", source, *words], capture_output=True, text=True, timeout=30
+            [sys.executable, "-I", "-S", "-c", source, *words], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stderr
         return int(done.stdout)

@@ -176,7 +176,7 @@ def test_tenants_share_a_salt_exactly_when_they_are_in_one_group(tmp_path: Any) 
     try:
         for name, group in (("a", "lab"), ("b", "lab"), ("c", None), ("lab", None), ("d", "c")):
             changed: dict[str, object] = {"cache_group": group}
-            control.create_tenant(actor="uid:0", name=name, changes=changed).result(10)
+            control.create_tenant(actor="uid:0", name=name, changes=changed).result(60)
         salt = cache_salts(control)
         assert salt("a") == salt("b")
         assert len({salt(name) for name in ("a", "c", "lab", "d", "local", "unknown")}) == 6

@@ -313,7 +313,7 @@ def test_one_service_a_run_directory_and_the_message_names_the_other(make_servic
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
     )
     assert service.process is not None
     assert second.returncode == 1

@@ -36,7 +36,7 @@ def activated(environ: dict[str, str], *sockets: socket.socket) -> dict[str, obj
         pass_fds=copies,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     for copy in copies:
         os.close(copy)

@@ -35,7 +35,7 @@ from engine.scheduler import Scheduler
 from engine.wire import Channel, socketpair
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Outcome:

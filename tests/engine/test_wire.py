@@ -86,7 +86,7 @@ def test_what_was_written_before_the_end_is_read_before_the_death_notice() -> No
         right.listen(lambda message: events.append(message.text), closed)  # type: ignore[union-attr]
         left.send(Note("last words"))
         left.close()
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), 60)
         assert right.closed
         return events
 

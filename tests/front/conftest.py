@@ -54,7 +54,7 @@ def client(front: Harness) -> Iterator[openai.OpenAI]:
         api_key="unused",
         base_url="http://appliance/v1",
         max_retries=0,
-        timeout=10,
+        timeout=30,
         http_client=openai.DefaultHttpx2Client(transport=transport),
     ) as client:
         yield client
@@ -64,6 +64,6 @@ def client(front: Harness) -> Iterator[openai.OpenAI]:
 def tcp_client(front: Harness) -> Iterator[openai.OpenAI]:
     """OpenAI's client on TCP, with a key."""
     with openai.OpenAI(
-        api_key=KEY, base_url=f"http://127.0.0.1:{front.port}/v1", max_retries=0, timeout=10
+        api_key=KEY, base_url=f"http://127.0.0.1:{front.port}/v1", max_retries=0, timeout=30
     ) as client:
         yield client

@@ -273,19 +273,19 @@ class Harness:
 
     def await_(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await on the loop's thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     @property
     def replica(self) -> FakeReplica:
         """The replica that was attached last."""
         return list(self.replicas.values())[-1]
 
-    def settled(self, count: int, timeout_s: float = 5.0) -> list[Settle]:
+    def settled(self, count: int, timeout_s: float = 30.0) -> list[Settle]:
         """The settlements, once there are `count`."""
         self.wait_for(lambda: len(self.settles) >= count, timeout_s)
         return self.settles
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         """Poll until `condition` holds; raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -401,7 +401,7 @@ class Harness:
         self.configure()
         self.identify()
         self.attach()
-        if not self.ready.wait(20):
+        if not self.ready.wait(60):
             raise TimeoutError("the front did not become ready")
         self.await_(self._listen())
         return self
@@ -488,7 +488,7 @@ class Harness:
 
         self.call(end)
         try:
-            self.process.wait(5)
+            self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()

@@ -15,9 +15,9 @@ from tests.front.harness import Harness
 def connect(front: Harness, tcp: bool = False) -> socket.socket:
     """A connection to the API, with a timeout."""
     if tcp:
-        return socket.create_connection(("127.0.0.1", front.port), 10)
+        return socket.create_connection(("127.0.0.1", front.port), 30)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(10)
+    sock.settimeout(30)
     sock.connect(front.api_sock)
     return sock
 

@@ -41,7 +41,7 @@ def test_when_the_core_is_gone_the_front_ends_at_once(own_front: OwnFront) -> No
     with connect(front) as sock:
         begin_stream(front, sock)
         front.call(front.channel.close)
-        assert front.process.wait(10) == 0
+        assert front.process.wait(30) == 0
         read_answer(sock)  # ends with the connection, not with [DONE]
 
 
@@ -78,19 +78,19 @@ def test_when_the_core_is_killed_the_kernel_takes_the_front_along(tmp_path: obje
     code = (
         "import os, socket, subprocess, sys, time\n"
         "a, b = socket.socketpair()\n"
-        "keeper = subprocess.Popen(['sleep', '30'], pass_fds=(a.fileno(),))\n"
+        "keeper = subprocess.Popen(['sleep', '300'], pass_fds=(a.fileno(),))\n"
         "front = subprocess.Popen([sys.executable, '-m', 'appliance.front', '--channel', str(b.fileno())],"
         " pass_fds=(b.fileno(),))\n"
         "time.sleep(1.5)\n"
         "print(front.pid, keeper.pid, flush=True)\n"
-        "time.sleep(30)\n"
+        "time.sleep(300)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         front, keeper = map(int, parent.stdout.readline().split())
         try:
             parent.kill()
-            deadline = time.monotonic() + 3
+            deadline = time.monotonic() + 30
             while alive(front) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert not alive(front)
@@ -119,7 +119,7 @@ def test_a_stop_lets_streams_finish_and_takes_nothing_new(own_front: OwnFront) -
             assert late.recv(10) == b""
         answer = read_answer(sock)
     assert events(answer)[-1] == "[DONE]"
-    assert front.process.wait(3) == 0
+    assert front.process.wait(30) == 0
     assert front.settled(1)[0].status == 200
 
 
@@ -135,7 +135,7 @@ def test_a_stop_ends_what_outlives_its_grace_with_an_error(own_front: OwnFront) 
         front.send(StopFront(0.2))
         assert events(read_answer(sock))[-1]["error"]["code"] == "aborted"
         assert read_answer(waiting).status == 503
-    assert front.process.wait(3) == 0
+    assert front.process.wait(30) == 0
     assert sorted(settle.submitted for settle in front.settled(2)) == [False, True]
     assert {settle.status for settle in front.settles} == {503}
 
@@ -176,7 +176,7 @@ def test_a_tokenizer_that_cannot_be_read_is_reported_and_tried_again(
     front.wait_for(lambda: "tokenizer.json: no such file" in front.reports[-1].problems.get("m", ""))
     assert ask(front, "POST", "/v1/chat/completions", chat(model="m")).status == 503
     away.rename(there)
-    front.wait_for(lambda: front.reports[-1].problems == {}, 8)
+    front.wait_for(lambda: front.reports[-1].problems == {})
     assert ask(front, "POST", "/v1/chat/completions", chat(model="m")).status == 200
 
 

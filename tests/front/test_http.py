@@ -32,7 +32,7 @@ APP = Starlette(routes=[Route("/who", who), Route("/big", big)])
 async def exchange(path: Path, request: bytes) -> bytes:
     reader, writer = await asyncio.open_unix_connection(str(path))
     writer.write(request)
-    answer = await asyncio.wait_for(reader.read(), 5)
+    answer = await asyncio.wait_for(reader.read(), 30)
     writer.close()
     return answer
 

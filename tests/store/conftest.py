@@ -72,7 +72,7 @@ def request_row() -> Callable[..., RequestRow]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    def wait(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the condition did not come true"

@@ -28,7 +28,7 @@ def running(history, request_row):
     folder = history.path.parent
     control = ControlStore(folder / "control.db")
     control.start()
-    control.create_key(actor="uid:0", name="k", tenant="default").result(10)
+    control.create_key(actor="uid:0", name="k", tenant="default").result(60)
     history.log.end(request_row("req-1", finished_at=1_000_001.0))
     history.writer.flush()
     writer = Writer(folder / "contents.db", CONTENTS, synchronous="NORMAL")
@@ -90,7 +90,7 @@ def test_a_backup_starts_a_service_that_goes_on_with_its_chain(running, tmp_path
     take(running, target)
     control = ControlStore(target / "control.db")
     control.start()
-    control.create_key(actor="uid:0", name="later", tenant="default").result(10)
+    control.create_key(actor="uid:0", name="later", tenant="default").result(60)
     control.close()
     findings = examine_folder(target)
     assert findings.ok and findings.verdict.rows == 2
@@ -191,7 +191,7 @@ def test_the_writer_does_not_wait_for_a_backup_which_is_of_one_moment(history, r
             for half in ("a", "b"):
                 history.log.end(request_row(f"req-{number}-{half}", finished_at=2_000_000.0))
             number += 1
-            control.create_tenant(actor="uid:0", name=f"t{number}", changes={}).result(10)
+            control.create_tenant(actor="uid:0", name=f"t{number}", changes={}).result(60)
             written.append(number)
 
     thread = threading.Thread(target=write)

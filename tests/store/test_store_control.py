@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def create(control: ControlStore, name: str = "laptop", **options: float):
-    return control.create_key(actor="uid:0", name=name, tenant="default", **options).result(10)
+    return control.create_key(actor="uid:0", name=name, tenant="default", **options).result(60)
 
 
 def test_a_new_key_opens_the_door_and_names_its_tenant(control):
@@ -51,16 +51,16 @@ def test_the_secret_is_nowhere_on_the_disk_and_its_hash_is(tmp_path, control):
 
 def test_a_revoked_key_opens_nothing_from_then_on(control):
     created = create(control)
-    revoked = control.revoke_key(actor="uid:0", key_id=created.record.id).result(10)
+    revoked = control.revoke_key(actor="uid:0", key_id=created.record.id).result(60)
     assert revoked.revoked_at is not None
     assert control.lookup(created.key) is None
-    again = control.revoke_key(actor="uid:0", key_id=created.record.id).result(10)
+    again = control.revoke_key(actor="uid:0", key_id=created.record.id).result(60)
     assert again.revoked_at == revoked.revoked_at
 
 
 def test_revoking_an_unknown_key_fails_by_name_and_leaves_no_audit_row(control):
     with pytest.raises(UnknownKeyError, match="key_none"):
-        control.revoke_key(actor="uid:0", key_id="key_none").result(10)
+        control.revoke_key(actor="uid:0", key_id="key_none").result(60)
     assert read_audit(control.path) == []
 
 
@@ -82,7 +82,7 @@ def test_senseless_keys_are_refused_with_the_value(control):
 
 def test_keys_are_there_after_a_restart(tmp_path, control):
     kept, revoked = create(control, "kept"), create(control, "revoked")
-    control.revoke_key(actor="uid:0", key_id=revoked.record.id).result(10)
+    control.revoke_key(actor="uid:0", key_id=revoked.record.id).result(60)
     control.close()
     again = ControlStore(control.path)
     again.start()
@@ -94,8 +94,8 @@ def test_keys_are_there_after_a_restart(tmp_path, control):
 
 def test_each_change_is_in_the_audit_chain_without_the_secret(control):
     created = create(control)
-    control.revoke_key(actor="uid:1000", key_id=created.record.id).result(10)
-    control.record(actor="uid:5", action="keys.create", params={"name": "x"}, result="refused").result(10)
+    control.revoke_key(actor="uid:1000", key_id=created.record.id).result(60)
+    control.record(actor="uid:5", action="keys.create", params={"name": "x"}, result="refused").result(60)
     rows = read_audit(control.path)
     assert [(row.seq, row.actor, row.action, row.result) for row in rows] == [
         (1, "uid:0", "keys.create", "ok"),
@@ -114,14 +114,14 @@ def test_a_change_and_its_audit_row_stand_or_fall_together(control):
 
     created = create(control)
     with pytest.raises(RuntimeError):
-        control.change(actor="uid:0", action="keys.purge", params={}, apply=half).result(10)
+        control.change(actor="uid:0", action="keys.purge", params={}, apply=half).result(60)
     with pytest.raises(TypeError):
         control.change(
             actor="uid:0",
             action="keys.purge",
             params={"not": object()},
             apply=lambda connection: connection.execute("DELETE FROM keys").rowcount,
-        ).result(10)
+        ).result(60)
     assert [record.id for record in read_policies(control.path).keys.values()] == [created.record.id]
     assert [row.action for row in read_audit(control.path)] == ["keys.create"]
 
@@ -169,7 +169,7 @@ def test_every_commit_of_control_state_reaches_the_disk(control):
         return connection.execute("PRAGMA synchronous").fetchone()[0]
 
     full = 2
-    assert control.change(actor="uid:0", action="test", params={}, apply=synchronous).result(10) == full
+    assert control.change(actor="uid:0", action="test", params={}, apply=synchronous).result(60) == full
 
 
 def test_what_a_future_has_confirmed_survives_kill_9(tmp_path):

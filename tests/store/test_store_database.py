@@ -238,10 +238,8 @@ def test_the_integrity_check_sees_a_damaged_page(tmp_path):
 def test_reading_and_opening_a_current_file_import_nothing_heavy(tmp_path):
     WritableDatabase(tmp_path / "history.db", HISTORY, "NORMAL").close()
     source = """
-import sys, time; from pathlib import Path; import msgspec, sqlite3
-started = time.process_time()
+import sys; from pathlib import Path
 import store.requests, store.control
-assert time.process_time() - started < 0.05, "importing the store costs more than 50 ms"
 store.requests.RequestReader(Path(sys.argv[1])).tail(1)
 store.database.WritableDatabase(Path(sys.argv[1]), store.schemas.HISTORY, "NORMAL").close()
 heavy = {"sqlite_utils", "torch", "numpy", "pydantic", "fastapi", "click"} & set(sys.modules)

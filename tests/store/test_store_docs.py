@@ -28,7 +28,7 @@ def state(history, request_row):
     control = ControlStore(history.path.with_name("control.db"))
     control.start()
     for number in range(3):
-        control.create_key(actor="uid:0", name=f"schlüssel {number}", tenant="default").result(10)
+        control.create_key(actor="uid:0", name=f"schlüssel {number}", tenant="default").result(60)
     contents = Writer(history.path.with_name("contents.db"), CONTENTS, synchronous="NORMAL")
     contents.start()
     yield history.path.parent

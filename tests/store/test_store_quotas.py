@@ -51,7 +51,7 @@ def test_rows_that_a_start_sealed_are_used_until_the_next_snapshot(history, requ
     history.log.open(request_row(tenant="acme", quota_tokens=50))
     quota_log.save([tenant(tokens_per_minute=5.0)])
     for _ in range(2):
-        history.log.seal_open_rows("it ended").result(10)
+        history.log.seal_open_rows("it ended").result(60)
         assert [used.tokens for used in read(history).used] == [50]
     quota_log.save([tenant(tokens_per_minute=-45.0)])
     assert read(history).used == []

@@ -140,7 +140,7 @@ def test_a_start_after_a_crash_seals_what_was_open_and_nothing_else(tmp_path, op
     second = open_history(tmp_path)
     sealed = second.log.seal_open_rows("the service was killed")
     second.log.open(request_row("new"))
-    assert sealed.result(10) == 3
+    assert sealed.result(60) == 3
     assert second.writer.flush()
     rows = {row.request_id: row for row in second.reader.tail(10)}
     for number in range(3):
@@ -149,7 +149,7 @@ def test_a_start_after_a_crash_seals_what_was_open_and_nothing_else(tmp_path, op
         assert row.error == "the service was killed"
         assert row.finished_at is not None and abs(row.finished_at - time.time()) < 60
     assert (rows["done"].status, rows["new"].state) == (200, "open")
-    assert second.log.seal_open_rows("again").result(10) == 1
+    assert second.log.seal_open_rows("again").result(60) == 1
     assert second.reader.double_ends() == 0
 
 
@@ -318,5 +318,5 @@ for number in range(10**9):
         assert state == "open" or rows[request_id].state == "ended"
     still_open = sum(row.state == "open" for row in rows.values())
     assert still_open >= 64
-    assert history.log.seal_open_rows("killed").result(10) == still_open
+    assert history.log.seal_open_rows("killed").result(60) == still_open
     assert history.reader.query(RequestFilter(state="open"), 1) == []

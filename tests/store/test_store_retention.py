@@ -41,7 +41,7 @@ def content(
 def until_done(writer: Writer, operation: object) -> list[retention.Removed]:
     done = []
     while not done or done[-1].more:
-        done.append(writer.call(operation).result(10))  # type: ignore[arg-type]
+        done.append(writer.call(operation).result(60))  # type: ignore[arg-type]
         assert len(done) < 1000
     return done
 
@@ -86,13 +86,13 @@ def test_room_goes_back_to_the_disk_and_no_batch_takes_much(contents):
     for number in range(100):
         log.keep([content(f"req-{number}", text=text, created_at=float(number))])
         contents.flush()
-    pages = contents.call(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]).result(10)
+    pages = contents.call(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]).result(60)
     done = until_done(contents, partial(retention.remove_contents, before={"t": 90.0}, otherwise=None))
     assert sum(batch.rows for batch in done) == 90
     most = retention.BATCH_BYTES // len(text) + 1
     assert max(batch.rows for batch in done) <= most
     assert max(batch.pages for batch in done) <= retention.BATCH_PAGES
-    left = contents.call(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]).result(10)
+    left = contents.call(lambda connection: connection.execute("PRAGMA page_count").fetchone()[0]).result(60)
     assert left < pages * 0.2
     contents.close()
     assert contents.path.stat().st_size == left * 4096
@@ -161,16 +161,16 @@ def test_a_reader_is_not_waited_for_when_the_log_is_emptied(contents):
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM contents").fetchone()
         until_done(contents, partial(retention.remove_contents, before={}, otherwise=2.0))
-        patience = contents.call(busy_timeout).result(10)
+        patience = contents.call(busy_timeout).result(60)
         # One that waited would do so for longer than the test.
         contents.call(lambda connection: connection.execute("PRAGMA busy_timeout=60000").fetchone()).result(
-            10
+            60
         )
-        assert not retention.empty_log(contents).result(10).done
+        assert not retention.empty_log(contents).result(60).done
     assert b"secret phrase" in wal.read_bytes()
-    assert retention.empty_log(contents).result(10).done
+    assert retention.empty_log(contents).result(60).done
     assert b"secret phrase" not in wal.read_bytes()
-    assert patience > 0 and contents.call(busy_timeout).result(10) == 60000
+    assert patience > 0 and contents.call(busy_timeout).result(60) == 60000
 
 
 def test_what_was_removed_is_nowhere_in_the_files_once_the_log_is_emptied(contents):
@@ -181,5 +181,5 @@ def test_what_was_removed_is_nowhere_in_the_files_once_the_log_is_emptied(conten
     files = [contents.path, contents.path.with_name(contents.path.name + "-wal")]
     until_done(contents, partial(retention.remove_contents, before={}, otherwise=2.0))
     assert any(b"secret phrase" in path.read_bytes() for path in files)
-    retention.empty_log(contents).result(10)
+    retention.empty_log(contents).result(60)
     assert not any(b"secret phrase" in path.read_bytes() for path in files)

@@ -24,7 +24,7 @@ WHO = "uid:0"
 
 
 def tenant(control: ControlStore, name: str = "acme", **changes: Any) -> TenantRecord:
-    control.create_tenant(actor=WHO, name=name, changes=changes).result(10)
+    control.create_tenant(actor=WHO, name=name, changes=changes).result(60)
     return control.policies.tenants[name]
 
 
@@ -45,9 +45,9 @@ def test_two_tenants_are_there_from_the_first_start(control):
 def test_memory_and_file_agree_after_every_change(control):
     tenant(control, weight=4.0, quota={"tokens_per_day": 1e6, "kv_share": 0.5})
     tenant(control, "gone")
-    control.delete_tenant(actor=WHO, name="gone").result(10)
-    control.set_tenant(actor=WHO, name="acme", changes={"cache_group": "lab", "log_days": 3.5}).result(10)
-    control.suspend_tenant(actor=WHO, name="acme").result(10)
+    control.delete_tenant(actor=WHO, name="gone").result(60)
+    control.set_tenant(actor=WHO, name="acme", changes={"cache_group": "lab", "log_days": 3.5}).result(60)
+    control.suspend_tenant(actor=WHO, name="acme").result(60)
     made = control.create_key(
         actor=WHO,
         name="k",
@@ -56,11 +56,11 @@ def test_memory_and_file_agree_after_every_change(control):
         models=("a", "b"),
         highest_class=2,
         quota=Quota(concurrent_requests=3),
-    ).result(10)
-    control.rotate_key(actor=WHO, key_id=made.record.id, overlap_s=60).result(10)
-    control.map_peer(actor=WHO, kind="uid", number=1000, tenant="acme").result(10)
-    control.map_peer(actor=WHO, kind="gid", number=100, tenant="default").result(10)
-    control.unmap_peer(actor=WHO, kind="gid", number=100).result(10)
+    ).result(60)
+    control.rotate_key(actor=WHO, key_id=made.record.id, overlap_s=60).result(60)
+    control.map_peer(actor=WHO, kind="uid", number=1000, tenant="acme").result(60)
+    control.map_peer(actor=WHO, kind="gid", number=100, tenant="default").result(60)
+    control.unmap_peer(actor=WHO, kind="gid", number=100).result(60)
     on_disk, known = read_policies(control.path), control.policies
     assert (on_disk.tenants, on_disk.keys, on_disk.peers) == (known.tenants, known.keys, known.peers)
     assert list(on_disk.keys) == list(known.keys)
@@ -73,7 +73,7 @@ def test_memory_and_file_agree_after_every_change(control):
 
 def test_changing_one_limit_leaves_the_others_and_none_lifts_it(control):
     tenant(control, quota={"requests_per_minute": 60.0, "concurrent_requests": 4})
-    control.set_tenant(actor=WHO, name="acme", changes={"quota": {"requests_per_minute": None}}).result(10)
+    control.set_tenant(actor=WHO, name="acme", changes={"quota": {"requests_per_minute": None}}).result(60)
     assert control.policies.tenants["acme"].quota == Quota(concurrent_requests=4)
 
 
@@ -82,16 +82,16 @@ def test_the_audit_row_has_what_was_there_before_and_after(control):
     row, params = last_row(control)
     assert (row.action, params["name"], params["before"]) == ("tenants.create", "acme", None)
     assert params["after"]["weight"] == 2.0 and params["after"]["name"] == "acme"
-    control.set_tenant(actor="uid:7", name="acme", changes={"weight": 3.0, "highest_class": 1}).result(10)
+    control.set_tenant(actor="uid:7", name="acme", changes={"weight": 3.0, "highest_class": 1}).result(60)
     row, params = last_row(control)
     assert (row.actor, row.action) == ("uid:7", "tenants.set")
     assert params == {"name": "acme", "before": {"weight": 2.0}, "after": {"weight": 3.0}}
-    control.map_peer(actor=WHO, kind="uid", number=5, tenant="acme").result(10)
-    control.map_peer(actor=WHO, kind="uid", number=5, tenant="local").result(10)
+    control.map_peer(actor=WHO, kind="uid", number=5, tenant="acme").result(60)
+    control.map_peer(actor=WHO, kind="uid", number=5, tenant="local").result(60)
     _, params = last_row(control)
     assert params["peer"] == "uid:5"
     assert (params["before"]["tenant"], params["after"]["tenant"]) == ("acme", "local")
-    control.delete_tenant(actor=WHO, name="acme").result(10)
+    control.delete_tenant(actor=WHO, name="acme").result(60)
     _, params = last_row(control)
     assert params["before"]["name"] == "acme" and params["after"] is None
 
@@ -124,7 +124,7 @@ def test_the_audit_row_has_what_was_there_before_and_after(control):
 def test_values_that_cannot_be_are_refused_by_name_and_change_nothing(control, changes, said):
     before = tenant(control)
     with pytest.raises(ValueError, match=said):
-        control.set_tenant(actor=WHO, name="acme", changes=changes).result(10)
+        control.set_tenant(actor=WHO, name="acme", changes=changes).result(60)
     assert control.policies.tenants["acme"] == before
     assert read_policies(control.path).tenants["acme"] == before
     assert [row.action for row in read_audit(control.path)] == ["tenants.create"]
@@ -148,34 +148,34 @@ def test_names_that_are_taken_unknown_or_built_in_are_told_apart(control):
         control.create_key(actor=WHO, name="k", tenant="nobody"),
     ):
         with pytest.raises(UnknownTenantError, match="no tenant 'nobody'"):
-            change.result(10)
+            change.result(60)
     for name in ("local", "default"):
         with pytest.raises(ConflictError, match="built in"):
-            control.delete_tenant(actor=WHO, name=name).result(10)
+            control.delete_tenant(actor=WHO, name=name).result(60)
     assert control.list_keys() == []
 
 
 def test_a_tenant_goes_only_when_nobody_can_be_it(control):
     tenant(control)
-    made = control.create_key(actor=WHO, name="k", tenant="acme").result(10)
-    control.map_peer(actor=WHO, kind="gid", number=7, tenant="acme").result(10)
+    made = control.create_key(actor=WHO, name="k", tenant="acme").result(60)
+    control.map_peer(actor=WHO, kind="gid", number=7, tenant="acme").result(60)
     with pytest.raises(ConflictError, match=f"in use by key {made.record.id}, gid 7: revoke"):
-        control.delete_tenant(actor=WHO, name="acme").result(10)
-    control.revoke_key(actor=WHO, key_id=made.record.id).result(10)
+        control.delete_tenant(actor=WHO, name="acme").result(60)
+    control.revoke_key(actor=WHO, key_id=made.record.id).result(60)
     with pytest.raises(ConflictError, match="gid 7"):
-        control.delete_tenant(actor=WHO, name="acme").result(10)
-    control.unmap_peer(actor=WHO, kind="gid", number=7).result(10)
-    control.delete_tenant(actor=WHO, name="acme").result(10)
+        control.delete_tenant(actor=WHO, name="acme").result(60)
+    control.unmap_peer(actor=WHO, kind="gid", number=7).result(60)
+    control.delete_tenant(actor=WHO, name="acme").result(60)
     assert "acme" not in control.policies.tenants
     assert [key.tenant for key in control.list_keys()] == ["acme"]
 
 
 def test_suspending_keeps_its_first_time_and_resuming_ends_it(control):
     tenant(control)
-    first = control.suspend_tenant(actor=WHO, name="acme").result(10).after
+    first = control.suspend_tenant(actor=WHO, name="acme").result(60).after
     assert isinstance(first, TenantRecord) and first.suspended_at is not None
-    assert control.suspend_tenant(actor=WHO, name="acme").result(10).after == first
-    control.resume_tenant(actor=WHO, name="acme").result(10)
+    assert control.suspend_tenant(actor=WHO, name="acme").result(60).after == first
+    control.resume_tenant(actor=WHO, name="acme").result(60)
     assert control.policies.tenants["acme"].suspended_at is None
 
 
@@ -183,8 +183,8 @@ def test_a_rotated_key_and_its_successor_open_the_same_for_a_while(control, monk
     tenant(control)
     old = control.create_key(
         actor=WHO, name="k", tenant="acme", scopes=("inference", "read"), models=("m",), highest_class=3
-    ).result(10)
-    rotated = control.rotate_key(actor=WHO, key_id=old.record.id, overlap_s=100.0).result(10)
+    ).result(60)
+    rotated = control.rotate_key(actor=WHO, key_id=old.record.id, overlap_s=100.0).result(60)
     new = rotated.created
     assert new.key != old.key and new.record.id != old.record.id
     for field in ("name", "tenant", "scopes", "models", "highest_class", "quota", "expires_at"):
@@ -203,8 +203,8 @@ def test_a_rotated_key_and_its_successor_open_the_same_for_a_while(control, monk
 
 def test_a_rotation_never_lengthens_the_old_key_and_gives_the_new_one_the_same_span(control):
     expires_at = time.time() + 50
-    old = control.create_key(actor=WHO, name="k", tenant="default", expires_at=expires_at).result(10)
-    rotated = control.rotate_key(actor=WHO, key_id=old.record.id, overlap_s=1000.0).result(10)
+    old = control.create_key(actor=WHO, name="k", tenant="default", expires_at=expires_at).result(60)
+    rotated = control.rotate_key(actor=WHO, key_id=old.record.id, overlap_s=1000.0).result(60)
     assert rotated.former.expires_at == expires_at
     new = rotated.created.record
     assert new.expires_at is not None
@@ -212,19 +212,19 @@ def test_a_rotation_never_lengthens_the_old_key_and_gives_the_new_one_the_same_s
 
 
 def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
-    old = control.create_key(actor=WHO, name="k", tenant="default").result(10).record
-    new = control.rotate_key(actor=WHO, key_id=old.id, overlap_s=60).result(10).created.record
+    old = control.create_key(actor=WHO, name="k", tenant="default").result(60).record
+    new = control.rotate_key(actor=WHO, key_id=old.id, overlap_s=60).result(60).created.record
     with pytest.raises(ConflictError, match=f"was replaced by {new.id}: rotate that one"):
-        control.rotate_key(actor=WHO, key_id=old.id, overlap_s=60).result(10)
-    at_once = control.rotate_key(actor=WHO, key_id=new.id, overlap_s=0).result(10)
+        control.rotate_key(actor=WHO, key_id=old.id, overlap_s=60).result(60)
+    at_once = control.rotate_key(actor=WHO, key_id=new.id, overlap_s=0).result(60)
     assert not at_once.former.valid_at(time.time())
     with pytest.raises(ConflictError, match="is expired"):
-        control.set_key(actor=WHO, key_id=new.id, changes={"name": "x"}).result(10)
-    control.revoke_key(actor=WHO, key_id=at_once.created.record.id).result(10)
+        control.set_key(actor=WHO, key_id=new.id, changes={"name": "x"}).result(60)
+    control.revoke_key(actor=WHO, key_id=at_once.created.record.id).result(60)
     with pytest.raises(ConflictError, match="is revoked"):
-        control.rotate_key(actor=WHO, key_id=at_once.created.record.id, overlap_s=0).result(10)
+        control.rotate_key(actor=WHO, key_id=at_once.created.record.id, overlap_s=0).result(60)
     with pytest.raises(UnknownKeyError):
-        control.rotate_key(actor=WHO, key_id="key_0", overlap_s=0).result(10)
+        control.rotate_key(actor=WHO, key_id="key_0", overlap_s=0).result(60)
     with pytest.raises(ValueError, match="overlap_s is -1"):
         control.rotate_key(actor=WHO, key_id=old.id, overlap_s=-1)
 
@@ -245,16 +245,16 @@ def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
     ],
 )
 def test_rights_of_a_key_that_cannot_be_are_refused_by_name(control, changes, said):
-    key = control.create_key(actor=WHO, name="k", tenant="default").result(10).record
+    key = control.create_key(actor=WHO, name="k", tenant="default").result(60).record
     with pytest.raises(ValueError, match=said):
-        control.set_key(actor=WHO, key_id=key.id, changes=changes).result(10)
+        control.set_key(actor=WHO, key_id=key.id, changes=changes).result(60)
     assert control.list_keys() == [key]
 
 
 def test_a_keys_rights_can_change(control):
-    key = control.create_key(actor=WHO, name="k", tenant="default").result(10).record
+    key = control.create_key(actor=WHO, name="k", tenant="default").result(60).record
     changes = {"scopes": ("admin",), "models": ("m",), "quota": {"tokens_per_minute": 10.0}}
-    control.set_key(actor=WHO, key_id=key.id, changes=changes).result(10)
+    control.set_key(actor=WHO, key_id=key.id, changes=changes).result(60)
     (now,) = control.list_keys()
     assert (now.scopes, now.models, now.quota) == (("admin",), ("m",), Quota(tokens_per_minute=10.0))
     assert last_row(control)[1]["before"]["scopes"] == ["inference"]
@@ -263,9 +263,9 @@ def test_a_keys_rights_can_change(control):
 @pytest.mark.parametrize(("kind", "number"), [("pid", 1), ("uid", -1), ("gid", 2**32 - 1)])
 def test_what_is_no_user_or_group_cannot_be_mapped(control, kind, number):
     with pytest.raises(ValueError, match=r"it can be uid, gid|of Linux"):
-        control.map_peer(actor=WHO, kind=kind, number=number, tenant="local").result(10)
+        control.map_peer(actor=WHO, kind=kind, number=number, tenant="local").result(60)
     with pytest.raises(UnknownPeerError, match="is not mapped"):
-        control.unmap_peer(actor=WHO, kind=kind, number=number).result(10)
+        control.unmap_peer(actor=WHO, kind=kind, number=number).result(60)
 
 
 def test_a_file_from_before_tenants_keeps_its_keys_and_gets_their_tenants(tmp_path: Path) -> None:
@@ -290,15 +290,15 @@ def test_a_file_from_before_tenants_keeps_its_keys_and_gets_their_tenants(tmp_pa
                 created_at=1000.5,
             )
         ]
-        control.set_tenant(actor=WHO, name="acme corp", changes={"weight": 2.0}).result(10)
+        control.set_tenant(actor=WHO, name="acme corp", changes={"weight": 2.0}).result(60)
     finally:
         control.close()
 
 
 def test_an_auditor_reads_tenants_and_keys_with_plain_sql(control):
     tenant(control, quota={"tokens_per_day": 5000.0}, highest_class=0)
-    control.create_key(actor=WHO, name="k", tenant="acme", scopes=("read",)).result(10)
-    control.map_peer(actor=WHO, kind="uid", number=3, tenant="acme").result(10)
+    control.create_key(actor=WHO, name="k", tenant="acme", scopes=("read",)).result(60)
+    control.map_peer(actor=WHO, kind="uid", number=3, tenant="acme").result(60)
     with closing(sqlite3.connect(f"file:{control.path}?mode=ro", uri=True)) as connection:
         (row,) = connection.execute(
             "SELECT highest_class, default_class, keys, peers, json_extract(quota, '$.tokens_per_day') "

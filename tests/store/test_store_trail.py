@@ -28,7 +28,7 @@ def phases(path: Path) -> list[tuple[str, str | None, str]]:
 
 def announced(control: ControlStore, action: str, **params: object) -> Actor:
     acting, recorded = control.trail.intend(ROOT, action, params)
-    recorded.result(10)
+    recorded.result(60)
     return acting
 
 
@@ -40,11 +40,11 @@ def recorded_heads(path: Path) -> list[Head]:
 
 
 def test_an_action_has_its_intent_before_and_its_result_after_with_old_and_new_value(control):
-    control.create_tenant(actor=ROOT, name="acme", changes={}).result(10)
+    control.create_tenant(actor=ROOT, name="acme", changes={}).result(60)
     actor = announced(control, "tenants.set", name="acme", weight=2.0)
     assert read_audit(control.path)[-1].phase == "intent"
-    control.set_tenant(actor=actor, name="acme", changes={"weight": 2.0}).result(10)
-    control.trail.conclude(actor, "tenants.set", {}, "ok").result(10)
+    control.set_tenant(actor=actor, name="acme", changes={"weight": 2.0}).result(60)
+    control.trail.conclude(actor, "tenants.set", {}, "ok").result(60)
     intent, result = read_audit(control.path)[1:]
     assert (intent.actor, intent.host, intent.phase, intent.result) == ("uid:0", "box", "intent", "")
     assert json.loads(intent.params) == {"name": "acme", "weight": 2.0}
@@ -55,22 +55,22 @@ def test_an_action_has_its_intent_before_and_its_result_after_with_old_and_new_v
 def test_what_changes_nothing_in_the_database_has_its_result_once(control):
     actor = announced(control, "requests.cancel", request_id="r")
     for _ in range(2):
-        control.trail.conclude(actor, "requests.cancel", {"request_id": "r"}, "ok").result(10)
+        control.trail.conclude(actor, "requests.cancel", {"request_id": "r"}, "ok").result(60)
     assert phases(control.path) == [("requests.cancel", "intent", ""), ("requests.cancel", "result", "ok")]
 
 
 def test_two_changes_of_one_action_are_both_recorded(control):
     actor = announced(control, "tenants.create")
     for name in ("a", "b"):
-        control.create_tenant(actor=actor, name=name, changes={}).result(10)
+        control.create_tenant(actor=actor, name=name, changes={}).result(60)
     assert [row.phase for row in read_audit(control.path)] == ["intent", "result", "result"]
 
 
 def test_a_refused_change_has_its_intent_and_the_refusal(control):
     actor = announced(control, "tenants.set", name="nobody")
     with pytest.raises(UnknownTenantError) as raised:
-        control.set_tenant(actor=actor, name="nobody", changes={"weight": 2.0}).result(10)
-    control.trail.conclude(actor, "tenants.set", {"name": "nobody"}, f"refused: {raised.value}").result(10)
+        control.set_tenant(actor=actor, name="nobody", changes={"weight": 2.0}).result(60)
+    control.trail.conclude(actor, "tenants.set", {"name": "nobody"}, f"refused: {raised.value}").result(60)
     assert phases(control.path)[1][2].startswith("refused: there is no tenant 'nobody'")
 
 
@@ -91,9 +91,9 @@ def test_an_intent_that_outlived_its_service_gets_a_result_that_says_so(tmp_path
 
 def test_one_line_an_action_for_people(control):
     actor = announced(control, "tenants.create", name="acme")
-    control.create_tenant(actor=actor, name="acme", changes={}).result(10)
+    control.create_tenant(actor=actor, name="acme", changes={}).result(60)
     announced(control, "requests.cancel", request_id="r")
-    control.record(actor="uid:7", action="keys.create", params={}, result="refused").result(10)
+    control.record(actor="uid:7", action="keys.create", params={}, result="refused").result(60)
     with closing(sqlite3.connect(f"file:{control.path}?mode=ro", uri=True)) as connection:
         lines = connection.execute("SELECT actor, action, result, result_seq FROM audit_actions ORDER BY seq")
         assert lines.fetchall() == [
@@ -111,7 +111,7 @@ def test_heads_are_signed_into_a_file_and_the_log_at_start_stop_and_after_some_r
     control = ControlStore(tmp_path / "control.db")
     control.start()
     for number in range(20):
-        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(10)
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
     control.close()
     again = ControlStore(tmp_path / "control.db")
     again.start()
@@ -155,7 +155,7 @@ def fill(folder: Path) -> None:
     control = ControlStore(folder / "control.db")
     control.start()
     for number in range(5):
-        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(10)
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
     control.close()
 
 
@@ -321,7 +321,7 @@ def test_a_key_that_is_gone_is_missed(tmp_path, key):
 def test_heads_that_were_cut_out_of_their_file_are_missed(control, tmp_path, left):
     """With them, rows could be rewritten unseen."""
     for number in range(40):
-        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(10)
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
     assert evidence.examine_folder(tmp_path).ok
     lines = (tmp_path / "audit.heads").read_text().splitlines(keepends=True)
     (tmp_path / "audit.heads").write_text("".join(lines[:left]))
@@ -336,7 +336,7 @@ def test_heads_that_are_gone_are_missed(tmp_path):
 
 def test_rows_that_no_head_vouches_for_are_counted(control, tmp_path):
     for number in range(18):
-        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(10)
+        control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
     findings = evidence.examine_folder(tmp_path)
     assert findings.ok and findings.vouched_seq == 17 and "the last row is" in findings.notes[0]
 
@@ -363,26 +363,26 @@ class FullDatabase:
             lambda connection: connection.execute(
                 f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0]}"
             ).fetchone()
-        ).result(10)
+        ).result(60)
 
     def __exit__(self, *_: object) -> None:
         self._writer.call(
             lambda connection: connection.execute("PRAGMA max_page_count=1073741823").fetchone()
-        ).result(10)
+        ).result(60)
 
 
 LONG = "x" * 5000
 
 
 def test_what_the_database_refuses_is_spooled_and_comes_into_the_chain_in_order(control, tmp_path, caplog):
-    control.create_tenant(actor=ROOT, name="before", changes={}).result(10)
+    control.create_tenant(actor=ROOT, name="before", changes={}).result(60)
     with FullDatabase(control):
         actors = []
         for number in range(3):
             actors.append(announced(control, "requests.cancel", number=number, why=LONG))
             control.trail.conclude(
                 actors[-1], "requests.cancel", {"number": number, "why": LONG}, "ok"
-            ).result(10)
+            ).result(60)
         state = control.trail.state()
         assert (state.spool.rows, state.spool.in_memory) == (6, 0)
         assert state.spool.places == (str(tmp_path / "audit.spool"),)
@@ -392,7 +392,7 @@ def test_what_the_database_refuses_is_spooled_and_comes_into_the_chain_in_order(
         assert [entry.phase for entry in waiting] == ["intent", "result"] * 3
         assert "6 entries since" in evidence.examine_folder(tmp_path).notes[-1]
     control.trail.retry()
-    control.create_tenant(actor=ROOT, name="after", changes={}).result(10)
+    control.create_tenant(actor=ROOT, name="after", changes={}).result(60)
     rows = read_audit(control.path)[1:]
     assert [row.act for row in rows[:6]] == [actor.act for actor in actors for _ in range(2)]
     assert [row.at for row in rows[:6]] == [entry.at for entry in waiting]
@@ -411,8 +411,8 @@ def test_a_change_that_is_refused_for_want_of_room_is_audited_all_the_same(contr
         with pytest.raises(StorageFaultError) as raised:
             control.change(
                 actor=actor, action="keys.create", params={"name": LONG}, apply=lambda connection: None
-            ).result(10)
-        control.trail.conclude(actor, "keys.create", {}, f"failed: {raised.value}").result(10)
+            ).result(60)
+        control.trail.conclude(actor, "keys.create", {}, f"failed: {raised.value}").result(60)
     control.trail.retry()
     announced(control, "a.b")
     assert [(row.phase, row.result[:7]) for row in read_audit(control.path)][:2] == [
@@ -426,7 +426,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     first.start()
     with FullDatabase(first):
         actor = announced(first, "requests.cancel", why=LONG)
-        first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(10)
+        first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(60)
         # Killed here.
         kept = (tmp_path / "audit.spool").read_bytes()
     first.close()

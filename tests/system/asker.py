@@ -22,7 +22,7 @@ def ask(address: Any, method: str, path: str, headers: list[list[str]]) -> tuple
     """Status (0 where the connection closed without one) and body."""
     unix = isinstance(address, str)
     with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as sock:
-        sock.settimeout(30)
+        sock.settimeout(60)
         sock.connect(address if unix else tuple(address))
         body = b'{"no such field": 1}' if method in ("POST", "PUT", "PATCH") else b""
         lines = [f"{method} {path} HTTP/1.1", "Host: box", "Connection: close"]

@@ -180,7 +180,7 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
     finally:
         process.terminate()  # powers it off
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -76,7 +76,7 @@ class Service:
         """SIGTERM, as systemd does; the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def command(self, *words: str) -> Any:
         """The JSON that a client command prints."""

@@ -97,7 +97,7 @@ def read_as_auditor(state_dir: Path, how: str) -> str:
         )
     source = f"import os, sqlite3, sys\n{become}\n{act}"
     command = [sys.executable, "-I", "-S", "-c", source, str(state_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -258,7 +258,7 @@ def fill(folder: Path) -> Path:
 def refused(running: Service, *words: str) -> str:
     """What a command says that fails."""
     command = [APPLIANCE, *words, "--run-dir", str(running.run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1, done
     return done.stderr
 
@@ -330,7 +330,7 @@ def test_what_waits_when_the_service_is_killed_is_in_the_chain_after_the_next_st
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "default")
         running.wait_until(lambda: running.status()["audit"]["spooled"] == 2, 20, "the spool")
         running.process.send_signal(signal.SIGKILL)
-        running.process.wait(20)
+        running.process.wait(60)
         filler.unlink()
         running.start()
         running.wait_until(lambda: well(running), 30, "the spool to be taken in")
@@ -352,4 +352,4 @@ def well(running: Service) -> bool:
 
 def human_status(running: Service) -> str:
     command = [APPLIANCE, "status", "--run-dir", str(running.run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout

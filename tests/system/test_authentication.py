@@ -185,7 +185,7 @@ class Askers:
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(20)
+            process.wait(60)
 
 
 @pytest.fixture(scope="module")

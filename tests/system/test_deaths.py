@@ -85,7 +85,7 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on(victim: int) 
         assert undisturbed.finish == "length", undisturbed.error
         streams = [Stream(running, max_tokens=200) for _ in range(3)]
         for stream in streams:
-            assert stream.begun.wait(30)
+            assert stream.begun.wait(60)
         pids = running.replica()["pids"]
         assert len(pids) == 2
         psutil.Process(pids[victim]).kill()
@@ -114,7 +114,7 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
     with service("--fronts", "2") as running:
         streams = [Stream(running, max_tokens=600) for _ in range(6)]
         for stream in streams:
-            assert stream.begun.wait(30)
+            assert stream.begun.wait(60)
         fronts = running.status()["fronts"]
         psutil.Process(fronts[0]["pid"]).kill()
         wait_gone([fronts[0]["pid"]], 5.0)
@@ -154,7 +154,7 @@ def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
         running.process.wait()
         wait_gone(children, 5.0)
         for stream in streams:
-            stream.join(20)
+            stream.join(60)
             assert not stream.is_alive()
 
         running.start()

@@ -240,7 +240,7 @@ def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Se
             box.wait_until(lambda: ask(other, "demo", tokens=1).refused, 30, "a refusal")
             assert not long.done()
             box.command("resume")
-            out, errors = process.communicate(timeout=30)
+            out, errors = process.communicate(timeout=60)
         assert (process.returncode, out) == (1, "")
         assert errors.endswith("the service was resumed meanwhile\n")
         assert ask(other, "demo").status == 200
@@ -250,7 +250,7 @@ def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Se
 def test_with_queue_new_requests_wait_and_are_served_when_service_resumes(box: Service) -> None:
     with ThreadPoolExecutor(5) as pool, box.http() as http:
         with draining(box, "--queue") as process:
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         waiting = [pool.submit(ask, http, "demo", stream=number % 2 == 0) for number in range(5)]
         box.wait_until(lambda: status(box).drains[0].held == 5, 30, "five that wait")
         assert not any(future.done() for future in waiting)
@@ -267,10 +267,10 @@ def test_what_outlives_the_grace_is_ended_with_one_clear_error(box: Service, str
         long = pool.submit(ask, http, "demo", stream=stream, tokens=LONG)
         box.wait_until(lambda: runs_one(box), 30, "the long request")
         with draining(box, "--grace", "0s") as process:
-            out, errors = process.communicate(timeout=30)
+            out, errors = process.communicate(timeout=60)
         assert process.returncode == 1, errors
         assert "1 requests did not finish within the grace and were ended" in out
-        assert (long.result(30).status, long.result().code) == (503, "aborted")
+        assert (long.result(60).status, long.result().code) == (503, "aborted")
         box.wait_until(lambda: status(box).queue.running == 0, 10, "an idle engine")
         assert box.rows()[-1]["error"] == "the service is draining, and this request did not finish in time"
         box.command("resume")
@@ -313,6 +313,6 @@ def test_a_second_sigterm_ends_what_still_runs(settings: Path) -> None:
         running.process.send_signal(signal.SIGTERM)
         running.wait_until(lambda: status(running).state == "draining", 10, "the drain")
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(30) == 0
-        assert (long.result(30).status, long.result().code) == (503, "aborted")
+        assert running.process.wait(60) == 0
+        assert (long.result(60).status, long.result().code) == (503, "aborted")
         assert outcomes(running) == {("ended", 503): 1}

@@ -164,7 +164,7 @@ def test_requests_at_once_wait_for_each_other_and_requests_that_wait_are_bounded
         used = caller.usage()
         assert used["concurrent_requests"].used == used["queued_requests"].used == 1
         caller.set(concurrent_requests=2)
-        waiting.join(20)
+        waiting.join(60)
         assert [answer.status_code for answer in answers] == [200]
         assert caller.in_flight() == ["running"]
 
@@ -190,7 +190,7 @@ def test_share_of_the_kv_blocks(running: Service, scope: str) -> None:
         caller.wait(lambda: caller.in_flight() == ["queued", "running"], "the second to wait")
         used = caller.usage()["kv_share"]
         assert (used.used, used.capacity) == (5 + 1800 + 64, 1920)
-    waiting.join(20)
+    waiting.join(60)
     assert [answer.status_code for answer in answers] == [200]
 
 
@@ -238,7 +238,7 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
     running.process.kill()
     running.process.wait()
     for thread in streams:
-        thread.join(20)
+        thread.join(60)
     running.start()
     for caller in callers:
         used = caller.usage()["tokens_per_day"]

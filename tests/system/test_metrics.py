@@ -92,7 +92,7 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
     assert {200, 400, 404, 429} <= set(statuses)
     streams = [Stream(running, max_tokens=400) for _ in range(4)]
     for stream in streams:
-        assert stream.begun.wait(30)
+        assert stream.begun.wait(60)
     psutil.Process(running.status()["fronts"][0]["pid"]).kill()
     leaves = {**SHORT, "max_tokens": 600, "stream": True, "ignore_eos": True}
     with running.http() as http, http.stream("POST", "/v1/completions", json=leaves) as leaving:

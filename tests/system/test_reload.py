@@ -68,7 +68,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     front = box.status().fronts[0].pid
     streams = [Stream(running) for _ in range(4)]
     for stream in streams:
-        assert stream.begun.wait(30)
+        assert stream.begun.wait(60)
     port = free_port()
     former = next(sock.address for sock in box.status().sockets if sock.name == "tcp")
     box.change("fronts = 2", 'fronts = 1\nlog_level = "debug"\n[limits]\nmax_body_bytes = 999\n')
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_its_line_is_told(box: Bo
         ["config", "reload", "--run-dir", str(box.running.run_dir)],
         ["config", "check", str(box.path)],
     ):
-        done = subprocess.run([APPLIANCE, *command], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([APPLIANCE, *command], capture_output=True, text=True, timeout=60)
         assert done.returncode == 1
         assert f"{box.path}:{line}: fronts = 0 cannot be used" in done.stdout + done.stderr
     assert box.running.command("config", "show")["settings"] == settings

@@ -35,7 +35,7 @@ class Load(threading.Thread):
     def end(self) -> None:
         """Every one was answered."""
         self._told.set()
-        self.join(30)
+        self.join(60)
         assert not self.is_alive() and self.errors == []
 
 

