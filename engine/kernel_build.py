@@ -49,8 +49,7 @@ def start_build(
     # Here, since a replica on a CPU needs no Triton.
     from kernels import build, compiling
 
-    major, minor = torch.cuda.get_device_capability(device)
-    gpu = compiling.Gpu.of(torch.cuda.get_device_name(device), 10 * major + minor)
+    gpu = compiling.Gpu.of(*_gpu(device))
     wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype)
     return KernelBuild() if build.is_built(wanted, gpu) else KernelBuild(build.start(wanted, gpu))
 
@@ -58,17 +57,25 @@ def start_build(
 def check_kernels(
     config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str, device: torch.device
 ) -> None:
-    """Raises UnfitError for a model that cannot be split over the ranks, or that a GPU's kernels cannot
-    serve; float32 and the CPU have none."""
+    """Raises UnfitError for a model that cannot be split over the ranks, or that the kernels of a GPU, or of
+    this one, cannot serve; float32 and the CPU have none."""
     config.check_parallel(spec.tensor_parallel_size)
     if device.type != "cuda" or dtype == "float32":
         return
-    from kernels.dimensions import DimensionsError, check
+    from kernels.dimensions import DimensionsError, check, check_gpu
 
+    wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype)
     try:
-        check(dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype))
+        check(wanted)
+        check_gpu(wanted, *_gpu(device))
     except DimensionsError as error:
         raise UnfitError(str(error)) from None
+
+
+def _gpu(device: torch.device) -> tuple[str, int]:
+    """Its driver's name for it, and its compute capability times ten."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_name(device), 10 * major + minor
 
 
 def dimensions(

@@ -29,12 +29,16 @@ import triton
 from triton import knobs
 
 from kernels import compiling
-from kernels.dimensions import DTYPES, Dimensions, DimensionsError, read_dimensions
+from kernels.dimensions import (
+    DTYPES,
+    LEAST_CAPABILITY,
+    Dimensions,
+    DimensionsError,
+    check_gpu,
+    read_dimensions,
+)
 from kernels.triton.linear_table import TableError, load_table, table_path
 from kernels.writable import UnwritableError
-
-_LEAST_CAPABILITY = 80
-"""The first that has bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ def main() -> int:
     try:
         dimensions = arguments.dimensions or read_dimensions(arguments.config, **arguments.served)
         gpu = arguments.chosen or compiling.this_gpu()
+        check_gpu(dimensions, gpu.name, gpu.target.arch)
         _check_cache(Path(knobs.cache.dir))
         built = build(dimensions, gpu, arguments.processes)
     except compiling.GpuError as error:
@@ -152,10 +157,10 @@ def _arguments() -> Any:
         parser.error("--gpu and --capability are given together or not at all")
     if arguments.processes < 1:
         parser.error(f"--processes is {arguments.processes}; at least 1 is needed")
-    if arguments.capability is not None and arguments.capability < _LEAST_CAPABILITY:
+    if arguments.capability is not None and arguments.capability < LEAST_CAPABILITY:
         parser.error(
             f"--capability is {arguments.capability}; the compute capability times ten is needed, at least "
-            f"{_LEAST_CAPABILITY}: 90 for an H200"
+            f"{LEAST_CAPABILITY}: 90 for an H200"
         )
     arguments.chosen = None
     if arguments.gpu is not None:

@@ -23,6 +23,12 @@ MOST_GROUP = 128
 LARGEST_ROW = 65536
 """Most elements of a row that one program holds in registers, for a norm or a scale."""
 
+LEAST_CAPABILITY = 80
+"""Compute capability, times ten: the first that has bfloat16."""
+
+FP8_FROM = 89
+"""Likewise, e4m3."""
+
 FP8_ALIGNMENT = 16
 """Of both sides of an e4m3 matrix, by `torch._scaled_mm`."""
 
@@ -125,6 +131,24 @@ def check(dimensions: Dimensions) -> None:
         problem = f"{intermediate}; FP8 weights on a GPU allow at most {LARGEST_ROW}: {serve_unquantised}"
     if problem is not None:
         raise DimensionsError(problem)
+
+
+def check_gpu(dimensions: Dimensions, name: str, capability: int) -> None:
+    """Raises DimensionsError where a GPU (its driver's name, its compute capability times ten) cannot run the
+    kernels of a model."""
+    gpu = f"{name} has compute capability {capability / 10}"
+    if capability < LEAST_CAPABILITY:
+        raise DimensionsError(
+            f"{gpu}; a GPU's kernels need {LEAST_CAPABILITY / 10} at least: serve this model on another GPU, "
+            "on the CPU, or in float32, which a GPU computes without these kernels"
+        )
+    if capability < FP8_FROM and (dimensions.fp8 or dimensions.kv_fp8):
+        what = "weights are" if dimensions.fp8 else "kv_dtype is"
+        whole = "weights that are not FP8" if dimensions.fp8 else 'kv_dtype "auto"'
+        raise DimensionsError(
+            f"{what} fp8, but {gpu}; FP8 needs {FP8_FROM / 10} at least: serve this model with {whole}, or "
+            "on another GPU"
+        )
 
 
 def read_dimensions(folder: Path, **served: Any) -> Dimensions:

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,54 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         check_kernels(config, spec, dtype="bfloat16", **held, device=gpu)
     check_kernels(config, spec, dtype="float32", **held, device=gpu)
     check_kernels(config, spec, dtype="bfloat16", **held, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "held", "words"),
+    [
+        (
+            ("Tesla T4", 75),
+            {},
+            f"Tesla T4 has compute capability 7.5; .* 8.0 at least: .* on another GPU, {ELSEWHERE}",
+        ),
+        (
+            ("NVIDIA A100-SXM4-80GB", 80),
+            {"weights": "fp8", "kv_dtype": "fp8"},
+            "weights are fp8, but NVIDIA A100-SXM4-80GB has compute capability 8.0; FP8 needs 8.9 at least: "
+            "serve this model with weights that are not FP8, or on another GPU$",
+        ),
+        (
+            ("NVIDIA A10", 86),
+            {"kv_dtype": "fp8"},
+            'kv_dtype is fp8, but NVIDIA A10 .*: serve this model with kv_dtype "auto", or on another GPU$',
+        ),
+        (("NVIDIA A10", 86), {}, ""),
+        (("NVIDIA L4", 89), {"weights": "fp8", "kv_dtype": "fp8"}, ""),
+    ],
+    ids=str,
+)
+def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_compiled_or_loaded(
+    tmp_path: Path,
+    gpu: tuple[str, int],
+    held: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = folder_of(tmp_path, "llama")
+    config, spec = read_config(folder), ReplicaSpec(replica="r", model_path=str(folder))
+    held = {"weights": "bfloat16", "kv_dtype": "bfloat16", **held}
+    monkeypatch.setattr("engine.kernel_build._gpu", lambda device: gpu)
+    with pytest.raises(UnfitError, match=f"^{words}") if words else nullcontext():
+        check_kernels(config, spec, dtype="bfloat16", **held, device=torch.device("cuda"))
+    check_kernels(config, spec, dtype="float32", **held, device=torch.device("cuda"))
+    if not words:
+        return
+    options = [*["--fp8"] * (held["weights"] == "fp8"), *["--kv-fp8"] * (held["kv_dtype"] == "fp8")]
+    monkeypatch.setattr(sys, "argv", ["kernels.build", "--config", str(folder), *options])
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of(*gpu))
+    assert build.main() == 1
+    assert re.search(f"^{words}", capsys.readouterr().err.strip())
 
 
 @pytest.mark.parametrize(
