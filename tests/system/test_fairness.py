@@ -9,8 +9,8 @@ from tests.system.service import service
 def test_tenants_of_a_real_service_are_served_by_their_weights() -> None:
     with service(*FLAGS) as running:
         figures = shares(running, least_service=16_000.0)
-    # Some 150 requests. If turns went by arrival it were 0.6: all three keep as many waiting, or, where others
-    # use this machine, nearly so.
+    # Some 150 requests. If turns went by arrival it were 0.6: all three keep as many waiting, or nearly so,
+    # where others use this machine.
     assert figures["jain"] >= 0.85, figures
 
 
