@@ -260,7 +260,7 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
         multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         return CudaOps(
             expansion_blocks,
-            load_table(gpu.name),
+            load_table(gpu.name, gpu.shared_bytes),
             pdl=gpu.pdl,
             hopper_multiprocessors=multiprocessors if gpu.hopper else 0,
         )

@@ -57,7 +57,7 @@ def build(dimensions: Dimensions, gpu: compiling.Gpu, processes: int) -> Built:
     from kernels.rehearsal import launch_all
 
     began = time.perf_counter()
-    table = load_table(gpu.name)
+    table = load_table(gpu.name, gpu.shared_bytes)
     jobs = compiling.record(gpu.target, lambda: launch_all(dimensions, table, gpu))
     failures = compiling.compile_jobs(gpu.target, jobs, processes)
     if not failures:

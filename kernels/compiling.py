@@ -70,6 +70,11 @@ class Gpu:
         return cls(name, GPUTarget("cuda", capability, 32))
 
     @property
+    def shared_bytes(self) -> int:
+        """Of shared memory, that one program can have: by NVIDIA's table of compute capabilities."""
+        return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(self.target.arch, 99) << 10
+
+    @property
     def hopper(self) -> bool:
         return bool(self.target.arch == 90)
 

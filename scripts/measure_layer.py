@@ -87,7 +87,7 @@ def main() -> None:
             gpu = compiling.this_gpu()
         except compiling.GpuError as error:
             raise SystemExit(str(error)) from None
-        table = load_table(gpu.name)
+        table = load_table(gpu.name, gpu.shared_bytes)
         compile_all(folder, arguments, gpu, table)
         found = []
         print("dtype rows µs a layer, of the limit, [products alone,] ± against the first way, way")

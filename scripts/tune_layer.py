@@ -209,7 +209,7 @@ def main() -> None:
             gpu = compiling.this_gpu()
         except compiling.GpuError as error:
             raise SystemExit(str(error)) from None
-        table = load_table(gpu.name)
+        table = load_table(gpu.name, gpu.shared_bytes)
         compile_all(folder, arguments, gpu, table)
         found = []
         print(_HEADER)

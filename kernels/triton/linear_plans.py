@@ -21,6 +21,12 @@ are e4m3 and outputs few: there the library reads them at a third of the memory'
 SPLIT_PROGRAMS = 180
 """Most programs of a split product: splits double while there are fewer than half as many."""
 
+HOPPER_SHARED = 227 << 10
+"""Bytes of shared memory that a program can have on Hopper, for which these rules were made."""
+
+_SHARED_BESIDE = 2 << 10
+"""That a tiled program takes besides its tiles, at most."""
+
 WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 22, 512
 """Most float32 sums and tiles that the programs of a split product keep between them."""
 
@@ -74,16 +80,24 @@ def fits_workspace(plan: Plan, n: int) -> bool:
     return tiles <= WORKSPACE_TILES and tiles * plan.split * plan.block_n * plan.rows <= WORKSPACE_SUMS
 
 
-def choose(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
-    """The plan of `[rows, k] × [n, k]ᵀ` with weights of `dtype`; None where cuBLAS does better or we do not
-    serve the shape."""
+def tile_bytes(plan: Plan, itemsize: int) -> int:
+    """Of shared memory, for the tiles of a program with weights of so many bytes each."""
+    return plan.stages * (plan.block_n + plan.rows) * plan.block_k * itemsize
+
+
+def choose(rows: int, n: int, k: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED) -> Plan | None:
+    """The plan of `[rows, k] × [n, k]ᵀ` with weights of `dtype`, on a GPU whose programs can have so many
+    bytes of shared memory; None where cuBLAS does better or we do not serve the shape."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return None
     most = 2 * MOST_ROWS if dtype.itemsize == 1 and n < _MANY else MOST_ROWS
     if not 1 <= rows <= most or k % ALIGNMENT or n < 16:
         return None
     if rows > 1:
-        return _dot(rows, n, k, dtype)
+        plan = _dot(rows, n, k, dtype)
+        while tile_bytes(plan, dtype.itemsize) + _SHARED_BESIDE > shared_bytes:
+            plan = replace(plan, stages=plan.stages - 1)
+        return plan
     return _stream(n, k) if dtype.itemsize == 1 and k < 8192 else _gemv(n, k, dtype)
 
 

@@ -71,6 +71,8 @@ class Table:
     """Date and versions of the measurement."""
     products: Mapping[Product, Mapping[int, Entry]] = field(default_factory=dict)
     """By the most rows that an entry is for, rising."""
+    shared_bytes: int = linear_plans.HOPPER_SHARED
+    """Of shared memory, that a program of the GPU can have: the rules keep to it."""
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
         """As `linear_plans.choose`: the plan, or None for the library. The entry of the fewest rows that
@@ -78,7 +80,7 @@ class Table:
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
             if rows <= most:
                 return entry.plan
-        return linear_plans.choose(rows, n, k, dtype)
+        return linear_plans.choose(rows, n, k, dtype, self.shared_bytes)
 
     def with_entry(self, product: Product, most_rows: int, entry: Entry) -> Table:
         """This table and one entry more, in place of what was there."""
@@ -106,10 +108,12 @@ def table_path(gpu: str) -> Path:
     return FOLDER / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
-def load_table(gpu: str) -> Table:
-    """The table that ships for a GPU; an empty one where there is none. Raises TableError."""
+def load_table(gpu: str, shared_bytes: int = linear_plans.HOPPER_SHARED) -> Table:
+    """The table that ships for a GPU whose programs can have so many bytes of shared memory; an empty one
+    where there is none. Raises TableError."""
     path = table_path(gpu)
-    return read_table(path) if path.exists() else Table(gpu)
+    table = read_table(path) if path.exists() else Table(gpu)
+    return replace(table, shared_bytes=shared_bytes)
 
 
 def read_table(path: Path) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import HOPPER_SHARED, Plan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
@@ -14,10 +14,6 @@ BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 _MANY = 16384
 """Outputs from which one wave of programs is a small part of all."""
 
-MOST_SHARED = 227 << 10
-"""Bytes that a program can have on Hopper. Where there is less, a plan that asks for more is passed over when
-it fails to start."""
-
 HALF_SHARED = 112 << 10
 """So that two programs share a multiprocessor: `tiles` of the next product fill their stages beside those of
 this one."""
@@ -25,7 +21,8 @@ this one."""
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[Plan]:
     """Plans of ours for a bucket, none of which is refused by the kernels. hopper: whether the GPU is one;
-    for another, `tiles` make the compiler abort."""
+    for another, `tiles` make the compiler abort. One that asks for more shared memory than a GPU has is
+    passed over when it fails to start."""
     if rows == 1:
         plans = [*_gemvs(product), *_streams(product)]
     else:
@@ -34,7 +31,7 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[Plan]:
             plan
             for tile in tiles
             for plan in _dots(product, tile)
-            if shared_bytes(plan, product) <= MOST_SHARED
+            if shared_bytes(plan, product) <= HOPPER_SHARED
         ]
         plans += [plan for tile in tiles if hopper and tile <= 64 for plan in _tiles(product, tile)]
     return [plan for plan in dict.fromkeys(plans) if problem(plan, rows, product) is None]
@@ -47,7 +44,7 @@ def shared_bytes(plan: Plan, product: Product) -> int:
         return 0
     if plan.form == "stream":
         return 2 * product.k
-    return plan.stages * (plan.block_n + plan.rows) * plan.block_k * product.dtype.itemsize
+    return tile_bytes(plan, product.dtype.itemsize)
 
 
 def _gemvs(product: Product) -> Iterable[Plan]:

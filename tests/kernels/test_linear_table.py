@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from engine.bench.shapes import SHAPES
+from kernels import compiling
 from kernels.dimensions import read_dimensions
 from kernels.triton import linear_plans, linear_table
 from kernels.triton.linear_plans import Plan
@@ -44,6 +47,25 @@ def test_shapes_and_dtypes_that_are_not_there_follow_the_rules(table: Table) -> 
     for rows, n, k, dtype in ((1, 4096, 2048, BF16), (8, 4096, 4096, FP8), (20, 6144, 4096, BF16)):
         assert table.choose(rows, n, k, dtype) == linear_plans.choose(rows, n, k, dtype) is not None
     assert Table().choose(1, 4096, 4096, BF16) == linear_plans.choose(1, 4096, 4096, BF16)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+def test_the_rules_keep_to_the_shared_memory_that_a_gpu_has(capability: int) -> None:
+    """Only the steps under way are fewer; on Hopper none are."""
+    has = compiling.Gpu.of("Voodoo 2", capability).shared_bytes
+    table = linear_table.load_table("Voodoo 2", has)
+    fewer = 0
+    for rows, n, k, dtype in product(
+        (2, 16, 17, 32, 64, 128), (256, 4096, 6144, 28672, 128256), (512, 4096, 14336), (BF16, FP8)
+    ):
+        plan, at_most = table.choose(rows, n, k, dtype), linear_plans.choose(rows, n, k, dtype)
+        if plan is None or at_most is None:
+            assert plan is at_most
+            continue
+        assert linear_plans.tile_bytes(plan, dtype.itemsize) < has - 1024
+        assert replace(plan, stages=at_most.stages) == at_most and 2 <= plan.stages <= at_most.stages
+        fewer += plan.stages < at_most.stages
+    assert (fewer > 0) == (capability != 90)
 
 
 def test_a_table_is_read_as_it_was_written(table: Table, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from kernels.triton import linear_table
+from kernels.triton.linear_plans import HOPPER_SHARED
 from kernels.triton.linear_table import Product as Shape
-from kernels.tune.candidates import MOST_SHARED, shared_bytes
+from kernels.tune.candidates import shared_bytes
 from tests.kernels.test_build import compiled
 
 fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
@@ -117,7 +118,7 @@ def test_every_plan_that_ships_is_tested_at_its_rows_and_k() -> None:
 def test_a_plan_that_ships_fits_a_hopper_and_is_cut_as_it_ships(shipped: Shipped) -> None:
     plan = shipped.plan
     for _, k in shipped.uses:
-        assert shared_bytes(plan, Shape(shipped.dtype, 4096, k)) + BARRIERS <= MOST_SHARED
+        assert shared_bytes(plan, Shape(shipped.dtype, 4096, k)) + BARRIERS <= HOPPER_SHARED
     rows, _ = shipped.uses[-1]
     assert linear_table.problem(plan, rows, Shape(shipped.dtype, 160, shipped.short_k)) is None
 
