@@ -26,6 +26,7 @@ from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
 from kernels import PDL_FROM
+from kernels.dimensions import shared_bytes
 
 
 class GpuError(RuntimeError):
@@ -71,8 +72,8 @@ class Gpu:
 
     @property
     def shared_bytes(self) -> int:
-        """Of shared memory, that one program can have: by NVIDIA's table of compute capabilities."""
-        return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(self.target.arch, 99) << 10
+        """Of shared memory, that one program can have."""
+        return shared_bytes(self.target.arch)
 
     @property
     def hopper(self) -> bool:

@@ -23,6 +23,12 @@ MOST_GROUP = 128
 LARGEST_ROW = 65536
 """Most elements of a row that one program holds in registers, for a norm or a scale."""
 
+ELSEWHERE = "on the CPU, or in float32, which a GPU computes without these kernels"
+"""Where every model is served."""
+
+WIDE_HEADS_SHARED = 113 << 10
+"""Bytes of shared memory that attention of prompts takes for heads wider than 128."""
+
 LEAST_CAPABILITY = 80
 """Compute capability, times ten: the first that has bfloat16."""
 
@@ -104,9 +110,8 @@ def check(dimensions: Dimensions) -> None:
     group = d.rank_heads // d.rank_kv_heads
     each = f" ({d.rank_intermediate} on each of {d.tensor_parallel} ranks)" if d.tensor_parallel > 1 else ""
     intermediate = f"intermediate_size is {d.intermediate}{each}"
-    elsewhere = "on the CPU, or in float32, which a GPU computes without these kernels"
-    serve = f"serve this model {elsewhere}"
-    serve_unquantised = f"serve this model with weights that are not FP8, {elsewhere}"
+    serve = f"serve this model {ELSEWHERE}"
+    serve_unquantised = f"serve this model with weights that are not FP8, {ELSEWHERE}"
     problem = None
     if d.head_dim not in HEAD_DIMS:
         served = ", ".join(map(str, HEAD_DIMS))
@@ -133,14 +138,23 @@ def check(dimensions: Dimensions) -> None:
         raise DimensionsError(problem)
 
 
+def shared_bytes(capability: int) -> int:
+    """Of shared memory, that one program can have on a GPU of a compute capability (times ten): by NVIDIA's
+    table of them."""
+    return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) << 10
+
+
 def check_gpu(dimensions: Dimensions, name: str, capability: int) -> None:
     """Raises DimensionsError where a GPU (its driver's name, its compute capability times ten) cannot run the
     kernels of a model."""
     gpu = f"{name} has compute capability {capability / 10}"
+    elsewhere = f"serve this model on another GPU, {ELSEWHERE}"
     if capability < LEAST_CAPABILITY:
+        raise DimensionsError(f"{gpu}; a GPU's kernels need {LEAST_CAPABILITY / 10} at least: {elsewhere}")
+    if dimensions.head_dim > 128 and shared_bytes(capability) < WIDE_HEADS_SHARED:
         raise DimensionsError(
-            f"{gpu}; a GPU's kernels need {LEAST_CAPABILITY / 10} at least: serve this model on another GPU, "
-            "on the CPU, or in float32, which a GPU computes without these kernels"
+            f"head_dim is {dimensions.head_dim}, but {gpu} and {shared_bytes(capability) >> 10} KiB of "
+            f"shared memory for a program; attention needs {WIDE_HEADS_SHARED >> 10}: {elsewhere}"
         )
     if capability < FP8_FROM and (dimensions.fp8 or dimensions.kv_fp8):
         what = "weights are" if dimensions.fp8 else "kv_dtype is"

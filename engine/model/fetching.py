@@ -1,4 +1,8 @@
-"""Bytes of a block of weights: out of a mapping of its file, or read. Every error names file and tensor."""
+"""Bytes of a block of weights: out of a mapping of its file, or read.
+
+Every error names the file and, once it is open, the tensor. But who cuts a file off in the very moment in
+which its mapping is copied ends the process (SIGBUS): the next start says what is missing.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,13 @@ from engine.model.slices import Slice
 from engine.model.slots import Slot
 from engine.model.weight_file import Way, WeightFile
 
-PAGERS = 4
-"""Threads that have pages of a mapping there, and let go of them. One alone is slower than PCIe where pages
+PAGERS = 8
+"""Threads that have pages of a mapping there, and let go of them: as many as keep up with PCIe where pages
 are small."""
 _SPAN_BYTES = 128 << 20
-"""That one of them takes at once, so that the interpreter's share of the time is small."""
-_SPANS_AHEAD = 6
+"""Of a file, that such a thread takes at once, so that the interpreter's share of the time is small."""
+_SPANS_AHEAD = PAGERS + 2
+"""Spans that are had there while the blocks of one are used."""
 
 
 def opened(path: Path) -> WeightFile:
@@ -60,14 +65,16 @@ class Pages:
     def there(self, number: int) -> Future[None]:
         """What to wait for before a block's pages are touched. Blocks are asked for in their order."""
         mine = self._span_of[number]
-        for span in self._spans[len(self._there) : mine + _SPANS_AHEAD]:
+        for span in self._spans[len(self._there) : mine + 1 + _SPANS_AHEAD]:
             self._there.append(self._threads.submit(_bring, span))
         return self._there[mine]
 
     def used(self, number: int) -> None:
         """A block's pages will not be touched again. Blocks are used in their order."""
-        if self._span_of[number] not in self._span_of[number + 1 : number + 2]:
-            self._threads.submit(_let_go, self._spans[self._span_of[number]])
+        mine = self._span_of[number]
+        is_last = number + 1 == len(self._span_of) or self._span_of[number + 1] != mine
+        if is_last:
+            self._threads.submit(_let_go, self._spans[mine])
 
 
 def _spans(blocks: list[Block]) -> Iterator[list[Block]]:
@@ -108,7 +115,7 @@ def fetch(block: Block, there: Future[None], slot: Slot) -> torch.Tensor:
     rows = block.rows
     if block.way is Way.MAPPED:
         there.result()
-        _check_there(block)  # to touch what a file no longer has would end the process
+        _check_there(block)  # what a file no longer has must not be touched
         assert block.file.pages is not None
         return slot.filled(
             torch.frombuffer(block.file.pages, dtype=torch.uint8, count=rows.nbytes, offset=rows.offset)

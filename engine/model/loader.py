@@ -215,6 +215,7 @@ def _read_scales(
         if piece.target is not None and entries[piece.name].dtype == _FP8:
             name = piece.name + _SCALE
             wanted.append(Slice(name, entries[name], 0, math.prod(entries[name].shape[:1])))
+    wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     found = {part.name: torch.empty(part.rows, device=device) for part in wanted}
 
     def fill(part: Slice, numbers: torch.Tensor) -> None:

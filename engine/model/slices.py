@@ -55,7 +55,7 @@ class Slice:
 
 
 def cut(slices: Iterable[Slice], block_bytes: int) -> Iterator[Slice]:
-    """Blocks of whole rows, of at most `block_bytes`, or one row."""
+    """Into blocks of whole rows, of at most `block_bytes`, or one row; without those that have no numbers."""
     for whole in slices:
         most = max(1, block_bytes // whole.row_bytes) if whole.nbytes else 1
         for first in range(0, whole.rows if whole.nbytes else 0, most):

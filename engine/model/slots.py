@@ -57,6 +57,7 @@ class Slot:
         return room
 
     def used(self) -> None:
+        """What was `on_device` may be overwritten once the current stream has come here."""
         if self._copies is not None:
             self._used.record(torch.cuda.current_stream(self._copies.device))
 

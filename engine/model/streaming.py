@@ -37,10 +37,10 @@ _COPY_THREADS = 16
 """Of torch, that fill a slot, where it may have them: it takes so many to keep up with PCIe's 55 GB/s."""
 
 Fill = Callable[[Slice, torch.Tensor], None]
-"""Takes a block and its numbers, `[rows, ...]` in the file's dtype on the device, which are valid during the
+"""Takes rows and their numbers, `[rows, ...]` in the file's dtype on the device, which are valid during the
 call; on CUDA for work on the current stream."""
 Place = Callable[[Slice], torch.Tensor | None]
-"""Where the numbers of a block belong as they are: contiguous, in the file's dtype, on the device. None:
+"""Where the numbers of some rows belong as they are: contiguous, in the file's dtype, on the device. None:
 nowhere; they are to be filled in."""
 
 
@@ -57,11 +57,11 @@ def stream(
     block_bytes: int | None = None,
 ) -> Generator[Slice]:
     """Reads `slices` (in the order of files and offsets, best), cut into blocks of whole rows of at
-    most `block_bytes` (None: what suits the device), or one.
+    most `block_bytes` (None: what suits the device), or one. What has no numbers is left out.
 
-    Yields each block when it was read; all are in place as the generator ends. Raises what `fill` and `place`
-    raise, and CheckpointError with file and tensor where bytes cannot be read, are missing, or belong to a
-    file that was changed after its header was read.
+    Yields the rows of each block when it was read; all are in place as the generator ends. Raises what `fill`
+    and `place` raise, and CheckpointError with file and tensor where bytes cannot be read, are missing, or
+    belong to a file that was changed after its header was read.
     """
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES
@@ -77,7 +77,10 @@ def stream(
         largest = max(rows.nbytes for rows in slices)
         ring = stack.enter_context(closing(Ring(most_ahead + _COPYING, largest + 2 * PAGE, device)))
         stack.enter_context(_copy_threads(device))
-        pagers, copier, readers = (ThreadPoolExecutor(most, "weights") for most in (PAGERS, 1, READERS))
+        pagers, copier, readers = (
+            ThreadPoolExecutor(most, f"weights {name}")
+            for name, most in (("pages", PAGERS), ("copy", 1), ("read", READERS))
+        )
         for threads in (pagers, copier, readers):
             stack.callback(threads.shutdown, cancel_futures=True)
         pages = Pages(blocks, pagers)

@@ -204,6 +204,12 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
             {"kv_dtype": "fp8"},
             'kv_dtype is fp8, but NVIDIA A10 .*: serve this model with kv_dtype "auto", or on another GPU$',
         ),
+        (
+            ("NVIDIA L4", 89),
+            {"head_dim": 256},
+            f"head_dim is 256, but NVIDIA L4 .* 8.9 and 99 KiB of .* needs 113: .* another GPU, {ELSEWHERE}",
+        ),
+        (("NVIDIA A100-SXM4-80GB", 80), {"head_dim": 256}, ""),
         (("NVIDIA A10", 86), {}, ""),
         (("NVIDIA L4", 89), {"weights": "fp8", "kv_dtype": "fp8"}, ""),
     ],
@@ -212,14 +218,14 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
 def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_compiled_or_loaded(
     tmp_path: Path,
     gpu: tuple[str, int],
-    held: dict[str, str],
+    held: dict[str, Any],
     words: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = folder_of(tmp_path, "llama")
+    held = {"weights": "bfloat16", "kv_dtype": "bfloat16", "head_dim": 64, **held}
+    folder = folder_of(tmp_path, "llama", head_dim=held.pop("head_dim"))
     config, spec = read_config(folder), ReplicaSpec(replica="r", model_path=str(folder))
-    held = {"weights": "bfloat16", "kv_dtype": "bfloat16", **held}
     monkeypatch.setattr("engine.kernel_build._gpu", lambda device: gpu)
     with pytest.raises(UnfitError, match=f"^{words}") if words else nullcontext():
         check_kernels(config, spec, dtype="bfloat16", **held, device=torch.device("cuda"))
