@@ -263,6 +263,12 @@ class Harness:
         """What `sentence_script` makes, as text."""
         return f"{sample}{SENTENCE}"
 
+    def endless(self, token_id: int = 50) -> None:
+        """Have the replica make this token again and again: for half a minute, which no test takes, until the
+        context of `MAX_MODEL_LEN` ends."""
+        self.script = self.replica.script = lambda submit, sample: [token_id]
+        self.step_s = self.replica.step_s = 0.06
+
     def call(self, function: Callable[[], Result]) -> Result:
         """Run on the loop's thread."""
 
@@ -279,6 +285,12 @@ class Harness:
     def replica(self) -> FakeReplica:
         """The replica that was attached last."""
         return list(self.replicas.values())[-1]
+
+    def report(self) -> FrontReport:
+        """What the front reports from now on: the first one after this may have been on its way."""
+        seen = len(self.reports)
+        self.wait_for(lambda: len(self.reports) >= seen + 2)
+        return self.reports[-1]
 
     def settled(self, count: int, timeout_s: float = 30.0) -> list[Settle]:
         """The settlements, once there are `count`."""

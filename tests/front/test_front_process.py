@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ def test_a_front_never_loads_torch() -> None:
 
 def test_when_the_core_is_gone_the_front_ends_at_once(own_front: OwnFront) -> None:
     front = own_front()
-    front.replica.step_s = 0.05
+    front.endless()
     with connect(front) as sock:
         begin_stream(front, sock)
         front.call(front.channel.close)
@@ -81,7 +82,7 @@ def test_when_the_core_is_killed_the_kernel_takes_the_front_along(tmp_path: obje
         "keeper = subprocess.Popen(['sleep', '300'], pass_fds=(a.fileno(),))\n"
         "front = subprocess.Popen([sys.executable, '-m', 'appliance.front', '--channel', str(b.fileno())],"
         " pass_fds=(b.fileno(),))\n"
-        "time.sleep(1.5)\n"
+        "a.recv(1)\n"  # its first report: it has begun
         "print(front.pid, keeper.pid, flush=True)\n"
         "time.sleep(300)\n"
     )
@@ -108,15 +109,16 @@ def alive(pid: int) -> bool:
 
 def test_a_stop_lets_streams_finish_and_takes_nothing_new(own_front: OwnFront) -> None:
     front = own_front()
-    front.replica.step_s = 0.02
+    front.replica.hold = True
     with connect(front) as sock, connect(front) as kept, connect(front) as idle:
         kept.sendall(head("GET", "/v1/models"))
         assert read_answer(kept).status == 200
         begin_stream(front, sock)
-        front.send(StopFront(5.0))
+        front.send(StopFront(60.0))
         assert kept.recv(10) == idle.recv(10) == b""
         with connect(front) as late:
             assert late.recv(10) == b""
+        front.replica.hold = False
         answer = read_answer(sock)
     assert events(answer)[-1] == "[DONE]"
     assert front.process.wait(30) == 0
@@ -125,9 +127,10 @@ def test_a_stop_lets_streams_finish_and_takes_nothing_new(own_front: OwnFront) -
 
 def test_a_stop_ends_what_outlives_its_grace_with_an_error(own_front: OwnFront) -> None:
     front = own_front()
-    front.replica.script = lambda submit, sample: [50]
+    front.endless()
     with connect(front) as sock, connect(front) as waiting:
         begin_stream(front, sock)
+        assert sock.recv(1, socket.MSG_PEEK)
         front.admit = "hold"
         body = json.dumps(chat()).encode()
         waiting.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)
@@ -150,11 +153,12 @@ def test_signals_to_the_group_leave_the_decision_to_the_core(own_front: OwnFront
 
 def test_reports_count_connections_streams_requests_tokens_and_cpu(own_front: OwnFront) -> None:
     front = own_front(Limits())
-    front.replica.step_s = 0.05
+    front.replica.step_s = 0.3
     with connect(front) as sock:
         begin_stream(front, sock)
         front.wait_for(lambda: front.reports[-1].streams == 1)
         assert front.reports[-1].connections == 1
+        front.replica.step_s = 0.001
         read_answer(sock)
     front.wait_for(lambda: front.reports[-1].connections == 0)
     last = front.reports[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import pytest
 
 from appliance.messages import Abort, Admitted, Refused
 from tests.front.harness import KEY, MODEL, Harness
-from tests.front.raw import ask, chat, connect, events, head, read_answer
+from tests.front.raw import Answer, ask, chat, connect, events, head, read_answer
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -24,12 +25,14 @@ def send(front: Harness, sock: object, **fields: object) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_cancelled_and_settled_once(front: Harness, stream: bool) -> None:
-    front.script = front.replica.script = lambda submit, sample: [50]
+    letter = front.tokenizer.decode([50])
+    front.endless(50)
     with connect(front) as sock:
         send(front, sock, stream=stream, n=2)
         front.wait_for(lambda: len(front.replica.running) == 2)
-        if stream:
-            assert sock.recv(1000)
+        received = b""
+        while stream and f'"content":"{letter}'.encode() not in received:
+            received += sock.recv(1000)
     front.wait_for(lambda: not front.replica.running)
     (settle,) = front.settled(1)
     assert (settle.status, settle.finish_reason, settle.submitted) == (499, "cancelled", True)
@@ -55,7 +58,7 @@ def test_a_client_that_leaves_the_queue_withdraws(front: Harness, stream: bool) 
 def test_cancelling_in_the_middle_of_a_stream_with_openais_client(
     client: openai.OpenAI, front: Harness
 ) -> None:
-    front.script = front.replica.script = lambda submit, sample: [50]
+    front.endless()
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     for number, _ in enumerate(stream):
         if number == 5:
@@ -167,11 +170,12 @@ def test_openais_client_retries_when_the_box_says_so(front: Harness, client: ope
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_abort_reaches_the_client_as_an_error(front: Harness, stream: bool) -> None:
-    front.script = front.replica.script = lambda submit, sample: [50]
+    front.endless()
     with connect(front) as sock:
         send(front, sock, stream=stream)
         front.wait_for(lambda: len(front.replica.running) == 1)
-        time.sleep(0.02)
+        if stream:
+            assert sock.recv(1, socket.MSG_PEEK)
         front.send(Abort(front.admits[0].request_id, "the operator ended it"))
         answer = read_answer(sock)
     error = events(answer)[-1]["error"] if stream else answer.error
@@ -183,7 +187,7 @@ def test_an_abort_reaches_the_client_as_an_error(front: Harness, stream: bool) -
 
 
 def test_openais_client_raises_the_error_event_of_a_stream(client: openai.OpenAI, front: Harness) -> None:
-    front.script = front.replica.script = lambda submit, sample: [50]
+    front.endless()
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     next(iter(stream))
     front.send(Abort(front.admits[0].request_id, "the operator ended it"))
@@ -205,6 +209,10 @@ def test_a_slow_reader_costs_bounded_memory_and_slows_nobody(own_front: Callable
     front = own_front()
     front.models = []
     whole = front.tokenizer.encode_blocking(front.text() * 4, False)
+
+    def made(tokens: int) -> list[int]:
+        return [whole[position % len(whole)] for position in range(tokens)]
+
     # Far more than sockets and transport hold, if each token were an event of its own.
     slow_tokens = 20_000
     from appliance.messages import ServedModel
@@ -220,6 +228,7 @@ def test_a_slow_reader_costs_bounded_memory_and_slows_nobody(own_front: Callable
         )
     ]
     front.configure()
+    front.wait_for(lambda: ask(front, "GET", f"/v1/models/{MODEL}").json["max_model_len"] == 1 << 20)
     front.replica.script = lambda submit, sample: whole
     front.replica.burst = 10
     before = rss_bytes(front.process.pid)
@@ -227,18 +236,22 @@ def test_a_slow_reader_costs_bounded_memory_and_slows_nobody(own_front: Callable
         send(front, slow, stream=True, ignore_eos=True, max_tokens=slow_tokens)
         front.wait_for(lambda: len(front.replica.running) == 1)
         quick = ask(front, "POST", "/v1/chat/completions", chat(stream=True, ignore_eos=True, max_tokens=200))
-        assert len(events(quick)) > 15
-        front.wait_for(lambda: not front.replica.running, 30)
+        assert content(quick) == front.tokenizer.decode(made(200))
+        front.wait_for(lambda: not front.replica.running, 60)
         assert rss_bytes(front.process.pid) - before < 8 << 20
         answer = read_answer(slow)
     chunks = events(answer)
-    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
-    ids = [whole[position % len(whole)] for position in range(slow_tokens)]
-    assert text == front.tokenizer.decode(ids)
+    text = content(answer)
+    assert text == front.tokenizer.decode(made(slow_tokens))
     # What piled up was kept as text and left as one event, however small the steps were.
     assert max(len(chunk["choices"][0]["delta"].get("content", "")) for chunk in chunks[:-1]) > len(text) / 2
     front.wait_for(lambda: len(front.settles) == 2)
     assert sum(settle.delivered_tokens for settle in front.settles) == slow_tokens + 200
+
+
+def content(answer: Answer) -> str:
+    """The text of a stream."""
+    return "".join(event["choices"][0]["delta"].get("content", "") for event in events(answer)[:-1])
 
 
 def rss_bytes(pid: int) -> int:
