@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from appliance.actions import ReloadConfig
 from appliance.client import AdminClient, ServiceNotRunningError
 from appliance.protocol import Status
 from store.requests import LoggedRequest, RequestReader
@@ -85,6 +86,11 @@ class Service:
 
     def rows(self) -> list[LoggedRequest]:
         return RequestReader(self.state_dir / "history.db").tail(1000)
+
+    def have_time_to_load(self) -> None:
+        """However slow the machine is, where the test needed a `load_timeout_s` of 2."""
+        self.config.write_text(self.config.read_text().replace("load_timeout_s = 2", "load_timeout_s = 600"))
+        self.admin.act(ReloadConfig())
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         assert self.process is not None

@@ -74,7 +74,7 @@ def test_a_front_that_cannot_be_started_leaves_nothing_behind_and_is_tried_again
             assert said in front.last_error and "Too many open files" in front.last_error
             assert events.problems == [front.last_error]
             assert held() == before
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await events.ready.wait()
         assert front.state == "ready"
         front.begin_stop(0.0)

@@ -29,8 +29,8 @@ def free_ports(number: int) -> list[int]:
 
 def scrape(port: int) -> str:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
-    except httpx.ConnectError:
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
+    except (httpx.ConnectError, httpx.ReadError):
         return ""
 
 

@@ -87,13 +87,14 @@ def test_a_life_is_told_from_loading_over_ready_to_drained(
     wait_until(lambda: heard.count("EXTEND_TIMEOUT_USEC") >= 2, what="time to load")
     assert not heard.says(READY="1")
     script.unlink()
+    service.have_time_to_load()
     wait_until(lambda: heard.says(READY="1"), what="READY")
     wait_until(lambda: heard.says(STATUS="ready: 1 model"), what="its status")
     assert heard.place(STATUS="starting") < heard.place(STATUS="loading: m-0") < heard.place(READY="1")
     signs = heard.count("WATCHDOG")
     wait_until(lambda: heard.count("WATCHDOG") > signs + 2, what="signs of life")
     asked = heard.count("EXTEND_TIMEOUT_USEC")
-    with service.connect("m 100") as client:
+    with service.connect("m 300") as client:
         assert client.recv(1)
         process = service.process
         assert process is not None
@@ -115,15 +116,15 @@ def test_databases_that_take_long_to_open_or_to_close_are_waited_for(
     start, close = Writer.start, Writer.close
 
     def slow_start(writer: Writer) -> None:
-        assert writer.path.name != "history.db" or go_on.wait(20)
+        assert writer.path.name != "history.db" or go_on.wait(60)
         start(writer)
 
     def slow_close(writer: Writer, timeout_s: float = 5.0) -> None:
-        assert writer.path.name != "history.db" or go_on.wait(20)
+        assert writer.path.name != "history.db" or go_on.wait(60)
         close(writer, timeout_s)
 
     async def asks_again_and_again(what: str) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not heard.says(STATUS=what):
                 await asyncio.sleep(0.01)
             so_far = heard.count("EXTEND_TIMEOUT_USEC")
@@ -181,7 +182,7 @@ class Watched:
         self.notifier = Notifier(Manager(environ), self.board, lambda: self.writer.stalled_s)
 
     async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not true():
                 await asyncio.sleep(0.01)
 
@@ -209,7 +210,7 @@ def test_a_writer_that_hangs_ends_the_signs_of_life_until_it_gets_on(
         watched.notifier.start()
         await watched.signs(3)
         hangs = threading.Event()
-        done = watched.writer.call(lambda connection: hangs.wait(20))
+        done = watched.writer.call(lambda connection: hangs.wait(60))
         await watched.until(lambda: complaints() == 1)
         so_far = watched.heard.count("WATCHDOG")
         await watched.until(lambda: complaints() == 4)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from appliance.client import AdminError
+from appliance.protocol import ModelStatus, Status
 from appliance.rundir import last_holder
 from store.evidence import read_audit, verify_audit
 from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
@@ -63,13 +64,13 @@ def test_when_the_core_is_killed_its_children_end_and_the_next_start_seals_the_r
     service = make_service("fronts = 2")
     service.start()
     service.wait_ready()
-    streams = [service.connect("m 1000") for _ in range(8)]
+    streams = [service.connect("m 100000") for _ in range(8)]
     wait_until(lambda: len(service.rows()) == 8)
     pids = service.pids()
     assert len(pids) == 3 and service.process is not None
     service.process.kill()
     service.process.wait()
-    wait_until(lambda: not any(map(alive, pids)), 1.0, "the children's end")
+    wait_until(lambda: not any(map(alive, pids)), what="the children's end")
     for stream in streams:
         read_answer(stream)
     assert {row.state for row in service.rows()} == {"open"}
@@ -82,7 +83,7 @@ def test_a_killed_front_costs_only_its_own_clients_and_comes_back(make_service: 
     service = make_service("fronts = 2")
     service.start()
     status = service.wait_ready()
-    doomed, other = service.connect("m 100"), service.connect("m 100")
+    doomed, other = service.connect("m 100000"), service.connect("m 100")
     wait_until(lambda: len(service.rows()) == 2)
     os.kill(status.fronts[0].pid or 0, signal.SIGKILL)
     assert read_answer(doomed)[-1].isdecimal()
@@ -107,16 +108,16 @@ def test_a_killed_replica_comes_back_and_the_answer_goes_on_without_a_gap(make_s
     service = make_service()
     service.start()
     status = service.wait_ready()
-    stream = service.connect("m 80")
-    time.sleep(0.2)
+    stream = service.connect("m 200")
+    assert stream.recv(1, socket.MSG_PEEK)
     os.kill(status.models[0].replicas[0].pids[0], signal.SIGKILL)
-    assert read_answer(stream) == [str(token) for token in range(1, 81)] + ["front-0 length"]
+    assert read_answer(stream) == [str(token) for token in range(1, 201)] + ["front-0 length"]
     wait_until(lambda: service.rows()[0].state == "ended")
     (row,) = service.rows()
     assert (row.status, row.billed_tokens, row.generated_tokens, row.resubmissions >= 1) == (
         200,
-        80,
-        80,
+        200,
+        200,
         True,
     )
     (replica,) = service.admin.status().models[0].replicas
@@ -125,7 +126,7 @@ def test_a_killed_replica_comes_back_and_the_answer_goes_on_without_a_gap(make_s
 
 
 def test_a_replica_that_hangs_is_killed_and_started_anew(make_service: Make) -> None:
-    service = make_service("hang_timeout_s = 0.5")
+    service = make_service("hang_timeout_s = 3")
     service.start()
     pid = service.wait_ready().models[0].replicas[0].pids[0]
     stream = service.connect("m 50")
@@ -157,6 +158,7 @@ def test_a_front_that_hangs_while_it_starts_is_killed_and_started_anew(make_serv
     last_error = service.admin.status().fronts[0].last_error
     assert "no sign of life" in last_error and "while starting" in last_error
     (service.folder / "m" / "hang").unlink()
+    service.have_time_to_load()
     service.wait_ready()
 
 
@@ -166,15 +168,20 @@ def test_a_bad_checkpoint_fails_its_model_and_the_others_go_on(make_service: Mak
     (service.folder / "bad" / "fake.json").write_text(json.dumps({"fatal": ["checkpoint", why]}))
     service.start()
     wait_until(lambda: service.state() == "degraded")
-    wait_until(lambda: service.admin.status().models[0].state == "ready")
+    seen: list[Status] = []
+
+    def starts_again() -> bool:
+        seen.append(service.admin.status())
+        good, bad = seen[-1].models
+        return good.state == "ready" and bad.replicas[0].detail.startswith("starts again in ")
+
+    wait_until(starts_again)
+    assert (seen[-1].models[1].state, seen[-1].models[1].detail) == ("failed", why)
+    assert "bad-0 is failed" in seen[-1].reason
     assert read_answer(service.connect("good 2"))[-1] == "front-0 length"
     assert read_answer(service.connect("bad 2")) == [
         f"front-0 refused 503 the model 'bad' cannot be served: {why}"
     ]
-    status = service.admin.status()
-    assert (status.models[1].state, status.models[1].detail) == ("failed", why)
-    assert status.models[1].replicas[0].detail.startswith(("starts again in 5.", "starts again in 4."))
-    assert "bad-0 is failed" in status.reason
 
 
 def test_a_model_that_a_front_cannot_serve_is_a_problem_until_it_can(make_service: Make) -> None:
@@ -226,8 +233,15 @@ def test_memory_that_lacks_twice_in_a_row_fails_the_model_until_there_is_some(ma
     service = make_service()
     (service.folder / "m" / "fake.json").write_text(json.dumps({"fatal": ["memory", "3 blocks"]}))
     service.start()
-    wait_until(lambda: service.state() == "degraded" and service.admin.status().models[0].state == "failed")
-    assert service.admin.status().models[0].replicas[0].restarts == 2
+    wait_until(lambda: service.state() != "down")
+    seen: list[ModelStatus] = []
+
+    def failed() -> bool:
+        seen.extend(service.admin.status().models)
+        return seen[-1].state == "failed"
+
+    wait_until(failed)
+    assert seen[-1].replicas[0].restarts == 2
     assert "3 blocks" in read_answer(service.connect("m 2"))[-1]
     (service.folder / "m" / "fake.json").unlink()
     service.wait_ready()
@@ -239,6 +253,7 @@ def test_a_replica_that_stops_while_it_loads_is_started_anew(make_service: Make)
     service.start()
     wait_until(lambda: service.state() == "degraded")
     (service.folder / "m" / "fake.json").unlink()
+    service.have_time_to_load()
     service.wait_ready()
     (replica,) = service.admin.status().models[0].replicas
     assert "no progress" in replica.last_error and "load_timeout_s" in replica.last_error
@@ -259,7 +274,7 @@ def test_a_replica_that_dies_at_once_is_tried_again_ever_more_slowly(make_servic
     (service.folder / "m" / "fake.json").write_text(json.dumps({"exit": 3}))
     service.start()
     wait_until(lambda: service.state() == "degraded")
-    wait_until(lambda: service.admin.status().models[0].replicas[0].restarts == 3)
+    wait_until(lambda: service.admin.status().models[0].replicas[0].restarts >= 3)
     status = service.admin.status()
     assert status.problems[0].where == "m-0" and "exit code 3" in status.models[0].replicas[0].last_error
     waiting = service.connect("m 2")
