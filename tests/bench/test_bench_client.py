@@ -64,7 +64,7 @@ def test_percentiles_are_the_servers_own_times(fake: FakeServer, target: Target)
 
 
 def test_at_most_the_concurrency_runs_at_once_spread_over_workers(fake: FakeServer, target: Target) -> None:
-    fake.behaviour.ttft_s = lambda number: 0.02
+    fake.behaviour.ttft_s = lambda number: 0.3  # in which both workers have begun, whoever comes late
     raw = drive(target, 24, concurrency=6, workers=2)
     summary = figures(raw)
     assert summary.succeeded == 24 and raw.workers == 2
@@ -132,7 +132,8 @@ def test_several_tokens_a_chunk_are_noticed(fake: FakeServer, target: Target) ->
     summary = figures(drive(target, 4, concurrency=4, output_tokens=16), 16)
     assert (summary.output_tokens, summary.chunks, summary.tokens_per_chunk) == (64, 16, 4)
     assert summary.itl and summary.tpot
-    assert summary.itl.p50 >= 18 and summary.tpot.p50 < summary.itl.p50 / 3
+    # Three gaps for fifteen tokens, however long the machine made one of them.
+    assert summary.itl.p50 >= 18 and summary.tpot.max < summary.itl.max / 3
 
 
 def test_chunks_are_counted_where_there_is_no_usage(fake: FakeServer, target: Target) -> None:
@@ -170,7 +171,7 @@ def failing(request: pytest.FixtureRequest, fake: FakeServer) -> Iterator[tuple[
 
 def test_a_failure_is_counted_by_its_kind(target: Target, failing: tuple[str, str]) -> None:
     kind, message = failing
-    summary = figures(drive(target, 3, concurrency=3, timeout_s=0.4))
+    summary = figures(drive(target, 3, concurrency=3, timeout_s=0.4 if kind == "timeout" else 60.0))
     assert summary.succeeded == 0 and summary.output_tokens == 0
     assert {name: one.count for name, one in summary.failures.items()} == {kind: 3}
     assert message in summary.failures[kind].example
@@ -224,13 +225,13 @@ def test_a_run_that_is_given_up_leaves_the_server_and_the_next_one_begins(
             raw = await pool.run(load, 1, lambda standing: True)
             assert not raw.stopped and figures(raw).succeeded == 50
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_requests_without_their_first_token_in_time_are_known_while_they_run(
     fake: FakeServer, target: Target
 ) -> None:
-    fake.behaviour.ttft_s = lambda number: 0.6
+    fake.behaviour.ttft_s = lambda number: 2.0
     most = 0
 
     def watch(standing: Standing) -> bool:

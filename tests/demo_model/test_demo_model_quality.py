@@ -85,7 +85,7 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
         )
         group = ReplicaGroup.launch(spec, hear, ended)
         try:
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(240):
                 info = await ready
                 client = ReplicaClient(socket.socket(fileno=group.attach_front("front-0")), lambda lost: None)
 

@@ -122,7 +122,7 @@ def test_drain_waits_for_the_reader_and_no_longer_than_it_was_told_to() -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert left.drain(10.0)
+    assert left.drain(60.0)
     assert left.backlog_bytes == 0
     reader.join()
     assert [message.text for message in got] == texts  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ def test_drain_ends_when_the_peer_is_gone() -> None:
         left.send(Note("x" * 100_000))
     dying = threading.Timer(0.05, right.close)
     dying.start()
-    assert left.drain(10.0)
+    assert left.drain(60.0)
     dying.join()
     left.read()
     assert left.closed

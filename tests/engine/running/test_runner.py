@@ -309,12 +309,14 @@ def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: 
     runner._stream.submit(gate.wait)
     launched = [runner.launch(begin), *[runner.launch(StepPlan(n, [], [], [], [0], [])) for n in range(2, 9)]]
     assert not any(step.ready() for step in launched)
+    threading.Event().wait(0.6)
     gate.set()
     tokens = [step.wait().token_ids[0] for step in launched]
     check_greedy(runner, prompt_of(60), tokens)
     assert all(step.ready() for step in launched)
     assert launched[0].host_gap_us == 0.0
-    assert all(0.0 <= step.host_gap_us < 20_000 for step in launched)
+    # That they waited for their turn is no gap of the host's.
+    assert all(0.0 <= step.host_gap_us < 500_000 for step in launched)
     threading.Event().wait(0.03)
     late = runner.launch(StepPlan(9, [], [], [], [0], []))
     late.wait()
