@@ -350,7 +350,7 @@ class Bursts:
         found = Findings()
         if replica.blocks_used or replica.credit_rows != replica.max_rows or replica.running:
             found.note("leaked", 1, f"the replica has {replica.blocks_used} blocks in use and runs something")
-        self.running.wait_until(lambda: not self._open_rows(), 10, "every row to be ended")
+        self.running.wait_until(lambda: not self._open_rows(), 60, "every row to be ended")
         rows = self.rows()
         for this in self.rounds:
             # Some clients did not even learn their request's id: their front died.

@@ -84,7 +84,7 @@ class Service:
             [APPLIANCE, *words, "--run-dir", str(self.run_dir), "--json"],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -133,8 +133,12 @@ def check_house(running: Service, tally: Tally) -> None:
             and replica["credit_tokens"] == replica["step_tokens"]
         )
 
-    running.wait_until(calm, 45, f"calm after the storm: {tally.outcomes}")
-    time.sleep(0.5)
+    running.wait_until(calm, 90, f"calm after the storm: {tally.outcomes}")
+    running.wait_until(
+        lambda: not any(database["lag_rows"] for database in running.status()["databases"]),
+        60,
+        "every row to be on the disk",
+    )
     with sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True) as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         rows = dict(database.execute("select request_id, state from requests"))

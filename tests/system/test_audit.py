@@ -49,7 +49,7 @@ def record() -> Iterator[Record]:
                 for _ in range(3)
             ]
         operate(running)
-        running.wait_until(lambda: len(ended(running)) == 3, 20, "the rows of the requests")
+        running.wait_until(lambda: len(ended(running)) == 3, 60, "the rows of the requests")
         let_auditors_read(running)
         found = {how: read_as_auditor(running.state_dir, how) for how in ("module", "program")}
         verified = verify(running.state_dir)
@@ -274,12 +274,12 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         load = Load(running)
         load.start()
         filler = fill(small_disk)
-        failing = running.wait_until(lambda: sick(running), 30, "the databases to say that they fail")
+        failing = running.wait_until(lambda: sick(running), 60, "the databases to say that they fail")
         assert "full" in failing["last_error"]
 
         # It serves, does what it can, refuses with the reason what it cannot, and writes it all down.
         served = len(load.request_ids)
-        running.wait_until(lambda: len(load.request_ids) > served + 3, 30, "requests to be served")
+        running.wait_until(lambda: len(load.request_ids) > served + 3, 60, "requests to be served")
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "acme")
         running.command("drain", "--model", "demo", "--queue", "--grace", "5s", "--no-wait")
         running.command("resume", "--model", "demo")
@@ -303,7 +303,7 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         load.end()
         running.wait_until(
             lambda: ended(running) >= set(load.request_ids),
-            30,
+            60,
             "the rows of all requests",
         )
         running.command("tenants", "set", "acme", "--weight", "2")
@@ -328,12 +328,12 @@ def test_what_waits_when_the_service_is_killed_is_in_the_chain_after_the_next_st
     with service("--state-dir", str(small_disk)) as running:
         filler = fill(small_disk)
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "default")
-        running.wait_until(lambda: running.status()["audit"]["spooled"] == 2, 20, "the spool")
+        running.wait_until(lambda: running.status()["audit"]["spooled"] == 2, 60, "the spool")
         running.process.send_signal(signal.SIGKILL)
         running.process.wait(60)
         filler.unlink()
         running.start()
-        running.wait_until(lambda: well(running), 30, "the spool to be taken in")
+        running.wait_until(lambda: well(running), 60, "the spool to be taken in")
         (action,) = running.command("audit", "list")
         assert action["action"] == "keys.create" and action["result"].startswith("failed")
         found = verify(small_disk)

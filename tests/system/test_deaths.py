@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import psutil
@@ -68,6 +69,12 @@ def wait_gone(pids: list[int], timeout_s: float) -> None:
         time.sleep(0.01)
 
 
+def opened(running: Service) -> int:
+    """So many rows of the request log have no end."""
+    with closing(sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True)) as database:
+        return int(database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone()[0])
+
+
 def answer(running: Service) -> str:
     with running.client(timeout=60) as client:
         return (
@@ -80,18 +87,18 @@ def answer(running: Service) -> str:
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on(victim: int) -> None:
     with service("--tensor-parallel-size", "2") as running:
-        undisturbed = Stream(running, max_tokens=200)
-        undisturbed.join(60)
+        undisturbed = Stream(running, max_tokens=400)
+        undisturbed.join(120)
         assert undisturbed.finish == "length", undisturbed.error
-        streams = [Stream(running, max_tokens=200) for _ in range(3)]
+        streams = [Stream(running, max_tokens=400) for _ in range(3)]
         for stream in streams:
             assert stream.begun.wait(60)
         pids = running.replica()["pids"]
         assert len(pids) == 2
         psutil.Process(pids[victim]).kill()
-        wait_gone(pids, 5.0)
+        wait_gone(pids, 60.0)
         for stream in streams:
-            stream.join(60)
+            stream.join(120)
             assert not stream.is_alive()
             assert stream.error is None
             assert stream.text == undisturbed.text
@@ -100,13 +107,13 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on(victim: int) 
         everybody = running.descendants()
         assert len(everybody) == 3  # two ranks and a front: no orphan, no double
         rows = running.wait_until(
-            lambda: [row for row in running.rows() if row["resubmissions"]], 5, "rows that tell of it"
+            lambda: [row for row in running.rows() if row["resubmissions"]], 60, "rows that tell of it"
         )
         assert len(rows) == 3
-        assert {row["billed_tokens"] for row in rows} == {200}
+        assert {row["billed_tokens"] for row in rows} == {400}
         assert len(list(running.run_dir.glob("ranks-*"))) == 1  # where the new ranks met
         running.stop()
-        wait_gone([process.pid for process in everybody], 5.0)
+        wait_gone([process.pid for process in everybody], 60.0)
         assert [path.name for path in running.run_dir.iterdir()] == ["service.lock"]
 
 
@@ -117,21 +124,21 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
             assert stream.begun.wait(60)
         fronts = running.status()["fronts"]
         psutil.Process(fronts[0]["pid"]).kill()
-        wait_gone([fronts[0]["pid"]], 5.0)
+        wait_gone([fronts[0]["pid"]], 60.0)
         for stream in streams:
-            stream.join(60)
+            stream.join(120)
             assert not stream.is_alive()
         assert sum(stream.error is not None for stream in streams) == 3
         assert sum(stream.finish == "length" for stream in streams) == 3
         running.wait_until(
-            lambda: all(front["state"] == "ready" for front in running.status()["fronts"]), 20, "a new front"
+            lambda: all(front["state"] == "ready" for front in running.status()["fronts"]), 60, "a new front"
         )
         assert answer(running)
         assert answer(running)
-        running.wait_until(lambda: running.replica()["running"] == 0, 10, "an idle replica")
+        running.wait_until(lambda: running.replica()["running"] == 0, 60, "an idle replica")
         assert running.replica()["blocks_used"] == 0
         rows = running.wait_until(
-            lambda: [row for row in running.rows() if row["finish_reason"] == "cancelled"], 5, "their rows"
+            lambda: [row for row in running.rows() if row["finish_reason"] == "cancelled"], 60, "their rows"
         )
         assert len(rows) == 3
         assert all(row["error"] for row in rows)
@@ -147,14 +154,14 @@ def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
             streams = list(pool.map(lambda _: Stream(running), range(60)))
         for stream in streams:
             assert stream.begun.wait(60)
-        time.sleep(1.1)
+        running.wait_until(lambda: opened(running) == 60, 60, "their rows to be on the disk")
         children = [process.pid for process in running.descendants()]
         assert len(children) == 3
         running.process.kill()
         running.process.wait()
-        wait_gone(children, 5.0)
+        wait_gone(children, 60.0)
         for stream in streams:
-            stream.join(60)
+            stream.join(120)
             assert not stream.is_alive()
 
         running.start()

@@ -25,12 +25,13 @@ pytestmark = pytest.mark.system
 
 TOKENS = 24
 LONG = 1800
+NOTICE_S = 4.0
 FRONTS = 2
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, and time enough between "not ready" and the first refusal for a probe to look."""
+    """Two models."""
     path = tmp_path_factory.mktemp("drain") / "appliance.toml"
     model = f'folder = "{demo_model_folder()}"\nthreads = 1\nkv_blocks = 400\nmax_rows = 8\n'
     path.write_text(
@@ -183,6 +184,17 @@ def draining(running: Service, *options: str) -> Iterator[subprocess.Popen[str]]
             process.kill()
 
 
+@pytest.fixture
+def patient(box: Service, settings: Path) -> Iterator[Service]:
+    """The box, with time for probes on a slow machine as well."""
+    text = settings.read_text()
+    settings.write_text(text.replace("drain_notice_s = 0.8", f"drain_notice_s = {NOTICE_S}"))
+    box.command("config", "reload")
+    yield box
+    settings.write_text(text)
+    box.command("config", "reload")
+
+
 def status(running: Service) -> Status:
     with AdminClient(running.run_dir) as admin:
         return admin.status()
@@ -192,7 +204,8 @@ def runs_one(running: Service) -> bool:
     return status(running).queue.running == 1
 
 
-def test_a_drain_under_load_loses_nothing_and_says_not_ready_before_it_refuses(box: Service) -> None:
+def test_a_drain_under_load_loses_nothing_and_says_not_ready_before_it_refuses(patient: Service) -> None:
+    box = patient
     load = Load(box)
     load.probe("")
     with load, draining(box, "--grace", "60s", "--json") as process:
@@ -202,10 +215,10 @@ def test_a_drain_under_load_loses_nothing_and_says_not_ready_before_it_refuses(b
         assert [looks[0]["state"], looks[-1]["state"]] == ["announced", "drained"]
         assert looks[-1]["ended"] == looks[-1]["running"] == looks[-1]["queued"] == 0
         assert looks[-1]["elapsed_s"] < 60
-        box.wait_until(lambda: load.refusals, 30, "a refusal")
+        box.wait_until(lambda: load.refusals, 60, "a refusal")
         assert status(box).state == "drained"
         box.command("resume")
-        box.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 30, "ready probes")
+        box.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 60, "ready probes")
         seen = len(load.answers)
         box.wait_until(lambda: len(load.answers) > seen + 12, 60, "answers after the drain")
         assert not any(answer.refused for answer in load.answers[seen + 12 :])
@@ -214,19 +227,20 @@ def test_a_drain_under_load_loses_nothing_and_says_not_ready_before_it_refuses(b
     assert status(box).state == "ready"
 
 
-def test_a_drain_of_one_model_leaves_the_other_alone(box: Service) -> None:
+def test_a_drain_of_one_model_leaves_the_other_alone(patient: Service) -> None:
+    box = patient
     load = Load(box, ("demo", "other"))
     load.probe("demo")
     with load, draining(box, "--model", "demo", "--grace", "60s") as process:
         assert process.wait(90) == 0
-        box.wait_until(lambda: load.refusals, 30, "a refusal")
+        box.wait_until(lambda: load.refusals, 60, "a refusal")
         with box.http() as http:
             for path, code in (("", 200), ("?model=other", 200), ("?model=demo", 503)):
                 assert http.get(f"/health/ready{path}").status_code == code
         seen = len(load.of("other"))
         box.wait_until(lambda: len(load.of("other")) > seen + 10, 60, "answers of the other model")
         box.command("resume", "--model", "demo")
-        box.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 30, "ready probes")
+        box.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 60, "ready probes")
     check(load)
     check_order(load)
     assert not any(answer.refused for answer in load.of("other"))
@@ -235,9 +249,9 @@ def test_a_drain_of_one_model_leaves_the_other_alone(box: Service) -> None:
 def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Service) -> None:
     with ThreadPoolExecutor(1) as pool, box.http() as http, box.http() as other:
         long = pool.submit(ask, http, "demo", tokens=LONG)
-        box.wait_until(lambda: runs_one(box), 30, "the long request")
+        box.wait_until(lambda: runs_one(box), 60, "the long request")
         with draining(box, "--grace", "60s") as process:
-            box.wait_until(lambda: ask(other, "demo", tokens=1).refused, 30, "a refusal")
+            box.wait_until(lambda: ask(other, "demo", tokens=1).refused, 60, "a refusal")
             assert not long.done()
             box.command("resume")
             out, errors = process.communicate(timeout=60)
@@ -252,7 +266,7 @@ def test_with_queue_new_requests_wait_and_are_served_when_service_resumes(box: S
         with draining(box, "--queue") as process:
             assert process.wait(60) == 0
         waiting = [pool.submit(ask, http, "demo", stream=number % 2 == 0) for number in range(5)]
-        box.wait_until(lambda: status(box).drains[0].held == 5, 30, "five that wait")
+        box.wait_until(lambda: status(box).drains[0].held == 5, 60, "five that wait")
         assert not any(future.done() for future in waiting)
         assert status(box).state == "drained"
         box.command("resume")
@@ -265,13 +279,13 @@ def test_with_queue_new_requests_wait_and_are_served_when_service_resumes(box: S
 def test_what_outlives_the_grace_is_ended_with_one_clear_error(box: Service, stream: bool) -> None:
     with ThreadPoolExecutor(1) as pool, box.http() as http:
         long = pool.submit(ask, http, "demo", stream=stream, tokens=LONG)
-        box.wait_until(lambda: runs_one(box), 30, "the long request")
+        box.wait_until(lambda: runs_one(box), 60, "the long request")
         with draining(box, "--grace", "0s") as process:
             out, errors = process.communicate(timeout=60)
         assert process.returncode == 1, errors
         assert "1 requests did not finish within the grace and were ended" in out
         assert (long.result(60).status, long.result().code) == (503, "aborted")
-        box.wait_until(lambda: status(box).queue.running == 0, 10, "an idle engine")
+        box.wait_until(lambda: status(box).queue.running == 0, 60, "an idle engine")
         assert box.rows()[-1]["error"] == "the service is draining, and this request did not finish in time"
         box.command("resume")
 
@@ -284,8 +298,10 @@ def outcomes(running: Service) -> dict[tuple[str, int], int]:
         }
 
 
-def test_sigterm_under_load_drains_as_well_and_leaves_nothing_behind(settings: Path) -> None:
-    with service("--config", str(settings)) as running:
+def test_sigterm_under_load_drains_as_well_and_leaves_nothing_behind(settings: Path, tmp_path: Path) -> None:
+    config = tmp_path / "appliance.toml"
+    config.write_text(settings.read_text().replace("drain_notice_s = 0.8", f"drain_notice_s = {NOTICE_S}"))
+    with service("--config", str(config)) as running:
         processes = running.descendants()
         load = Load(running)
         load.probe("")
@@ -309,9 +325,9 @@ def test_a_second_sigterm_ends_what_still_runs(settings: Path) -> None:
         running.http() as http,
     ):
         long = pool.submit(ask, http, "demo", stream=True, tokens=LONG)
-        running.wait_until(lambda: runs_one(running), 30, "the long request")
+        running.wait_until(lambda: runs_one(running), 60, "the long request")
         running.process.send_signal(signal.SIGTERM)
-        running.wait_until(lambda: status(running).state == "draining", 10, "the drain")
+        running.wait_until(lambda: status(running).state == "draining", 60, "the drain")
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60) == 0
         assert (long.result(60).status, long.result().code) == (503, "aborted")

@@ -45,7 +45,7 @@ def rows_of(running: Service, *request_ids: str) -> list[dict[str, Any]]:
         rows = {row["request_id"]: row for row in running.rows() if row["state"] == "ended"}
         return [rows[request_id] for request_id in request_ids] if set(request_ids) <= set(rows) else None
 
-    return running.wait_until(found, 10, "rows of the requests")  # type: ignore[no-any-return]
+    return running.wait_until(found, 60, "rows of the requests")  # type: ignore[no-any-return]
 
 
 class Streamed(threading.Thread):
@@ -120,22 +120,19 @@ def test_a_connection_that_moved_goes_on(running: Service) -> None:
 
 def test_a_retry_after_its_client_left_gets_the_stream_from_the_beginning(running: Service) -> None:
     whole = Streamed(running, "whole")
-    whole.join(60)
+    whole.join(120)
     for attempt in range(2):  # the retry lands on this front or on the other one
         first = Streamed(running, f"left-{attempt}", leave_after=40)
-        first.join(60)
+        first.join(120)
         if attempt:
             assert running.http().get("/health/live").status_code == 200
         retry = Streamed(running, f"left-{attempt}")
-        retry.join(60)
+        retry.join(120)
         assert (retry.error, retry.text) == (None, whole.text)
         ran, joined = rows_of(running, first.request_id, retry.request_id)
         assert (ran["status"], ran["billed_tokens"], ran["retry"]) == (200, 300, None)
-        assert (joined["retry"], joined["retry_of"], joined["billed_tokens"]) == (
-            "joined",
-            ran["request_id"],
-            0,
-        )
+        assert joined["retry"] in ("joined", "repeated")  # if the run had ended when it came
+        assert (joined["retry_of"], joined["billed_tokens"]) == (ran["request_id"], 0)
 
 
 def test_openais_client_that_times_out_joins_its_own_first_attempt(running: Service) -> None:
@@ -154,27 +151,28 @@ def test_openais_client_that_times_out_joins_its_own_first_attempt(running: Serv
         )
     assert answer.choices[0].text == expected.choices[0].text
     request_id = answer.id.removeprefix("cmpl-")
-    retries = [row for row in running.rows() if row["retry_of"] == request_id]
+    retries = running.wait_until(
+        lambda: [row for row in running.rows() if row["retry_of"] == request_id], 60, "rows of its retries"
+    )
     (ran,) = rows_of(running, request_id)
     assert ran["billed_tokens"] == 300
-    assert retries
     assert sum(row["billed_tokens"] for row in retries) == 0
 
 
 def test_a_killed_replica_is_a_pause_for_first_and_retry(running: Service) -> None:
-    expected = Streamed(running, "unkilled")
-    expected.join(60)
-    streams = [Streamed(running, "killed-replica") for _ in range(4)]
+    expected = Streamed(running, "unkilled", max_tokens=600)
+    expected.join(120)
+    streams = [Streamed(running, "killed-replica", max_tokens=600) for _ in range(4)]
     for stream in streams:
         assert stream.begun.wait(60)
     pid = running.replica()["pids"][0]
     psutil.Process(pid).kill()
     for stream in streams:
-        stream.join(60)
+        stream.join(120)
     assert [(stream.error, stream.text) for stream in streams] == [(None, expected.text)] * 4
     rows = rows_of(running, *(stream.request_id for stream in streams))
     assert sorted(row["retry"] or "" for row in rows) == ["", "joined", "joined", "joined"]
-    assert sum(row["billed_tokens"] for row in rows) == 300
+    assert sum(row["billed_tokens"] for row in rows) == 600
 
 
 def test_a_run_that_died_with_its_front_runs_anew_and_the_log_says_so() -> None:
@@ -188,11 +186,11 @@ def test_a_run_that_died_with_its_front_runs_anew_and_the_log_says_so() -> None:
         assert owner.pid is not None
         psutil.Process(owner.pid).kill()
         for stream in streams:
-            stream.join(60)
+            stream.join(120)
             # All had moved to the front that died.
             assert isinstance(stream.error, openai.APIConnectionError | httpx2.HTTPError), stream.error
         again = Streamed(running, "killed-front", max_tokens=600)
-        again.join(60)
+        again.join(120)
         assert again.error is None and len(again.text) > 30
         first, second = rows_of(running, lost.request_id, again.request_id)
         assert (first["status"], first["error"]) == (499, "the front process died")
@@ -203,7 +201,7 @@ def test_a_run_that_died_with_its_front_runs_anew_and_the_log_says_so() -> None:
         running.stop()
         running.start()
         anew = Streamed(running, "killed-front", max_tokens=600)
-        anew.join(60)
+        anew.join(120)
         assert anew.text == again.text
         (row,) = rows_of(running, anew.request_id)
         assert (row["retry"], row["billed_tokens"]) == (None, 600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,7 +91,7 @@ class Caller:
             yield
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
-        self.running.wait_until(condition, 20, what)
+        self.running.wait_until(condition, 60, what)
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +135,11 @@ def test_requests_a_minute(running: Service, scope: str) -> None:
 @pytest.mark.parametrize("limit", ["tokens_per_minute", "tokens_per_day"])
 def test_tokens(running: Service, scope: str, limit: str) -> None:
     caller = Caller(running, scope, **{limit: 60.0})
+    began = time.monotonic()
     assert tokens(caller.ask(10, 20)) == 20
     used = caller.usage()[limit]
-    assert used.used in (29, 30) and (used.held, used.capacity) == (0, 60)
+    # Of a minute's 60 one comes back each second.
+    assert 29 - (time.monotonic() - began) <= used.used <= 30 and (used.held, used.capacity) == (0, 60)
     answer = caller.ask(10, 40)
     error = refused(answer, "tokens")
     assert f"{limit.replace('_', ' ')} of {scope}" in error["message"] and "requested 50" in error["message"]
@@ -234,7 +237,7 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
     streams = [threading.Thread(target=stream_until_cut, args=(caller,)) for caller in callers]
     for thread in streams:
         thread.start()
-    running.wait_until(lambda: states(callers) == ["ended"] * 4 + ["open"] * 2, 20, "rows of what runs")
+    running.wait_until(lambda: states(callers) == ["ended"] * 4 + ["open"] * 2, 60, "rows of what runs")
     running.process.kill()
     running.process.wait()
     for thread in streams:

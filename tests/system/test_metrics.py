@@ -38,7 +38,7 @@ class Box:
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
 
     def text(self) -> str:
-        answer = httpx.get(self.metrics_url, timeout=10)
+        answer = httpx.get(self.metrics_url, timeout=60)
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         return answer.text
 
@@ -51,7 +51,7 @@ class Box:
         }
 
     def wait_for(self, name: str, good: Callable[[Values], Any]) -> None:
-        self.running.wait_until(lambda: good(self.values(name)), 20, name)
+        self.running.wait_until(lambda: good(self.values(name)), 60, name)
 
     def logged(self, *columns: str) -> Values:
         """The rows that have ended, by the first columns; the last one is summed."""
@@ -99,7 +99,7 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
         assert leaving.status_code == 200
     for stream in streams:
         stream.join(60)
-    running.wait_until(lambda: not running.rows("--status", "open"), 30, "the end of all requests")
+    running.wait_until(lambda: not running.rows("--status", "open"), 60, "the end of all requests")
     box.wait_for("appliance_store_waiting_rows", lambda waiting: waiting["history",] == 0)
 
     model = f"iif(version IS NULL, '{OTHERS}', model)"

@@ -92,7 +92,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
         assert (stream.error, stream.finish) == (None, "length")
     running.wait_until(lambda: box.pids("new"), 60, "the new model")
     running.wait_until(lambda: not set(changed) & set(box.pids("other") or changed), 60, "its successor")
-    running.wait_until(lambda: len(running.descendants()) == 4, 30, "a front and three replicas")
+    running.wait_until(lambda: len(running.descendants()) == 4, 60, "a front and three replicas")
     assert box.pids("demo") == kept
     assert [one.pid for one in box.status().fronts] == [front]
     assert [box.completes(model) for model in ("demo", "other", "new")] == [200, 200, 200]
@@ -110,7 +110,7 @@ def test_a_model_that_is_taken_out_ends_and_the_others_stay(box: Box) -> None:
     others = box.pids("demo") + box.pids("other")
     box.change(f"[models.new]\n{MODEL}", "")
     assert box.reload()["models"] == ["model new: is removed; what runs gets 10 s"]
-    box.running.wait_until(lambda: len(box.running.descendants()) == 3, 30, "the end of its replica")
+    box.running.wait_until(lambda: len(box.running.descendants()) == 3, 60, "the end of its replica")
     assert box.completes("new") == 404
     assert box.pids("demo") + box.pids("other") == others
 
@@ -136,10 +136,10 @@ def test_a_file_that_cannot_be_used_changes_nothing_and_its_line_is_told(box: Bo
 def test_a_hang_up_signal_reloads_while_it_drains_and_both_are_audited(box: Box) -> None:
     running, pids = box.running, box.pids("demo")
     running.command("drain", "--model", "demo", "--yes", "--no-wait")
-    running.wait_until(lambda: [one.state for one in box.status().drains] == ["drained"], 30, "the drain")
+    running.wait_until(lambda: [one.state for one in box.status().drains] == ["drained"], 60, "the drain")
     box.change("[limits]", "[queue]\nlimit = 17\n[limits]")
     running.process.send_signal(signal.SIGHUP)
-    running.wait_until(lambda: box.status().queue.limit == 17, 30, "the reload")
+    running.wait_until(lambda: box.status().queue.limit == 17, 60, "the reload")
     assert (box.completes("demo"), box.completes("other")) == (503, 200)
     running.command("resume", "--model", "demo")
     assert box.completes("demo") == 200

@@ -63,7 +63,7 @@ def shown(running: Service, request_id: str) -> Any:
 
 def kept(running: Service, request_id: str) -> Any:
     """What is kept of a request, as soon as it is."""
-    return running.wait_until(lambda: shown(running, request_id), 20, "what is kept of a request")
+    return running.wait_until(lambda: shown(running, request_id), 60, "what is kept of a request")
 
 
 def sha256(text: str) -> str:
@@ -89,7 +89,7 @@ def test_each_policy_keeps_what_it_says_and_no_secret_ever(running: Service) -> 
     assert [text["sha256"] for text in hashes["texts"]] == [sha256(PROMPT), sha256(answers["hashes"])]
     # The others went the same way before this one, so it is not merely late.
     assert shown(running, request_ids["metadata"]) is None
-    running.wait_until(lambda: ended(running) >= set(request_ids.values()), 20, "the rows of the requests")
+    running.wait_until(lambda: ended(running) >= set(request_ids.values()), 60, "the rows of the requests")
     on_disk = state_bytes(running)
     assert not [secret for secret in SECRETS if secret.encode() in on_disk]
     assert b"def login" in on_disk
@@ -118,9 +118,9 @@ def test_texts_go_when_their_time_is_over_and_the_row_stays(running: Service) ->
     kept(running, request_id)
     kept(running, stays)
     running.command("tenants", "set", "full", "--log-days", "0.000001")
-    running.wait_until(lambda: shown(running, request_id) is None, 30, "the texts to be removed")
+    running.wait_until(lambda: shown(running, request_id) is None, 60, "the texts to be removed")
     # Overwritten, not only forgotten; also in the write-ahead log.
-    running.wait_until(lambda: b"def login" not in state_bytes(running), 20, "the texts to be gone for good")
+    running.wait_until(lambda: b"def login" not in state_bytes(running), 60, "the texts to be gone for good")
     assert kept(running, stays)["texts"]
     assert [row["status"] for row in running.rows("--id", request_id)] == [200]
     with closing(sqlite3.connect(f"file:{running.state_dir}/contents.db?mode=ro", uri=True)) as database:

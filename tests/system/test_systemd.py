@@ -210,7 +210,7 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(box: Box) -
     before = box.unit()
     under_way = [Stream(box, max_tokens=1900) for _ in range(8)]
     assert all(stream.begun.wait(60) for stream in under_way)
-    box.inside.wait_until(lambda: box.rows("open") == 8, 10, "their rows to be on the disk")
+    box.inside.wait_until(lambda: box.rows("open") == 8, 60, "their rows to be on the disk")
     killed = box.inside.processes("appliance")
     box.inside.systemctl("kill", "--signal=KILL", "--kill-whom=main", SERVICE)
     with ThreadPoolExecutor(8) as pool:
@@ -252,9 +252,9 @@ def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box)
 
 
 def test_stop_drains_and_leaves_nothing(box: Box) -> None:
-    stream = Stream(box)
+    stream = Stream(box, max_tokens=1500)
     assert stream.begun.wait(60)
-    assert len(stream.lines) < 50
+    assert stream.is_alive()
     box.inside.systemctl("stop", SERVICE)
     stream.join(60)
     assert stream.error is None
