@@ -81,9 +81,9 @@ class FakeServer:
             else:
                 server = await asyncio.start_server(self._connection, "127.0.0.1", 0, backlog=1024)
                 self.port = server.sockets[0].getsockname()[1]
-            started.set()
 
         self._loop.run_until_complete(start())
+        self._loop.call_soon(started.set)  # once it can be told to stop
         self._loop.run_forever()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()

@@ -1,7 +1,7 @@
 """A replica without an engine: speaks a rank's protocol, one token every 10 ms for each sample.
 
 `fake.json` in the model's folder may say: {"fatal": [kind, message]}, {"exit": code}, or {"hang": true} to
-say nothing more while it loads.
+say nothing more while it loads, for as long as the file says so.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ class FakeReplica:
     def start(self, spec: ReplicaSpec) -> None:
         self.control.send(Progress("loading", 0.5))
         script = Path(spec.model_path) / "fake.json"
-        does = json.loads(script.read_text()) if script.exists() else {}
-        if "hang" in does:
-            time.sleep(1000)  # as a rank that loads: it listens to nobody
+        while "hang" in (does := said(script)):
+            time.sleep(0.05)  # as a rank that loads: it listens to nobody
         if "fatal" in does:
             self.control.send(Fatal(*does["fatal"]))
         if does:
@@ -150,6 +149,15 @@ class FakeReplica:
             )
             self.finished, self.gone = [], []
             await asyncio.sleep(STEP_S)
+
+
+def said(script: Path) -> dict[str, Any]:
+    """What it is to do while it loads."""
+    try:
+        found: dict[str, Any] = json.loads(script.read_text())
+    except FileNotFoundError:
+        return {}
+    return found
 
 
 def info(spec: ReplicaSpec) -> ReplicaInfo:

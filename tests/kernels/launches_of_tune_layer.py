@@ -87,7 +87,7 @@ def main() -> None:
             (compiling, "this_gpu", lambda: GPU),
             (script, "compile_launched", compile_launched),
             (script, "Graphs", Graphs),
-            (script, "load_table", lambda _: table_before()),
+            (script, "load_table", lambda *_: table_before()),
             (script.DecodeLayers, "go", noted),
             (script, "difference", lambda *_: 0.0),
             (script, "CUDA", META),
