@@ -494,8 +494,8 @@ def test_openais_client_retries_with_the_same_key_and_joins(front: Harness, clie
         answer = asked.result(60)
     assert answer.choices[0].message.content == front.text()
     assert len(front.admits) == 1
-    front.wait_for(lambda: len(front.retried) >= 1)
-    assert front.retried[-1].status == 200
+    # Those before the last one may have timed out as well.
+    front.wait_for(lambda: bool(front.retried) and front.retried[-1].status == 200)
 
 
 def test_openais_client_with_its_own_idempotency_header(front: Harness, client: openai.OpenAI) -> None:
