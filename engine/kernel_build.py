@@ -49,7 +49,7 @@ def start_build(
     # Here, since a replica on a CPU needs no Triton.
     from kernels import build, compiling
 
-    gpu = compiling.Gpu.of(*_gpu(device))
+    gpu = compiling.current_gpu(device)
     wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype)
     return KernelBuild() if build.is_built(wanted, gpu) else KernelBuild(build.start(wanted, gpu))
 
@@ -62,20 +62,16 @@ def check_kernels(
     config.check_parallel(spec.tensor_parallel_size)
     if device.type != "cuda" or dtype == "float32":
         return
+    from kernels import compiling
     from kernels.dimensions import DimensionsError, check, check_gpu
 
     wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype)
     try:
         check(wanted)
-        check_gpu(wanted, *_gpu(device))
+        gpu = compiling.current_gpu(device)
+        check_gpu(wanted, gpu.name, gpu.target.arch)
     except DimensionsError as error:
         raise UnfitError(str(error)) from None
-
-
-def _gpu(device: torch.device) -> tuple[str, int]:
-    """Its driver's name for it, and its compute capability times ten."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return torch.cuda.get_device_name(device), 10 * major + minor
 
 
 def dimensions(

@@ -251,12 +251,11 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device_type!r}; backends exist for cpu and cuda")
     if device_type == "cuda" and dtype != torch.float32:
-        from kernels.compiling import Gpu
+        from kernels.compiling import current_gpu
         from kernels.cuda import CudaOps
         from kernels.triton.linear_table import load_table
 
-        major, minor = torch.cuda.get_device_capability()
-        gpu = Gpu.of(torch.cuda.get_device_name(), 10 * major + minor)
+        gpu = current_gpu()
         multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         return CudaOps(
             expansion_blocks,

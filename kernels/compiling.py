@@ -97,17 +97,23 @@ def this_gpu() -> Gpu:
     child.start()
     sender.close()
     try:
-        name, (major, minor) = receiver.recv()
+        gpu: Gpu = receiver.recv()
     except EOFError:
         raise GpuError("no NVIDIA GPU can be used here: see nvidia-smi") from None
     finally:
         child.join()
-    return Gpu.of(name, 10 * major + minor)
+    return gpu
 
 
 def _send_gpu(sender: Any) -> None:
     if torch.cuda.is_available():
-        sender.send((torch.cuda.get_device_name(), torch.cuda.get_device_capability()))
+        sender.send(current_gpu())
+
+
+def current_gpu(device: torch.device | None = None) -> Gpu:
+    """A GPU, for a process that uses CUDA itself; None: the one that torch uses."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return Gpu.of(torch.cuda.get_device_name(device), 10 * major + minor)
 
 
 def record(target: GPUTarget, run: Callable[[], object]) -> list[Job]:

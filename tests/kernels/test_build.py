@@ -226,7 +226,7 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     held = {"weights": "bfloat16", "kv_dtype": "bfloat16", "head_dim": 64, **held}
     folder = folder_of(tmp_path, "llama", head_dim=held.pop("head_dim"))
     config, spec = read_config(folder), ReplicaSpec(replica="r", model_path=str(folder))
-    monkeypatch.setattr("engine.kernel_build._gpu", lambda device: gpu)
+    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of(*gpu))
     with pytest.raises(UnfitError, match=f"^{words}") if words else nullcontext():
         check_kernels(config, spec, dtype="bfloat16", **held, device=torch.device("cuda"))
     check_kernels(config, spec, dtype="float32", **held, device=torch.device("cuda"))

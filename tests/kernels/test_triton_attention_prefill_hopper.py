@@ -136,8 +136,8 @@ def test_a_hopper_alone_has_it_where_a_replica_serves_as_where_it_is_built_for(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = SimpleNamespace(multi_processor_count=78)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: divmod(capability, 10))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "any")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(capability, 10))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "any")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     ops: Any = select_backend("cuda", BF16)
     assert ops._hopper_multiprocessors == (78 if capability == 90 else 0)
