@@ -1,29 +1,30 @@
-"""Bytes of a block of weights: out of a mapping of its file, or read.
+"""Blocks of weights out of their files, each in pieces by several threads.
 
-Every error names the file and, once it is open, the tensor. But who cuts a file off in the very moment in
-which its mapping is copied ends the process (SIGBUS): the next start says what is missing.
+For a piece a thread calls the kernel once, which copies while the interpreter serves others. Pieces are
+large, so that the interpreter's share of the time is small, and few are on their way at once, so that what
+the page cache gives stays in the processor's until the device has fetched it.
+
+Every error names the file and, once it is open, the tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
 from engine.config import CheckpointError
 from engine.model.slices import Slice
 from engine.model.slots import Slot
-from engine.model.weight_file import Way, WeightFile
+from engine.model.weight_file import PAGE, WeightFile
 
-PAGERS = 8
-"""Threads that have pages of a mapping there, and let go of them: as many as keep up with PCIe where pages
-are small."""
-_SPAN_BYTES = 128 << 20
-"""Of a file, that such a thread takes at once, so that the interpreter's share of the time is small."""
-_SPANS_AHEAD = PAGERS + 2
-"""Spans that are had there while the blocks of one are used."""
+READERS = 12
+"""Threads: as many as PCIe's 55 GB/s take out of the page cache, and disks want reads at once."""
+PIECE_BYTES = 4 << 20
+"""A multiple of a page."""
 
 
 def opened(path: Path) -> WeightFile:
@@ -37,103 +38,89 @@ def opened(path: Path) -> WeightFile:
 class Block:
     """Rows that are had at once, and how."""
 
-    __slots__ = ("file", "rows", "way")
+    __slots__ = ("file", "past_cache", "rows")
 
     def __init__(self, rows: Slice, file: WeightFile) -> None:
         self.rows = rows
         self.file = file
-        self.way = file.way(rows.offset, rows.nbytes, rows.shared)
+        self.past_cache = file.past_cache(rows.offset, rows.nbytes, rows.shared)
 
     @property
-    def end(self) -> int:
-        return self.rows.offset + self.rows.nbytes
+    def first_page(self) -> int:
+        """Where the file's pages begin that a slot takes."""
+        return self.rows.offset // PAGE * PAGE
 
-    def is_before(self, other: Block) -> bool:
-        """Side by side with another, and had in the same way."""
-        return self.file is other.file and self.end == other.rows.offset and self.way is other.way
-
-
-class Pages:
-    """Of mapped blocks: there before they are touched, and let go of when all of a span are used."""
-
-    def __init__(self, blocks: list[Block], threads: ThreadPoolExecutor) -> None:
-        self._threads = threads
-        self._spans = list(_spans(blocks))
-        self._span_of = [number for number, span in enumerate(self._spans) for _ in span]
-        self._there: list[Future[None]] = []
-
-    def there(self, number: int) -> Future[None]:
-        """What to wait for before a block's pages are touched. Blocks are asked for in their order."""
-        mine = self._span_of[number]
-        for span in self._spans[len(self._there) : mine + 1 + _SPANS_AHEAD]:
-            self._there.append(self._threads.submit(_bring, span))
-        return self._there[mine]
-
-    def used(self, number: int) -> None:
-        """A block's pages will not be touched again. Blocks are used in their order."""
-        mine = self._span_of[number]
-        is_last = number + 1 == len(self._span_of) or self._span_of[number + 1] != mine
-        if is_last:
-            self._threads.submit(_let_go, self._spans[mine])
+    def numbers(self, slot: Slot) -> torch.Tensor:
+        """`[bytes]`, of a slot that all pieces were read to."""
+        skipped = self.rows.offset - self.first_page
+        return slot.host[skipped : skipped + self.rows.nbytes]
 
 
-def _spans(blocks: list[Block]) -> Iterator[list[Block]]:
-    """Blocks that lie side by side in a file, and are had in the same way."""
-    span: list[Block] = []
-    for block in blocks:
-        if span and not (span[-1].is_before(block) and block.end - span[0].rows.offset <= _SPAN_BYTES):
-            yield span
-            span = []
-        span.append(block)
-    yield span
+class Readers:
+    """Threads that read blocks, piece by piece in the order in which they are asked for."""
+
+    def __init__(self, threads: int) -> None:
+        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._stopped = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"weights {number}") for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def read(self, block: Block, slot: Slot) -> list[Future[None]]:
+        """Into `slot`. To wait for: each piece is there, or raises CheckpointError."""
+        pieces = [_Piece(block, slot, *part) for part in _cut(block)]
+        for piece in pieces:
+            self._pieces.put(piece)
+        return [piece.there for piece in pieces]
+
+    def close(self) -> None:
+        """Until no thread touches a slot any more; what nobody has begun to read is not read."""
+        self._stopped = True
+        for _ in self._threads:
+            self._pieces.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            if not self._stopped:
+                piece.read()
 
 
-def _bring(span: list[Block]) -> None:
-    if span[0].way is not Way.MAPPED:
-        return
-    for block in (span[0], span[-1]):
-        _check_there(block)  # or the file might have been shorter when it was mapped
-    file, first = span[0].file, span[0].rows.offset
-    try:
-        file.bring(first, span[-1].end - first)
-    except OSError:
-        for block in span:  # which tensor?
-            try:
-                file.bring(block.rows.offset, block.rows.nbytes)
-            except OSError as error:
-                raise _unreadable(block, error) from error
+def _cut(block: Block) -> list[tuple[int, int]]:
+    """First bytes and ends in the file, of pieces that all begin at a page but for the first."""
+    end = block.rows.offset + block.rows.nbytes
+    inner = range(block.first_page + PIECE_BYTES, end, PIECE_BYTES)
+    return list(zip([block.rows.offset, *inner], [*inner, end], strict=True))
 
 
-def _let_go(span: list[Block]) -> None:
-    if span[0].way is Way.MAPPED:
-        first = span[0].rows.offset
-        span[0].file.let_go(first, span[-1].end - first)
+class _Piece:
+    """Of a block, bytes that one thread reads at once."""
 
+    __slots__ = ("_block", "_end", "_first", "_slot", "there")
 
-def fetch(block: Block, there: Future[None], slot: Slot) -> torch.Tensor:
-    """The bytes of a block, where a GPU can fetch them: `slot`'s, or on a CPU maybe the mapping's own."""
-    rows = block.rows
-    if block.way is Way.MAPPED:
-        there.result()
-        _check_there(block)  # what a file no longer has must not be touched
-        assert block.file.pages is not None
-        return slot.filled(
-            torch.frombuffer(block.file.pages, dtype=torch.uint8, count=rows.nbytes, offset=rows.offset)
-        )
-    past_cache = block.way is Way.PAST_CACHE
-    try:
-        at = block.file.read(rows.offset, rows.nbytes, slot.bytes, past_cache)
-    except EOFError:
-        raise _truncated(block) from None
-    except OSError as error:
-        raise _unreadable(block, error) from error
-    return slot.host[at : at + rows.nbytes]
+    def __init__(self, block: Block, slot: Slot, first: int, end: int) -> None:
+        self._block = block
+        self._slot = slot
+        self._first = first
+        self._end = end
+        self.there: Future[None] = Future()
 
-
-def _check_there(block: Block) -> None:
-    if block.file.status().st_size < block.end:
-        raise _truncated(block)
-    check_unchanged(block)
+    def read(self) -> None:
+        block, first, nbytes = self._block, self._first, self._end - self._first
+        into = self._slot.bytes[first // PAGE * PAGE - block.first_page :]
+        try:
+            block.file.read(first, nbytes, into, block.past_cache)
+        except EOFError:
+            self.there.set_exception(_truncated(block))
+        except OSError as error:
+            self.there.set_exception(_unreadable(block, error))
+        except BaseException as error:  # or who waits would wait for ever
+            self.there.set_exception(error)
+        else:
+            self.there.set_result(None)
 
 
 def check_unchanged(block: Block) -> None:

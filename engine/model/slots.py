@@ -11,7 +11,7 @@ from engine.model.weight_file import PAGE
 
 
 class Slot:
-    """Bytes of the host on their way to a device; on a CPU only what is read needs one."""
+    """Bytes of the host on their way to a device."""
 
     def __init__(self, host: torch.Tensor, copies: torch.cuda.Stream | None) -> None:
         self.bytes = host.numpy().data
@@ -25,12 +25,6 @@ class Slot:
         """Until the bytes may be overwritten."""
         if self._copies is not None:
             self._copied.synchronize()
-
-    def filled(self, numbers: torch.Tensor) -> torch.Tensor:
-        """`numbers [bytes]` where a GPU can fetch them."""
-        if self._copies is None:
-            return numbers
-        return self.host[: len(numbers)].copy_(numbers)
 
     def copy(self, numbers: torch.Tensor, into: torch.Tensor) -> None:
         """To where they belong on the device, by the end of the ring."""

@@ -1,40 +1,33 @@
 """Tensors of safetensors files, block by block of rows, into memory of a device.
 
-What lies in the page cache is copied out of a mapping of the file, one block at a time by all of torch's
-threads together; threads of our own have its pages there beforehand, and let go of them afterwards. What does
-not lie there such threads read, many blocks at once, as disks want it. On a GPU both go through a ring of
-page-locked slots: while some are filled, others are copied to the device. Numbers that stay as they are go
-straight to where they belong; others go to room on the device, from where the caller converts them. The ring
-holds at most 256 MiB of a checkpoint, 80 where all of it is in the page cache, and a GPU that converts has as
-much room besides, unless a single row is larger than a block. `engine.model.weight_file` says what is read
-how.
+Blocks are read ahead of their use by several threads (`engine.model.fetching`), out of the page cache or past
+it (`engine.model.weight_file`), into a ring of slots of the host. For a GPU these are page-locked: while some
+are read into, others are copied to the device. Numbers that stay as they are go straight to where they
+belong; others go to room on the device, from where the caller converts them. The ring holds at most 128 MiB
+of a checkpoint, and a GPU that converts has as much room besides, unless a single row is larger than a block.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from itertools import cycle
 
 import torch
 
-from engine.model.fetching import PAGERS, Block, Pages, check_unchanged, fetch, opened
+from engine.model.fetching import PIECE_BYTES, READERS, Block, Readers, check_unchanged, opened
 from engine.model.slices import Slice, cut
 from engine.model.slots import Ring, Slot
-from engine.model.weight_file import PAGE, Way
+from engine.model.weight_file import PAGE
 
-READERS = 12
-"""Threads that read what is not in the page cache."""
 BLOCK_BYTES = 16 << 20
 """For a GPU: large, so that the interpreter's share of the time is small."""
 _CPU_BLOCK_BYTES = 4 << 20
 """So that its cache holds what conversions need besides."""
-_COPYING = 3
+_COPYING = 4
 """Slots that are being copied to a GPU."""
-_COPY_THREADS = 16
-"""Of torch, that fill a slot, where it may have them: it takes so many to keep up with PCIe's 55 GB/s."""
 
 Fill = Callable[[Slice, torch.Tensor], None]
 """Takes rows and their numbers, `[rows, ...]` in the file's dtype on the device, which are valid during the
@@ -71,56 +64,40 @@ def stream(
     with ExitStack() as stack:
         paths = {rows.entry.file for rows in slices}
         files = {path: stack.enter_context(closing(opened(path))) for path in paths}
-        blocks = [Block(rows, files[rows.entry.file]) for rows in slices]
-        # Of those that are asked for, one waits until another is done.
-        most_ahead = (1 if all(block.way is Way.MAPPED for block in blocks) else READERS) + 1
         largest = max(rows.nbytes for rows in slices)
-        ring = stack.enter_context(closing(Ring(most_ahead + _COPYING, largest + 2 * PAGE, device)))
-        stack.enter_context(_copy_threads(device))
-        pagers, copier, readers = (
-            ThreadPoolExecutor(most, f"weights {name}")
-            for name, most in (("pages", PAGERS), ("copy", 1), ("read", READERS))
-        )
-        for threads in (pagers, copier, readers):
-            stack.callback(threads.shutdown, cancel_futures=True)
-        pages = Pages(blocks, pagers)
-        ahead: deque[tuple[int, Slot, Future[torch.Tensor]]] = deque()
+        ahead_most = _blocks_ahead(largest)
+        ring = stack.enter_context(closing(Ring(ahead_most + _COPYING, largest + 2 * PAGE, device)))
+        readers = stack.enter_context(closing(Readers(READERS)))
+        ahead: deque[tuple[Block, Slot, list[Future[None]]]] = deque()
 
         def hand_over_one() -> Slice:
-            number, slot, fetched = ahead.popleft()
-            _hand_over(blocks[number], slot, fetched.result(), fill, place)
-            pages.used(number)
-            return blocks[number].rows
+            block, slot, pieces = ahead.popleft()
+            for piece in pieces:
+                piece.result()
+            check_unchanged(block)
+            _hand_over(block, slot, fill, place)
+            return block.rows
 
-        for number, (block, slot) in enumerate(zip(blocks, cycle(ring.slots), strict=False)):
-            if len(ahead) == most_ahead:
+        for rows, slot in zip(slices, cycle(ring.slots), strict=False):
+            if len(ahead) == ahead_most:
                 yield hand_over_one()
             slot.wait()
-            threads = copier if block.way is Way.MAPPED else readers
-            ahead.append((number, slot, threads.submit(fetch, block, pages.there(number), slot)))
+            block = Block(rows, files[rows.entry.file])
+            ahead.append((block, slot, readers.read(block, slot)))
         while ahead:
             yield hand_over_one()
 
 
-def _hand_over(block: Block, slot: Slot, numbers: torch.Tensor, fill: Fill, place: Place) -> None:
+def _blocks_ahead(nbytes: int) -> int:
+    """Blocks of `nbytes` that keep all readers busy, and one that waits until another is done."""
+    return -(-READERS * PIECE_BYTES // max(nbytes, PIECE_BYTES)) + 1
+
+
+def _hand_over(block: Block, slot: Slot, fill: Fill, place: Place) -> None:
+    numbers = block.numbers(slot)
     target = place(block.rows)
     if target is not None:
         slot.copy(numbers, target.view(-1).view(torch.uint8))
     else:
         fill(block.rows, block.rows.view(slot.on_device(numbers)))
         slot.used()
-    # A CPU has read a mapping only now.
-    check_unchanged(block)
-
-
-@contextmanager
-def _copy_threads(device: torch.device) -> Iterator[None]:
-    """No more threads of torch than copying for a GPU needs, of those that this process was given."""
-    before = torch.get_num_threads()
-    if device.type == "cuda":
-        torch.set_num_threads(min(_COPY_THREADS, before))
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            torch.set_num_threads(before)

@@ -17,9 +17,10 @@ from engine.families import read_config
 from engine.memory import WeightsTooLarge
 from engine.model.checkpoint import read_entries
 from engine.model.decoder import Decoder
+from engine.model.fetching import READERS
 from engine.model.loader import load
 from engine.model.slices import Slice
-from engine.model.streaming import BLOCK_BYTES, READERS, nowhere, stream
+from engine.model.streaming import BLOCK_BYTES, nowhere, stream
 from engine.model.weight_file import WeightFile
 from kernels import select_backend
 from tests.engine.model.checkpoints import Case, Fp8, make, quantise

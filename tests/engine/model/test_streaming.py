@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError
+from engine.model import fetching
 from engine.model.checkpoint import INDEX, Entry, read_entries
 from engine.model.slices import Slice
-from engine.model.streaming import READERS, _copy_threads, nowhere, stream
-from engine.model.weight_file import PAGE, Way, WeightFile
+from engine.model.streaming import nowhere, stream
+from engine.model.weight_file import PAGE, WeightFile
 from tests.engine.model.page_cache import cached_pages, drop
 
 CPU = torch.device("cpu")
 BLOCK_SIZES = [1, 257, 4096, 5000, 1 << 20]
 
 
-@pytest.fixture(params=["cached", "on disk"])
+@pytest.fixture(params=["cached", "on disk", "in pieces"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two shards of odd shapes in several dtypes, among them many small tensors and rows larger than some
     slots."""
@@ -44,7 +43,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     save_file(second, tmp_path / "b.safetensors")
     weight_map = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    if request.param == "on disk":
+    if request.param == "in pieces":
+        monkeypatch.setattr(fetching, "PIECE_BYTES", PAGE)
+    if request.param != "cached":
         # As if: files this small are cached as soon as their headers are read.
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
     return tmp_path
@@ -60,12 +61,7 @@ def _in_order(folder: Path) -> list[Slice]:
 
 
 def _drain(slices: list[Slice], **sizes: int) -> None:
-    """Whoever fills looks at every byte: those of a mapping come as they are looked at."""
-
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
-        numbers.clone()
-
-    for _ in stream(slices, CPU, fill, **sizes):
+    for _ in stream(slices, CPU, lambda block, numbers: None, **sizes):
         pass
 
 
@@ -170,16 +166,6 @@ def test_a_file_that_is_written_after_its_header_was_read_is_refused(folder: Pat
     assert f"{file}: was changed while {slices[0].name} was read" in str(caught.value)
 
 
-def test_a_file_that_is_written_while_its_last_block_is_used_is_refused(folder: Path) -> None:
-    *_, last = _in_order(folder)
-
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
-        os.utime(last.entry.file, ns=(0, 0))
-
-    with pytest.raises(CheckpointError, match=f"was changed while {last.name} was read"):
-        list(stream([last], CPU, fill))
-
-
 def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,12 +174,12 @@ def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
     size = whole.entry.file.stat().st_size
     os.truncate(whole.entry.file, whole.entry.offset)
 
-    def way(file: WeightFile, *asked: Any) -> Way:
+    def past_cache(file: WeightFile, *asked: Any) -> bool:
         os.truncate(whole.entry.file, size)
         return real(file, *asked)
 
-    real = WeightFile.way
-    monkeypatch.setattr(WeightFile, "way", way)
+    real = WeightFile.past_cache
+    monkeypatch.setattr(WeightFile, "past_cache", past_cache)
     with pytest.raises(CheckpointError, match="was changed while matrix was read"):
         _drain([whole])
 
@@ -229,25 +215,10 @@ def test_an_error_of_who_fills_is_raised_and_leaves_no_thread(folder: Path) -> N
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
 
 
-@pytest.mark.parametrize(("given", "used"), [(3, 3), (20, 16)])
-def test_copies_for_a_gpu_keep_to_the_threads_that_a_rank_was_given(given: int, used: int) -> None:
-    """`threads`, or the cores divided by the ranks; and what it computes with afterwards is the same."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(given)
-        with _copy_threads(torch.device("cuda")), ThreadPoolExecutor(1) as copier:
-            numbers = torch.zeros(1 << 20, dtype=torch.uint8)
-            copier.submit(numbers.copy_, torch.ones_like(numbers)).result()
-            assert copier.submit(torch.get_num_threads).result() == used
-        assert torch.get_num_threads() == given
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_who_stops_early_leaves_no_thread_and_no_open_file(folder: Path) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     blocks = stream(_in_order(folder), CPU, lambda block, numbers: None, block_bytes=64)
-    for _ in range(2 * READERS):
+    for _ in range(2 * fetching.READERS):
         next(blocks)
     blocks.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
@@ -262,17 +233,3 @@ def test_only_what_ranks_share_is_left_in_the_page_cache(tmp_path: Path, shared:
     _drain([part], block_bytes=1 << 16)
     cached, pages = cached_pages(tmp_path / "model.safetensors"), 4_000_000 // PAGE
     assert cached >= pages if shared else cached < pages // 2
-
-
-def test_mapped_bytes_that_cannot_be_had_are_named_with_the_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def bring(file: WeightFile, first: int, nbytes: int) -> None:
-        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-
-    monkeypatch.setattr(WeightFile, "bring", bring)
-    monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: True)
-    save_file({"matrix": torch.randn(10, 10)}, tmp_path / "model.safetensors")
-    slices = _in_order(tmp_path)
-    with pytest.raises(CheckpointError, match=r"model.safetensors: matrix cannot be read \(Bad address\)"):
-        _drain(slices)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.model.weight_file import PAGE, Way, WeightFile, keep_cached, room
+from engine.model.weight_file import PAGE, WeightFile, keep_cached, room
 from tests.engine.model.page_cache import cached_pages, drop
 
 SIZE = 100 * PAGE + 123
@@ -54,13 +54,9 @@ def _read(path: Path, first: int, nbytes: int, shared: bool = False) -> bytes:
     buffer = memoryview(mmap.mmap(-1, needed + PAGE))
     buffer[:] = bytes([UNTOUCHED]) * len(buffer)
     with closing(WeightFile(path)) as file:
-        way = file.way(first, nbytes, shared)
-        if way is Way.MAPPED and first + nbytes <= SIZE:
-            assert file.pages is not None
-            return file.pages[first : first + nbytes]
-        at = file.read(first, nbytes, buffer[:needed], past_cache=way is Way.PAST_CACHE)
+        file.read(first, nbytes, buffer[:needed], file.past_cache(first, nbytes, shared))
     assert set(buffer[needed:]) == {UNTOUCHED}
-    return bytes(buffer[at : at + nbytes])
+    return bytes(buffer[first % PAGE :][:nbytes])
 
 
 ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).map(
@@ -90,13 +86,13 @@ def test_what_is_on_the_disk_alone_is_read_past_the_page_cache(
     first, nbytes = asked
     assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
     # A disk that answers before the kernel has looked makes a single page seem cached, now and then.
-    assert reads == [True] or (nbytes <= PAGE and not reads)
+    assert reads == [True] or (nbytes <= PAGE and reads == [False])
     assert cached_pages(path) <= 2  # those that were asked for
 
 
-def test_what_is_cached_is_mapped(path: Path, reads: list[bool]) -> None:
+def test_what_is_cached_is_read_from_there(path: Path, reads: list[bool]) -> None:
     assert _read(path, 5, SIZE - 5) == CONTENT[5:]
-    assert not reads
+    assert reads == [False]
 
 
 def test_what_others_read_as_well_is_left_in_the_page_cache(path: Path, reads: list[bool]) -> None:
@@ -117,16 +113,16 @@ def test_asking_what_is_cached_does_not_make_it_so(path: Path, reads: list[bool]
 
 
 @pytest.mark.parametrize(
-    ("pages", "way"),
+    ("pages", "past_cache"),
     [
-        ([True, True], Way.MAPPED),
-        ([True, False], Way.PAST_CACHE),  # the disk had brought the first before the kernel looked
-        ([False], Way.PAST_CACHE),
-        ([None], Way.THROUGH_CACHE),
+        ([True, True], False),
+        ([True, False], True),  # the disk had brought the first before the kernel looked
+        ([False], True),
+        ([None], False),
     ],
 )
 def test_what_is_cached_is_asked_of_a_page_of_each_half(
-    path: Path, pages: list[bool | None], way: Way, monkeypatch: pytest.MonkeyPatch
+    path: Path, pages: list[bool | None], past_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
@@ -136,7 +132,7 @@ def test_what_is_cached_is_asked_of_a_page_of_each_half(
 
     monkeypatch.setattr(WeightFile, "_page_is_cached", answer)
     with closing(WeightFile(path)) as file:
-        assert file.way(PAGE, 10 * PAGE, shared=False) is way
+        assert file.past_cache(PAGE, 10 * PAGE, shared=False) is past_cache
     halves = [range(PAGE, 6 * PAGE), range(6 * PAGE, 11 * PAGE)]
     assert len(asked) == len(pages)
     assert all(at in half for at, half in zip(asked, halves, strict=False))
@@ -235,10 +231,10 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
     buffer = memoryview(mmap.mmap(-1, room(0, SIZE)))
     with closing(WeightFile(path)) as file:
         assert path.read_bytes() == bytes(SIZE)
-        at = file.read(0, SIZE, buffer, past_cache=True)
-        assert bytes(buffer[at : at + SIZE]) == CONTENT
-        assert file.pages is not None
-        assert file.pages[:] == CONTENT
+        for past_cache in (True, False):
+            buffer[:] = bytes(len(buffer))
+            file.read(0, SIZE, buffer, past_cache)
+            assert bytes(buffer[:SIZE]) == CONTENT
 
 
 def test_no_file_stays_open(path: Path) -> None:
@@ -269,35 +265,3 @@ def test_files_are_not_kept_at_the_expense_of_others(
 
 def test_files_that_are_gone_are_not_kept(tmp_path: Path) -> None:
     keep_cached([tmp_path / "gone"]).join()
-
-
-def test_a_file_that_cannot_be_mapped_is_read_through_the_cache(path: Path) -> None:
-    with closing(WeightFile(path)) as file:
-        assert file.way(0, SIZE, shared=False) is Way.MAPPED
-        file.pages = None
-        assert file.way(0, SIZE, shared=False) is Way.THROUGH_CACHE
-
-
-def test_an_empty_file_has_no_pages(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    with closing(WeightFile(tmp_path / "empty")) as file:
-        assert file.pages is None
-
-
-def test_mapped_bytes_that_are_not_there_are_an_error_and_no_death(path: Path) -> None:
-    """Of a file that is cut off after it was mapped, and as of a disk that fails."""
-    with closing(WeightFile(path)) as file:
-        file.bring(5, SIZE - 5)
-        os.truncate(path, 50 * PAGE)
-        file.bring(PAGE + 7, 49 * PAGE - 7)
-        with pytest.raises(OSError) as caught:
-            file.bring(49 * PAGE, PAGE + 1)
-    assert caught.value.errno == errno.EFAULT
-
-
-def test_a_kernel_that_cannot_bring_pages_beforehand_is_no_error(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("engine.model.weight_file._POPULATE_READ", 9999)
-    with closing(WeightFile(path)) as file:
-        file.bring(0, SIZE)
