@@ -41,7 +41,7 @@ from engine.model.checkpoint import INDEX, read_entries
 from engine.model.decoder import Decoder
 from engine.model.loader import load
 from engine.model.slices import Slice
-from engine.model.streaming import BLOCK_BYTES, stream
+from engine.model.streaming import stream
 from engine.model.weight_file import WeightFile
 from engine.parallel import single
 from kernels import select_backend
@@ -330,10 +330,10 @@ def stream_seconds(folder: Path, device: str, cold: list[Path]) -> tuple[int, fl
         for name, entry in read_entries(folder).items()
     ]
     slices.sort(key=lambda each: (each.entry.file, each.entry.offset))
-    scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
+    scratch = torch.empty(max(each.nbytes for each in slices), dtype=torch.uint8, device=device)
 
-    def place(part: Slice) -> torch.Tensor:
-        return scratch[: part.nbytes]
+    def place(whole: Slice) -> torch.Tensor:
+        return scratch[: whole.nbytes]
 
     drop(cold)
     began = time.perf_counter()

@@ -10,13 +10,13 @@ Every error names the file and, once it is open, the tensor.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
 from engine.config import CheckpointError
+from engine.model.checkpoint import Entry
 from engine.model.slices import Slice
 from engine.model.slots import Slot
 from engine.model.weight_file import PAGE, WeightFile
@@ -38,12 +38,14 @@ def opened(path: Path) -> WeightFile:
 class Block:
     """Rows that are had at once, and how."""
 
-    __slots__ = ("file", "past_cache", "rows")
+    __slots__ = ("file", "past_cache", "rows", "target")
 
-    def __init__(self, rows: Slice, file: WeightFile) -> None:
+    def __init__(self, rows: Slice, file: WeightFile, target: torch.Tensor | None = None) -> None:
         self.rows = rows
         self.file = file
         self.past_cache = file.past_cache(rows.offset, rows.nbytes, rows.shared)
+        self.target = target
+        """Where the bytes belong as they are `[bytes]`, on the device. None: nowhere."""
 
     @property
     def first_page(self) -> int:
@@ -51,16 +53,64 @@ class Block:
         return self.rows.offset // PAGE * PAGE
 
     def numbers(self, slot: Slot) -> torch.Tensor:
-        """`[bytes]`, of a slot that all pieces were read to."""
+        """`[bytes]`, of a slot that the block was read to."""
         skipped = self.rows.offset - self.first_page
         return slot.host[skipped : skipped + self.rows.nbytes]
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """First bytes and ends in the file; all but the first begin at a page."""
+        first, end = self.rows.offset, self.rows.offset + self.rows.nbytes
+        inner = range(self.first_page + PIECE_BYTES, end, PIECE_BYTES)
+        return list(zip([first, *inner], [*inner, end], strict=True))
+
+
+class Reading:
+    """Of a block into a slot."""
+
+    __slots__ = ("_failure", "_left", "_lock", "_there", "block", "slot")
+
+    def __init__(self, block: Block, slot: Slot, pieces: int) -> None:
+        self.block = block
+        self.slot = slot
+        self._left = pieces
+        self._lock = threading.Lock()
+        self._there = threading.Event()
+        self._failure: BaseException | None = None
+
+    def wait(self) -> None:
+        """Until all pieces were read. Raises CheckpointError with file and tensor where one could not be."""
+        self._there.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def read(self, first: int, end: int) -> None:
+        """One of the pieces."""
+        failure = self._read(first, end)
+        with self._lock:
+            self._failure = self._failure or failure
+            self._left -= 1
+            if not self._left:
+                self._there.set()
+
+    def _read(self, first: int, end: int) -> BaseException | None:
+        block = self.block
+        into = self.slot.bytes[first // PAGE * PAGE - block.first_page :]
+        try:
+            block.file.read(first, end - first, into, block.past_cache)
+        except EOFError:
+            return _truncated(block)
+        except OSError as error:
+            return _unreadable(block, error)
+        except BaseException as error:  # or who waits would wait for ever
+            return error
+        return None
 
 
 class Readers:
     """Threads that read blocks, piece by piece in the order in which they are asked for."""
 
     def __init__(self, threads: int) -> None:
-        self._pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._pieces: SimpleQueue[tuple[Reading, int, int] | None] = SimpleQueue()
         self._stopped = False
         self._threads = [
             threading.Thread(target=self._work, name=f"weights {number}") for number in range(threads)
@@ -68,12 +118,13 @@ class Readers:
         for thread in self._threads:
             thread.start()
 
-    def read(self, block: Block, slot: Slot) -> list[Future[None]]:
-        """Into `slot`. To wait for: each piece is there, or raises CheckpointError."""
-        pieces = [_Piece(block, slot, *part) for part in _cut(block)]
-        for piece in pieces:
-            self._pieces.put(piece)
-        return [piece.there for piece in pieces]
+    def read(self, block: Block, slot: Slot) -> Reading:
+        """Begins to. Nobody else may touch the slot until all is there."""
+        pieces = block.pieces()
+        reading = Reading(block, slot, len(pieces))
+        for first, end in pieces:
+            self._pieces.put((reading, first, end))
+        return reading
 
     def close(self) -> None:
         """Until no thread touches a slot any more; what nobody has begun to read is not read."""
@@ -85,51 +136,15 @@ class Readers:
 
     def _work(self) -> None:
         while (piece := self._pieces.get()) is not None:
+            reading, first, end = piece
             if not self._stopped:
-                piece.read()
+                reading.read(first, end)
 
 
-def _cut(block: Block) -> list[tuple[int, int]]:
-    """First bytes and ends in the file, of pieces that all begin at a page but for the first."""
-    end = block.rows.offset + block.rows.nbytes
-    inner = range(block.first_page + PIECE_BYTES, end, PIECE_BYTES)
-    return list(zip([block.rows.offset, *inner], [*inner, end], strict=True))
-
-
-class _Piece:
-    """Of a block, bytes that one thread reads at once."""
-
-    __slots__ = ("_block", "_end", "_first", "_slot", "there")
-
-    def __init__(self, block: Block, slot: Slot, first: int, end: int) -> None:
-        self._block = block
-        self._slot = slot
-        self._first = first
-        self._end = end
-        self.there: Future[None] = Future()
-
-    def read(self) -> None:
-        block, first, nbytes = self._block, self._first, self._end - self._first
-        into = self._slot.bytes[first // PAGE * PAGE - block.first_page :]
-        try:
-            block.file.read(first, nbytes, into, block.past_cache)
-        except EOFError:
-            self.there.set_exception(_truncated(block))
-        except OSError as error:
-            self.there.set_exception(_unreadable(block, error))
-        except BaseException as error:  # or who waits would wait for ever
-            self.there.set_exception(error)
-        else:
-            self.there.set_result(None)
-
-
-def check_unchanged(block: Block) -> None:
+def check_unchanged(file: WeightFile, entry: Entry) -> None:
     """Raises CheckpointError if the file was written to since its header was read."""
-    entry = block.rows.entry
-    if block.file.status().st_mtime_ns != entry.modified_ns:
-        raise CheckpointError(
-            f"{entry.file}: was changed while {block.rows.name} was read; start again when it is complete"
-        )
+    if file.status().st_mtime_ns != entry.modified_ns:
+        raise CheckpointError(f"{entry.file}: was changed while it was read; start again when it is complete")
 
 
 def _truncated(block: Block) -> CheckpointError:

@@ -160,12 +160,12 @@ def _fill(pieces: dict[str, Piece], entries: dict[str, Entry], decoder: Decoder,
         else:
             block.fill(numbers)
 
-    def place(part: Slice) -> torch.Tensor | None:
-        block = _block(pieces[part.name], part)
-        assert block.target is not None
-        whole_rows = block.target.shape[1:] == part.entry.shape[1:] and block.target.is_contiguous()
-        as_is = block.scales is None and block.target.dtype == part.dtype
-        return block.target if whole_rows and as_is else None
+    def place(whole: Slice) -> torch.Tensor | None:
+        piece = pieces[whole.name]
+        assert piece.target is not None
+        whole_rows = piece.target.shape[1:] == whole.entry.shape[1:] and piece.target.is_contiguous()
+        as_is = piece.scales is None and piece.target.dtype == whole.dtype
+        return piece.target if whole_rows and as_is else None
 
     for part in stream(wanted, device, fill, place):
         done += part.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,9 +54,8 @@ class Slice:
         return numbers.view(self.dtype).view(self.rows, *self.entry.shape[1:])
 
 
-def cut(slices: Iterable[Slice], block_bytes: int) -> Iterator[Slice]:
+def cut(whole: Slice, block_bytes: int) -> Iterator[Slice]:
     """Into blocks of whole rows, of at most `block_bytes`, or one row; without those that have no numbers."""
-    for whole in slices:
-        most = max(1, block_bytes // whole.row_bytes) if whole.nbytes else 1
-        for first in range(0, whole.rows if whole.nbytes else 0, most):
-            yield replace(whole, first_row=whole.first_row + first, rows=min(most, whole.rows - first))
+    most = max(1, block_bytes // whole.row_bytes) if whole.nbytes else 1
+    for first in range(0, whole.rows if whole.nbytes else 0, most):
+        yield replace(whole, first_row=whole.first_row + first, rows=min(most, whole.rows - first))

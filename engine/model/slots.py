@@ -17,6 +17,7 @@ class Slot:
         self.bytes = host.numpy().data
         self.host = host
         self._copies = copies
+        self._locked = False
         self._room: torch.Tensor | None = None
         if copies is not None:
             self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
@@ -31,6 +32,11 @@ class Slot:
         if self._copies is None:
             into.copy_(numbers)
             return
+        if not self._locked:  # now that threads have touched it, side by side
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), len(self.host), 0)
+            )
+            self._locked = True
         with torch.cuda.stream(self._copies):
             into.copy_(numbers, non_blocking=True)
             self._copied.record()
@@ -55,6 +61,12 @@ class Slot:
         if self._copies is not None:
             self._used.record(torch.cuda.current_stream(self._copies.device))
 
+    def close(self) -> None:
+        """What was page-locked is not any more."""
+        if self._locked:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr()))
+            self._locked = False
+
 
 class Ring:
     """The slots, in one stretch of large pages: these are locked in a fifth of the time that torch's
@@ -65,21 +77,18 @@ class Ring:
         pages = mmap.mmap(-1, slots * slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # kernels can be built without
             pages.madvise(mmap.MADV_HUGEPAGE)
-        with torch.inference_mode(False):  # or no thread but the caller's might fill it
-            self._host = torch.frombuffer(pages, dtype=torch.uint8)
+        host = torch.frombuffer(pages, dtype=torch.uint8)
         self._device = device
         copies = None
         if device.type == "cuda":
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), len(self._host), 0)
-            )
             copies = torch.cuda.Stream(device)
             # What is filled may still be in use by work that was asked for before.
             copies.wait_stream(torch.cuda.current_stream(device))
-        self.slots = [Slot(part, copies) for part in self._host.split(slot_bytes)]
+        self.slots = [Slot(part, copies) for part in host.split(slot_bytes)]
 
     def close(self) -> None:
         """Waits until all is copied and used."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
+        for slot in self.slots:
+            slot.close()

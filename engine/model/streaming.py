@@ -10,17 +10,25 @@ of a checkpoint, and a GPU that converts has as much room besides, unless a sing
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing
 from itertools import cycle
+from pathlib import Path
 
 import torch
 
-from engine.model.fetching import PIECE_BYTES, READERS, Block, Readers, check_unchanged, opened
+from engine.model.fetching import (
+    PIECE_BYTES,
+    READERS,
+    Block,
+    Readers,
+    Reading,
+    check_unchanged,
+    opened,
+)
 from engine.model.slices import Slice, cut
-from engine.model.slots import Ring, Slot
-from engine.model.weight_file import PAGE
+from engine.model.slots import Ring
+from engine.model.weight_file import PAGE, WeightFile
 
 BLOCK_BYTES = 16 << 20
 """For a GPU: large, so that the interpreter's share of the time is small."""
@@ -34,10 +42,10 @@ Fill = Callable[[Slice, torch.Tensor], None]
 call; on CUDA for work on the current stream."""
 Place = Callable[[Slice], torch.Tensor | None]
 """Where the numbers of some rows belong as they are: contiguous, in the file's dtype, on the device. None:
-nowhere; they are to be filled in."""
+nowhere; they are to be filled in. Asked of each slice before anything is read."""
 
 
-def nowhere(block: Slice) -> None:
+def nowhere(whole: Slice) -> None:
     """The `Place` of what is all to be filled in."""
 
 
@@ -58,46 +66,50 @@ def stream(
     """
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES
-    slices = list(cut(slices, block_bytes))
+    slices = [whole for whole in slices if whole.nbytes]
     if not slices:
         return
+    entries = {whole.entry.file: whole.entry for whole in slices}
     with ExitStack() as stack:
-        paths = {rows.entry.file for rows in slices}
-        files = {path: stack.enter_context(closing(opened(path))) for path in paths}
-        largest = max(rows.nbytes for rows in slices)
-        ahead_most = _blocks_ahead(largest)
-        ring = stack.enter_context(closing(Ring(ahead_most + _COPYING, largest + 2 * PAGE, device)))
+        files = {path: stack.enter_context(closing(opened(path))) for path in entries}
+        # All at once: what this thread does while others read, it does slowly.
+        blocks = [block for whole in slices for block in _blocks(whole, block_bytes, files, place)]
+        largest = max(block.rows.nbytes for block in blocks)
+        most_ahead = _most_ahead(largest)
+        ring = stack.enter_context(closing(Ring(most_ahead + _COPYING, largest + 2 * PAGE, device)))
         readers = stack.enter_context(closing(Readers(READERS)))
-        ahead: deque[tuple[Block, Slot, list[Future[None]]]] = deque()
-
-        def hand_over_one() -> Slice:
-            block, slot, pieces = ahead.popleft()
-            for piece in pieces:
-                piece.result()
-            check_unchanged(block)
-            _hand_over(block, slot, fill, place)
-            return block.rows
-
-        for rows, slot in zip(slices, cycle(ring.slots), strict=False):
-            if len(ahead) == ahead_most:
-                yield hand_over_one()
+        ahead: deque[Reading] = deque()
+        for block, slot in zip(blocks, cycle(ring.slots), strict=False):
+            if len(ahead) == most_ahead:
+                yield _hand_over(ahead.popleft(), fill)
             slot.wait()
-            block = Block(rows, files[rows.entry.file])
-            ahead.append((block, slot, readers.read(block, slot)))
+            ahead.append(readers.read(block, slot))
         while ahead:
-            yield hand_over_one()
+            yield _hand_over(ahead.popleft(), fill)
+        for path, file in files.items():
+            check_unchanged(file, entries[path])
 
 
-def _blocks_ahead(nbytes: int) -> int:
-    """Blocks of `nbytes` that keep all readers busy, and one that waits until another is done."""
+def _blocks(whole: Slice, block_bytes: int, files: dict[Path, WeightFile], place: Place) -> Iterator[Block]:
+    target = place(whole)
+    into = None if target is None else target.view(-1).view(torch.uint8)
+    for rows in cut(whole, block_bytes):
+        first = rows.offset - whole.offset
+        yield Block(rows, files[rows.entry.file], None if into is None else into[first : first + rows.nbytes])
+
+
+def _most_ahead(nbytes: int) -> int:
+    """Blocks of up to `nbytes` that keep all readers busy, and one that waits until another is done."""
     return -(-READERS * PIECE_BYTES // max(nbytes, PIECE_BYTES)) + 1
 
 
-def _hand_over(block: Block, slot: Slot, fill: Fill, place: Place) -> None:
+def _hand_over(reading: Reading, fill: Fill) -> Slice:
+    block, slot = reading.block, reading.slot
+    reading.wait()
     numbers = block.numbers(slot)
-    target = place(block.rows)
-    if target is not None:
-        slot.copy(numbers, target.view(-1).view(torch.uint8))
+    if block.target is not None:
+        slot.copy(numbers, block.target)
     else:
         fill(block.rows, block.rows.view(slot.on_device(numbers)))
         slot.used()
+    return block.rows

@@ -59,10 +59,6 @@ def _block(entry: Entry, file: WeightFile, first: int = 0, rows: int = ROWS) -> 
     return Block(Slice("rows", entry, first, rows), file)
 
 
-def _pieces(block: Block) -> list[tuple[int, int]]:
-    return fetching._cut(block)
-
-
 ranges = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(
     lambda pair: (pair[0], min(pair[1], ROWS - pair[0]))
 )
@@ -76,14 +72,13 @@ def test_the_pieces_of_any_block_make_it_up(
 ) -> None:
     block = _block(entry, file, *asked)
     block.past_cache = not cached
-    ends = [block.rows.offset, *(end for _, end in _pieces(block))]
-    assert [first for first, _ in _pieces(block)] == ends[:-1]
+    ends = [block.rows.offset, *(end for _, end in block.pieces())]
+    assert [first for first, _ in block.pieces()] == ends[:-1]
     assert ends[-1] == block.rows.offset + block.rows.nbytes
     assert not any(end % PAGE for end in ends[1:-1])
-    assert max(last - first for first, last in _pieces(block)) <= 2 * PAGE
+    assert max(last - first for first, last in block.pieces()) <= 2 * PAGE
     with closing(Readers(3)) as readers:
-        for piece in readers.read(block, slot):
-            piece.result()
+        readers.read(block, slot).wait()
     first, rows = asked
     assert block.numbers(slot).view(torch.int32).tolist() == list(range(first, first + rows))
 
@@ -92,15 +87,14 @@ def test_the_pieces_of_a_block_are_read_at_once(
     entry: Entry, file: WeightFile, slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = _block(entry, file)
-    together = threading.Barrier(len(_pieces(block)))
+    together = threading.Barrier(len(block.pieces()))
 
     def read(file: WeightFile, *asked: Any) -> None:
         together.wait(timeout=30)
 
     monkeypatch.setattr(WeightFile, "read", read)
     with closing(Readers(together.parties)) as readers:
-        for piece in readers.read(block, slot):
-            piece.result()
+        readers.read(block, slot).wait()
     assert together.parties > 4
 
 
@@ -117,7 +111,7 @@ def test_the_pieces_of_a_block_are_read_at_once(
     ],
     ids=["disk", "end", "defect"],
 )
-def test_a_piece_that_cannot_be_read_says_why_and_the_others_are_there(
+def test_a_piece_that_cannot_be_read_says_why_once_no_other_is_under_way(
     entry: Entry,
     file: WeightFile,
     slot: Slot,
@@ -129,18 +123,15 @@ def test_a_piece_that_cannot_be_read_says_why_and_the_others_are_there(
     def read(file: WeightFile, first: int, *asked: Any) -> None:
         if first == failing:
             raise error
-        real(file, first, *asked)
+        done.append(first)
 
-    real = WeightFile.read
+    done: list[int] = []
     monkeypatch.setattr(WeightFile, "read", read)
     block = _block(entry, file)
-    failing = _pieces(block)[2][0]
-    with closing(Readers(2)) as readers:
-        first, second, third, *others = readers.read(block, slot)
-        with pytest.raises(raised, match=said):
-            third.result()
-        for piece in (first, second, *others):
-            piece.result()
+    failing = block.pieces()[2][0]
+    with closing(Readers(2)) as readers, pytest.raises(raised, match=said):
+        readers.read(block, slot).wait()
+    assert sorted([failing, *done]) == [first for first, _ in block.pieces()]
 
 
 def test_who_closes_waits_for_what_was_begun_and_nothing_else_is_read(

@@ -163,7 +163,7 @@ def test_a_file_that_is_written_after_its_header_was_read_is_refused(folder: Pat
     os.utime(file, ns=(written, written + 1_000_000))
     with pytest.raises(CheckpointError) as caught:
         _drain(slices)
-    assert f"{file}: was changed while {slices[0].name} was read" in str(caught.value)
+    assert f"{file}: was changed while it was read; start again" in str(caught.value)
 
 
 def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
@@ -180,7 +180,7 @@ def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
 
     real = WeightFile.past_cache
     monkeypatch.setattr(WeightFile, "past_cache", past_cache)
-    with pytest.raises(CheckpointError, match="was changed while matrix was read"):
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
         _drain([whole])
 
 
