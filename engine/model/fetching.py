@@ -74,14 +74,15 @@ class Reading:
         self.slot = slot
         self._left = pieces
         self._lock = threading.Lock()
-        self._there = threading.Event()
         self._failure: BaseException | None = None
+        self._there = threading.Lock()  # held until all is; an Event would take longer
+        self._there.acquire()
 
     def wait(self) -> None:
         """Until all pieces were read. Raises CheckpointError with file and tensor where one could not be."""
-        self._there.wait()
-        if self._failure is not None:
-            raise self._failure
+        with self._there:
+            if self._failure is not None:
+                raise self._failure
 
     def read(self, first: int, end: int) -> None:
         """One of the pieces."""
@@ -90,7 +91,7 @@ class Reading:
             self._failure = self._failure or failure
             self._left -= 1
             if not self._left:
-                self._there.set()
+                self._there.release()
 
     def _read(self, first: int, end: int) -> BaseException | None:
         block = self.block
