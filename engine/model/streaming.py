@@ -17,15 +17,7 @@ from pathlib import Path
 
 import torch
 
-from engine.model.fetching import (
-    PIECE_BYTES,
-    READERS,
-    Block,
-    Readers,
-    Reading,
-    check_unchanged,
-    opened,
-)
+from engine.model.fetching import PIECE_BYTES, READERS, Block, Readers, Reading, check_unchanged, opened
 from engine.model.slices import Slice, cut
 from engine.model.slots import Ring
 from engine.model.weight_file import PAGE, WeightFile
@@ -34,7 +26,9 @@ BLOCK_BYTES = 16 << 20
 """For a GPU: large, so that the interpreter's share of the time is small."""
 _CPU_BLOCK_BYTES = 4 << 20
 """So that its cache holds what conversions need besides."""
-_COPYING = 4
+_PIECES_AHEAD = 24
+"""Asked for before they are used: more than there are readers, who would all wait for one that is late."""
+_COPYING = 2
 """Slots that are being copied to a GPU."""
 
 Fill = Callable[[Slice, torch.Tensor], None]
@@ -61,8 +55,8 @@ def stream(
     most `block_bytes` (None: what suits the device), or one. What has no numbers is left out.
 
     Yields the rows of each block when it was read; all are in place as the generator ends. Raises what `fill`
-    and `place` raise, and CheckpointError with file and tensor where bytes cannot be read, are missing, or
-    belong to a file that was changed after its header was read.
+    and `place` raise, and CheckpointError: with file and tensor where bytes cannot be read or are missing, and
+    at the end with a file that was changed after its header was read.
     """
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES
@@ -75,7 +69,7 @@ def stream(
         # All at once: what this thread does while others read, it does slowly.
         blocks = [block for whole in slices for block in _blocks(whole, block_bytes, files, place)]
         largest = max(block.rows.nbytes for block in blocks)
-        most_ahead = _most_ahead(largest)
+        most_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest, PIECE_BYTES))
         ring = stack.enter_context(closing(Ring(most_ahead + _COPYING, largest + 2 * PAGE, device)))
         readers = stack.enter_context(closing(Readers(READERS)))
         ahead: deque[Reading] = deque()
@@ -96,11 +90,6 @@ def _blocks(whole: Slice, block_bytes: int, files: dict[Path, WeightFile], place
     for rows in cut(whole, block_bytes):
         first = rows.offset - whole.offset
         yield Block(rows, files[rows.entry.file], None if into is None else into[first : first + rows.nbytes])
-
-
-def _most_ahead(nbytes: int) -> int:
-    """Blocks of up to `nbytes` that keep all readers busy, and one that waits until another is done."""
-    return -(-READERS * PIECE_BYTES // max(nbytes, PIECE_BYTES)) + 1
 
 
 def _hand_over(reading: Reading, fill: Fill) -> Slice:
