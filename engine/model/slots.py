@@ -32,14 +32,16 @@ class Slot:
         if self._copies is None:
             into.copy_(numbers)
             return
-        if not self._locked:  # now that threads have touched it, side by side
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), len(self.host), 0)
-            )
-            self._locked = True
+        if not self._locked:
+            self._lock()
         with torch.cuda.stream(self._copies):
             into.copy_(numbers, non_blocking=True)
             self._copied.record()
+
+    def _lock(self) -> None:
+        """In memory, so that a GPU can fetch the bytes: now that several threads have touched them."""
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), len(self.host), 0))
+        self._locked = True
 
     def on_device(self, numbers: torch.Tensor) -> torch.Tensor:
         """`numbers` in room of the device, for work on the current stream, after which `used` is to be

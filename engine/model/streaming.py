@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from engine.model.fetching import PIECE_BYTES, READERS, Block, Readers, Reading, check_unchanged, opened
-from engine.model.slices import Slice, cut
+from engine.model.slices import Slice, cut, largest_block
 from engine.model.slots import Ring
 from engine.model.weight_file import PAGE, WeightFile
 
@@ -36,7 +36,7 @@ Fill = Callable[[Slice, torch.Tensor], None]
 call; on CUDA for work on the current stream."""
 Place = Callable[[Slice], torch.Tensor | None]
 """Where the numbers of some rows belong as they are: contiguous, in the file's dtype, on the device. None:
-nowhere; they are to be filled in. Asked of each slice before anything is read."""
+nowhere; they are to be filled in. Asked of each slice, as a whole."""
 
 
 def nowhere(whole: Slice) -> None:
@@ -55,8 +55,8 @@ def stream(
     most `block_bytes` (None: what suits the device), or one. What has no numbers is left out.
 
     Yields the rows of each block when it was read; all are in place as the generator ends. Raises what `fill`
-    and `place` raise, and CheckpointError: with file and tensor where bytes cannot be read or are missing, and
-    at the end with a file that was changed after its header was read.
+    and `place` raise, and CheckpointError: with file and tensor where bytes cannot be read or are missing,
+    and at the end with a file that was changed after its header was read.
     """
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES
@@ -66,13 +66,12 @@ def stream(
     entries = {whole.entry.file: whole.entry for whole in slices}
     with ExitStack() as stack:
         files = {path: stack.enter_context(closing(opened(path))) for path in entries}
-        # All at once: what this thread does while others read, it does slowly.
-        blocks = [block for whole in slices for block in _blocks(whole, block_bytes, files, place)]
-        largest = max(block.rows.nbytes for block in blocks)
+        largest = largest_block(slices, block_bytes)
         most_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest, PIECE_BYTES))
         ring = stack.enter_context(closing(Ring(most_ahead + _COPYING, largest + 2 * PAGE, device)))
         readers = stack.enter_context(closing(Readers(READERS)))
         ahead: deque[Reading] = deque()
+        blocks = _blocks(slices, block_bytes, files, place)
         for block, slot in zip(blocks, cycle(ring.slots), strict=False):
             if len(ahead) == most_ahead:
                 yield _hand_over(ahead.popleft(), fill)
@@ -84,12 +83,16 @@ def stream(
             check_unchanged(file, entries[path])
 
 
-def _blocks(whole: Slice, block_bytes: int, files: dict[Path, WeightFile], place: Place) -> Iterator[Block]:
-    target = place(whole)
-    into = None if target is None else target.view(-1).view(torch.uint8)
-    for rows in cut(whole, block_bytes):
-        first = rows.offset - whole.offset
-        yield Block(rows, files[rows.entry.file], None if into is None else into[first : first + rows.nbytes])
+def _blocks(
+    slices: list[Slice], block_bytes: int, files: dict[Path, WeightFile], place: Place
+) -> Iterator[Block]:
+    for whole in slices:
+        target = place(whole)
+        into = None if target is None else target.view(-1).view(torch.uint8)
+        for rows in cut(whole, block_bytes):
+            first = rows.offset - whole.offset
+            part = None if into is None else into[first : first + rows.nbytes]
+            yield Block(rows, files[rows.entry.file], part)
 
 
 def _hand_over(reading: Reading, fill: Fill) -> Slice:
