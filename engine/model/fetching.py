@@ -21,7 +21,7 @@ from engine.model.slices import Slice
 from engine.model.slots import Slot
 from engine.model.weight_file import PAGE, WeightFile
 
-READERS = 14
+READERS = 12
 """Threads: as many as PCIe's 55 GB/s take out of the page cache, and disks want reads at once."""
 PIECE_BYTES = 4 << 20
 """A multiple of a page."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,15 +56,6 @@ class Slice:
 
 def cut(whole: Slice, block_bytes: int) -> Iterator[Slice]:
     """Into blocks of whole rows, of at most `block_bytes`, or one row. There must be numbers."""
-    most = _most_rows(whole, block_bytes)
+    most = max(1, block_bytes // whole.row_bytes)
     for first in range(0, whole.rows, most):
         yield replace(whole, first_row=whole.first_row + first, rows=min(most, whole.rows - first))
-
-
-def largest_block(slices: Iterable[Slice], block_bytes: int) -> int:
-    """Bytes of the largest of all that `cut` makes."""
-    return max(_most_rows(whole, block_bytes) * whole.row_bytes for whole in slices)
-
-
-def _most_rows(whole: Slice, block_bytes: int) -> int:
-    return min(whole.rows, max(1, block_bytes // whole.row_bytes))

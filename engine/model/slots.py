@@ -36,7 +36,7 @@ class Slot:
             self._lock()
         with torch.cuda.stream(self._copies):
             into.copy_(numbers, non_blocking=True)
-            self._copied.record()
+        self._copied.record(self._copies)
 
     def _lock(self) -> None:
         """In memory, so that a GPU can fetch the bytes: now that several threads have touched them."""

@@ -3,7 +3,7 @@
 Blocks are read ahead of their use by several threads (`engine.model.fetching`), out of the page cache or past
 it (`engine.model.weight_file`), into a ring of slots of the host. For a GPU these are page-locked: while some
 are read into, others are copied to the device. Numbers that stay as they are go straight to where they
-belong; others go to room on the device, from where the caller converts them. The ring holds at most 128 MiB
+belong; others go to room on the device, from where the caller converts them. The ring holds at most 144 MiB
 of a checkpoint, and a GPU that converts has as much room besides, unless a single row is larger than a block.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from engine.model.fetching import PIECE_BYTES, READERS, Block, Readers, Reading, check_unchanged, opened
-from engine.model.slices import Slice, cut, largest_block
+from engine.model.slices import Slice, cut
 from engine.model.slots import Ring
 from engine.model.weight_file import PAGE, WeightFile
 
@@ -28,7 +28,7 @@ _CPU_BLOCK_BYTES = 4 << 20
 """So that its cache holds what conversions need besides."""
 _PIECES_AHEAD = 24
 """Asked for before they are used: more than there are readers, who would all wait for one that is late."""
-_COPYING = 2
+_COPYING = 3
 """Slots that are being copied to a GPU."""
 
 Fill = Callable[[Slice, torch.Tensor], None]
@@ -36,7 +36,7 @@ Fill = Callable[[Slice, torch.Tensor], None]
 call; on CUDA for work on the current stream."""
 Place = Callable[[Slice], torch.Tensor | None]
 """Where the numbers of some rows belong as they are: contiguous, in the file's dtype, on the device. None:
-nowhere; they are to be filled in. Asked of each slice, as a whole."""
+nowhere; they are to be filled in. Asked of each slice, as a whole, before any is read."""
 
 
 def nowhere(whole: Slice) -> None:
@@ -66,12 +66,13 @@ def stream(
     entries = {whole.entry.file: whole.entry for whole in slices}
     with ExitStack() as stack:
         files = {path: stack.enter_context(closing(opened(path))) for path in entries}
-        largest = largest_block(slices, block_bytes)
+        # All at once: what this thread does while others read, it does slowly.
+        blocks = list(_blocks(slices, block_bytes, files, place))
+        largest = max(block.rows.nbytes for block in blocks)
         most_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest, PIECE_BYTES))
         ring = stack.enter_context(closing(Ring(most_ahead + _COPYING, largest + 2 * PAGE, device)))
         readers = stack.enter_context(closing(Readers(READERS)))
         ahead: deque[Reading] = deque()
-        blocks = _blocks(slices, block_bytes, files, place)
         for block, slot in zip(blocks, cycle(ring.slots), strict=False):
             if len(ahead) == most_ahead:
                 yield _hand_over(ahead.popleft(), fill)
