@@ -4,7 +4,7 @@ For a piece a thread calls the kernel once, which copies while the interpreter s
 large, so that the interpreter's share of the time is small, and few are on their way at once, so that what
 the page cache gives stays in the processor's until the device has fetched it.
 
-Every error names the file and, once it is open, the tensor.
+Errors of reading name the file and the tensor; that a file cannot be opened, or was changed, names the file.
 """
 
 from __future__ import annotations
@@ -81,30 +81,34 @@ class Reading:
     def wait(self) -> None:
         """Until all pieces were read. Raises CheckpointError with file and tensor where one could not be."""
         with self._there:
-            if self._failure is not None:
-                raise self._failure
+            # Not kept: its traceback leads here, and both would keep the slot until garbage is collected.
+            failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
 
     def read(self, first: int, end: int) -> None:
-        """One of the pieces."""
-        failure = self._read(first, end)
+        """One of the pieces. Whatever is raised, who waits is told."""
+        try:
+            self._read(first, end)
+        except BaseException as error:
+            self._failure = error
         with self._lock:
-            self._failure = self._failure or failure
             self._left -= 1
             if not self._left:
                 self._there.release()
 
-    def _read(self, first: int, end: int) -> BaseException | None:
+    def _read(self, first: int, end: int) -> None:
         block = self.block
         into = self.slot.bytes[first // PAGE * PAGE - block.first_page :]
         try:
             block.file.read(first, end - first, into, block.past_cache)
         except EOFError:
-            return _truncated(block)
+            raise _truncated(block) from None
         except OSError as error:
-            return _unreadable(block, error)
-        except BaseException as error:  # or who waits would wait for ever
-            return error
-        return None
+            raise _unreadable(block, error) from error
 
 
 class Readers:
@@ -113,11 +117,16 @@ class Readers:
     def __init__(self, threads: int) -> None:
         self._pieces: SimpleQueue[tuple[Reading, int, int] | None] = SimpleQueue()
         self._stopped = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"weights {number}") for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(threads):
+                # A process may end though somebody still holds a stream that was never closed.
+                thread = threading.Thread(target=self._work, name=f"weights {number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:  # no more threads, for one
+            self.close()
+            raise
 
     def read(self, block: Block, slot: Slot) -> Reading:
         """Begins to. Nobody else may touch the slot until all is there."""
@@ -143,8 +152,12 @@ class Readers:
 
 
 def check_unchanged(file: WeightFile, entry: Entry) -> None:
-    """Raises CheckpointError if the file was written to since its header was read."""
-    if file.status().st_mtime_ns != entry.modified_ns:
+    """Raises CheckpointError if the file was written to since its header was read, or nobody can tell."""
+    try:
+        modified_ns = file.status().st_mtime_ns
+    except OSError as error:
+        raise CheckpointError(f"{entry.file}: cannot be read ({error.strerror})") from error
+    if modified_ns != entry.modified_ns:
         raise CheckpointError(f"{entry.file}: was changed while it was read; start again when it is complete")
 
 

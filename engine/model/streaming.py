@@ -27,7 +27,8 @@ BLOCK_BYTES = 16 << 20
 _CPU_BLOCK_BYTES = 4 << 20
 """So that its cache holds what conversions need besides."""
 _PIECES_AHEAD = 24
-"""Asked for before they are used: more than there are readers, who would all wait for one that is late."""
+"""Asked for before they are used, where blocks are large: more than there are readers, who would all wait for
+one that is late."""
 _COPYING = 3
 """Slots that are being copied to a GPU."""
 

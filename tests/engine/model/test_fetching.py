@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,18 +122,75 @@ def test_a_piece_that_cannot_be_read_says_why_once_no_other_is_under_way(
     raised: type[Exception],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    block = _block(entry, file)
+    _, _, (failing, _), *_, (last, _) = block.pieces()
+    failed = threading.Event()
+    done: list[int] = []
+
     def read(file: WeightFile, first: int, *asked: Any) -> None:
         if first == failing:
+            failed.set()
             raise error
+        if first == last:  # and so long after the failure that nobody may have been told of that yet
+            assert failed.wait(30)
+            time.sleep(0.05)
         done.append(first)
 
-    done: list[int] = []
     monkeypatch.setattr(WeightFile, "read", read)
-    block = _block(entry, file)
-    failing = block.pieces()[2][0]
-    with closing(Readers(2)) as readers, pytest.raises(raised, match=said):
-        readers.read(block, slot).wait()
-    assert sorted([failing, *done]) == [first for first, _ in block.pieces()]
+    with closing(Readers(2)) as readers:
+        reading = readers.read(block, slot)
+        with pytest.raises(raised, match=said):
+            reading.wait()
+        assert sorted([failing, *done]) == [first for first, _ in block.pieces()]
+
+
+def test_who_waits_is_told_though_nobody_can_say_how_long_the_file_is(
+    entry: Entry, file: WeightFile, slot: Slot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is cut short on a server that is gone then."""
+
+    def status(file: WeightFile) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(WeightFile, "status", status)
+    os.truncate(entry.file, entry.offset)
+    with closing(Readers(2)) as readers, pytest.raises(OSError, match="Stale file handle"):
+        readers.read(_block(entry, file), slot).wait()
+
+
+def test_a_slot_is_given_back_with_the_failure(entry: Entry, file: WeightFile) -> None:
+    """A load that failed would else keep its memory until garbage is collected."""
+    ring = Ring(1, 12 * PAGE, torch.device("cpu"))
+    kept = weakref.ref(ring.slots[0])
+    os.truncate(entry.file, entry.offset)
+    gc.disable()
+    try:
+        with closing(Readers(2)) as readers:
+            reading = readers.read(_block(entry, file), ring.slots[0])
+            with suppress(CheckpointError):
+                reading.wait()
+                raise AssertionError
+        ring.close()
+        del ring, reading, readers
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_threads_that_cannot_all_be_started_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == 4:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"):
+        Readers(6)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def test_who_closes_waits_for_what_was_begun_and_nothing_else_is_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -156,14 +157,57 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(folder: Path) -> None:
     assert f"the file has {needed - 4}; download it again" in str(caught.value)
 
 
-def test_a_file_that_is_written_after_its_header_was_read_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["a.safetensors", "b.safetensors"])
+def test_a_file_that_is_written_after_its_header_was_read_is_refused(folder: Path, name: str) -> None:
     slices = _in_order(folder)
-    file = folder / "a.safetensors"
+    file = folder / name
     written = file.stat().st_mtime_ns
     os.utime(file, ns=(written, written + 1_000_000))
     with pytest.raises(CheckpointError) as caught:
         _drain(slices)
     assert f"{file}: was changed while it was read; start again" in str(caught.value)
+
+
+def test_a_file_that_is_written_while_its_last_block_is_used_is_refused(folder: Path) -> None:
+    *_, last = _in_order(folder)
+
+    def fill(block: Slice, numbers: torch.Tensor) -> None:
+        os.utime(last.entry.file, ns=(0, 0))
+
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        list(stream([last], CPU, fill))
+
+
+def test_a_file_of_which_nobody_can_tell_whether_it_was_changed_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a server that has forgotten it."""
+    slices = _in_order(folder)
+
+    def status(file: WeightFile) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(WeightFile, "status", status)
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: cannot be read \(Stale file handle\)"):
+        _drain(slices)
+
+
+def test_all_readers_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits in its first piece until all have one."""
+    together = threading.Barrier(fetching.READERS)
+    begun: set[int] = set()
+    real = WeightFile.read
+
+    def read(file: WeightFile, *asked: Any) -> None:
+        if threading.get_ident() not in begun:
+            begun.add(threading.get_ident())
+            together.wait(timeout=30)
+        real(file, *asked)
+
+    monkeypatch.setattr(WeightFile, "read", read)
+    save_file({"matrix": torch.randn(50, 1024)}, tmp_path / "model.safetensors")
+    _drain(_in_order(tmp_path), block_bytes=4096)
+    assert len(begun) == fetching.READERS
 
 
 def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
