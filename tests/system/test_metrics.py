@@ -6,6 +6,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import httpx
@@ -42,10 +43,11 @@ class Box:
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         return answer.text
 
-    def values(self, name: str) -> Values:
+    def values(self, name: str, text: str | None = None) -> Values:
+        """Of one scrape; without `text` of a new one."""
         return {
             tuple(sample.labels.values()): sample.value
-            for family in text_string_to_metric_families(self.text())
+            for family in text_string_to_metric_families(text or self.text())
             for sample in family.samples
             if sample.name == name
         }
@@ -137,14 +139,22 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
 
 def test_levels_follow_what_runs_and_gateways_find_the_names_that_they_know(box: Box) -> None:
     box.wait_for("vllm:num_requests_running", lambda running: running == {("demo",): 0})
-    streams = [Stream(box.running, max_tokens=300) for _ in range(3)]
-    box.wait_for("vllm:num_requests_running", lambda running: running == {("demo",): 3})
-    box.wait_for("vllm:kv_cache_usage_perc", lambda usage: 0 < usage["demo",] < 1)
+    streams = [Stream(box.running, max_tokens=1500) for _ in range(3)]
+    scrapes = [""]
+
+    def three_run() -> bool:
+        scrapes.append(box.text())
+        usage = box.values("vllm:kv_cache_usage_perc", scrapes[-1])["demo",]
+        return box.values("vllm:num_requests_running", scrapes[-1]) == {("demo",): 3} and 0 < usage < 1
+
+    box.running.wait_until(three_run, 60, "a scrape while three run")
+    # All of that scrape: by the next one they may have ended.
+    values = partial(box.values, text=scrapes[-1])
     blocks = box.running.replica()["blocks_total"]
-    assert box.values("vllm:cache_config_info") == {("demo", "64", str(blocks)): 1}
-    assert ("demo", "0", "", "") in box.values("vllm:lora_requests_info")
-    assert box.values("vllm:num_requests_waiting") == {("demo",): 0}
-    assert box.values("appliance_tenant_running_requests")["local",] == 3
+    assert values("vllm:cache_config_info") == {("demo", "64", str(blocks)): 1}
+    assert ("demo", "0", "", "") in values("vllm:lora_requests_info")
+    assert values("vllm:num_requests_waiting") == {("demo",): 0}
+    assert values("appliance_tenant_running_requests")["local",] == 3
     for stream in streams:
         stream.join(60)
     box.wait_for("vllm:kv_cache_usage_perc", lambda usage: usage == {("demo",): 0})
