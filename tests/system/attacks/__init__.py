@@ -1,0 +1,1 @@
+"""Attacks on a running service, one file per class of defect."""
