@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from engine.launch import ReplicaGroup, module_command, module_environment
 from engine.messages import Cancel, Output, StepFrame, Submit
-from engine.wire import MOST_BACKLOG_BYTES, Channel, socketpair
+from engine.wire import MAX_BACKLOG_BYTES, Channel, socketpair
 
 __all__ = [
     "Channel",
@@ -40,7 +40,7 @@ class ReplicaClient:
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[list[int]], None]) -> None:
         # The scores of a long prompt come in one frame, and a replica is not hostile.
-        self._channel: Channel[StepFrame] = Channel(sock, StepFrame, MOST_BACKLOG_BYTES)
+        self._channel: Channel[StepFrame] = Channel(sock, StepFrame, MAX_BACKLOG_BYTES)
         self._sinks: dict[int, OutputSink] = {}
         self._open_samples: dict[int, int] = {}
         self._queues: dict[int, asyncio.Queue[Output | None]] = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.messages import Finished, Output, StepPlan, StepTokens, Submit
-from engine.scheduler import ScheduledStep, Scheduler
+from engine.scheduling.scheduler import ScheduledStep, Scheduler
 
 
 class Launched(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.config import UnfitError
+from engine.config import UnsupportedError
 
 
 class DeviceError(RuntimeError):
@@ -14,10 +14,10 @@ class DeviceError(RuntimeError):
 def select_device(wanted: str, rank: int, size: int) -> torch.device:
     """The device of a rank, made current; "auto" is CUDA where there is one for each rank, else the CPU.
 
-    Raises DeviceError where "cuda" was asked for and is not there, UnfitError for another word.
+    Raises DeviceError where "cuda" was asked for and is not there, UnsupportedError for another word.
     """
     if wanted not in ("auto", "cuda", "cpu"):
-        raise UnfitError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
+        raise UnsupportedError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
     if wanted == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""What a forward pass reads: the seam between the tables of a rank (`engine.batch`) and the decoder.
+"""What a forward pass reads: the seam between the tables of a rank (`engine.device_tables`) and the decoder.
 
 No model-specific field belongs here, and nothing of requests.
 """

@@ -16,7 +16,7 @@ from engine.messages import (
 )
 from engine.parallel import single
 from engine.runner import Progress, Runner
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 _ORIGIN = "generate"
 

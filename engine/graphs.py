@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import RowTables
+from engine.device_tables import SlotTables
 from engine.forward import ForwardInput
 from engine.model.decoder import Decoder
 from engine.sampler import Sampler
@@ -37,7 +37,7 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decoder: Decoder, kv: list[KvPool], tables: RowTables, sampler: Sampler, most: int
+        self, decoder: Decoder, kv: list[KvPool], tables: SlotTables, sampler: Sampler, most: int
     ) -> None:
         self._decoder, self._kv, self._tables, self._sampler = decoder, kv, tables, sampler
         self.sizes = ladder(most)

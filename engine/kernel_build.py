@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.config import ModelConfig, UnfitError
+from engine.config import ModelConfig, UnsupportedError
 from engine.messages import ReplicaSpec
 from engine.sizing import FP8
 
@@ -57,7 +57,7 @@ def start_build(
 def check_kernels(
     config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str, device: torch.device
 ) -> None:
-    """Raises UnfitError for a model that cannot be split over the ranks, or that the kernels of a GPU, or of
+    """Raises UnsupportedError for a model that cannot be split over the ranks, or that the kernels of a GPU, or of
     this one, cannot serve; float32 and the CPU have none."""
     config.check_parallel(spec.tensor_parallel_size)
     if device.type != "cuda" or dtype == "float32":
@@ -71,7 +71,7 @@ def check_kernels(
         gpu = compiling.current_gpu(device)
         check_gpu(wanted, gpu.name, gpu.target.arch)
     except DimensionsError as error:
-        raise UnfitError(str(error)) from None
+        raise UnsupportedError(str(error)) from None
 
 
 def dimensions(

@@ -3,7 +3,7 @@
 The driver loads a kernel when it is first launched, for which it waits until the device has nothing to do: in
 a step of prompts, a stall of a tenth of a second for everybody who decodes. cuBLAS picks another kernel at
 many numbers of rows, and so does our attention: passes with prompts are padded to those that were met here
-(`engine.batch.Padding`), and decodes of one rank are captured. Several ranks' decodes are neither: they may
+(`engine.device_tables.Padding`), and decodes of one rank are captured. Several ranks' decodes are neither: they may
 still meet a kernel at a number of rows between these.
 """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import PromptSlice
+from engine.device_tables import PromptSlice
 from engine.messages import StepPlan, StepTokens, TokenLogprob
 from engine.sampler import SampledStep
 

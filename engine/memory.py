@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.messages import BLOCK_TOKENS
 
-CPU_MOST_KV_BYTES = 2 << 30
+CPU_MAX_KV_BYTES = 2 << 30
 """On a CPU, KV never takes more than this unless `kv_blocks` says so: the box has other tenants."""
 
 

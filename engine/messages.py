@@ -320,7 +320,7 @@ DataInbound = Submit | Cancel
 # ── a step's plan, from rank 0 to every rank ────────────────────────────────────────────────────
 
 
-class RowSetup(msgspec.Struct, array_like=True, frozen=True):
+class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
     """A sequence, and siblings that start with it, take rows of the device tables; what the rows held before
     is void."""
 
@@ -347,7 +347,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     start: int
     """Position of the first token of the slice."""
     token_ids: list[int]
-    sample_rows: list[int]
+    sample_slots: list[int]
     """Rows that sample from the last token's logits: none inside a prompt, the row itself at its end, all
     rows of a group with n > 1 (which share the prompt's blocks)."""
     prompt_logprobs: int | None = None
@@ -360,13 +360,13 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """One step, complete: every rank that replays the plans in order holds equal tables.
 
     Order of effect: `setups`, `blocks`, `clears`, `copies`, then the forward pass over `decodes` and
-    `chunks`, then sampling for `decodes` followed by each chunk's `sample_rows`. A decode feeds the row's
+    `chunks`, then sampling for `decodes` followed by each chunk's `sample_slots`. A decode feeds the row's
     last sampled token at the row's next position; both live in the device tables and are advanced by the step
     itself.
     """
 
     step: int
-    setups: list[RowSetup]
+    setups: list[SlotSetup]
     """No row is in two of them."""
     blocks: list[tuple[int, int, int]]
     """(row, index in the row's block table, block id): new entries of block tables."""

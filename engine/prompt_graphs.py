@@ -5,7 +5,7 @@ A pass is padded to the next captured number of tokens. Padding has slot -1, so 
 tile of attention, so it is read by nobody.
 
 An FP8 cache is read as it is, not expanded first: what is expanded depends on the plan. That is slower where
-much is read, so passes with long contexts have no graph (`MOST_FP8_KEYS`); the host is ahead of those anyway.
+much is read, so passes with long contexts have no graph (`MAX_FP8_KEYS`); the host is ahead of those anyway.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.batch import RowTables
+from engine.device_tables import SlotTables
 from engine.forward import ForwardInput
 from engine.messages import StepPlan
 from engine.model.decoder import Decoder
@@ -22,10 +22,10 @@ from engine.transfer import upload
 from kernels import AttentionInput, ChunkSpan, KvPool
 from kernels.triton.attention_prefill import plan_tiles, tile_tokens
 
-MOST_CHUNKS = 4
+MAX_CHUNKS = 4
 """Prompts in one pass."""
 
-MOST_FP8_KEYS = 4096
+MAX_FP8_KEYS = 4096
 """Tokens of an FP8 cache that the prompts of one pass may read. Over more, attention of 512 tokens of an 8B
 model takes the device as long as the host takes to launch the pass."""
 
@@ -34,7 +34,7 @@ class PromptGraphs:
     """Captured passes of one rank in which nobody decodes. `capture` once; then `stage` and `forward` for
     each plan that `fits`."""
 
-    def __init__(self, decoder: Decoder, kv: list[KvPool], tables: RowTables, step_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, kv: list[KvPool], tables: SlotTables, step_tokens: int) -> None:
         self._decoder, self._kv, self._tables = decoder, kv, tables
         self.sizes = prompt_ladder(step_tokens)
         shard = decoder.shard
@@ -46,7 +46,7 @@ class PromptGraphs:
         """The captured size of what was staged, and its chunks."""
         self._most = self.sizes[-1] if self.sizes else 0
         # One chunk a row, so that logits have no more rows than those of decode steps.
-        self._most_chunks = min(MOST_CHUNKS, len(tables.lengths))
+        self._most_chunks = min(MAX_CHUNKS, len(tables.lengths))
         # One buffer, so that one transfer fills it: token ids, positions and slots; the tiles of each window
         # (four int32 each, so 16 bytes, on which kernels may rely); of each chunk its last token, its row of
         # the block table and its tokens in the cache.
@@ -81,8 +81,8 @@ class PromptGraphs:
             not plan.decodes
             and 0 < len(chunks) <= self._most_chunks
             and sum(len(chunk.token_ids) for chunk in chunks) <= self._most
-            and not (self._decoder.kv_fp8 and keys > MOST_FP8_KEYS)
-            and all(chunk.sample_rows and chunk.prompt_logprobs is None for chunk in chunks)
+            and not (self._decoder.kv_fp8 and keys > MAX_FP8_KEYS)
+            and all(chunk.sample_slots and chunk.prompt_logprobs is None for chunk in chunks)
         )
 
     def stage(self, plan: StepPlan) -> None:
@@ -109,7 +109,7 @@ class PromptGraphs:
         return -(-size // self._tile_tokens) + self._most_chunks
 
     def _send(self, spans: list[ChunkSpan], size: int, tokens: np.ndarray | None = None) -> None:
-        """tokens: `[3, count]` int64, as `RowTables.chunk_inputs`."""
+        """tokens: `[3, count]` int64, as `SlotTables.chunk_inputs`."""
         most, tiles = self._most, self._most_tiles(size)
         staged = np.zeros(len(self._inputs), dtype=np.int64)
         staged[2 * most : 3 * most] = -1

@@ -3,7 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
-from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
+from engine.messages import Chunk, ReplicaSpec, SamplingParams, SlotSetup, StepPlan
 from engine.sampler import LOGPROB_ROWS
 
 _EVERY_NUMBER = SamplingParams(
@@ -37,7 +37,7 @@ def largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     beside each other.
     """
     rows = list(range(spec.max_rows))
-    setups = [RowSetup(row, _EVERY_NUMBER, 0, 1, [0]) for row in rows]
+    setups = [SlotSetup(row, _EVERY_NUMBER, 0, 1, [0]) for row in rows]
     longest = max(1, max_model_len - 1)
     deep = _prompts(spec, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
@@ -66,7 +66,7 @@ def every_kind(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     rows = list(range(min(spec.max_rows, spec.step_tokens - 1, _ROWS)))
     plans = []
     for params in _WAYS_TO_SAMPLE:
-        setups = [RowSetup(row, params, 0, 1, [0]) for row in rows]
+        setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
         plans += [
             StepPlan(0, setups, [], [], [], [Chunk(row, 0, [0], [row]) for row in rows]),
             StepPlan(0, [], [], [], rows[1:], [Chunk(0, 0, [0, 0], [])]),
@@ -75,13 +75,13 @@ def every_kind(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
         ]
     # Of one row alone torch sorts, and takes apart, in other ways.
     for logprobs in (0, 2):
-        alone = RowSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
+        alone = SlotSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
         plans += [
             StepPlan(0, [alone], [], [], [], [Chunk(0, 0, [0], rows[:1])]),
             StepPlan(0, [], [], [], rows[:1], []),
         ]
     scored = Chunk(0, 0, [0, 0], rows[:1], prompt_logprobs=1)
-    plans.append(StepPlan(0, [RowSetup(0, _WAYS_TO_SAMPLE[0], 0, 2, [])], [], [], rows[1:], [scored]))
+    plans.append(StepPlan(0, [SlotSetup(0, _WAYS_TO_SAMPLE[0], 0, 2, [])], [], [], rows[1:], [scored]))
     plans.append(StepPlan(0, [], [], [(0, 0)], [], _prompts(spec, max_model_len - 1), clears=[0]))
     return plans
 

@@ -37,7 +37,7 @@ from engine.messages import (
     Stop,
     Submit,
 )
-from engine.plans import PlanSender, check_plans, plan_channel
+from engine.plan_channel import PlanSender, check_plans, plan_channel
 from engine.wire import Channel
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class LineFormatter(logging.Formatter):
 
 def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]], runner: Runner) -> None:
     from engine.core import EngineCore
-    from engine.scheduler import Scheduler
+    from engine.scheduling.scheduler import Scheduler
 
     info = runner.info()
     if peers:
@@ -356,10 +356,10 @@ def _die_with_parent() -> None:
 def _kind_of(error: Exception) -> str:
     import torch
 
-    from engine.config import CheckpointError, UnfitError
+    from engine.config import CheckpointError, UnsupportedError
     from engine.device import DeviceError
 
-    if isinstance(error, CheckpointError | UnfitError):
+    if isinstance(error, CheckpointError | UnsupportedError):
         return "checkpoint"
     # On a CPU torch says in words alone that memory ran out.
     out_of_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engine import memory
-from engine.batch import Padding, RowTables
-from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
+from engine.config import DTYPE_BYTES, ModelConfig, UnsupportedError
 from engine.device import device_name, select_device
+from engine.device_tables import Padding, SlotTables
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
 from engine.kernel_loading import load_kernels
@@ -55,7 +55,7 @@ class Runner:
 
     `ranks` must have met already (and, with NCCL, `select_device` must have been called before that).
     `progress` is told what the build is doing. Raises CheckpointError for files that cannot be used,
-    UnfitError for a split or length that the model does not allow, for a model that a GPU's kernels cannot
+    UnsupportedError for a split or length that the model does not allow, for a model that a GPU's kernels cannot
     serve and for meaningless fields of `spec`, DeviceError for a device that is not there, WeightsTooLarge
     and StepsTooLarge where these do not fit it, PoolTooSmall where a sequence of `spec.max_model_len` does
     not, PoolTooLarge where `spec.kv_blocks` cannot be had.
@@ -170,7 +170,7 @@ class Runner:
         elif self.spec.load_format == "safetensors":
             load(self.decoder, self.spec.model_path, progress)
         else:
-            raise UnfitError(f'load_format is {self.spec.load_format!r}: use "safetensors" or "dummy"')
+            raise UnsupportedError(f'load_format is {self.spec.load_format!r}: use "safetensors" or "dummy"')
 
     def _steps(self, kv: list[KvPool]) -> Steps:
         """With rows of their own, over a pool."""
@@ -178,7 +178,7 @@ class Runner:
         padding = None
         if self.decoder.ops.name == "cuda":
             padding = Padding(product_ladder(self.spec.step_tokens), product_ladder(rows))
-        tables = RowTables(rows, blocks, self.config.vocab_size, self.device, padding)
+        tables = SlotTables(rows, blocks, self.config.vocab_size, self.device, padding)
         return Steps(self.decoder, kv, tables, self._sampler)
 
     def _longest(self) -> int:
@@ -189,7 +189,7 @@ class Runner:
             return longest
         blocks = self.spec.kv_blocks
         if blocks is None:
-            most = memory.CPU_MOST_KV_BYTES // self.ranks.size
+            most = memory.CPU_MAX_KV_BYTES // self.ranks.size
             if self.device.type == "cuda":
                 _, most = torch.cuda.mem_get_info(self.device)
             blocks = most // kv_bytes_per_block(self.config, self.kv_dtype, self.ranks.size)
@@ -219,7 +219,7 @@ class Runner:
         else:
             working = self._predict(None).activation_bytes
             share = int(memory.available_host_bytes() * self.spec.memory_fraction) // self.ranks.size
-            budget = min(share - working, memory.CPU_MOST_KV_BYTES // self.ranks.size)
+            budget = min(share - working, memory.CPU_MAX_KV_BYTES // self.ranks.size)
         mine = torch.tensor([budget // per_block], device=self.device)
         return int(self.ranks.all_gather_stack(mine).min())
 
@@ -253,7 +253,7 @@ class Runner:
         return self.decoder.allocate_kv(blocks, zeros)
 
     def _start_build(self) -> KernelBuild:
-        """The first rank compiles for all: they run the same kernels. Raises UnfitError where none could."""
+        """The first rank compiles for all: they run the same kernels. Raises UnsupportedError where none could."""
         dtypes = {"dtype": self.dtype, "weights": self.weights, "kv_dtype": self.kv_dtype}
         check_kernels(self.config, self.spec, device=self.device, **dtypes)
         if self.ranks.rank:
@@ -355,31 +355,31 @@ def _dtype_name(wanted: str, config: ModelConfig, device: torch.device) -> str:
     if wanted == "auto":
         return "float32" if device.type == "cpu" else config.dtype
     if wanted not in DTYPE_BYTES:
-        raise UnfitError(f"dtype is {wanted!r}: use auto, {', '.join(DTYPE_BYTES)}")
+        raise UnsupportedError(f"dtype is {wanted!r}: use auto, {', '.join(DTYPE_BYTES)}")
     return wanted
 
 
 def _check(spec: ReplicaSpec) -> None:
     """Refuses before anything is loaded what no device could run."""
     if spec.max_rows < 1:
-        raise UnfitError(f"max_rows is {spec.max_rows}: give at least 1")
+        raise UnsupportedError(f"max_rows is {spec.max_rows}: give at least 1")
     for name, value in (("weights", spec.weights), ("kv_dtype", spec.kv_dtype)):
         if value not in ("auto", FP8):
-            raise UnfitError(f'{name} is {value!r}: use "auto" or "{FP8}"')
+            raise UnsupportedError(f'{name} is {value!r}: use "auto" or "{FP8}"')
     if spec.step_tokens < spec.max_rows:
-        raise UnfitError(
+        raise UnsupportedError(
             f"step_tokens is {spec.step_tokens}, but {spec.max_rows} rows decode one token each in a step: "
             "raise step_tokens or lower max_rows"
         )
     if spec.mixed_tokens is not None and not spec.max_rows <= spec.mixed_tokens <= spec.step_tokens:
-        raise UnfitError(
+        raise UnsupportedError(
             f"mixed_tokens is {spec.mixed_tokens}: give at least max_rows, {spec.max_rows}, and at most "
             f"step_tokens, {spec.step_tokens}, or leave it out"
         )
     if not 0.0 < spec.memory_fraction <= 1.0:
-        raise UnfitError(f"memory_fraction is {spec.memory_fraction}: give more than 0 and at most 1")
+        raise UnsupportedError(f"memory_fraction is {spec.memory_fraction}: give more than 0 and at most 1")
     if spec.threads is not None and spec.threads < 1:
-        raise UnfitError(f"threads is {spec.threads}: give at least 1, or leave it out")
+        raise UnsupportedError(f"threads is {spec.threads}: give at least 1, or leave it out")
 
 
 def _threads(spec: ReplicaSpec, ranks: int) -> int:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.batch import RowTables, SamplingBatch
+from engine.device_tables import SamplingBatch, SlotTables
 from engine.messages import LOWEST_LOGPROB
 from engine.parallel import Ranks
 from kernels import sampling
@@ -71,7 +71,7 @@ class Sampler:
         self._hashes = sampling.token_hashes(0, vocab_size, device)
         """Of the whole vocabulary."""
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: RowTables) -> SampledStep:
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
         """Draw a token for each sampling row and write it into `tables` as the rows' next input.
 
         logits: of the step's logit rows on this rank, perhaps with others after them; they stay as they are.

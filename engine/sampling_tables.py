@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.messages import RowSetup
+from engine.messages import SlotSetup
 from engine.transfer import upload
 from kernels import sampling
 from kernels.draws import Bans, Biases, Draws, Variant
@@ -92,7 +92,7 @@ class SamplingTables:
 
     # ── setups ───────────────────────────────────────────────────────────────────────────────────
 
-    def set_up(self, setups: list[RowSetup]) -> None:
+    def set_up(self, setups: list[SlotSetup]) -> None:
         """New owners of rows."""
         self._epoch += 1
         owners = [(row, sample, setup) for setup in setups for row, sample in setup.members]
@@ -125,7 +125,7 @@ class SamplingTables:
         self.top_k[staged[0]] = staged[2]
         self.floats[staged[0]] = rates
 
-    def _set_up_lists(self, setup: RowSetup) -> None:
+    def _set_up_lists(self, setup: SlotSetup) -> None:
         """The token lists of the setup's rows: all read the same tensors, and nobody writes them. Ids outside
         the vocabulary cannot be chosen anyway: they are left out."""
         params, rows = setup.sampling, [row for row, _ in setup.members]
@@ -144,7 +144,7 @@ class SamplingTables:
             self._stops.update(dict.fromkeys(rows, banned))
             self._stop_from[rows] = setup.prompt_tokens + params.min_tokens
 
-    def _set_up_counts(self, setups: list[RowSetup]) -> None:
+    def _set_up_counts(self, setups: list[SlotSetup]) -> None:
         for setup in setups:
             for row, _ in setup.members:
                 self._slot_of_row.pop(row, None)

@@ -89,7 +89,7 @@ def predict(
 
     dtype: the model's, of engine.config.DTYPE_BYTES. weights, kv_dtype: the same, or "fp8". max_rows:
     sequences at once; step_tokens: token budget of a step; max_model_len: the longest sequence; blocks: of
-    the pool, None where they are yet to be found; on_gpu: whether it runs there. Raises UnfitError
+    the pool, None where they are yet to be found; on_gpu: whether it runs there. Raises UnsupportedError
     when the model cannot be split.
     """
     shard = config.shard(tensor_parallel_size, 0)

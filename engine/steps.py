@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.batch import PromptSlice, RowTables, SamplingBatch, StepBatch, ends_of
+from engine.device_tables import PromptSlice, SamplingBatch, SlotTables, StepBatch, ends_of
 from engine.launched import StepResults
 from engine.messages import StepPlan
 from engine.model.decoder import Decoder
@@ -33,7 +33,7 @@ class Steps:
     decoder: Decoder
     kv: list[KvPool]
     """One for each layer."""
-    tables: RowTables
+    tables: SlotTables
     sampler: Sampler
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
@@ -61,7 +61,7 @@ class Steps:
         finite = [
             (chunk.row, hidden[end].isfinite().all())
             for chunk, end in zip(plan.chunks, ends_of(batch.forward), strict=True)
-            if not chunk.sample_rows
+            if not chunk.sample_slots
         ]
         return StepResults(sampled, batch.sampling.needs.logprob_rows, prompts, finite)
 

@@ -25,12 +25,12 @@ Inbound = TypeVar("Inbound")
 
 _HEADER = 4
 _READ_BYTES = 1 << 18
-_MOST_READS = 16
-_MOST_FDS = 64
+_MAX_READS = 16
+_MAX_FDS = 64
 
-MOST_FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = 64 << 20
 """A longer frame is a broken peer, unless more was agreed upon: the channel closes."""
-MOST_BACKLOG_BYTES = 256 << 20
+MAX_BACKLOG_BYTES = 256 << 20
 """A peer that leaves more than this unread is taken for dead: bounded memory beats a patient writer."""
 
 
@@ -46,15 +46,15 @@ def socketpair() -> tuple[socket.socket, socket.socket]:
 
 class Channel(Generic[Inbound]):
     """One end of a channel. `inbound` is the union of structs that may arrive, in frames of at most
-    `most_frame_bytes`.
+    `max_frame_bytes`.
 
     Not thread-safe: one thread, or one event loop, owns it.
     """
 
-    def __init__(self, sock: socket.socket, inbound: Any, most_frame_bytes: int = MOST_FRAME_BYTES) -> None:
+    def __init__(self, sock: socket.socket, inbound: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._most_frame_bytes = most_frame_bytes
+        self._most_frame_bytes = max_frame_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(inbound)
         self._received = bytearray()
@@ -90,7 +90,7 @@ class Channel(Generic[Inbound]):
         self._out_bytes += len(frame)
         if not self._writing:
             self.flush()
-        if self._out_bytes > MOST_BACKLOG_BYTES:
+        if self._out_bytes > MAX_BACKLOG_BYTES:
             self._end()
 
     def flush(self) -> bool:
@@ -140,11 +140,11 @@ class Channel(Generic[Inbound]):
         Descriptors that came along wait for `take_fd`, in order.
         """
         messages: list[Inbound] = []
-        for _ in range(_MOST_READS):
+        for _ in range(_MAX_READS):
             if self.closed:
                 break
             try:
-                data, ancillary, _, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _MOST_FDS))
+                data, ancillary, _, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _MAX_FDS))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:

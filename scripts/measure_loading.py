@@ -199,7 +199,7 @@ def write_checkpoint(folder: Path, shape: str, layers: int | None) -> ModelConfi
         values = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": layers}))
     config = read_config(folder)
-    shapes = {piece.name: piece.shape for piece in decoder_of(config, 1, False, "meta").pieces()}
+    shapes = {piece.name: piece.shape for piece in decoder_of(config, 1, False, "meta").weight_shards()}
     total = sum(2 * torch.Size(each).numel() for each in shapes.values())
     shards: list[dict[str, Any]] = [{} for _ in range(SHARDS)]
     before, weight_map = 0, {}

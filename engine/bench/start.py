@@ -12,14 +12,14 @@ import torch
 
 from engine.bench.shapes import SHAPES, write_config
 from engine.bench.workloads import Workload
-from engine.config import DTYPE_BYTES, CheckpointError, UnfitError
+from engine.config import DTYPE_BYTES, CheckpointError, UnsupportedError
 from engine.device import DeviceError
 from engine.families import read_config
 from engine.garbage import settle_garbage
 from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec
 
-FAILURES = (CheckpointError, UnfitError, DeviceError, MemoryError, torch.OutOfMemoryError)
+FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError)
 """What `start` raises of which a person needs the message alone."""
 
 
@@ -67,18 +67,18 @@ def start(arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, 
 
 
 def _max_model_len(arguments: argparse.Namespace, model: Path, workloads: Mapping[str, Workload]) -> int:
-    """What was asked for, or what the workloads need. Raises UnfitError where they do not fit in."""
+    """What was asked for, or what the workloads need. Raises UnsupportedError where they do not fit in."""
     name, longest = max(workloads.items(), key=lambda item: item[1].sequence_tokens)
     needed, given = longest.sequence_tokens, arguments.max_model_len
     its = f"{name} has sequences of {needed} ({longest.prompt_tokens} in, {longest.output_tokens} out)"
     if given is not None and given < needed:
-        raise UnfitError(
+        raise UnsupportedError(
             f"--max-model-len is {given} tokens, but {its}: raise it, leave it out, or choose other workloads"
         )
     limit = read_config(model).context_limit
     if limit < needed:
         what = arguments.model or arguments.shape
-        raise UnfitError(
+        raise UnsupportedError(
             f"{what} allows sequences of {limit} tokens, but {its}: choose other workloads, or another model"
         )
     return given or needed

@@ -18,7 +18,7 @@ import torch
 from engine.config import CheckpointError
 from engine.model.checkpoint import Entry
 from engine.model.slices import Slice
-from engine.model.slots import Slot
+from engine.model.staging import Slot
 from engine.model.weight_file import PAGE, WeightFile
 
 READERS = 12

@@ -18,7 +18,7 @@ import torch
 from engine.config import CheckpointError
 from engine.model.checkpoint import Entry, read_entries
 from engine.model.decoder import Decoder
-from engine.model.layers import Piece
+from engine.model.layers import WeightShard
 from engine.model.slices import Slice
 from engine.model.streaming import stream
 from engine.model.weight_file import keep_cached
@@ -47,7 +47,7 @@ def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
     """
     folder = Path(folder)
     entries = read_entries(folder)
-    pieces = {piece.name: piece for piece in decoder.pieces()}
+    pieces = {piece.name: piece for piece in decoder.weight_shards()}
     _check(entries, pieces, folder, tied=decoder.config.tie_word_embeddings)
     with decoder.fit.explained():
         done = _fill(pieces, entries, decoder, progress)
@@ -66,7 +66,7 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
     """
     done = 0
     with decoder.fit.explained():
-        for piece in decoder.pieces():
+        for piece in decoder.weight_shards():
             if piece.target is None:
                 continue
             _randomise(piece, decoder, seed)
@@ -75,7 +75,7 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
     return done
 
 
-def _check(entries: dict[str, Entry], pieces: dict[str, Piece], folder: Path, tied: bool) -> None:
+def _check(entries: dict[str, Entry], pieces: dict[str, WeightShard], folder: Path, tied: bool) -> None:
     # Only matrices have scales: a vector of FP8 is as unloadable as one of integers.
     quantised = {
         name
@@ -137,7 +137,9 @@ def _names(names: list[str]) -> str:
     return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown} are"
 
 
-def _fill(pieces: dict[str, Piece], entries: dict[str, Entry], decoder: Decoder, progress: Progress) -> int:
+def _fill(
+    pieces: dict[str, WeightShard], entries: dict[str, Entry], decoder: Decoder, progress: Progress
+) -> int:
     """Streams every piece's numbers into it; returns their bytes. Nothing of the stream outlives the call:
     what still held a buffer would keep `_finish` from giving its memory back."""
     device, ranks = decoder.device, decoder.ranks.size
@@ -176,7 +178,7 @@ def _fill(pieces: dict[str, Piece], entries: dict[str, Entry], decoder: Decoder,
     return done
 
 
-def _randomise(piece: Piece, decoder: Decoder, seed: int) -> None:
+def _randomise(piece: WeightShard, decoder: Decoder, seed: int) -> None:
     generator = torch.Generator(decoder.device).manual_seed(seed ^ zlib.crc32(piece.name.encode()))
     whole = torch.empty(piece.shape, dtype=decoder.dtype, device=decoder.device)
     if len(piece.shape) == 2:
@@ -188,7 +190,7 @@ def _randomise(piece: Piece, decoder: Decoder, seed: int) -> None:
     piece.fill(piece.part(whole))
 
 
-def _slice(piece: Piece, entry: Entry, ranks: int) -> Slice:
+def _slice(piece: WeightShard, entry: Entry, ranks: int) -> Slice:
     """What a rank reads of a piece's tensor: its rows, or whole rows of which it takes some columns."""
     assert piece.target is not None
     rows = piece.target.shape[0]
@@ -196,7 +198,7 @@ def _slice(piece: Piece, entry: Entry, ranks: int) -> Slice:
     return Slice(piece.name, entry, piece.start if piece.dim == 0 else 0, rows, shared)
 
 
-def _block(piece: Piece, part: Slice) -> Piece:
+def _block(piece: WeightShard, part: Slice) -> WeightShard:
     """The rows of a piece that a part of its slice fills."""
     assert piece.target is not None
     first = part.first_row - (piece.start if piece.dim == 0 else 0)
@@ -207,7 +209,7 @@ def _block(piece: Piece, part: Slice) -> Piece:
 
 
 def _read_scales(
-    pieces: dict[str, Piece], entries: dict[str, Entry], device: torch.device
+    pieces: dict[str, WeightShard], entries: dict[str, Entry], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """By their names: the float32 scales of all rows of a weight `[rows]`, or the one of all `[1]`."""
     wanted = []

@@ -19,7 +19,7 @@ import torch
 
 from engine.model.fetching import PIECE_BYTES, READERS, Block, Readers, Reading, check_unchanged, opened
 from engine.model.slices import Slice, cut
-from engine.model.slots import Ring
+from engine.model.staging import Ring
 from engine.model.weight_file import PAGE, WeightFile
 
 BLOCK_BYTES = 16 << 20

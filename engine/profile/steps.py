@@ -86,9 +86,9 @@ class _Recorder:
         contexts = [self._lengths[row] for row in plan.decodes]
         chunks = [(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks]
         for chunk in plan.chunks:
-            for row in chunk.sample_rows:
+            for row in chunk.sample_slots:
                 self._lengths[row] = chunk.start + len(chunk.token_ids)
-        logit_rows = len(contexts) + sum(bool(chunk.sample_rows) for chunk in plan.chunks)
+        logit_rows = len(contexts) + sum(bool(chunk.sample_slots) for chunk in plan.chunks)
         return StepShape(contexts, chunks, logit_rows)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+from engine.scheduler import Scheduler
 
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.credits import CreditAccount
@@ -26,7 +27,6 @@ from appliance.traffic.requests import Ledger
 from appliance.traffic.rules import QueueRules
 from engine.core import EngineCore
 from engine.messages import Output, Report, SamplingParams, StepPlan, StepTokens, Submit
-from engine.scheduler import Scheduler
 from store.policies import KeyRecord, Policies, TenantRecord
 from store.requests import RequestRow
 from tests.engine.scheduling.simulated_runner import sampling_rows

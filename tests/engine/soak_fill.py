@@ -77,7 +77,7 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
 def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
     """One for each row. While the last prompts are computed the first rows decode, so prompts leave room for
     what those write meanwhile; then all together want more than there is."""
-    info, scheduler = engine.info, engine.scheduler
+    info, scheduler = engine.info, engine.scheduling.scheduler
     rows = info.max_rows
     # The last block of a sequence is half full on average; a watermark stays free for decodes.
     tokens = ((info.kv_blocks - scheduler.watermark) / rows - 0.5) * BLOCK_TOKENS

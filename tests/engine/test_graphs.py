@@ -13,8 +13,8 @@ import torch
 
 from engine.generate import LocalEngine
 from engine.graphs import DecodeGraphs
-from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
-from engine.prompt_graphs import MOST_FP8_KEYS, PromptGraphs
+from engine.messages import Chunk, ReplicaSpec, SamplingParams, SlotSetup, StepPlan
+from engine.prompt_graphs import MAX_FP8_KEYS, PromptGraphs
 from engine.sizing import ladder
 from kernels import AttentionInput, ChunkSpan
 from kernels.draws import Variant
@@ -173,7 +173,7 @@ def test_a_pass_begins_when_its_input_is_there_and_before_the_cache_is_touched(
     def begins() -> None:
         events.append("begun" if steps.kv[0].keys[9].all() else "cleared before")
 
-    setup = RowSetup(0, GREEDY, 0, 3, [])
+    setup = SlotSetup(0, GREEDY, 0, 3, [])
     with torch.inference_mode():
         steps.kv[0].keys[9] = 1.0
         steps.prompt_graphs = Noting(steps.decoder, steps.kv, steps.tables, 200)
@@ -226,8 +226,8 @@ def test_no_pass_that_reads_much_of_an_fp8_cache_or_has_too_many_prompts_has_a_g
         )
 
     assert fits(1, 100_000, kv_fp8=False)
-    assert fits(2, MOST_FP8_KEYS // 2 - 16, kv_fp8=True)
-    assert not fits(2, MOST_FP8_KEYS // 2 - 15, kv_fp8=True)
+    assert fits(2, MAX_FP8_KEYS // 2 - 16, kv_fp8=True)
+    assert not fits(2, MAX_FP8_KEYS // 2 - 15, kv_fp8=True)
     assert fits(4, 0, kv_fp8=False)
     assert not fits(5, 0, kv_fp8=False)
     engine.close()

@@ -15,7 +15,7 @@ from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec, StepPlan
 from engine.profile import steps
 from engine.profile.steps import Kind, StepShape, record
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, SimulatedStep
 from tests.engine.tiny import TINY
 

@@ -29,9 +29,9 @@ from engine.messages import (
     Stop,
     Submit,
 )
-from engine.plans import PlanSender
+from engine.plan_channel import PlanSender
 from engine.replica import Replica, _follow
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from engine.wire import Channel, socketpair
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner
 
@@ -209,7 +209,7 @@ def test_a_front_that_never_reads_is_given_up_and_what_it_sent_is_cancelled(
 ) -> None:
     served = Served()
     # Its socket takes a few frames only, and what may lie unread is less than it will be sent.
-    monkeypatch.setattr(wire, "MOST_BACKLOG_BYTES", 2000)
+    monkeypatch.setattr(wire, "MAX_BACKLOG_BYTES", 2000)
     silent: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
     for handle in range(1, 4):
         silent.send(submit(handle, 1900))

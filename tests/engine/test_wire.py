@@ -159,7 +159,7 @@ def test_a_flood_is_read_in_parts_so_that_the_reader_gets_to_do_other_things() -
 
 
 def test_a_peer_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_BACKLOG_BYTES", 1 << 20)
+    monkeypatch.setattr(wire, "MAX_BACKLOG_BYTES", 1 << 20)
     left, right = make_pair()
     for _ in range(100):
         left.send(Note("x" * 100_000))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.batch import ends_of
-from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.device_tables import ends_of
+from engine.messages import BLOCK_TOKENS, Chunk, SamplingParams, SlotSetup, StepPlan
 from tests.demo_model.asking import engine
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def test_the_ends_are_rows_of_the_whole_pass(kv_dtype: str, allowed: float) -> N
     four rows instead of hundreds, and so other kernels. Its keys and values are made as before."""
     made = engine("cuda", "bfloat16", kv_dtype=kv_dtype)
     runner = made.runner
-    setups = [RowSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in range(4)]
+    setups = [SlotSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in range(4)]
     blocks = [(row, index, 8 * row + index) for row in range(4) for index in range(500 // BLOCK_TOKENS + 1)]
     before = StepPlan(1, setups, blocks, [], [], [_chunk(0, 0, 200), _chunk(1, 0, 77), _chunk(2, 0, 130)])
     now = StepPlan(2, [], [], [], [1, 0], [_chunk(2, 130, 300), _chunk(3, 0, 65)])

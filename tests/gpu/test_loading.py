@@ -49,7 +49,7 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
     ops = select_backend(device, dtype)
     decoder = Decoder(read_config(folder), ranks, ops, dtype, torch.device(device), fp8=fp8)
     found: dict[str, torch.Tensor] = {}
-    pieces = decoder.pieces()
+    pieces = decoder.weight_shards()
     with torch.inference_mode():
         load(decoder, folder, lambda stage, fraction: None)
     for piece in pieces:

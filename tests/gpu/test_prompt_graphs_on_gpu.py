@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.generate import LocalEngine
-from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import BLOCK_TOKENS, Chunk, SamplingParams, SlotSetup, StepPlan
 from engine.prompt_graphs import PromptGraphs
 from engine.runner import Runner
 from tests.demo_model.asking import engine
@@ -47,7 +47,7 @@ def _plan(sizes: list[tuple[int, int]], first_block: int = 0) -> tuple[StepPlan,
         used = -(-(start + count) // BLOCK_TOKENS)
         blocks += [(row, index, first_block + index) for index in range(used)]
         first_block += used
-        setups.append(RowSetup(row, SamplingParams(max_tokens=1), 0, start + count, []))
+        setups.append(SlotSetup(row, SamplingParams(max_tokens=1), 0, start + count, []))
         chunks.append(Chunk(row, start, _tokens(row, start, count), [row]))
     return StepPlan(0, setups, blocks, [], [], chunks), first_block
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.batch import SamplingBatch
+from engine.device_tables import SamplingBatch
 from engine.generate import LocalEngine
-from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import Chunk, SamplingParams, SlotSetup, StepPlan
 from engine.parallel import single
 from engine.sampler import Sampler
 from engine.sampling_tables import Needs
@@ -59,7 +59,7 @@ def test_a_row_draws_the_same_in_any_batch_and_what_plain_torch_draws(made: Loca
     assert graphs is not None
     logits = torch.randn(256, runner.config.vocab_size, device=runner.device).mul_(3).to(torch.bfloat16)
     for variant, kinds in ((Variant.GREEDY, 1), (Variant.PLAIN, 2), (Variant.FULL, len(KINDS))):
-        setups = [RowSetup(row, _seeded(KINDS[row % kinds], row), 0, 1, []) for row in range(ROWS)]
+        setups = [SlotSetup(row, _seeded(KINDS[row % kinds], row), 0, 1, []) for row in range(ROWS)]
         plan = StepPlan(1, setups, [], [], [], [Chunk(row, 0, [5], [row]) for row in range(ROWS)])
         runner.launch(plan).wait()
         drawn: dict[int, int] = {}

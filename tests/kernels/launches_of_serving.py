@@ -16,12 +16,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from engine.batch import Padding, RowTables
+from engine.device_tables import Padding, SlotTables
 from engine.families import read_config
 from engine.graphs import DecodeGraphs
 from engine.kernel_build import dimensions
 from engine.kernel_loading import load_kernels
-from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
+from engine.messages import Chunk, ReplicaSpec, SamplingParams, SlotSetup, StepPlan
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.prompt_graphs import PromptGraphs
 from engine.rehearsal import every_kind, largest_steps
@@ -104,7 +104,7 @@ def main() -> None:
         return torch.from_numpy(array).to(device)
 
     with (
-        mock.patch("engine.batch.upload", upload),
+        mock.patch("engine.device_tables.upload", upload),
         mock.patch("engine.sampling_tables.upload", upload),
         mock.patch("engine.steps.upload", upload),
         torch.inference_mode(),
@@ -132,7 +132,7 @@ def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> Steps:
     padding = Padding(product_ladder(spec.step_tokens), product_ladder(ROWS))
 
     def steps() -> Steps:
-        tables = RowTables(ROWS, COLUMNS, decoder.config.vocab_size, META, padding)
+        tables = SlotTables(ROWS, COLUMNS, decoder.config.vocab_size, META, padding)
         return Steps(decoder, decoder.allocate_kv(20), tables, sampler)
 
     apart = steps()
@@ -174,7 +174,7 @@ def serve(steps: Steps) -> None:
     for params in every:
         for chunk, decodes in ((7, 0), (1, 3), (2, 20), (200, 40), (129, 17), (240, 60)):
             rows = list(range(decodes + 2))
-            setups = [RowSetup(row, params, 0, 1, [0]) for row in rows]
+            setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
             for samples in ([], [decodes], [decodes, decodes + 1]):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))

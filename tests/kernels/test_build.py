@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine.bench.shapes import SHAPES
-from engine.config import UnfitError
+from engine.config import UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, dimensions
 from engine.messages import ReplicaSpec
@@ -179,7 +179,7 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
     weights = "fp8" if served.get("fp8") else "bfloat16"
     held = {"weights": weights, "kv_dtype": "bfloat16"}
     config, gpu = read_config(folder), torch.device("cuda")
-    with pytest.raises(UnfitError, match=f"^{words}.*"):
+    with pytest.raises(UnsupportedError, match=f"^{words}.*"):
         check_kernels(config, spec, dtype="bfloat16", **held, device=gpu)
     check_kernels(config, spec, dtype="float32", **held, device=gpu)
     check_kernels(config, spec, dtype="bfloat16", **held, device=torch.device("cpu"))
@@ -227,7 +227,7 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     folder = folder_of(tmp_path, "llama", head_dim=held.pop("head_dim"))
     config, spec = read_config(folder), ReplicaSpec(replica="r", model_path=str(folder))
     monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of(*gpu))
-    with pytest.raises(UnfitError, match=f"^{words}") if words else nullcontext():
+    with pytest.raises(UnsupportedError, match=f"^{words}") if words else nullcontext():
         check_kernels(config, spec, dtype="bfloat16", **held, device=torch.device("cuda"))
     check_kernels(config, spec, dtype="float32", **held, device=torch.device("cuda"))
     if not words:

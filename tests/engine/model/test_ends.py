@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import Padding, RowTables, ends_of
+from engine.device_tables import Padding, SlotTables, ends_of
 from engine.families import read_config
 from engine.forward import ForwardInput
-from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import Chunk, SamplingParams, SlotSetup, StepPlan
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import single
@@ -32,7 +32,7 @@ def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]
     rows = {row for row, start, _, _ in chunks if not start}
     return StepPlan(
         step,
-        [RowSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in rows],
+        [SlotSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in rows],
         [(row, index, 3 * row + index) for row in rows for index in range(3)],
         [],
         decodes,
@@ -51,7 +51,7 @@ def passes(
     chunks: list[tuple[int, int, int, bool]],
 ) -> ForwardInput:
     """A pass of what `decodes` and `chunks` say, after one in which two prompts were computed."""
-    tables = RowTables(5, 3, decoder.config.vocab_size, CPU, padding)
+    tables = SlotTables(5, 3, decoder.config.vocab_size, CPU, padding)
     before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
     tables.apply(before)
     first = tables.step_batch(before)

@@ -24,7 +24,7 @@ from engine.model import fetching
 from engine.model.checkpoint import Entry, read_entries
 from engine.model.fetching import Block, Readers, opened
 from engine.model.slices import Slice
-from engine.model.slots import Ring, Slot
+from engine.model.staging import Ring, Slot
 from engine.model.weight_file import PAGE, WeightFile
 
 ROWS = 10 * PAGE // 4

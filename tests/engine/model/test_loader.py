@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import CheckpointError
 from engine.families import read_config
 from engine.model.decoder import Decoder
-from engine.model.layers import Piece
+from engine.model.layers import WeightShard
 from engine.model.loader import load, load_dummy
 from engine.model.slices import Slice
 from engine.model.streaming import stream
@@ -78,7 +78,7 @@ def _framed(header: bytes) -> bytes:
 def test_everything_is_read_once_and_progress_ends_at_one(sharded: Path) -> None:
     seen: list[tuple[str, float]] = []
     decoder = _decoder(sharded)
-    parameters = [piece.target for piece in decoder.pieces() if piece.target is not None]
+    parameters = [piece.target for piece in decoder.weight_shards() if piece.target is not None]
     for target in parameters:
         target.fill_(torch.nan)
     read = load(decoder, sharded, lambda stage, fraction: seen.append((stage, fraction)))
@@ -117,7 +117,7 @@ def test_a_rank_gets_its_slices_to_the_bit(
     for shard in sharded.glob("*.safetensors"):
         tensors |= load_file(shard)
     decoder = _decoder(sharded, ranks=PlaceOfRank(2, rank), fp8=fp8)
-    pieces = decoder.pieces()
+    pieces = decoder.weight_shards()
     load(decoder, sharded, lambda stage, fraction: None)
     for piece in pieces:
         assert piece.target is not None
@@ -134,7 +134,7 @@ def test_what_stays_as_it_is_is_read_straight_into_the_weights(
     sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[str] = []
-    monkeypatch.setattr(Piece, "fill", lambda piece, part: filled.append(piece.name))
+    monkeypatch.setattr(WeightShard, "fill", lambda piece, part: filled.append(piece.name))
     load(_decoder(sharded), sharded, lambda stage, fraction: None)
     assert not filled
     load(_decoder(sharded, ranks=PlaceOfRank(2, 0)), sharded, lambda stage, fraction: None)
@@ -175,10 +175,10 @@ def test_the_first_rank_has_every_file_kept_in_the_page_cache(
 
 def test_pieces_cover_every_parameter_exactly_once(folder: Path) -> None:
     decoder = _decoder(folder)
-    for piece in decoder.pieces():
+    for piece in decoder.weight_shards():
         assert piece.target is not None
         piece.target.fill_(0)
-    for piece in decoder.pieces():
+    for piece in decoder.weight_shards():
         assert piece.target is not None
         piece.target.add_(1)
     layer = decoder.layers[0]
@@ -320,4 +320,4 @@ def test_dummy_weights_are_the_same_for_a_seed_and_keep_activations_sane(folder:
 
 
 def _targets(folder: Path) -> list[torch.Tensor]:
-    return [piece.target for piece in _decoder(folder).pieces() if piece.target is not None]
+    return [piece.target for piece in _decoder(folder).weight_shards() if piece.target is not None]

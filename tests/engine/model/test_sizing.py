@@ -64,7 +64,7 @@ def test_weights_and_blocks_are_exact(
         blocks=5,
         **STEP,
     )
-    pieces = decoder.pieces()
+    pieces = decoder.weight_shards()
     held = [each for piece in pieces for each in (piece.target, piece.scales) if each is not None]
     assert any(each.dtype == torch.float8_e4m3fn for each in held) == fp8
     assert predicted.weight_bytes == sum(each.nbytes for each in held)

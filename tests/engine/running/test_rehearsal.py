@@ -48,7 +48,7 @@ def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: Runner) -
     run(runner, plans)
     rows = runner.spec.max_rows
     assert (runner.steps.tables.lengths[1:rows] > 0).all()
-    sampled = [len(plan.decodes) + sum(len(chunk.sample_rows) for chunk in plan.chunks) for plan in plans]
+    sampled = [len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks) for plan in plans]
     assert set(sampled) <= {0, rows}
     assert sampled.count(rows) == 2 + min(2, runner.max_model_len - 1)
 
@@ -84,8 +84,8 @@ def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: Runner) ->
         (
             bool(plan.decodes),
             bool(plan.chunks),
-            any(chunk.sample_rows for chunk in plan.chunks),
-            any(len(chunk.sample_rows) > 1 for chunk in plan.chunks),
+            any(chunk.sample_slots for chunk in plan.chunks),
+            any(len(chunk.sample_slots) > 1 for chunk in plan.chunks),
         )
         for plan in plans
     }

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine import memory
-from engine.batch import Padding, RowTables, StepBatch
-from engine.config import UnfitError
+from engine.config import UnsupportedError
 from engine.device import DeviceError
+from engine.device_tables import Padding, SlotTables, StepBatch
 from engine.forward import ForwardInput
 from engine.generate import LocalEngine
 from engine.memory import PoolTooLarge, PoolTooSmall, available_host_bytes
@@ -22,8 +22,8 @@ from engine.messages import (
     Chunk,
     ReplicaInfo,
     ReplicaSpec,
-    RowSetup,
     SamplingParams,
+    SlotSetup,
     StepPlan,
     StepTokens,
 )
@@ -78,7 +78,7 @@ def spec_of(folder: Path, **changes: object) -> ReplicaSpec:
 def padded(engine: LocalEngine) -> LocalEngine:
     """Passes with prompts have 4, 80 or 96 tokens, and 5 or 8 ends."""
     padding = Padding([4, 80, 96], [5, 8])
-    engine.runner.steps.tables = RowTables(8, 4, VOCAB, engine.runner.device, padding)
+    engine.runner.steps.tables = SlotTables(8, 4, VOCAB, engine.runner.device, padding)
     return engine
 
 
@@ -248,7 +248,7 @@ def test_a_block_copy_is_a_copy_in_every_layer(folder: Path) -> None:
             pool.keys.normal_()
             pool.values.normal_()
     before = [(pool.keys.clone(), pool.values.clone()) for pool in runner.steps.kv]
-    setup = RowSetup(0, SamplingParams(max_tokens=1), 0, 1, [])
+    setup = SlotSetup(0, SamplingParams(max_tokens=1), 0, 1, [])
     plan = StepPlan(1, [setup], [(0, 0, 9)], [(2, 5), (7, 6)], [], [Chunk(0, 0, [4], [0])])
     runner.launch(plan).wait()
     for pool, (keys, values) in zip(runner.steps.kv, before, strict=True):
@@ -267,14 +267,14 @@ def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, 
         SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, frequency_penalty=0.5, seed=2),
     ]
     prompts = [prompt_of(length, seed=9) for length in (70, 3, 20)]
-    setups = [RowSetup(i, p, 0, len(t), t) for i, (p, t) in enumerate(zip(params, prompts, strict=True))]
+    setups = [SlotSetup(i, p, 0, len(t), t) for i, (p, t) in enumerate(zip(params, prompts, strict=True))]
     blocks = [(row, index, 3 * row + index) for row in range(3) for index in range(3)]
     chunks = [Chunk(i, 0, tokens, [i], 2, None) for i, tokens in enumerate(prompts)]
     plans = [StepPlan(1, setups, blocks, [], [], chunks)]
     plans += [StepPlan(step, [], [], [], [0, 1, 2], []) for step in range(2, 10)]
     # A prompt that nobody scores, in two steps beside those who decode: the last layer makes its ends alone.
     late = prompt_of(70, seed=10)
-    setup, table = RowSetup(3, params[1], 0, len(late), late), [(3, index, 9 + index) for index in range(2)]
+    setup, table = SlotSetup(3, params[1], 0, len(late), late), [(3, index, 9 + index) for index in range(2)]
     plans.append(StepPlan(10, [setup], table, [], [2, 0, 1], [Chunk(3, 0, late[:40], [])]))
     plans.append(StepPlan(11, [], [], [], [1, 2], [Chunk(3, 40, late[40:], [3])]))
     plans.append(StepPlan(12, [], [], [], [3, 0], []))
@@ -302,7 +302,7 @@ def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, 
 
 def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: Path) -> None:
     runner = Runner(spec_of(folder), single(), quiet)
-    setup = RowSetup(0, SamplingParams(max_tokens=9), 0, 60, [])
+    setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 60, [])
     begin = StepPlan(1, [setup], [(0, 0, 0), (0, 1, 1)], [], [], [Chunk(0, 0, prompt_of(60), [0])])
     gate = threading.Event()
     assert runner._stream is not None
@@ -328,7 +328,7 @@ def test_what_the_host_prepares_while_the_device_has_nothing_to_do_counts_as_a_g
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(spec_of(folder), single(), quiet)
-    setup = RowSetup(0, SamplingParams(max_tokens=9), 0, 5, [])
+    setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 5, [])
     runner.launch(StepPlan(1, [setup], [(0, 0, 0)], [], [], [Chunk(0, 0, prompt_of(5), [0])])).wait()
     prepare = runner.steps.tables.step_batch
 
@@ -345,7 +345,7 @@ def test_what_the_host_prepares_while_the_device_has_nothing_to_do_counts_as_a_g
 
 def test_a_step_that_failed_stays_failed(folder: Path) -> None:
     runner = Runner(spec_of(folder), single(), quiet)
-    setup = RowSetup(0, SamplingParams(max_tokens=9), 0, 1, [])
+    setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 1, [])
     good = StepPlan(2, [setup], [(0, 0, 0)], [], [], [Chunk(0, 0, [5], [0])])
     bad = StepPlan(1, [setup], [(0, 0, 10_000)], [], [], [Chunk(0, 0, [5], [0])])
     steps = [runner.launch(bad), runner.launch(good)]
@@ -371,8 +371,8 @@ def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
 ) -> None:
     big = Runner(spec_of(folder, kv_blocks=None), single(), quiet)
     per_block = big.info().kv_bytes // big.kv_blocks
-    assert big.info().kv_bytes <= memory.CPU_MOST_KV_BYTES
-    assert big.info().kv_bytes > memory.CPU_MOST_KV_BYTES - per_block or available_host_bytes() < 4 << 30
+    assert big.info().kv_bytes <= memory.CPU_MAX_KV_BYTES
+    assert big.info().kv_bytes > memory.CPU_MAX_KV_BYTES - per_block or available_host_bytes() < 4 << 30
     big.close()
     working = big._predict(None).activation_bytes
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 7 * per_block))
@@ -400,7 +400,7 @@ def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_a
     """Its rotary table alone would take 64 TB."""
     values = {**CONFIG, "max_position_embeddings": 10**12}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    monkeypatch.setattr(memory, "CPU_MOST_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)
+    monkeypatch.setattr(memory, "CPU_MAX_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)
     said: list[str] = []
     runner = Runner(
         spec_of(tmp_path, kv_blocks=kv_blocks), single(), lambda stage, fraction: said.append(stage)
@@ -418,21 +418,25 @@ def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_a
             PoolTooSmall,
             r"kv_blocks is 3.*256 tokens takes 4 blocks.*at most 192",
         ),
-        ({"device": "tpu"}, UnfitError, "device is 'tpu'"),
-        ({"dtype": "int8"}, UnfitError, "dtype is 'int8'"),
-        ({"load_format": "gguf"}, UnfitError, "load_format is 'gguf'"),
-        ({"threads": 0}, UnfitError, "threads is 0"),
-        ({"max_rows": 0}, UnfitError, "max_rows is 0"),
-        ({"max_rows": 65, "step_tokens": 64}, UnfitError, "step_tokens is 64, but 65 rows"),
-        ({"max_rows": 2, "mixed_tokens": 1}, UnfitError, "mixed_tokens is 1: give at least max_rows, 2"),
-        ({"memory_fraction": float("nan")}, UnfitError, "memory_fraction is nan"),
-        ({"memory_fraction": 1.5}, UnfitError, "memory_fraction is 1.5"),
+        ({"device": "tpu"}, UnsupportedError, "device is 'tpu'"),
+        ({"dtype": "int8"}, UnsupportedError, "dtype is 'int8'"),
+        ({"load_format": "gguf"}, UnsupportedError, "load_format is 'gguf'"),
+        ({"threads": 0}, UnsupportedError, "threads is 0"),
+        ({"max_rows": 0}, UnsupportedError, "max_rows is 0"),
+        ({"max_rows": 65, "step_tokens": 64}, UnsupportedError, "step_tokens is 64, but 65 rows"),
+        (
+            {"max_rows": 2, "mixed_tokens": 1},
+            UnsupportedError,
+            "mixed_tokens is 1: give at least max_rows, 2",
+        ),
+        ({"memory_fraction": float("nan")}, UnsupportedError, "memory_fraction is nan"),
+        ({"memory_fraction": 1.5}, UnsupportedError, "memory_fraction is 1.5"),
         (
             {"kv_blocks": 10**12},
             PoolTooLarge,
             r"kv_blocks is 1000000000000: they take \d{4,}\.\d GiB .* GiB are available: lower it to at most",
         ),
-        ({"max_model_len": 100_000}, UnfitError, "max_model_len is 100000"),
+        ({"max_model_len": 100_000}, UnsupportedError, "max_model_len is 100000"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_field_and_value(
@@ -461,7 +465,9 @@ def test_heads_that_no_kernel_of_a_gpu_serves_are_refused_before_weights_are_rea
     read: list[str] = []
     monkeypatch.setattr("engine.runner.select_device", lambda *_asked: torch.device("cuda"))
     monkeypatch.setattr("engine.runner.Decoder", lambda *_given, **_options: read.append("decoder"))
-    with pytest.raises(UnfitError, match=r"head_dim is 24; .* serve this model on the CPU, or in float32"):
+    with pytest.raises(
+        UnsupportedError, match=r"head_dim is 24; .* serve this model on the CPU, or in float32"
+    ):
         Runner(spec_of(tmp_path, device="cuda", dtype="bfloat16", max_model_len=64), single(), quiet)
     assert not read
 

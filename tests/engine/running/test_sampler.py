@@ -22,8 +22,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.batch import RowTables, SamplingBatch
-from engine.messages import BAD_TOKEN, LOWEST_LOGPROB, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.device_tables import SamplingBatch, SlotTables
+from engine.messages import BAD_TOKEN, LOWEST_LOGPROB, Chunk, SamplingParams, SlotSetup, StepPlan
 from engine.parallel import Ranks, single
 from engine.sampler import SampledStep, Sampler
 from kernels import draws as seam
@@ -46,13 +46,13 @@ class Case:
     output: tuple[int, ...] = ()
 
 
-def staged(cases: Sequence[Case], vocab: int) -> tuple[RowTables, SamplingBatch]:
+def staged(cases: Sequence[Case], vocab: int) -> tuple[SlotTables, SamplingBatch]:
     """One chunk of one token for each row, at the end of what stands before."""
-    tables = RowTables(len(cases), 4, vocab, CPU)
+    tables = SlotTables(len(cases), 4, vocab, CPU)
     plan = StepPlan(1, [], [], [], [], [])
     for row, case in enumerate(cases):
         history = [*case.prompt, *case.output]
-        plan.setups.append(RowSetup(row, case.params, case.sample, len(case.prompt), history))
+        plan.setups.append(SlotSetup(row, case.params, case.sample, len(case.prompt), history))
         plan.chunks.append(Chunk(row, len(history) - 1, [0], [row]))
     tables.apply(plan)
     return tables, tables.step_batch(plan).sampling
@@ -161,10 +161,10 @@ def test_frequencies_over_many_seeds_are_those_of_transformers_distribution(name
     logits = random_logits(1, vocab, seed=11)
     expected = oracle(case, logits[0]).numpy() * draws
     # All rows of one chunk sample from its one row of logits, each with its own seed.
-    tables = RowTables(draws, 1, vocab, CPU)
+    tables = SlotTables(draws, 1, vocab, CPU)
     history = [*case.prompt, *case.output]
     setups = [
-        RowSetup(row, _with(case.params, seed=row), 0, len(case.prompt), history) for row in range(draws)
+        SlotSetup(row, _with(case.params, seed=row), 0, len(case.prompt), history) for row in range(draws)
     ]
     plan = StepPlan(1, setups, [], [], [], [Chunk(0, len(history) - 1, [0], list(range(draws)))])
     tables.apply(plan)

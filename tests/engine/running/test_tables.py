@@ -1,4 +1,4 @@
-"""`RowTables` against a model of it in dicts and lists, over random plans."""
+"""`SlotTables` against a model of it in dicts and lists, over random plans."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import sampling_tables
-from engine.batch import RowTables, StepBatch
-from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.device_tables import SlotTables, StepBatch
+from engine.messages import BLOCK_TOKENS, Chunk, SamplingParams, SlotSetup, StepPlan
 from engine.sampling_tables import Needs
 from engine.transfer import upload
 from kernels import ChunkSpan
@@ -82,7 +82,7 @@ def check_needs(needs: Needs, rows: list[ModelRow], numbers: list[int], slot_of_
     assert needs.logprob_rows == [(i, k) for i, k in wanting if k is not None]
 
 
-def check_counts(tables: RowTables, rows: dict[int, ModelRow]) -> None:
+def check_counts(tables: SlotTables, rows: dict[int, ModelRow]) -> None:
     penalised = {number: row for number, row in rows.items() if row.which in PENALISED}
     for number, row in penalised.items():
         expected = torch.zeros(VOCAB, dtype=torch.int32)
@@ -97,7 +97,7 @@ def check_counts(tables: RowTables, rows: dict[int, ModelRow]) -> None:
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None:
-    tables = RowTables(ROWS, BLOCKS, VOCAB, CPU)
+    tables = SlotTables(ROWS, BLOCKS, VOCAB, CPU)
     rows: dict[int, ModelRow] = {}
     next_block = 1
     for step in range(data.draw(st.integers(1, 12), label="steps")):
@@ -113,7 +113,7 @@ def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None
             output = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
             rows[number] = ModelRow(which, prompt, prompt + output)
             history = prompt + output if which in PENALISED else []
-            plan.setups.append(RowSetup(number, PARAMS[which], number, len(prompt), history))
+            plan.setups.append(SlotSetup(number, PARAMS[which], number, len(prompt), history))
         for number, row in rows.items():
             if number in decoding:
                 continue
@@ -173,7 +173,7 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
         assert span == ChunkSpan(len(tokens), end - chunk.start, chunk.start, chunk.row)
         used = -(-end // BLOCK_TOKENS)
         assert attention.block_table[chunk.row, :used].tolist() == rows[chunk.row].table[:used]
-        if chunk.sample_rows:
+        if chunk.sample_slots:
             logit_index.append(len(tokens) + span.count - 1 if scored else len(queries))
             logit_rows.append(len(logit_index) - 1 if scored else len(queries))
             sampled_positions.append(end)
@@ -215,20 +215,20 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
     assert targets == [t for c in plan.chunks if c.prompt_logprobs is not None for t in follow[c.row]]
 
 
-def plan_of(setups: list[RowSetup], step: int = 1) -> StepPlan:
+def plan_of(setups: list[SlotSetup], step: int = 1) -> StepPlan:
     return StepPlan(step, setups, [], [], [], [])
 
 
 def test_penalty_counts_exist_only_while_a_row_needs_them() -> None:
-    tables = RowTables(8, 2, VOCAB, CPU)
+    tables = SlotTables(8, 2, VOCAB, CPU)
     plain, penalised = PARAMS[0], PARAMS[3]
-    tables.apply(plan_of([RowSetup(0, plain, 0, 1, [])]))
+    tables.apply(plan_of([SlotSetup(0, plain, 0, 1, [])]))
     assert tables.sampling.counts is None
-    tables.apply(plan_of([RowSetup(n, penalised, 0, 1, [n]) for n in range(3)]))
+    tables.apply(plan_of([SlotSetup(n, penalised, 0, 1, [n]) for n in range(3)]))
     assert tables.sampling.counts is not None and tables.sampling.counts.shape == (4, VOCAB)
-    tables.apply(plan_of([RowSetup(n, plain, 0, 1, []) for n in range(2)]))
+    tables.apply(plan_of([SlotSetup(n, plain, 0, 1, []) for n in range(2)]))
     assert tables.sampling.counts is not None
-    tables.apply(plan_of([RowSetup(2, plain, 0, 1, [])]))
+    tables.apply(plan_of([SlotSetup(2, plain, 0, 1, [])]))
     assert tables.sampling.counts is None
 
 
@@ -238,14 +238,14 @@ def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: i
     history = prompt + output if which in PENALISED else []
     pairs = [(4, 2), (1, 9), (6, 0), (0, 3)]
     (row, sample), *forks = pairs
-    other = RowSetup(2, PARAMS[3], 0, 1, [8])
-    together, apart = RowTables(8, 2, VOCAB, CPU), RowTables(8, 2, VOCAB, CPU)
+    other = SlotSetup(2, PARAMS[3], 0, 1, [8])
+    together, apart = SlotTables(8, 2, VOCAB, CPU), SlotTables(8, 2, VOCAB, CPU)
     for tables in (together, apart):
         # Rows that had counts of others, and a length.
-        tables.apply(plan_of([RowSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
+        tables.apply(plan_of([SlotSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
         tables._lengths_host[:] = 5
-    together.apply(plan_of([other, RowSetup(row, PARAMS[which], sample, 3, history, forks)]))
-    each = [RowSetup(row, PARAMS[which], sample, 3, list(history)) for row, sample in pairs]
+    together.apply(plan_of([other, SlotSetup(row, PARAMS[which], sample, 3, history, forks)]))
+    each = [SlotSetup(row, PARAMS[which], sample, 3, list(history)) for row, sample in pairs]
     apart.apply(plan_of([other, *each]))
     rows = [row for row, _ in pairs]
     lengths = np.full(8, 6)
@@ -274,12 +274,12 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
     monkeypatch.setattr(sampling_tables, "upload", noted)
     lists = {"logit_bias": {4: 1.5, 9: -2.0}, "min_tokens": 2, "stop_token_ids": (7, 8)}
     params = SamplingParams(max_tokens=9, frequency_penalty=0.5, **lists)
-    tables, lengths = RowTables(8, 2, VOCAB, CPU).sampling, np.full(8, 3)
-    tables.set_up([RowSetup(4, params, 0, 3, [3, 5, 3], [(1, 1), (6, 2)])])
+    tables, lengths = SlotTables(8, 2, VOCAB, CPU).sampling, np.full(8, 3)
+    tables.set_up([SlotSetup(4, params, 0, 3, [3, 5, 3], [(1, 1), (6, 2)])])
     once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3]]
     assert sorted(map(sent.count, once)) == [1] * 4
     assert len(sent) == len(once) + 2
-    tables.set_up([RowSetup(1, PARAMS[0], 0, 3, [])])
+    tables.set_up([SlotSetup(1, PARAMS[0], 0, 3, [])])
     edits = tables.needs([4, 1, 6], lengths).edits
     assert edits is not None and edits.bias is not None and edits.banned is not None
     assert [part.tolist() for part in edits.bias] == [[0, 0, 1, 1], [4, 9, 4, 9], [1.5, -2.0, 1.5, -2.0]]
@@ -288,8 +288,8 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
 
 
 def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
-    tables = RowTables(4, 2, VOCAB, CPU)
-    setups = [RowSetup(n, PARAMS[1], n, 3, []) for n in range(4)]
+    tables = SlotTables(4, 2, VOCAB, CPU)
+    setups = [SlotSetup(n, PARAMS[1], n, 3, []) for n in range(4)]
     chunks = [Chunk(0, 0, [1, 2, 3], [0, 2, 3]), Chunk(1, 0, [5], [1])]
     plan = StepPlan(1, setups, [(0, 0, 1), (1, 0, 2)], [], [], chunks)
     tables.apply(plan)
@@ -304,8 +304,8 @@ def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
 
 def test_the_answer_is_kept_while_the_same_rows_ask_the_same() -> None:
     """Rows, setups, and stop tokens that become allowed: each makes a new one."""
-    tables = RowTables(4, 2, VOCAB, CPU)
-    tables.apply(plan_of([RowSetup(n, PARAMS[p], n, 3, []) for n, p in enumerate((0, 1, 2, 5))]))
+    tables = SlotTables(4, 2, VOCAB, CPU)
+    tables.apply(plan_of([SlotSetup(n, PARAMS[p], n, 3, []) for n, p in enumerate((0, 1, 2, 5))]))
     lengths = np.array([9, 9, 9, 3])
     first = tables.sampling.needs([0, 1, 3], lengths)
     assert tables.sampling.needs([0, 1, 3], lengths + 1) is first
@@ -314,26 +314,26 @@ def test_the_answer_is_kept_while_the_same_rows_ask_the_same() -> None:
     assert free.edits is None and free.variant == Variant.PLAIN
     assert tables.sampling.needs([0, 1, 3], lengths + 9) is free
     assert tables.sampling.needs([0, 1, 2], lengths).variant == Variant.FULL
-    tables.apply(plan_of([RowSetup(1, PARAMS[0], 1, 3, [])]))
+    tables.apply(plan_of([SlotSetup(1, PARAMS[0], 1, 3, [])]))
     assert tables.sampling.needs([0, 1], lengths).variant == Variant.GREEDY
 
 
 def test_the_tables_say_zero_where_top_k_is_off() -> None:
     """What the kernels mean by it: also for a k that every token is among."""
-    tables = RowTables(4, 2, VOCAB, CPU)
+    tables = SlotTables(4, 2, VOCAB, CPU)
     ks = [0, 7, VOCAB, -1]
-    setups = [RowSetup(n, SamplingParams(max_tokens=1, top_k=k), 0, 1, []) for n, k in enumerate(ks)]
+    setups = [SlotSetup(n, SamplingParams(max_tokens=1, top_k=k), 0, 1, []) for n, k in enumerate(ks)]
     tables.apply(plan_of(setups))
     assert tables.sampling.top_k.tolist() == [0, 7, 0, 0]
 
 
 @pytest.mark.parametrize("stops", [(7,), (7, 7, 999, -1)])
 def test_the_last_entry_of_a_block_counts_and_foreign_ids_are_left_out(stops: tuple[int, ...]) -> None:
-    tables = RowTables(1, 2, VOCAB, CPU)
+    tables = SlotTables(1, 2, VOCAB, CPU)
     bias = {3: 1.0, VOCAB: 5.0, -1: 5.0}
     params = SamplingParams(max_tokens=1, logit_bias=bias, min_tokens=1, stop_token_ids=stops)
     plan = StepPlan(
-        1, [RowSetup(0, params, 0, 1, [])], [(0, 0, 5), (0, 0, 9)], [], [], [Chunk(0, 0, [1], [0])]
+        1, [SlotSetup(0, params, 0, 1, [])], [(0, 0, 5), (0, 0, 9)], [], [], [Chunk(0, 0, [1], [0])]
     )
     tables.apply(plan)
     edits = tables.step_batch(plan).sampling.needs.edits

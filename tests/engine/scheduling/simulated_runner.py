@@ -25,7 +25,7 @@ STOP = 7
 
 def sampling_rows(plan: StepPlan) -> list[int]:
     """Rows that sample in `plan`, in the order of `StepTokens`."""
-    return [*plan.decodes, *(row for chunk in plan.chunks for row in chunk.sample_rows)]
+    return [*plan.decodes, *(row for chunk in plan.chunks for row in chunk.sample_slots)]
 
 
 @dataclass
@@ -86,7 +86,7 @@ class SimulatedRunner:
             assert chunk.token_ids, "an empty chunk"
             for offset, token in enumerate(chunk.token_ids):
                 self._write(self._row(chunk.row), chunk.start + offset, token, written)
-            for row in chunk.sample_rows:
+            for row in chunk.sample_slots:
                 self._row(row).position = chunk.start + len(chunk.token_ids)
         rows = sampling_rows(plan)
         assert len(set(rows)) == len(rows), "a row samples twice"

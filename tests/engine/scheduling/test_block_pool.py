@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.blocks
-from engine.blocks import BlockPool, InvariantError, PrefixChain
+import engine.scheduling.block_pool
 from engine.messages import BLOCK_TOKENS
+from engine.scheduling.block_pool import BlockPool, InvariantError, PrefixChain
 
 
 def tokens_of(*blocks: int) -> list[int]:
@@ -57,7 +57,7 @@ def test_salts_separate_equal_prompts() -> None:
 
 def test_a_digest_that_collides_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     # Every digest is equal: only the comparison of tokens and parents stands between two prompts.
-    monkeypatch.setattr(engine.blocks, "sha256", lambda data: hashlib.sha256(b""))
+    monkeypatch.setattr(engine.scheduling.block_pool, "sha256", lambda data: hashlib.sha256(b""))
     pool = BlockPool(8)
     cache(pool, tokens_of(1))
     assert found(pool, [*tokens_of(2), 0]) == []
@@ -71,7 +71,7 @@ def test_each_block_of_a_sequence_is_hashed_once(monkeypatch: pytest.MonkeyPatch
         hashed.append(len(data))
         return hashlib.sha256(data)
 
-    monkeypatch.setattr(engine.blocks, "sha256", counting)
+    monkeypatch.setattr(engine.scheduling.block_pool, "sha256", counting)
     chain = PrefixChain("")
     tokens = tokens_of(*range(20))
     for _ in range(3):

@@ -10,8 +10,8 @@ import pytest
 
 from engine.core import EngineCore
 from engine.messages import BLOCK_TOKENS, Finished, Output, SamplingParams, StepPlan, StepTokens, Submit
-from engine.request import Sequence, Submission
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence, Submission
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, SimulatedStep, alone
 
 FRONT = "front-0"
@@ -122,7 +122,7 @@ class AlwaysStop:
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         self.plans.append(plan)
-        rows = len(plan.decodes) + sum(len(chunk.sample_rows) for chunk in plan.chunks)
+        rows = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
         return SimulatedStep(StepTokens([0] * rows, None, {}))
 
 
@@ -144,7 +144,7 @@ def test_max_tokens_is_met_exactly_and_no_step_is_scheduled_past_it(overlap: boo
     house.expect_alone(submit)
     assert house.told(submit)[1] == "length"
     sampled = sum(
-        len(plan.decodes) + sum(len(c.sample_rows) for c in plan.chunks) for plan in house.runner.plans
+        len(plan.decodes) + sum(len(c.sample_slots) for c in plan.chunks) for plan in house.runner.plans
     )
     assert sampled == max_tokens
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core import EngineCore
 from engine.messages import Finished, Output, SamplingParams, Submit
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import STOP, VOCAB, Expected, SimulatedRunner, alone
 
 MOST_STEPS_TO_DRAIN = 40_000

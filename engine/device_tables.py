@@ -69,7 +69,7 @@ class Padding:
     """Likewise of what such a pass results in; the last: max_rows."""
 
 
-class RowTables:
+class SlotTables:
     """The rows of one rank.
 
     max_rows: sequences at once. max_blocks_per_row: blocks of the longest sequence. vocab_size: of the whole
@@ -125,7 +125,7 @@ class RowTables:
         decodes = len(plan.decodes)
         self._lengths_host[plan.decodes] += 1
         for chunk in plan.chunks:
-            self._lengths_host[chunk.sample_rows] = chunk.start + len(chunk.token_ids)
+            self._lengths_host[chunk.sample_slots] = chunk.start + len(chunk.token_ids)
         rows = self._rows(plan.decodes)
         token_ids = self.last_tokens[rows]
         positions = self.lengths[rows]
@@ -158,9 +158,9 @@ class RowTables:
         nobody decodes."""
         rows, positions, logit_rows = [], [], []
         for index, chunk in enumerate(plan.chunks):
-            rows.extend(chunk.sample_rows)
-            positions.extend([chunk.start + len(chunk.token_ids)] * len(chunk.sample_rows))
-            logit_rows.extend([index] * len(chunk.sample_rows))
+            rows.extend(chunk.sample_slots)
+            positions.extend([chunk.start + len(chunk.token_ids)] * len(chunk.sample_slots))
+            logit_rows.extend([index] * len(chunk.sample_slots))
         self._lengths_host[rows] = positions
         shared = self._upload(np.array(logit_rows, dtype=np.int64)) if len(rows) > len(plan.chunks) else None
         where = self._upload(np.array(positions, dtype=np.int64))
@@ -223,9 +223,9 @@ class RowTables:
         rows, results = list(plan.decodes), list(range(decodes))
         positions: list[int] = []
         for chunk, span, end in zip(plan.chunks, spans, ends_of(forward), strict=True):
-            rows.extend(chunk.sample_rows)
-            results.extend([end] * len(chunk.sample_rows))
-            positions.extend([span.end] * len(chunk.sample_rows))
+            rows.extend(chunk.sample_slots)
+            results.extend([end] * len(chunk.sample_slots))
+            positions.extend([span.end] * len(chunk.sample_slots))
         index, logit_rows, prompts = None, results, list[PromptSlice]()
         if forward.ends is None:
             wanted = list(dict.fromkeys(results))

@@ -7,9 +7,9 @@ be finite are offered to the cache.
 
 from __future__ import annotations
 
-from engine.blocks import BlockPool
 from engine.messages import BLOCK_TOKENS, StepPlan
-from engine.request import Sequence, blocks_for
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.sequence import Sequence, blocks_for
 
 
 class BlockTables:

@@ -1,6 +1,6 @@
 """A submission and its sequences: what the scheduler knows of a request.
 
-Plain state, changed by `engine.scheduler` alone, and the checks that a submission passes before it is queued.
+Plain state, changed by `engine.scheduling.scheduler` alone, and the checks that a submission passes before it is queued.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 
-from engine.blocks import PrefixChain
-from engine.messages import BLOCK_TOKENS, Finished, RowSetup, Submit, TokenLogprob
+from engine.messages import BLOCK_TOKENS, Finished, SlotSetup, Submit, TokenLogprob
+from engine.scheduling.block_pool import PrefixChain
 
-MOST_SAMPLES = 1024
+MAX_SAMPLES = 1024
 """Largest `Submit.n`."""
 CLASSES = 4
 """`Submit.priority` is 0 to 3."""
@@ -191,12 +191,12 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
 
-def setup_of(sequence: Sequence) -> RowSetup:
+def setup_of(sequence: Sequence) -> SlotSetup:
     """Of a sequence with a row, and of its forks, which know the same tokens: none has sampled yet."""
     submit = sequence.submission.submit
     history = sequence.tokens.copy() if submit.sampling.penalised else []
     forks = [(fork.row, fork.sample) for fork in sequence.forks]
-    return RowSetup(
+    return SlotSetup(
         sequence.row, submit.sampling, sequence.sample, len(submit.prompt_token_ids), history, forks
     )
 
@@ -219,8 +219,8 @@ def refusal(submit: Submit, limits: Limits) -> str | None:
     """Why a submission cannot be computed: names the field, its value and the bound; None if it can."""
     sampling = submit.sampling
     prompt = len(submit.prompt_token_ids)
-    if not 1 <= submit.n <= MOST_SAMPLES:
-        return f"n is {submit.n}, must be 1 to {MOST_SAMPLES}"
+    if not 1 <= submit.n <= MAX_SAMPLES:
+        return f"n is {submit.n}, must be 1 to {MAX_SAMPLES}"
     if not 0 <= submit.first_sample <= _MOST:
         return f"first_sample is {submit.first_sample}, must be 0 to {_MOST}"
     if not 0 <= submit.priority < CLASSES:

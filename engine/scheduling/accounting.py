@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.messages import Finished, Output, Submit
-from engine.request import MOST_SAMPLES, Sequence, Submission
+from engine.scheduling.sequence import MAX_SAMPLES, Sequence, Submission
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -86,7 +86,7 @@ class Ledger:
 
     def refuse(self, origin: Hashable, submit: Submit, reason: str) -> None:
         """Close a submission that never gets sequences."""
-        samples = submit.n if 1 <= submit.n <= MOST_SAMPLES else 1
+        samples = submit.n if 1 <= submit.n <= MAX_SAMPLES else 1
         for sample in range(submit.first_sample, submit.first_sample + samples):
             self.emit(
                 origin,

@@ -33,9 +33,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from engine.block_tables import BlockTables
-from engine.blocks import BlockPool, InvariantError
-from engine.ledger import Ledger
 from engine.messages import (
     BAD_TOKEN,
     BLOCK_TOKENS,
@@ -45,7 +42,10 @@ from engine.messages import (
     StepTokens,
     Submit,
 )
-from engine.request import (
+from engine.scheduling.accounting import Ledger
+from engine.scheduling.block_pool import BlockPool, InvariantError
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.sequence import (
     BACKGROUND,
     Limits,
     Order,
@@ -62,7 +62,7 @@ MIXED_TOKENS = 4096
 """Default of `mixed_tokens`: enough to fill the matrix products of a large GPU, and about 0.1 s of an H200
 for 8 B parameters in bfloat16."""
 
-MOST_SETUP_NUMBERS = 1 << 20
+MAX_SETUP_NUMBERS = 1 << 20
 """Of token ids and the like that the setups of one step tell, unless a single sequence needs more: ranks get
 them with the plan, and the device waits for it. At 5 bytes each that is 5 MiB."""
 
@@ -293,16 +293,16 @@ class Scheduler:
             end = min(end, prompt)
             logprobs = submit.sampling.prompt_logprobs
             next_token = sequence.tokens[end] if end < prompt else None
-        sample_rows = []
+        sample_slots = []
         if end == last:
             del self._prefilling[sequence.row]
             if sequence.samples:
-                sample_rows = self._begin_decoding(step, sequence, end)
+                sample_slots = self._begin_decoding(step, sequence, end)
         self._tables.send(plan, sequence)
         plan.chunks.append(
-            Chunk(sequence.row, start, sequence.tokens[start:end], sample_rows, logprobs, next_token)
+            Chunk(sequence.row, start, sequence.tokens[start:end], sample_slots, logprobs, next_token)
         )
-        step.prefills.append(Prefill(sequence, sequence.row, start, end, samples=bool(sample_rows)))
+        step.prefills.append(Prefill(sequence, sequence.row, start, end, samples=bool(sample_slots)))
         sequence.position = end
         sequence.in_flight += 1
         self.ledger.credit(sequence.submission, end)
@@ -389,7 +389,7 @@ class Scheduler:
     def _can_tell(self, sequence: Sequence) -> bool:
         """Whether the step's plan has room for its setup. One alone has it in any case."""
         told = self._setup_numbers
-        return not told or told + setup_numbers(sequence) <= MOST_SETUP_NUMBERS
+        return not told or told + setup_numbers(sequence) <= MAX_SETUP_NUMBERS
 
     def _siblings(self, sequence: Sequence, most: int) -> list[Sequence]:
         """Samples that start together with this one: those that wait for their first start, as rows allow."""
@@ -448,7 +448,7 @@ class Scheduler:
 
     def _note_batch_size(self, plan: StepPlan) -> None:
         """Sequences in this step: those that decode, and those whose prompt is computed."""
-        size = len(plan.decodes) + sum(max(1, len(chunk.sample_rows)) for chunk in plan.chunks)
+        size = len(plan.decodes) + sum(max(1, len(chunk.sample_slots)) for chunk in plan.chunks)
         for sequence in self._admitted:
             sequence.batch_size = size
             if not sequence.submission.batch_size:
