@@ -130,8 +130,8 @@ class ModelConfig:
         return requested
 
     def check_parallel(self, size: int) -> None:
-        """Raises UnsupportedError unless the model can be split over `size` ranks: attention heads and the MLP
-        divide evenly, KV heads divide or are replicated evenly. The vocabulary is padded where needed."""
+        """Raises UnsupportedError unless the model can be split over `size` ranks: attention heads and the
+        MLP divide evenly, KV heads divide or are replicated evenly. The vocabulary is padded where needed."""
         problems = []
         if size < 1:
             raise UnsupportedError(f"tensor_parallel_size is {size}; it must be at least 1")

@@ -57,8 +57,8 @@ def start_build(
 def check_kernels(
     config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str, device: torch.device
 ) -> None:
-    """Raises UnsupportedError for a model that cannot be split over the ranks, or that the kernels of a GPU, or of
-    this one, cannot serve; float32 and the CPU have none."""
+    """Raises UnsupportedError for a model that cannot be split over the ranks, or that the kernels of a GPU,
+    or of this one, cannot serve; float32 and the CPU have none."""
     config.check_parallel(spec.tensor_parallel_size)
     if device.type != "cuda" or dtype == "float32":
         return

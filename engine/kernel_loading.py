@@ -3,8 +3,8 @@
 The driver loads a kernel when it is first launched, for which it waits until the device has nothing to do: in
 a step of prompts, a stall of a tenth of a second for everybody who decodes. cuBLAS picks another kernel at
 many numbers of rows, and so does our attention: passes with prompts are padded to those that were met here
-(`engine.device_tables.Padding`), and decodes of one rank are captured. Several ranks' decodes are neither: they may
-still meet a kernel at a number of rows between these.
+(`engine.device_tables.Padding`), and decodes of one rank are captured. Several ranks' decodes are neither:
+they may still meet a kernel at a number of rows between these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import Decoder
 from engine.sampler import LOGPROB_ROWS
-from engine.sizing import product_ladder
+from engine.sizing import gemm_sizes
 from kernels import AttentionInput, ChunkSpan, KvPool, Stream
 
 
@@ -25,7 +25,7 @@ def load_kernels(
     decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, step_tokens: int, max_rows: int
 ) -> None:
     """Run the products of steps of prompts, the attention of their ends at every number of rows that those
-    pad to (`sizing.product_ladder`), and that of long prompts; all else is loaded by the graphs and by steps
+    pad to (`sizing.gemm_sizes`), and that of long prompts; all else is loaded by the graphs and by steps
     that nobody asked for (`engine.rehearsal`). Every rank must call it; nothing is kept of it, the cache
     stays as it is, and it does not wait for the device."""
     load_products(decoder, step_tokens, max_rows)
@@ -43,7 +43,7 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
     def zeros(rows: int, width: int) -> torch.Tensor:
         return torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
 
-    rows = {*_few(max_rows), *product_ladder(step_tokens), *product_ladder(max_rows)}
+    rows = {*_few(max_rows), *gemm_sizes(step_tokens), *gemm_sizes(max_rows)}
     # The most first, so that torch's allocator finds room for all others in what it then has: upwards, each
     # would take memory of its own, some gigabytes together.
     for tokens in sorted(rows, reverse=True):
@@ -53,7 +53,7 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
         residual = layer.attention.o.add_to(residual, attended, layer.post_norm, ranks)
         activated = layer.mlp.activate(residual, layer.post_norm, eps)
         layer.mlp.down.add_to(residual, activated, None, ranks)
-    of_logits = {*_few(max_rows), *product_ladder(max(max_rows, LOGPROB_ROWS))}
+    of_logits = {*_few(max_rows), *gemm_sizes(max(max_rows, LOGPROB_ROWS))}
     for count in sorted(of_logits, reverse=True):
         decoder.logits(zeros(count, config.hidden_size))
 
@@ -61,7 +61,7 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
 def load_attention(decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, max_rows: int) -> None:
     """Run the attention of decodes, and of decodes and ends of prompts in a pass with prompts, of padding
     alone."""
-    for rows in {*_few(max_rows), *product_ladder(max_rows)}:
+    for rows in {*_few(max_rows), *gemm_sizes(max_rows)}:
         nobody = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
         decodes = AttentionInput(block_table, nobody, nobody, block_table.shape[1], [])
         for attended in (decodes, replace(decodes, queries=nobody)):

@@ -1,73 +1,73 @@
-"""How plans get from rank 0 to the other ranks: whole, before rank 0 launches what they say."""
+"""The channel on which rank 0 sends each plan to the other ranks, before rank 0 launches the step itself."""
 
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.config import UnsupportedError
-from engine.messages import BLOCK_TOKENS, StepPlan
+from engine.core import LaunchedStep, StepRunner
+from engine.messages import BLOCK_TOKENS
+from engine.plan import StepPlan
 from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel
 
-if TYPE_CHECKING:
-    from engine.launched import Launched
-    from engine.runner import Runner
-
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
-"""A channel closes on more. Both ends are this program, so it may be more than fronts may send."""
+"""Maximum size of a plan's frame. Both ends are ranks of one replica, so it may exceed the limit for
+fronts."""
 
 _NUMBER_BYTES = 5
-"""Of msgpack, for a number below 2³²."""
-_ROW_BYTES = 512
-"""For all that a row has in a plan besides lists of the request's: parameters and their names, its chunk's
-numbers, its places in lists."""
+"""Size in msgpack of a number below 2³²."""
+_SLOT_BYTES = 512
+"""Upper bound for a slot's part of a plan without the request's lists: sampling parameters with their names,
+the numbers of its chunk, its entries in the plan's lists."""
 _ENTRY_BYTES = 1 + 3 * _NUMBER_BYTES
-"""Of a block table: row, index, block."""
+"""Size of a block table entry: slot, index, block."""
 
 
 def plan_channel(descriptor: int) -> Channel[Any]:
-    """An end of the channel from rank 0 to another rank."""
+    """Return an end of the channel from rank 0 to another rank."""
     return Channel(socket.socket(fileno=descriptor), StepPlan, MAX_PLAN_BYTES)
 
 
 def largest_plan_bytes(*, max_rows: int, max_model_len: int, step_tokens: int, kv_blocks: int) -> int:
-    """What no frame of a plan exceeds.
+    """Return an upper bound for the size of a plan's frame.
 
-    Lists in setups: those of one sequence, which came in a front's frame but for its output, or fewer
-    (`engine.scheduling.scheduler.MAX_SETUP_NUMBERS`). Besides these each row once, with its whole block table; a step's
-    tokens; and every block once, to be cleared. With 1024 rows of 131,072 tokens that is about 100 MB.
+    The setups carry at most the lists of one sequence, which arrived in a front's frame except for its
+    output, or less (`engine.scheduling.admission.MAX_SETUP_NUMBERS`). In addition the plan has at most every
+    slot once, with its whole block table, the tokens of a step, and every block once in `clears`. For 1024
+    slots of 131,072 tokens this is about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES
-    return setups + max_rows * (_ROW_BYTES + table) + _NUMBER_BYTES * (step_tokens + kv_blocks)
+    return setups + max_rows * (_SLOT_BYTES + table) + _NUMBER_BYTES * (step_tokens + kv_blocks)
 
 
-def check_plans(*, max_rows: int, max_model_len: int, step_tokens: int, kv_blocks: int) -> None:
-    """Raises UnsupportedError where a plan could be too long for a channel."""
+def check_plan_size(*, max_rows: int, max_model_len: int, step_tokens: int, kv_blocks: int) -> None:
+    """Raise UnsupportedError if a plan could exceed the limit of a plan channel."""
     largest = largest_plan_bytes(
         max_rows=max_rows, max_model_len=max_model_len, step_tokens=step_tokens, kv_blocks=kv_blocks
     )
     if largest > MAX_PLAN_BYTES:
         raise UnsupportedError(
-            f"max_rows is {max_rows} and max_model_len {max_model_len}: what other ranks are told of a step "
-            f"could take {largest} bytes, at most {MAX_PLAN_BYTES} can be sent; lower one of them"
+            f"max_rows is {max_rows} and max_model_len is {max_model_len}: a step's plan for the other ranks "
+            f"could take {largest} bytes, but at most {MAX_PLAN_BYTES} can be sent; lower one of the two"
         )
 
 
 class PlanSender:
-    """A runner that first tells the other ranks what it is about to run. peers: channels to them."""
+    """A runner that sends each plan to the other ranks before it launches the step. peers: channels to those
+    ranks."""
 
-    def __init__(self, runner: Runner, peers: list[Channel[Any]]) -> None:
+    def __init__(self, runner: StepRunner, peers: list[Channel[Any]]) -> None:
         self._runner = runner
         self._peers = peers
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Hand `plan` to every other rank and launch it here."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         for peer in self._peers:
             peer.send(plan)
-        # Wholly, before this rank can come to wait for the step: its collectives wait for all ranks, and one
-        # that has only the beginning of the plan waits for the rest. To take it a peer needs nothing more of
-        # this rank, as all that it runs before was launched here.
+        # The whole plan must be sent before this rank can block in the step: a peer that has received only
+        # part of the plan would wait for the rest, while this rank's collectives wait for the peer. The peer
+        # can always receive, because everything that it runs before was already launched here.
         for peer in self._peers:
             peer.drain()
         return self._runner.launch(plan)

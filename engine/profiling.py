@@ -1,4 +1,4 @@
-"""What the largest steps really take on a GPU, and what that leaves for KV."""
+"""The memory that the largest steps use on a GPU, measured, and the memory left for the KV cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from engine.messages import ReplicaSpec
 from engine.model.decoder import Decoder
 from engine.rehearsal import largest_steps
 from engine.sizing import graph_bytes
-from engine.steps import Steps
+from engine.steps import StepExecutor
 
 
-def profile_cuda(steps: Steps, spec: ReplicaSpec) -> int:
-    """Bytes that are left for the KV pool on this rank's device, after running the largest steps over a block
-    or more, which use up the tables. Every rank must call it. Raises StepsTooLarge where they do not fit."""
+def profile_cuda(steps: StepExecutor, spec: ReplicaSpec) -> int:
+    """Run the largest steps and return the bytes left for the KV pool on this rank's device.
+
+    All ranks must call this function. `steps` needs only one KV block, and its tables cannot be used
+    afterwards. Raises StepsTooLarge if the steps do not fit.
+    """
     decoder, device = steps.decoder, steps.decoder.device
     torch.cuda.reset_peak_memory_stats(device)
     with steps_fit(spec, device):
@@ -36,8 +39,7 @@ def profile_cuda(steps: Steps, spec: ReplicaSpec) -> int:
 
 @contextlib.contextmanager
 def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
-    """Around steps, or graphs of them, before a replica is ready. Raises StepsTooLarge where memory runs
-    out."""
+    """Turn an out-of-memory error in the steps or graph captures of a starting replica into StepsTooLarge."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -46,12 +48,12 @@ def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
         blocks = "" if spec.kv_blocks is None else f" and kv_blocks {spec.kv_blocks}"
         lower = "step_tokens or max_rows" if spec.kv_blocks is None else "kv_blocks, step_tokens or max_rows"
         raise StepsTooLarge(
-            f"steps of step_tokens {spec.step_tokens} and max_rows {spec.max_rows}{blocks} take more memory "
-            f"than {torch.cuda.get_device_name(device)} has beside the {held / 2**30:.1f} GiB that are taken "
-            f"of its {total / 2**30:.1f}: lower {lower}, or use more GPUs (tensor_parallel_size)"
+            f"steps with step_tokens {spec.step_tokens} and max_rows {spec.max_rows}{blocks} do not fit on "
+            f"{torch.cuda.get_device_name(device)}, where {held / 2**30:.1f} of {total / 2**30:.1f} GiB are "
+            f"in use: lower {lower}, or use more GPUs (tensor_parallel_size)"
         ) from error
 
 
 def logits_bytes(decoder: Decoder, rows: int) -> int:
-    """Of the buffer that the graphs write."""
+    """Return the bytes of the buffer into which CUDA graphs write logits."""
     return rows * decoder.shard.vocab * decoder.dtype.itemsize

@@ -3,7 +3,8 @@ loaded."""
 
 from __future__ import annotations
 
-from engine.messages import Chunk, ReplicaSpec, SamplingParams, SlotSetup, StepPlan
+from engine.messages import ReplicaSpec, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.sampler import LOGPROB_ROWS
 
 _EVERY_NUMBER = SamplingParams(

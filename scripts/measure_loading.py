@@ -40,7 +40,7 @@ from engine.families import read_config
 from engine.model.checkpoint import INDEX, read_entries
 from engine.model.decoder import Decoder
 from engine.model.loader import load
-from engine.model.slices import Slice
+from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
 from engine.model.weight_file import WeightFile
 from engine.parallel import single
@@ -326,13 +326,13 @@ def load_seconds(
 def stream_seconds(folder: Path, device: str, cold: list[Path]) -> tuple[int, float]:
     """Of every tensor, whole."""
     slices = [
-        Slice(name, entry, 0, entry.shape[0] if entry.shape else 1)
+        TensorSlice(name, entry, 0, entry.shape[0] if entry.shape else 1)
         for name, entry in read_entries(folder).items()
     ]
     slices.sort(key=lambda each: (each.entry.file, each.entry.offset))
     scratch = torch.empty(max(each.nbytes for each in slices), dtype=torch.uint8, device=device)
 
-    def place(whole: Slice) -> torch.Tensor:
+    def place(whole: TensorSlice) -> torch.Tensor:
         return scratch[: whole.nbytes]
 
     drop(cold)

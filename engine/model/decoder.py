@@ -30,9 +30,8 @@ class Decoder:
 
     max_model_len: the longest sequence; None: the checkpoint's (`ModelConfig.context_length`). fp8: the
     layers' matrices are e4m3, with a scale for each output; embeddings and the output matrix are not. kv_fp8:
-    so is the cache, with a scale for each token and head.
-    Raises UnsupportedError when the model cannot be split over the ranks or serve that length, WeightsTooLarge when
-    its weights do not fit the device.
+    so is the cache, with a scale for each token and head. Raises UnsupportedError when the model cannot be
+    split over the ranks or serve that length, WeightsTooLarge when its weights do not fit the device.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class Decoder:
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
         """Runs a pass, writing its keys and values into `kv` (one pool a layer): `[tokens, hidden]`, before
-        the final norm, which `logits` applies to the rows that need it; only the rows of `inputs.ends` where
-        that is given."""
+        the final norm, which `logits` applies to the rows that need it; only the rows of
+        `inputs.logits_attention` where that is given."""
         ops, ranks, eps = self.ops, self.ranks, self.config.rms_norm_eps
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = Stream(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
@@ -80,8 +79,9 @@ class Decoder:
         for layer, pool, next_gain in zip(self.layers, kv, next_gains, strict=True):
             attention, mlp = layer.attention, layer.mlp
             qkv = attention.qkv.after_norm(residual, layer.input_norm, eps)
-            if next_gain is None and inputs.ends is not None:  # the last layer
-                plan, residual = ops.plan_attention(inputs.ends), _rows_of(residual, inputs.ends)
+            needed = inputs.logits_attention
+            if next_gain is None and needed is not None:  # the last layer
+                plan, residual = ops.plan_attention(needed), _rows_of(residual, needed)
             attended = attention(qkv, inputs, plan, pool, self.cos_sin)
             residual = attention.o.add_to(residual, attended, layer.post_norm, ranks)
             activated = mlp.activate(residual, layer.post_norm, eps)

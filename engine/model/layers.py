@@ -160,7 +160,7 @@ class Attention:
         attended = self.ops.attend(
             qkv,
             inputs.positions,
-            inputs.slots,
+            inputs.kv_slots,
             Rotation(cos_sin, self.q_norm, self.k_norm, self.config.rms_norm_eps),
             kv,
             self.shard.heads,

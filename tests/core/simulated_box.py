@@ -26,10 +26,11 @@ from appliance.traffic.quotas import Quotas
 from appliance.traffic.requests import Ledger
 from appliance.traffic.rules import QueueRules
 from engine.core import EngineCore
-from engine.messages import Output, Report, SamplingParams, StepPlan, StepTokens, Submit
+from engine.messages import Output, Report, SamplingParams, Submit
+from engine.plan import StepPlan, StepTokens
 from store.policies import KeyRecord, Policies, TenantRecord
 from store.requests import RequestRow
-from tests.engine.scheduling.simulated_runner import sampling_rows
+from tests.engine.scheduling.simulated_runner import sampling_slots
 
 FRONT = "front-0"
 MODEL = "m"
@@ -63,7 +64,7 @@ class Speed(NamedTuple):
 
     def of(self, plan: StepPlan) -> float:
         """Seconds of a step."""
-        rows = len(plan.decodes) + sum(len(chunk.sample_rows) for chunk in plan.chunks)
+        rows = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
         prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
         return self.step_s + self.row_s * rows + self.prompt_token_s * prompts
 
@@ -132,7 +133,7 @@ class _Step:
 
     def __init__(self, device: _Device, plan: StepPlan, ends_at: float, seconds: float) -> None:
         self._device, self._ends_at, self._seconds = device, ends_at, seconds
-        self._tokens = StepTokens([1] * len(sampling_rows(plan)), None, {})
+        self._tokens = StepTokens([1] * len(sampling_slots(plan)), None, {})
 
     def wait(self) -> StepTokens:
         self._device.waited_until, self._device.step_s = self._ends_at, self._seconds
@@ -205,7 +206,7 @@ class Replica:
         if self.dead:
             return
         for submit in self._inbox:
-            self.core.submit(FRONT, submit)
+            self.scheduler.add(FRONT, submit)
         self._inbox.clear()
         if not self.core.has_work:
             self._looping = False

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from engine.client import ReplicaClient, ReplicaGroup
+from engine.client import ReplicaGroup
 from engine.messages import RankOutbound, Ready, ReplicaInfo, ReplicaSpec, SamplingParams, Submit
 from tests.demo_model.asking import DEMO, END, questions
 from tests.demo_model.quality import FORMS, LEAST_KEPT, Score, held_out_windows, measure
+from tests.engine.streaming_client import StreamingClient
 
 
 def test_fp8_weights_and_cache_cost_no_more_than_they_may() -> None:
@@ -87,7 +88,9 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
         try:
             async with asyncio.timeout(240):
                 info = await ready
-                client = ReplicaClient(socket.socket(fileno=group.attach_front("front-0")), lambda lost: None)
+                client = StreamingClient(
+                    socket.socket(fileno=group.attach_front("front-0")), lambda lost: None
+                )
 
                 async def answer(name: int) -> str:
                     submit = Submit(

@@ -146,7 +146,7 @@ class Soak:
         rows, tokens = self.credits_spent
         self.credits_spent = (rows + max(submit.n, 0), tokens + submit.credit_tokens)
         self.books.submitted(origin, submit, wrong)
-        self.engine.core.submit(origin, submit)
+        self.engine.scheduler.add(origin, submit)
 
     def _cancel(self) -> None:
         """Now and then somebody loses patience: with a sample, a request, or as a whole front."""
@@ -164,7 +164,7 @@ class Soak:
                 if open_[each].origin == entry.origin:
                     self.cancelled.note(core, entry.origin, each, None)
             self.books.front_gone(entry.origin)
-            core.cancel_origin(entry.origin)
+            core.scheduler.cancel_origin(entry.origin)
             self.fronts[self.fronts.index(int(entry.origin.rpartition("-")[2]))] = max(self.fronts) + 1
             self.counts["fronts gone"] += 1
             return
@@ -172,9 +172,9 @@ class Soak:
         self.cancelled.note(core, entry.origin, handle, sample)
         self.books.cancelled(handle, sample)
         if sample is None and how > 0.9:
-            core.cancel_request(entry.submit.request_id)
+            core.scheduler.cancel_request(entry.submit.request_id)
         else:
-            core.cancel(entry.origin, handle, sample)
+            core.scheduler.cancel(entry.origin, handle, sample)
 
     def _step(self) -> None:
         self.books.take(self.engine.core.step())
@@ -184,7 +184,7 @@ class Soak:
                 self.known.check(entry)
         self.books.done.clear()
         if self.counts["steps"] % 64 == 0:
-            self.engine.core.check()
+            self.engine.scheduler.check()
         pool = self.engine.scheduler.pool
         self.counts["most blocks used"] = max(self.counts["most blocks used"], pool.used)
 
@@ -206,7 +206,7 @@ class Soak:
     def _expect_order(self) -> None:
         """Raise unless everything is back where it was; note the memory."""
         scheduler, gauges = self.engine.scheduler, self.engine.core.gauges()
-        self.engine.core.check()
+        self.engine.scheduler.check()
         scheduler.pool.check([])
         assert not self.books.open, f"never ended: {list(self.books.open.values())[:3]}"
         assert gauges.running == gauges.waiting == gauges.blocks_used == 0, gauges

@@ -34,7 +34,7 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
     before = _used_bytes(engine)
     for submit in _submits(engine, draw):
         books.submitted("fill", submit, "")
-        engine.core.submit("fill", submit)
+        engine.scheduler.add("fill", submit)
     began = time.monotonic()
     most_blocks = most_bytes = most_running = full_steps = 0
     while engine.core.has_work:
@@ -49,8 +49,8 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
         if full_steps == _STEPS_WHEN_FULL:
             for handle in list(books.open):
                 books.cancelled(handle, None)
-                engine.core.cancel("fill", handle)
-    engine.core.check()
+                engine.scheduler.cancel("fill", handle)
+    engine.scheduler.check()
     wrong = None
     if most_blocks != info.kv_blocks:
         wrong = f"{most_blocks} of {info.kv_blocks} blocks were in use at most"

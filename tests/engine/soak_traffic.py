@@ -170,11 +170,11 @@ class Cancelled:
 
     def note(self, core: EngineCore, origin: str, handle: int, sample: int | None) -> None:
         """Remember where the sequences stand that are about to be cancelled."""
-        submission = core.scheduler.ledger.find(origin, handle)
+        submission = core.scheduler.accounting.find(origin, handle)
         for sequence in submission.sequences if submission is not None else ():
-            if sequence.finish or sample not in (None, sequence.sample):
+            if sequence.finish_reason or sample not in (None, sequence.sample):
                 continue
-            if sequence.row < 0:
+            if sequence.slot < 0:
                 self.where["queued"] += 1
             elif sequence.output_tokens > len(sequence.submission.submit.output_token_ids):
                 self.where["decoding"] += 1

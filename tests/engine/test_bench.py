@@ -17,8 +17,8 @@ from engine.bench import __main__ as bench
 from engine.bench import start
 from engine.bench.limits import CEILINGS, ceilings, limit
 from engine.bench.shapes import SHAPES, write_config
-from engine.bench.table import HEADS, line, median_run
-from engine.bench.workloads import WORKLOADS, Measured, Steps
+from engine.bench.table import HEADING, line, median_run
+from engine.bench.workloads import WORKLOADS, StepStats, WorkloadResult
 from engine.families import read_config
 from engine.profile import __main__ as profile
 from kernels.writable import check_writable
@@ -77,8 +77,10 @@ def test_only_a_device_that_was_measured_has_limits(device: str, known: bool) ->
     assert ceilings(device) == (H200 if known else None)
 
 
-def measured(figure: float, idle: float) -> Measured:
-    return Measured(figure, 1.0, None, Steps(255, figure, 1.0, idle), Steps(1, 7.0, 0.0, idle / 2))
+def measured(figure: float, idle: float) -> WorkloadResult:
+    return WorkloadResult(
+        figure, 1.0, None, StepStats(255, figure, 1.0, idle), StepStats(1, 7.0, 0.0, idle / 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,9 +99,9 @@ def test_the_steps_in_the_table_are_those_of_the_run_whose_figure_is_printed(
     workload = WORKLOADS[name]
     idle = {figure: place / 100 for place, figure in enumerate(figures)}
     runs = [measured(figure, idle[figure]) for figure in figures]
-    assert median_run(workload, runs).figure == median_figure
+    assert median_run(workload, runs).result == median_figure
     text = line(name, workload, runs, 200.0)
-    assert len(text) == len(HEADS)
+    assert len(text) == len(HEADING)
     said = text.split()
     decode, mixed = said[-8:-4], said[-4:]
     most = max(idle.values())
@@ -113,7 +115,7 @@ def test_a_device_without_limits_has_an_empty_column() -> None:
     run = [measured(200.0, 0.0)]
     assert line("ttft8k", workload, run, 100.0).split()[3:5] == ["100", "50%"]
     without = line("ttft8k", workload, run, None)
-    assert len(without) == len(HEADS)
+    assert len(without) == len(HEADING)
     assert without.split()[3] == "255"
 
 

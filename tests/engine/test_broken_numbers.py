@@ -50,7 +50,7 @@ def test_it_ends_with_an_error_and_nobody_else_notices(engine: LocalEngine) -> N
         assert answers[1][0].finish == "error"
         assert "no token has a finite score" in (answers[1][0].error or "")
         assert [answers[0][0].token_ids, answers[2][0].token_ids] == [expected[1], expected[2]]
-        engine.core.check()
+        engine.scheduler.check()
         # Ten blocks: these get what the poisoned prompt left.
         again = engine.generate(PROMPTS, GREEDY)
         assert [answer[0].token_ids for answer in again] == expected
@@ -75,13 +75,13 @@ def test_a_long_prompt_ends_with_the_chunk_that_broke_and_is_not_found_by_prompt
         first = Submit(
             handle=1, request_id="b", prompt_token_ids=broken, sampling=asked, n=n, cache_salt=salt
         )
-        short.core.submit("front", first)
+        short.scheduler.add("front", first)
         told = [output for _ in range(3) for output in short.core.step().outputs.get("front", [])]
         assert [output.finish for output in told] == ["error"] * n
         assert "overflowed at position 80" in (told[0].error or "")
         (found,) = short.generate([prompt], GREEDY, cache_salt=salt)
         assert found[0].token_ids == expected[0].token_ids
-        short.core.check()
+        short.scheduler.check()
     short.close()
 
 
@@ -123,10 +123,10 @@ def test_what_a_cancelled_prompt_of_broken_numbers_leaves_is_not_noticed(engine:
                 sampling=GREEDY,
                 cache_salt=f"cancelled-{handle}",
             )
-            engine.core.submit("front", request)
+            engine.scheduler.add("front", request)
         for _ in range(steps):
             engine.core.step()
-        engine.core.cancel_origin("front")
+        engine.scheduler.cancel_origin("front")
         again = engine.generate(PROMPTS, GREEDY)
         assert [answer[0].token_ids for answer in again] == expected
     engine.close()

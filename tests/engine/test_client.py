@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.client import ReplicaClient, ReplicaLost
 from engine.messages import Cancel, DataInbound, Output, SamplingParams, StepFrame, Submit, TokenLogprob
 from engine.wire import Channel, socketpair
+from tests.engine.streaming_client import ReplicaLost, StreamingClient
 
 
 class Played:
@@ -23,7 +23,7 @@ class Played:
         self.channel: Channel[Any] = Channel(theirs, DataInbound)
         self.channel.listen(self._take, lambda: None)
         self.lost: list[list[int]] = []
-        self.client = ReplicaClient(ours, self.lost.append)
+        self.client = StreamingClient(ours, self.lost.append)
 
     def _take(self, message: Any) -> None:
         self.received.append(message)
@@ -56,10 +56,10 @@ def test_a_channel_serves_thousands_of_requests_before_its_replica_dies() -> Non
         while len(played.received) < 2001:
             await asyncio.sleep(0)
         played.channel.close()
-        with pytest.raises(ReplicaLost, match="died while request r2001 was running"):
+        with pytest.raises(ReplicaLost, match="closed while request r2001 was running"):
             await waiting
         assert played.lost == [[2001]]
-        with pytest.raises(ReplicaLost, match="gone before request r2002 was submitted"):
+        with pytest.raises(ReplicaLost, match="closed before request r2002 was submitted"):
             await drain(played, played.ask())
 
     asyncio.run(scenario())

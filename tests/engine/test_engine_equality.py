@@ -121,13 +121,13 @@ def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lamb
     def step() -> None:
         for output in core.step().outputs.get("test", []):
             take(answers[output.handle][output.sample], output)
-        core.check()
+        core.scheduler.check()
 
     for handle, ask in enumerate(asks):
         sampling = SamplingParams(
             max_tokens=ask.max_tokens, logprobs=2, prompt_logprobs=0 if ask.scored else None
         )
-        core.submit(
+        core.scheduler.add(
             "test",
             Submit(
                 handle=handle,

@@ -13,9 +13,10 @@ import torch
 
 from engine.generate import LocalEngine
 from engine.graphs import DecodeGraphs
-from engine.messages import Chunk, ReplicaSpec, SamplingParams, SlotSetup, StepPlan
+from engine.messages import ReplicaSpec, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.prompt_graphs import MAX_FP8_KEYS, PromptGraphs
-from engine.sizing import ladder
+from engine.sizing import decode_capture_sizes
 from kernels import AttentionInput, ChunkSpan
 from kernels.draws import Variant
 from tests.engine.tiny import TINY
@@ -23,7 +24,7 @@ from tests.engine.tiny import TINY
 
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 17, 64, 100, 256, 1000, 1024])
 def test_the_ladder_reaches_the_most_rows_in_steps_that_waste_little(most: int) -> None:
-    sizes = ladder(most)
+    sizes = decode_capture_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] == most
@@ -119,7 +120,7 @@ class EagerPromptGraphs(PromptGraphs):
         first = 0
         self._spans = []
         for chunk in plan.chunks:
-            self._spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.row))
+            self._spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.slot))
             first += len(chunk.token_ids)
         super().stage(plan)
 

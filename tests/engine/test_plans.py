@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from engine.config import UnsupportedError
-from engine.messages import BLOCK_TOKENS, Chunk, SamplingParams, SlotSetup, StepPlan
-from engine.plan_channel import MAX_PLAN_BYTES, check_plans, largest_plan_bytes
-from engine.scheduling.scheduler import MAX_SETUP_NUMBERS
+from engine.messages import BLOCK_TOKENS, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
+from engine.plan_channel import MAX_PLAN_BYTES, check_plan_size, largest_plan_bytes
+from engine.scheduling.admission import MAX_SETUP_NUMBERS
 from engine.wire import MAX_FRAME_BYTES
 
 LARGE = (1 << 32) - 1
@@ -49,8 +50,8 @@ def test_no_plan_is_longer_than_it_is_said_to_be() -> None:
 
 
 def test_sizes_whose_plans_would_not_fit_are_refused_with_what_to_lower() -> None:
-    check_plans(max_rows=1024, max_model_len=131_072, step_tokens=8192, kv_blocks=100_000)
+    check_plan_size(max_rows=1024, max_model_len=131_072, step_tokens=8192, kv_blocks=100_000)
     with pytest.raises(
         UnsupportedError, match=rf"max_rows is 4096 and max_model_len 999999: .* {MAX_PLAN_BYTES} "
     ):
-        check_plans(max_rows=4096, max_model_len=999_999, step_tokens=8192, kv_blocks=100_000)
+        check_plan_size(max_rows=4096, max_model_len=999_999, step_tokens=8192, kv_blocks=100_000)

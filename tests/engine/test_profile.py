@@ -16,10 +16,10 @@ from engine.bench.shapes import SHAPES, write_config
 from engine.config import ModelConfig
 from engine.families import read_config
 from engine.messages import ReplicaInfo
-from engine.profile.report import gaps_of, lines, rows_of
+from engine.profile.report import idle_gaps, kernel_rows, lines
 from engine.profile.steps import StepShape
-from engine.profile.trace import Timeline, read_timeline, short_name
-from engine.profile.work import Work, label_products, work_by_kernel
+from engine.profile.trace import TraceTimeline, read_timeline, short_name
+from engine.profile.work import KernelWork, label_gemms, work_by_kernel
 
 H200 = CEILINGS["NVIDIA H200"]
 ONE_TOKEN = StepShape([641], [], 1)
@@ -29,7 +29,7 @@ def kernel(name: str, start: float, us: float, category: str = "kernel") -> dict
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": us, "pid": 0, "tid": 7}
 
 
-def timeline_of(tmp_path: Path, events: list[dict[str, Any]]) -> Timeline:
+def timeline_of(tmp_path: Path, events: list[dict[str, Any]]) -> TraceTimeline:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}))
     return read_timeline(path)
@@ -114,7 +114,7 @@ def test_products_are_told_apart_by_their_order() -> None:
         "cutlass device_kernel",
     ]
     names = [*layer, "_stream", "scan_kernel"]
-    assert label_products(names, 1, [ONE_TOKEN]) == [
+    assert label_gemms(names, 1, [ONE_TOKEN]) == [
         "_norm",
         "qkv (_gemv)",
         "_rope",
@@ -126,9 +126,9 @@ def test_products_are_told_apart_by_their_order() -> None:
         "scan_kernel",
     ]
     nothing_sampled = StepShape([], [(0, 100)], 0)
-    assert label_products(layer, 1, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
+    assert label_gemms(layer, 1, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
     # One too many: nobody knows which.
-    assert label_products(names, 1, [nothing_sampled])[1] == "products (_gemv)"
+    assert label_gemms(names, 1, [nothing_sampled])[1] == "products (_gemv)"
 
 
 def test_a_decode_step_reads_every_weight_once_and_the_cache_once(llama: ModelConfig) -> None:
@@ -196,7 +196,7 @@ def test_chunks_that_read_an_fp8_cache_as_it_is_choose_no_kernel_for_the_others(
 def test_steps_add_up(llama: ModelConfig) -> None:
     one = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
     three = work_by_kernel(llama, info(), [ONE_TOKEN] * 3, H200)
-    assert three["o"] == Work(3 * one["o"].bytes, 3 * one["o"].operations, one["o"].per_s)
+    assert three["o"] == KernelWork(3 * one["o"].bytes, 3 * one["o"].operations, one["o"].per_s)
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────
@@ -208,8 +208,8 @@ def test_times_and_gaps_make_the_step(tmp_path: Path) -> None:
     ]
     timeline = timeline_of(tmp_path, events)
     names = ["down (_dot)", "_norm", "down (_dot)"]
-    rows = rows_of(names, timeline, {"down": Work(871e6, 0.0, None)}, steps=2)
-    gaps = gaps_of(names, timeline, steps=2)
+    rows = kernel_rows(names, timeline, {"down": KernelWork(871e6, 0.0, None)}, steps=2)
+    gaps = idle_gaps(names, timeline, steps=2)
     assert [(row.name, row.calls, row.us) for row in rows] == [
         ("down (_dot)", 1.0, 45.0),
         ("_norm", 0.5, 2.5),

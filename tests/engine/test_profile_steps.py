@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine.bench.workloads import Workload
+from engine.bench.workloads import EngineWorkload
 from engine.generate import LocalEngine
-from engine.messages import ReplicaSpec, StepPlan
+from engine.messages import ReplicaSpec
+from engine.plan import StepPlan
 from engine.profile import steps
 from engine.profile.steps import Kind, StepShape, record
 from engine.scheduling.scheduler import Scheduler
@@ -20,14 +21,14 @@ from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, Sim
 from tests.engine.tiny import TINY
 
 ROWS, BUDGET = 4, 96
-ONE = Workload(1, 24, 16, "output_tok_s")
+ONE = EngineWorkload(1, 24, 16, "output_tok_s")
 """One mixed step, 15 that decode."""
-FIRST_TOKEN = Workload(1, 90, 1, "ms")
-PROMPTS = Workload(8, 90, 1, "prompt_tok_s")
+FIRST_TOKEN = EngineWorkload(1, 90, 1, "ms")
+PROMPTS = EngineWorkload(8, 90, 1, "prompt_tok_s")
 """Eight mixed steps."""
-THREE = Workload(3, 40, 16, "output_tok_s")
+THREE = EngineWorkload(3, 40, 16, "output_tok_s")
 """Two mixed steps, in the second of which two sequences decode."""
-TURNS = Workload(2 * ROWS, 20, 6, "output_tok_s")
+TURNS = EngineWorkload(2 * ROWS, 20, 6, "output_tok_s")
 """One mixed step and five that decode, twice."""
 
 
@@ -72,7 +73,7 @@ def products(trace: Path) -> int:
 def test_steps_of_the_kind_are_recorded_and_no_others(
     engine: LocalEngine,
     tmp_path: Path,
-    workload: Workload,
+    workload: EngineWorkload,
     kind: Kind,
     asked: int,
     skip: int | None,
@@ -145,7 +146,7 @@ class Recording:
 def test_on_a_gpu_nothing_else_runs_while_it_is_recorded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    workload: Workload,
+    workload: EngineWorkload,
     kind: Kind,
     asked: int,
     expected: str,

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from engine import launch
-from engine.client import ReplicaClient, ReplicaGroup, ReplicaLost
+from engine.client import ReplicaGroup
 from engine.messages import (
     Fatal,
     Finished,
@@ -30,6 +30,7 @@ from engine.messages import (
     Submit,
 )
 from engine.wire import socketpair
+from tests.engine.streaming_client import ReplicaLost, StreamingClient
 
 pytestmark = pytest.mark.system
 
@@ -71,9 +72,9 @@ class Watched:
             case Fatal():
                 self.fatal.append(message)
 
-    def client(self, front: str, lost: list[list[int]] | None = None) -> ReplicaClient:
+    def client(self, front: str, lost: list[list[int]] | None = None) -> StreamingClient:
         on_lost = (lambda handles: None) if lost is None else lost.append
-        return ReplicaClient(socket.socket(fileno=self.group.attach_front(front)), on_lost)
+        return StreamingClient(socket.socket(fileno=self.group.attach_front(front)), on_lost)
 
     def finished(self) -> list[Finished]:
         return [entry for report in self.reports for entry in report.finished]
@@ -112,7 +113,7 @@ async def replica(folder: Path, **fields: object) -> AsyncIterator[Watched]:
             await watched.group.stop()
 
 
-def ask(client: ReplicaClient, name: str, prompt: int = 40, most: int = 12, n: int = 1) -> Submit:
+def ask(client: StreamingClient, name: str, prompt: int = 40, most: int = 12, n: int = 1) -> Submit:
     return Submit(
         handle=client.next_handle(),
         request_id=name,
@@ -122,7 +123,7 @@ def ask(client: ReplicaClient, name: str, prompt: int = 40, most: int = 12, n: i
     )
 
 
-async def collect(client: ReplicaClient, submit: Submit) -> dict[int, list[int]]:
+async def collect(client: StreamingClient, submit: Submit) -> dict[int, list[int]]:
     tokens: dict[int, list[int]] = {}
     async for output in client.generate(submit):
         tokens.setdefault(output.sample, []).extend(output.token_ids)
@@ -289,7 +290,7 @@ error = {error}
 def refuse(*arguments):
     raise error
 
-engine.runner.Runner.__init__ = refuse
+engine.runner.ModelRunner.__init__ = refuse
 engine.replica.main()
 """
 

@@ -13,24 +13,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import replica, wire
+from engine import leader, wire
 from engine.core import EngineCore
+from engine.leader import LeaderLoop
 from engine.messages import (
     Attach,
-    Chunk,
     Output,
     RankInbound,
     RankOutbound,
     Report,
     SamplingParams,
     StepFrame,
-    StepPlan,
-    StepTokens,
     Stop,
     Submit,
 )
+from engine.plan import Chunk, StepPlan, StepTokens
 from engine.plan_channel import PlanSender
-from engine.replica import Replica, _follow
+from engine.replica import follow
 from engine.scheduling.scheduler import Scheduler
 from engine.wire import Channel, socketpair
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner
@@ -83,7 +82,7 @@ class FailingRunner:
 def test_a_step_that_fails_on_a_following_rank_is_noticed_without_another_plan() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
     leader, plans = channel_pair(RankInbound, StepPlan)
-    following = Outcome(_follow, control, plans, FailingRunner())
+    following = Outcome(follow, control, plans, FailingRunner())
     leader.send(StepPlan(1, [], [], [], [], []))
     following.thread.join(WAIT_S)
     assert str(following.error) == "the step failed"
@@ -122,7 +121,7 @@ def test_a_plan_that_the_socket_does_not_hold_reaches_the_others_before_its_step
     core, control = channel_pair(RankOutbound, RankInbound)
     left, right = narrow_pair()
     arrived, launched = threading.Event(), threading.Event()
-    following = Outcome(_follow, control, Channel(right, StepPlan), Together(arrived, launched))
+    following = Outcome(follow, control, Channel(right, StepPlan), Together(arrived, launched))
     leader = PlanSender(Together(launched, arrived), [Channel(left, RankInbound)])  # type: ignore[arg-type]
     plan = StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
     leading = Outcome(lambda: leader.launch(plan).wait())
@@ -157,7 +156,7 @@ class Served:
     def __init__(self) -> None:
         self.core, control = channel_pair(RankOutbound, RankInbound)
         self.reports: list[Report] = []
-        self.replica = Replica(engine_of_four_rows(), control)
+        self.replica = LeaderLoop(engine_of_four_rows(), control)
         self.loop = Outcome(self.replica.run)
 
     def attach(self, name: str, send_buffer: int = 1 << 16) -> socket.socket:
@@ -230,7 +229,7 @@ def test_a_front_that_never_reads_is_given_up_and_what_it_sent_is_cancelled(
 def test_what_a_front_has_not_read_reaches_it_at_its_own_pace_when_there_is_nothing_to_compute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replica, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(leader, "HEARTBEAT_S", 3600.0)
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
     asked = submit(1, 0, prompt=1900)
@@ -250,7 +249,7 @@ def test_what_a_front_has_not_read_reaches_it_at_its_own_pace_when_there_is_noth
 
 def test_a_front_may_come_with_the_descriptor_of_one_that_is_just_gone() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
-    loop = Replica(engine_of_four_rows(), control)
+    loop = LeaderLoop(engine_of_four_rows(), control)
     (first, theirs), (second, its) = socketpair(), socketpair()
     core.send(Attach("front-0"), (theirs.fileno(),))
     loop._take_in()
@@ -283,9 +282,9 @@ def test_a_front_that_breaks_the_protocol_is_cut_off_alone() -> None:
 def test_while_it_computes_the_core_hears_of_it_more_often_than_gateways_call_old(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert replica.FRESH_S < 0.2
-    monkeypatch.setattr(replica, "HEARTBEAT_S", 3600.0)
-    monkeypatch.setattr(replica, "FRESH_S", 0.01)
+    assert leader.FRESH_S < 0.2
+    monkeypatch.setattr(leader, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(leader, "REPORT_S", 0.01)
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
     front.send(submit(1, 1900))

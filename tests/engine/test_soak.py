@@ -54,7 +54,7 @@ def said(*outputs: Output, finish: list[str] | None = None) -> StepResult:
 
 
 def first(tokens: list[int], finish: str = "", **more: Any) -> Output:
-    return Output(1, 0, tokens, finish, cached_tokens=0, batch_size=1, **more)
+    return Output(1, 0, tokens, finish, cached_tokens=0, **more)
 
 
 @pytest.mark.parametrize(

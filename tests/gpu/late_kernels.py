@@ -72,7 +72,7 @@ def serve(engine: LocalEngine) -> None:
         if draw.random() < 0.4:
             for _ in range(draw.choice((1, 1, 2, 5, 20))):
                 handle += 1
-                engine.core.submit("late", request(draw, handle, engine.info.vocab_size))
+                engine.scheduler.add("late", request(draw, handle, engine.info.vocab_size))
         if engine.core.has_work:
             engine.core.step()
         if step % 100 == 99:  # an empty house, so that short passes of prompts come again

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.device_tables import ends_of
-from engine.messages import BLOCK_TOKENS, Chunk, SamplingParams, SlotSetup, StepPlan
+from engine.device_tables import chunk_results
+from engine.messages import BLOCK_TOKENS, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
 from tests.demo_model.asking import engine
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +36,7 @@ def test_the_ends_are_rows_of_the_whole_pass(kv_dtype: str, allowed: float) -> N
         runner.steps.tables.advance(first.sampling, torch.tensor([5, 6, 7], device=runner.device))
         batch = runner.steps.tables.step_batch(now)
         whole = replace(batch.forward, ends=None)
-        expected = runner.decoder.forward(whole, runner.steps.kv)[[0, 1, *ends_of(whole)]].float()
+        expected = runner.decoder.forward(whole, runner.steps.kv)[[0, 1, *chunk_results(whole)]].float()
         cache = [tensor.clone() for pool in runner.steps.kv for tensor in pool.tensors()]
         found = runner.decoder.forward(batch.forward, runner.steps.kv)[:4].float()  # padding comes after
     for tensor, other in zip((t for pool in runner.steps.kv for t in pool.tensors()), cache, strict=True):

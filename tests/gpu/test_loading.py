@@ -18,8 +18,8 @@ from engine.memory import WeightsTooLarge
 from engine.model.checkpoint import read_entries
 from engine.model.decoder import Decoder
 from engine.model.loader import load
-from engine.model.slices import Slice
-from engine.model.streaming import BLOCK_BYTES, nowhere, stream
+from engine.model.slices import TensorSlice
+from engine.model.streaming import BLOCK_BYTES, no_target, stream
 from engine.model.weight_file import WeightFile
 from kernels import select_backend
 from tests.engine.model.checkpoints import Case, Fp8, make, quantise
@@ -90,16 +90,16 @@ def test_a_matrix_of_many_blocks_arrives_to_the_bit(tmp_path: Path, placed: bool
     expected = torch.arange(rows * 2048, dtype=torch.int32).view(torch.int16)[: rows * 2048].view(rows, 2048)
     expected = expected.view(torch.bfloat16)
     save_file({"matrix": expected}, tmp_path / "model.safetensors")
-    whole = Slice("matrix", read_entries(tmp_path)["matrix"], 0, rows)
+    whole = TensorSlice("matrix", read_entries(tmp_path)["matrix"], 0, rows)
     found = torch.zeros(rows, 2048, dtype=torch.bfloat16, device="cuda")
 
-    def target(block: Slice) -> torch.Tensor:
+    def target(block: TensorSlice) -> torch.Tensor:
         return found[block.first_row : block.first_row + block.rows]
 
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         target(block).copy_(numbers)
 
-    blocks = list(stream([whole], found.device, fill, target if placed else nowhere))
+    blocks = list(stream([whole], found.device, fill, target if placed else no_target))
     assert len(blocks) == 23
     assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
@@ -110,10 +110,10 @@ def test_who_stops_early_finds_the_device_in_order(tmp_path: Path, fails: bool) 
     """With blocks on their way: what was page-locked is not any more, and all can be read again."""
     expected = torch.arange(64 << 10, dtype=torch.float32).view(64, 1024)
     save_file({"matrix": expected}, tmp_path / "model.safetensors")
-    whole = Slice("matrix", read_entries(tmp_path)["matrix"], 0, 64)
+    whole = TensorSlice("matrix", read_entries(tmp_path)["matrix"], 0, 64)
     found = torch.zeros(64, 1024, device="cuda")
 
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         if fails and block.first_row == 40:
             raise torch.OutOfMemoryError("full")
         found[block.first_row : block.first_row + block.rows] = numbers

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from engine.generate import LocalEngine
-from engine.messages import BLOCK_TOKENS, Chunk, SamplingParams, SlotSetup, StepPlan
+from engine.messages import BLOCK_TOKENS, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.prompt_graphs import PromptGraphs
-from engine.runner import Runner
+from engine.runner import ModelRunner
 from tests.demo_model.asking import engine
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +57,7 @@ def _tokens(row: int, start: int, count: int) -> list[int]:
     return [(7 * place + row) % 900 + 3 for place in range(start, start + count)]
 
 
-def _launched(runner: Runner, plan: StepPlan) -> torch.Tensor:
+def _launched(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
     batch = runner.steps.tables.step_batch(plan)
     hidden = runner.decoder.forward(batch.forward, runner.steps.kv)
     return runner.decoder.logits(hidden)[: len(plan.chunks)].float()  # padding comes after
@@ -67,7 +68,7 @@ def _captured(graphs: PromptGraphs, plan: StepPlan) -> torch.Tensor:
     return graphs.forward().clone()
 
 
-def _prepared(runner: Runner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:
+def _prepared(runner: ModelRunner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:
     """`_plan` of these sizes, with what is in the cache before, of the same rows and blocks."""
     plan, taken = _plan(sizes)
     runner.steps.tables.apply(plan)

@@ -9,10 +9,11 @@ import torch
 
 from engine.device_tables import SamplingBatch
 from engine.generate import LocalEngine
-from engine.messages import Chunk, SamplingParams, SlotSetup, StepPlan
+from engine.messages import SamplingParams
 from engine.parallel import single
+from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.sampler import Sampler
-from engine.sampling_tables import Needs
+from engine.sampling_tables import SamplingMetadata
 from kernels import select_sampling
 from kernels.draws import Variant
 from tests.demo_model.asking import END, engine, questions
@@ -66,7 +67,7 @@ def test_a_row_draws_the_same_in_any_batch_and_what_plain_torch_draws(made: Loca
         with torch.inference_mode():
             for batch in (list(range(ROWS)), list(range(3, ROWS, 7)), [77], list(range(ROWS - 1, 100, -1))):
                 tables.lengths[:ROWS] = torch.arange(ROWS, device=runner.device) % 50
-                graphs.set_rows(batch)
+                graphs.set_slots(batch)
                 graphs.forward()[:] = logits[batch]
                 positions = graphs.positions().clone()
                 found = graphs.sample(variant).tolist()
@@ -100,13 +101,15 @@ def test_mixtures_with_edited_rows_answer_as_with_plain_torch(
         rows, positions = graphs.rows(), graphs.positions()
         draws = runner.steps.tables.sampling.draws(rows, positions)
         token_ids = reference.draw(graphs._logits[: len(rows)], variant, draws)
-        runner.steps.tables.advance(SamplingBatch(rows, positions, None, Needs(variant)), token_ids)
+        runner.steps.tables.advance(
+            SamplingBatch(rows, positions, None, SamplingMetadata(variant)), token_ids
+        )
         return token_ids
 
     monkeypatch.setattr(graphs, "sample", sample)
     runner.steps.sampler = reference
     expected = made.generate(prompts, params, cache_salt="torch")
-    made.core.check()
+    made.scheduler.check()
     same = [mine.token_ids == other.token_ids for [mine], [other] in zip(found, expected, strict=True)]
     assert sum(same) >= len(prompts) - 1
     for index, ([mine], [other]) in enumerate(zip(found, expected, strict=True)):

@@ -21,13 +21,14 @@ from engine.families import read_config
 from engine.graphs import DecodeGraphs
 from engine.kernel_build import dimensions
 from engine.kernel_loading import load_kernels
-from engine.messages import Chunk, ReplicaSpec, SamplingParams, SlotSetup, StepPlan
+from engine.messages import ReplicaSpec, SamplingParams
 from engine.model.decoder import TORCH_DTYPES, Decoder
+from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.prompt_graphs import PromptGraphs
 from engine.rehearsal import every_kind, largest_steps
 from engine.sampler import Sampler
-from engine.sizing import EXPANSION_BLOCKS, FP8, product_ladder
-from engine.steps import Steps
+from engine.sizing import EXPANSION_BLOCKS, FP8, gemm_sizes
+from engine.steps import StepExecutor
 from kernels import PAGE_TOKENS, compiling, rehearsal
 from kernels.cuda import CudaOps
 from kernels.draws import Variant
@@ -109,7 +110,7 @@ def main() -> None:
         mock.patch("engine.steps.upload", upload),
         torch.inference_mode(),
     ):
-        begun: list[Steps] = []
+        begun: list[StepExecutor] = []
         loaded = compiling.record(GPU.target, lambda: begun.append(start(decoder, sampler, spec)))
         served = compiling.record(GPU.target, lambda: serve(begun[0]))
     long = sum(".attention_prefill_hopper." in job.name for job in served)
@@ -125,15 +126,13 @@ def _print_others(word: str, jobs: list[compiling.Job], known: list[compiling.Jo
             print(word, job.name, job.specialisation)
 
 
-def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> Steps:
-    """What `Runner` launches before it is ready: the largest steps, graphs of every size and way to sample,
-    those of prompts, what is loaded ahead, and each kind of step. Those that serve afterwards."""
+def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> StepExecutor:
+    """Do the launches of a starting replica, and return the executor that serves afterwards."""
+    padding = Padding(gemm_sizes(spec.step_tokens), gemm_sizes(ROWS))
 
-    padding = Padding(product_ladder(spec.step_tokens), product_ladder(ROWS))
-
-    def steps() -> Steps:
+    def steps() -> StepExecutor:
         tables = SlotTables(ROWS, COLUMNS, decoder.config.vocab_size, META, padding)
-        return Steps(decoder, decoder.allocate_kv(20), tables, sampler)
+        return StepExecutor(decoder, decoder.allocate_kv(20), tables, sampler)
 
     apart = steps()
     for plan in largest_steps(decoder.max_model_len, spec):
@@ -148,7 +147,7 @@ def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> Steps:
     return serving
 
 
-def capture(serving: Steps, spec: ReplicaSpec) -> None:
+def capture(serving: StepExecutor, spec: ReplicaSpec) -> None:
     """The bodies of all graphs."""
     decoder, sampler = serving.decoder, serving.sampler
     graphs = DecodeGraphs(decoder, serving.kv, serving.tables, sampler, ROWS)
@@ -161,7 +160,7 @@ def capture(serving: Steps, spec: ReplicaSpec) -> None:
         prompts._run(size)
 
 
-def serve(steps: Steps) -> None:
+def serve(steps: StepExecutor) -> None:
     """Steps of prompts and decodes in many numbers and ways."""
     every = (
         SamplingParams(max_tokens=9),

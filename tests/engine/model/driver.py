@@ -61,7 +61,7 @@ class Driver:
         inputs = ForwardInput(
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
+            kv_slots=torch.tensor(slots),
             attention=AttentionInput(
                 block_table=torch.tensor(tables),
                 rows=torch.arange(len(decodes)),

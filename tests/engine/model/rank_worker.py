@@ -68,7 +68,6 @@ def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: lis
         ranks.all_reduce(mine.clone()),
         ranks.all_gather_last_dim(mine),
         ranks.all_gather_stack(mine),
-        ranks.broadcast(mine + 5),
         ranks.all_reduce(torch.ones(3, dtype=torch.bfloat16)).float(),
     ]
     if rank == size - 1:

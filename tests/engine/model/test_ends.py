@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.device_tables import Padding, SlotTables, ends_of
+from engine.device_tables import Padding, SlotTables, chunk_results
 from engine.families import read_config
 from engine.forward import ForwardInput
-from engine.messages import Chunk, SamplingParams, SlotSetup, StepPlan
+from engine.messages import SamplingParams
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import single
+from engine.plan import Chunk, SlotSetup, StepPlan
 from kernels import KvPool, reference
 from tests.engine.tiny import TINY
 
@@ -90,16 +91,16 @@ def test_the_ends_are_rows_of_the_whole_pass(
         passes(decoder, kv, padding, decodes, chunks),
         passes(decoder, copied, None, decodes, chunks),
     )
-    assert forward.ends is not None
-    whole.ends = None
+    assert forward.logits_attention is not None
+    whole.logits_attention = None
     found, expected = decoder.forward(forward, kv), decoder.forward(whole, copied)
     count, tokens = len(decodes) + len(chunks), len(whole.token_ids)
     if padding is None:
         assert (len(found), len(forward.token_ids)) == (count, tokens)
     else:
-        assert len(found) == next(size for size in padding.ends if size >= count)
+        assert len(found) == next(size for size in padding.results if size >= count)
         assert len(forward.token_ids) == next(size for size in padding.tokens if size >= tokens)
-    torch.testing.assert_close(found[:count], expected[[*range(len(decodes)), *ends_of(whole)]])
+    torch.testing.assert_close(found[:count], expected[[*range(len(decodes)), *chunk_results(whole)]])
     for pool, other in zip(kv, copied, strict=True):
         torch.testing.assert_close(pool.keys, other.keys)
         torch.testing.assert_close(pool.values, other.values)

@@ -171,11 +171,11 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(1, 1)}),
-            f"{{file}}: {SCALE} has shape [1, 1]; one scale, or one for each of 96 outputs, can be loaded",
+            f"{{file}}: {SCALE} has shape [1, 1]; one scale, or one for each of 96 outputs, is needed",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(64)}),
-            f"{{file}}: {SCALE} has shape [64]; one scale, or one for each of 96 outputs, can be loaded",
+            f"{{file}}: {SCALE} has shape [64]; one scale, or one for each of 96 outputs, is needed",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(1, 96)}),
@@ -187,19 +187,19 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(96, dtype=torch.uint8)}),
-            f"{{file}}: {SCALE} has dtype U8; F32, BF16, F16 can be loaded",
+            f"{{file}}: {SCALE} has dtype U8; it must be F32 or BF16 or F16",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(96, 1).to(torch.float8_e4m3fn)}),
-            f"{{file}}: {SCALE} has dtype F8_E4M3; F32, BF16, F16 can be loaded",
+            f"{{file}}: {SCALE} has dtype F8_E4M3; it must be F32 or BF16 or F16",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].view(torch.int8)}),
-            f"{{file}}: {WEIGHT} has dtype I8; F32, BF16, F16, F8_E4M3 can be loaded",
+            f"{{file}}: {WEIGHT} has dtype I8; it must be F32 or BF16 or F16 or F8_E4M3",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float().to(torch.float8_e5m2)}),
-            f"{{file}}: {WEIGHT} has dtype F8_E5M2; F32, BF16, F16, F8_E4M3 can be loaded",
+            f"{{file}}: {WEIGHT} has dtype F8_E5M2; it must be F32 or BF16 or F16 or F8_E4M3",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float()}),
@@ -211,7 +211,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
-            "{file}: model.norm.weight has dtype F8_E4M3; F32, BF16, F16 can be loaded",
+            "{file}: model.norm.weight has dtype F8_E4M3; it must be F32 or BF16 or F16",
         ),
         (
             lambda tensors: tensors.update({f"{WEIGHT}_zero_point": torch.zeros(96, 1)}),
@@ -246,7 +246,7 @@ def test_a_scale_that_is_no_magnitude_is_refused(number: float, tmp_path: Path) 
     _refused(
         tmp_path,
         lambda tensors: tensors[SCALE].flatten().__setitem__(95, number),
-        f"{{file}}: tensor {SCALE} is not all finite and at least 0, as scales are; download it again",
+        f"{{file}}: tensor {SCALE} is not finite and at least 0 everywhere, as scales must be; download it again",
     )
 
 

@@ -18,7 +18,7 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.layers import WeightShard
 from engine.model.loader import load, load_dummy
-from engine.model.slices import Slice
+from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
 from engine.parallel import single
 from kernels import select_backend
@@ -145,9 +145,9 @@ def test_what_stays_as_it_is_is_read_straight_into_the_weights(
 def test_what_every_rank_reads_whole_is_shared(
     sharded: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Slice] = []
+    asked: list[TensorSlice] = []
 
-    def recorded(slices: list[Slice], *arguments: Any) -> Iterator[Slice]:
+    def recorded(slices: list[TensorSlice], *arguments: Any) -> Iterator[TensorSlice]:
         asked.extend(slices)
         return stream(slices, *arguments)
 
@@ -222,7 +222,7 @@ def test_another_shape_is_refused_with_both(folder: Path) -> None:
 def test_a_dtype_that_cannot_be_loaded_is_refused(folder: Path) -> None:
     name = "model.norm.weight"
     _rewrite(folder, lambda tensors: tensors.update({name: torch.ones(64, dtype=torch.int8)}))
-    _refused(folder, f"{folder / SINGLE}: {name} has dtype I8; F32, BF16, F16 can be loaded")
+    _refused(folder, f"{folder / SINGLE}: {name} has dtype I8; it must be F32 or BF16 or F16")
 
 
 def test_a_truncated_file_is_refused_with_both_sizes(folder: Path) -> None:
@@ -238,12 +238,12 @@ def test_a_truncated_file_is_refused_with_both_sizes(folder: Path) -> None:
         (b"", "is not a safetensors file"),
         (b"\xff" * 100, "is not a safetensors file"),
         (b"\x40\0\0\0\0\0\0\0{}", "is truncated: its header needs 72 bytes, the file has 10"),
-        (b"\x02\0\0\0\0\0\0\0[]", "its header is not safetensors"),
-        (b"\x02\0\0\0\0\0\0\0{{", "its header is not safetensors"),
-        (_framed(b"[" * 100_000), "its header is not safetensors"),
+        (b"\x02\0\0\0\0\0\0\0[]", "has an invalid safetensors header"),
+        (b"\x02\0\0\0\0\0\0\0{{", "has an invalid safetensors header"),
+        (_framed(b"[" * 100_000), "has an invalid safetensors header"),
         (
             _framed(b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}'),
-            "its header is not safetensors",
+            "has an invalid safetensors header",
         ),
         (b"version https://git-lfs.github.com/spec/v1\n", "is not a safetensors file"),
     ],
@@ -257,7 +257,7 @@ def test_a_file_that_is_not_safetensors_is_refused(folder: Path, content: bytes,
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
-    _refused(sharded, f"{shard}: no such file, but {INDEX} names it")
+    _refused(sharded, f"{shard}: no such file, lists it")
 
 
 def test_a_truncated_shard_is_named(sharded: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_shard_without_its_tensor_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[0]
     name = sorted(load_file(shard))[0]
     _rewrite(sharded, lambda tensors: tensors.__delitem__(name), shard.name)
-    _refused(sharded, f"{shard}: has no tensor {name}, but {INDEX} says so")
+    _refused(sharded, f"{shard}: has no tensor {name}, but {INDEX} lists it")
 
 
 @pytest.mark.parametrize(

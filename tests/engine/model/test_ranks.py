@@ -92,15 +92,14 @@ def test_ranks_give_the_logits_of_one_and_notice_a_death(
         assert _distance(result["logits"][name], alone[plain]) < NO_WORSE * own, name
 
     total = float(sum(range(size)))
-    reduced, last_dim, stack, broadcast, ones = result["collectives"]
+    reduced, last_dim, stack, ones = result["collectives"]
     assert reduced.tolist() == [[total, 10.0 * size + total]]
     assert last_dim.tolist() == [[value for rank in range(size) for value in (rank, 10.0 + rank)]]
     assert stack.tolist() == [[[rank, 10.0 + rank]] for rank in range(size)]
-    assert broadcast.tolist() == [[5.0, 15.0]]
     assert ones.tolist() == [size] * 3
 
     assert f"rank 0 of {size}" in result["lost"]
-    assert "started again" in result["lost"]
+    assert "restart the whole replica" in result["lost"]
     assert result["seconds"] < 30  # it was told, and did not wait for the 60 s of the group
 
 
@@ -109,7 +108,6 @@ def test_one_rank_needs_no_group() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     assert (ranks.size, ranks.rank) == (1, 0)
     assert ranks.all_reduce(tensor) is tensor
-    assert ranks.broadcast(tensor) is tensor
     assert ranks.all_gather_last_dim(tensor) is tensor
     assert ranks.all_gather_stack(tensor).shape == (1, 2, 3)
     ranks.close()
@@ -117,7 +115,9 @@ def test_one_rank_needs_no_group() -> None:
 
 
 def test_a_rank_that_waits_in_vain_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RankLost, match=r"rank 0 of 2 did not meet the others at .*rendezvous in 0\.5 s"):
+    with pytest.raises(
+        RankLost, match=r"rank 0 of 2 did not find the others within 0\.5 s through .*rendezvous"
+    ):
         join(2, 0, str(tmp_path / "rendezvous"), "gloo", timeout_seconds=0.5)
 
 
@@ -126,7 +126,7 @@ def test_a_rank_that_waits_in_vain_says_so(tmp_path: Path) -> None:
     [
         ((2, 2, "/tmp/x", "gloo"), "rank is 2; with 2 ranks it must be 0 to 1"),
         ((2, 0, "/tmp/x", "mpi"), "backend is 'mpi'; use gloo on CPU and nccl on CUDA"),
-        ((2, 0, "", "gloo"), "rendezvous_path is empty; 2 ranks need a file to meet at"),
+        ((2, 0, "", "gloo"), "rendezvous_path is empty; 2 ranks need a file to find each other"),
     ],
 )
 def test_arguments_that_make_no_group_are_named(arguments: tuple[int, int, str, str], message: str) -> None:

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError
 from engine.model import fetching
-from engine.model.checkpoint import INDEX, Entry, read_entries
-from engine.model.slices import Slice
-from engine.model.streaming import nowhere, stream
+from engine.model.checkpoint import INDEX, TensorEntry, read_entries
+from engine.model.slices import TensorSlice
+from engine.model.streaming import no_target, stream
 from engine.model.weight_file import PAGE, WeightFile
 from tests.engine.model.page_cache import cached_pages, drop
 
@@ -52,16 +52,16 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return tmp_path
 
 
-def _whole(name: str, entry: Entry) -> Slice:
-    return Slice(name, entry, 0, entry.shape[0] if entry.shape else 1)
+def _whole(name: str, entry: TensorEntry) -> TensorSlice:
+    return TensorSlice(name, entry, 0, entry.shape[0] if entry.shape else 1)
 
 
-def _in_order(folder: Path) -> list[Slice]:
+def _in_order(folder: Path) -> list[TensorSlice]:
     slices = [_whole(name, entry) for name, entry in read_entries(folder).items()]
     return sorted(slices, key=lambda each: (each.entry.file, each.entry.offset))
 
 
-def _drain(slices: list[Slice], **sizes: int) -> None:
+def _drain(slices: list[TensorSlice], **sizes: int) -> None:
     for _ in stream(slices, CPU, lambda block, numbers: None, **sizes):
         pass
 
@@ -72,7 +72,7 @@ def placed(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def _collect(slices: list[Slice], block_bytes: int, placed: bool) -> dict[str, torch.Tensor]:
+def _collect(slices: list[TensorSlice], block_bytes: int, placed: bool) -> dict[str, torch.Tensor]:
     """Blocks side by side. Each must follow the one before it."""
     found = {
         each.name: torch.zeros(each.rows, *each.entry.shape[1:], dtype=each.dtype)
@@ -82,15 +82,15 @@ def _collect(slices: list[Slice], block_bytes: int, placed: bool) -> dict[str, t
     first = {each.name: each.first_row for each in slices}
     rows = dict(first)
 
-    def target(block: Slice) -> torch.Tensor:
+    def target(block: TensorSlice) -> torch.Tensor:
         start = block.first_row - first[block.name]
         return found[block.name][start : start + block.rows]
 
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         assert not placed
         target(block).copy_(numbers)
 
-    for block in stream(slices, CPU, fill, target if placed else nowhere, block_bytes=block_bytes):
+    for block in stream(slices, CPU, fill, target if placed else no_target, block_bytes=block_bytes):
         assert block.first_row == rows[block.name]
         assert block.nbytes <= max(block_bytes, block.row_bytes)
         rows[block.name] += block.rows
@@ -118,7 +118,7 @@ def test_every_tensor_is_streamed_to_the_bit(folder: Path, block_bytes: int, pla
 def test_only_the_rows_that_are_asked_for_are_streamed(folder: Path, block_bytes: int, placed: bool) -> None:
     entries = read_entries(folder)
     asked = {"matrix": (100, 131), "long rows": (1, 1), "experts": (3, 2)}
-    slices = [Slice(name, entries[name], *rows) for name, rows in asked.items()]
+    slices = [TensorSlice(name, entries[name], *rows) for name, rows in asked.items()]
     tensors = load_file(folder / "a.safetensors")
     for name, found in _collect(slices, block_bytes, placed).items():
         first, count = asked[name]
@@ -165,16 +165,16 @@ def test_a_file_that_is_written_after_its_header_was_read_is_refused(folder: Pat
     os.utime(file, ns=(written, written + 1_000_000))
     with pytest.raises(CheckpointError) as caught:
         _drain(slices)
-    assert f"{file}: was changed while it was read; start again" in str(caught.value)
+    assert f"{file}: was modified while it was read; start again" in str(caught.value)
 
 
 def test_a_file_that_is_written_while_its_last_block_is_used_is_refused(folder: Path) -> None:
     *_, last = _in_order(folder)
 
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         os.utime(last.entry.file, ns=(0, 0))
 
-    with pytest.raises(CheckpointError, match="was changed while it was read"):
+    with pytest.raises(CheckpointError, match="was modified while it was read"):
         list(stream([last], CPU, fill))
 
 
@@ -224,7 +224,7 @@ def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
 
     real = WeightFile.past_cache
     monkeypatch.setattr(WeightFile, "past_cache", past_cache)
-    with pytest.raises(CheckpointError, match="was changed while it was read"):
+    with pytest.raises(CheckpointError, match="was modified while it was read"):
         _drain([whole])
 
 
@@ -251,7 +251,7 @@ def test_weights_may_be_streamed_in_inference_mode(folder: Path, placed: bool) -
 
 
 def test_an_error_of_who_fills_is_raised_and_leaves_no_thread(folder: Path) -> None:
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError, match="full"):

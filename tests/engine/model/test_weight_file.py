@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.model.weight_file import PAGE, WeightFile, keep_cached, room
+from engine.model.weight_file import PAGE, WeightFile, buffer_bytes, keep_cached
 from tests.engine.model.page_cache import cached_pages, drop
 
 SIZE = 100 * PAGE + 123
@@ -50,7 +50,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def _read(path: Path, first: int, nbytes: int, shared: bool = False) -> bytes:
     """What comes; and no byte may be written outside the room for it."""
-    needed = room(first, nbytes)
+    needed = buffer_bytes(first, nbytes)
     buffer = memoryview(mmap.mmap(-1, needed + PAGE))
     buffer[:] = bytes([UNTOUCHED]) * len(buffer)
     with closing(WeightFile(path)) as file:
@@ -228,7 +228,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
     real = os.open
     drop(path)
     monkeypatch.setattr(os, "open", replaced)
-    buffer = memoryview(mmap.mmap(-1, room(0, SIZE)))
+    buffer = memoryview(mmap.mmap(-1, buffer_bytes(0, SIZE)))
     with closing(WeightFile(path)) as file:
         assert path.read_bytes() == bytes(SIZE)
         for past_cache in (True, False):

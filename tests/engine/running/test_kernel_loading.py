@@ -12,8 +12,8 @@ import torch
 
 from engine.kernel_loading import load_attention, load_products
 from engine.parallel import single
-from engine.runner import Runner
-from engine.sizing import product_ladder
+from engine.runner import ModelRunner
+from engine.sizing import gemm_sizes
 from kernels import AttentionInput, Stream
 from tests.engine.running.test_runner import folder, quiet, spec_of
 
@@ -22,18 +22,18 @@ __all__ = ["folder"]
 
 @pytest.mark.parametrize(("most", "rows"), [(1, [1]), (8, [8]), (20, [8, 16, 20])])
 def test_few_rows_are_asked_for_in_steps_of_eight(most: int, rows: list[int]) -> None:
-    assert product_ladder(most) == rows
+    assert gemm_sizes(most) == rows
 
 
 def test_many_rows_are_asked_for_in_steps_of_an_eighth_at_most() -> None:
-    rows = product_ladder(8192)
+    rows = gemm_sizes(8192)
     assert rows[-1] == 8192
     assert set(range(8, 513, 8)) <= set(rows)
     assert all(0 < after - before <= before / 8 for before, after in pairwise(rows) if before >= 512)
 
 
 def test_every_product_is_run_for_every_number_of_rows(folder: Path) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
+    runner = ModelRunner(spec_of(folder), single(), quiet)
     weights: dict[int, list[int]] = defaultdict(list)
 
     class Noting:
@@ -58,14 +58,14 @@ def test_every_product_is_run_for_every_number_of_rows(folder: Path) -> None:
     products = (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
     for product in products:
         # The most first: it makes room for all others. Ends of prompts pad to the ladder of the rows.
-        assert weights.pop(id(product.weight)) == sorted({1, 2, 4, *product_ladder(96), 20}, reverse=True)
+        assert weights.pop(id(product.weight)) == sorted({1, 2, 4, *gemm_sizes(96), 20}, reverse=True)
     # As many as are scored at once.
-    assert weights == {id(decoder.head): sorted({1, 2, 4, *product_ladder(128)}, reverse=True)}
+    assert weights == {id(decoder.head): sorted({1, 2, 4, *gemm_sizes(128)}, reverse=True)}
     runner.close()
 
 
 def test_attention_is_run_for_every_number_of_rows_of_padding_alone(folder: Path) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
+    runner = ModelRunner(spec_of(folder), single(), quiet)
     decoder, asked = runner.decoder, list[tuple[int, bool]]()
 
     class Noting:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.launched import StepResults, read
-from engine.messages import StepPlan
+from engine.launched import StepResults, read_results
 from engine.parallel import single
+from engine.plan import StepPlan
 from engine.rehearsal import every_kind, largest_steps
-from engine.runner import Runner
+from engine.runner import ModelRunner
 from engine.sampler import LOGPROB_ROWS
 from kernels.draws import Variant
 from tests.engine.running.test_runner import folder, quiet, spec_of
@@ -24,26 +24,26 @@ BUDGETS = [(8, 256), (96, 256), (4096, 256), (8, 1), (8, 2), (8, 3), (96, 8), (9
 
 
 @pytest.fixture(params=BUDGETS, ids=str)
-def runner(folder: Path, request: pytest.FixtureRequest) -> Iterator[Runner]:
+def runner(folder: Path, request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
     step_tokens, longest = request.param
-    runner = Runner(spec_of(folder, step_tokens=step_tokens, max_model_len=longest), single(), quiet)
+    runner = ModelRunner(spec_of(folder, step_tokens=step_tokens, max_model_len=longest), single(), quiet)
     yield runner
     runner.close()
 
 
-def run(runner: Runner, plans: list[StepPlan]) -> list[StepResults]:
+def run(runner: ModelRunner, plans: list[StepPlan]) -> list[StepResults]:
     """Each plan's results; every sampled token is one, and every sequence within its length."""
     results = []
     with torch.inference_mode():
         for plan in plans:
             results.append(runner.steps.run(plan))
-            tokens = read(plan, results[-1])
-            assert all(token >= 0 for token in tokens.token_ids) and not tokens.broken
+            tokens = read_results(plan, results[-1])
+            assert all(token >= 0 for token in tokens.token_ids) and not tokens.non_finite
             assert runner.steps.tables.lengths.max() <= runner.max_model_len
     return results
 
 
-def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: Runner) -> None:
+def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: ModelRunner) -> None:
     plans = largest_steps(runner.max_model_len, runner.spec)
     run(runner, plans)
     rows = runner.spec.max_rows
@@ -53,7 +53,7 @@ def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: Runner) -
     assert sampled.count(rows) == 2 + min(2, runner.max_model_len - 1)
 
 
-def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner: Runner) -> None:
+def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner: ModelRunner) -> None:
     first = largest_steps(runner.max_model_len, runner.spec)[0]
     longest = max(1, runner.max_model_len - 1)
     most = min(runner.spec.step_tokens, runner.spec.max_rows * longest)
@@ -61,20 +61,20 @@ def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner:
     assert first.chunks[0].start + len(first.chunks[0].token_ids) == longest
 
 
-def test_one_of_them_takes_the_budget_from_the_beginning_of_its_prompts(runner: Runner) -> None:
+def test_one_of_them_takes_the_budget_from_the_beginning_of_its_prompts(runner: ModelRunner) -> None:
     plans = largest_steps(runner.max_model_len, runner.spec)
     tokens = [sum(len(chunk.token_ids) for chunk in plan.chunks if not chunk.start) for plan in plans]
     longest = max(1, runner.max_model_len - 1)
     assert max(tokens) == min(runner.spec.step_tokens, runner.spec.max_rows * longest)
 
 
-def test_as_many_prompt_tokens_are_scored_as_are_at_once(runner: Runner) -> None:
+def test_as_many_prompt_tokens_are_scored_as_are_at_once(runner: ModelRunner) -> None:
     plans = largest_steps(runner.max_model_len, runner.spec)
     scored = [len(result.prompts[0][0].targets) for result in run(runner, plans) if result.prompts]
     assert scored == [min(LOGPROB_ROWS, runner.spec.step_tokens, max(1, runner.max_model_len - 1))]
 
 
-def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: Runner) -> None:
+def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: ModelRunner) -> None:
     plans = every_kind(runner.max_model_len, runner.spec)
     results = run(runner, plans)
     if runner.max_model_len < 8:
@@ -117,7 +117,7 @@ def test_none_takes_more_than_a_step_may(sizes: tuple[int, int]) -> None:
         assert all(row < max_rows for setup in plan.setups for row, _ in setup.members)
 
 
-def variant_of(runner: Runner, plan: StepPlan) -> Variant | None:
+def variant_of(runner: ModelRunner, plan: StepPlan) -> Variant | None:
     """How the rows that a plan sets up sample."""
     if not plan.setups:
         return None
@@ -125,4 +125,4 @@ def variant_of(runner: Runner, plan: StepPlan) -> Variant | None:
     with torch.inference_mode():
         tables.apply(StepPlan(0, plan.setups, [], [], [], []))
     rows = [setup.row for setup in plan.setups]
-    return tables.sampling.needs(rows, tables.lengths.numpy()).variant
+    return tables.sampling.metadata(rows, tables.lengths.numpy()).variant

@@ -17,18 +17,10 @@ from engine.device_tables import Padding, SlotTables, StepBatch
 from engine.forward import ForwardInput
 from engine.generate import LocalEngine
 from engine.memory import PoolTooLarge, PoolTooSmall, available_host_bytes
-from engine.messages import (
-    BLOCK_TOKENS,
-    Chunk,
-    ReplicaInfo,
-    ReplicaSpec,
-    SamplingParams,
-    SlotSetup,
-    StepPlan,
-    StepTokens,
-)
+from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, SamplingParams
 from engine.parallel import single
-from engine.runner import Runner
+from engine.plan import Chunk, SlotSetup, StepPlan, StepTokens
+from engine.runner import ModelRunner
 from kernels import AttentionInput, ChunkSpan, sampling
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
@@ -70,7 +62,6 @@ def spec_of(folder: Path, **changes: object) -> ReplicaSpec:
         "step_tokens": 96,
         "kv_blocks": 40,
         "threads": 1,
-        "seed": 3,
     }
     return ReplicaSpec(**(fields | changes))  # type: ignore[arg-type]
 
@@ -93,7 +84,7 @@ def engine(folder: Path) -> Iterator[LocalEngine]:
     engine.close()
 
 
-def full_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
+def full_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
     """Logits [tokens, vocabulary] of one pass over a whole sequence, in a pool of its own."""
     count, device = len(tokens), runner.device
     blocks = -(-count // BLOCK_TOKENS)
@@ -123,14 +114,14 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
 
 
-def check_greedy(runner: Runner, prompt: list[int], tokens: list[int]) -> None:
+def check_greedy(runner: ModelRunner, prompt: list[int], tokens: list[int]) -> None:
     logits = full_logits(runner, prompt + tokens)
     for index, token in enumerate(tokens, start=len(prompt) - 1):
         assert logits[index, token] >= logits[index].max() - TIE
 
 
 def check_sampled(
-    runner: Runner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
+    runner: ModelRunner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
 ) -> None:
     """Each token has the largest logit / temperature + noise, over logits of a full pass."""
     count, first = len(tokens), len(prompt)
@@ -242,7 +233,7 @@ def test_a_stop_token_may_come_as_soon_as_min_tokens_are_there(engine: LocalEngi
 
 
 def test_a_block_copy_is_a_copy_in_every_layer(folder: Path) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
+    runner = ModelRunner(spec_of(folder), single(), quiet)
     with torch.inference_mode():
         for pool in runner.steps.kv:
             pool.keys.normal_()
@@ -281,7 +272,7 @@ def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, 
 
     def work(rank: ThreadRank | None) -> list[StepTokens]:
         spec = spec_of(folder, tensor_parallel_size=rank.size if rank else 1)
-        runner = Runner(spec, rank or single(), quiet)
+        runner = ModelRunner(spec, rank or single(), quiet)
         launched = [runner.launch(plan) for plan in plans]
         tokens = [step.wait() for step in launched]
         runner.close()
@@ -301,7 +292,7 @@ def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, 
 
 
 def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: Path) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
+    runner = ModelRunner(spec_of(folder), single(), quiet)
     setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 60, [])
     begin = StepPlan(1, [setup], [(0, 0, 0), (0, 1, 1)], [], [], [Chunk(0, 0, prompt_of(60), [0])])
     gate = threading.Event()
@@ -327,7 +318,7 @@ def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: 
 def test_what_the_host_prepares_while_the_device_has_nothing_to_do_counts_as_a_gap(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
+    runner = ModelRunner(spec_of(folder), single(), quiet)
     setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 5, [])
     runner.launch(StepPlan(1, [setup], [(0, 0, 0)], [], [], [Chunk(0, 0, prompt_of(5), [0])])).wait()
     prepare = runner.steps.tables.step_batch
@@ -344,7 +335,7 @@ def test_what_the_host_prepares_while_the_device_has_nothing_to_do_counts_as_a_g
 
 
 def test_a_step_that_failed_stays_failed(folder: Path) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
+    runner = ModelRunner(spec_of(folder), single(), quiet)
     setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 1, [])
     good = StepPlan(2, [setup], [(0, 0, 0)], [], [], [Chunk(0, 0, [5], [0])])
     bad = StepPlan(1, [setup], [(0, 0, 10_000)], [], [], [Chunk(0, 0, [5], [0])])
@@ -369,27 +360,27 @@ def test_info_says_what_was_built(engine: LocalEngine, folder: Path) -> None:
 def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    big = Runner(spec_of(folder, kv_blocks=None), single(), quiet)
+    big = ModelRunner(spec_of(folder, kv_blocks=None), single(), quiet)
     per_block = big.info().kv_bytes // big.kv_blocks
     assert big.info().kv_bytes <= memory.CPU_MAX_KV_BYTES
     assert big.info().kv_bytes > memory.CPU_MAX_KV_BYTES - per_block or available_host_bytes() < 4 << 30
     big.close()
     working = big._predict(None).activation_bytes
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 7 * per_block))
-    small = Runner(spec_of(folder, kv_blocks=None, memory_fraction=0.5), single(), quiet)
+    small = ModelRunner(spec_of(folder, kv_blocks=None, memory_fraction=0.5), single(), quiet)
     assert small.kv_blocks == 7
     small.close()
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 3 * per_block))
-    with pytest.raises(PoolTooSmall, match=r"3 KV blocks .* 256 tokens takes 4.*at most 192"):
-        Runner(spec_of(folder, kv_blocks=None, memory_fraction=0.5, max_model_len=256), single(), quiet)
+    with pytest.raises(PoolTooSmall, match=r"3 KV blocks .* 256 tokens needs 4.*at most 192"):
+        ModelRunner(spec_of(folder, kv_blocks=None, memory_fraction=0.5, max_model_len=256), single(), quiet)
     said: list[str] = []
-    short = Runner(
+    short = ModelRunner(
         spec_of(folder, kv_blocks=None, memory_fraction=0.5),
         single(),
         lambda stage, fraction: said.append(stage),
     )
     assert (short.kv_blocks, short.max_model_len, short.info().max_model_len) == (3, 192, 192)
-    assert "memory for KV limits sequences to 192 tokens (the checkpoint allows 256)" in said
+    assert "memory for the KV cache limits sequences to 192 tokens (the checkpoint allows 256)" in said
     short.close()
 
 
@@ -402,11 +393,13 @@ def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_a
     (tmp_path / "config.json").write_text(json.dumps(values))
     monkeypatch.setattr(memory, "CPU_MAX_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)
     said: list[str] = []
-    runner = Runner(
+    runner = ModelRunner(
         spec_of(tmp_path, kv_blocks=kv_blocks), single(), lambda stage, fraction: said.append(stage)
     )
     assert (runner.kv_blocks, runner.info().max_model_len) == (10, 640)
-    assert "memory for KV limits sequences to 640 tokens (the checkpoint allows 1000000000000)" in said
+    assert (
+        "memory for the KV cache limits sequences to 640 tokens (the checkpoint allows 1000000000000)" in said
+    )
     runner.close()
 
 
@@ -416,25 +409,25 @@ def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_a
         (
             {"kv_blocks": 3, "max_model_len": 256},
             PoolTooSmall,
-            r"kv_blocks is 3.*256 tokens takes 4 blocks.*at most 192",
+            r"kv_blocks is 3.*256 tokens needs 4 blocks.*at most 192",
         ),
         ({"device": "tpu"}, UnsupportedError, "device is 'tpu'"),
         ({"dtype": "int8"}, UnsupportedError, "dtype is 'int8'"),
         ({"load_format": "gguf"}, UnsupportedError, "load_format is 'gguf'"),
         ({"threads": 0}, UnsupportedError, "threads is 0"),
         ({"max_rows": 0}, UnsupportedError, "max_rows is 0"),
-        ({"max_rows": 65, "step_tokens": 64}, UnsupportedError, "step_tokens is 64, but 65 rows"),
+        ({"max_rows": 65, "step_tokens": 64}, UnsupportedError, "step_tokens is 64, but 65 sequences"),
         (
             {"max_rows": 2, "mixed_tokens": 1},
             UnsupportedError,
-            "mixed_tokens is 1: give at least max_rows, 2",
+            "mixed_tokens is 1: it must be at least max_rows",
         ),
         ({"memory_fraction": float("nan")}, UnsupportedError, "memory_fraction is nan"),
         ({"memory_fraction": 1.5}, UnsupportedError, "memory_fraction is 1.5"),
         (
             {"kv_blocks": 10**12},
             PoolTooLarge,
-            r"kv_blocks is 1000000000000: they take \d{4,}\.\d GiB .* GiB are available: lower it to at most",
+            r"kv_blocks is 1000000000000, which needs \d{4,}\.\d GiB .* GiB are available: lower it to at most",
         ),
         ({"max_model_len": 100_000}, UnsupportedError, "max_model_len is 100000"),
     ],
@@ -443,14 +436,14 @@ def test_what_cannot_be_built_is_refused_with_field_and_value(
     folder: Path, changes: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        Runner(spec_of(folder, **changes), single(), quiet)
+        ModelRunner(spec_of(folder, **changes), single(), quiet)
 
 
 def test_a_pool_that_the_kernel_would_promise_but_not_keep_is_refused(folder: Path) -> None:
     most = available_host_bytes()
     per_block = 2 * 64 * 4  # of one head's element a layer: the least that a block can take
     with pytest.raises(PoolTooLarge, match="are available"):
-        Runner(spec_of(folder, kv_blocks=most // per_block), single(), quiet)
+        ModelRunner(spec_of(folder, kv_blocks=most // per_block), single(), quiet)
 
 
 def test_heads_that_no_kernel_of_a_gpu_serves_are_refused_before_weights_are_read_and_served_on_a_cpu(
@@ -468,16 +461,16 @@ def test_heads_that_no_kernel_of_a_gpu_serves_are_refused_before_weights_are_rea
     with pytest.raises(
         UnsupportedError, match=r"head_dim is 24; .* serve this model on the CPU, or in float32"
     ):
-        Runner(spec_of(tmp_path, device="cuda", dtype="bfloat16", max_model_len=64), single(), quiet)
+        ModelRunner(spec_of(tmp_path, device="cuda", dtype="bfloat16", max_model_len=64), single(), quiet)
     assert not read
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_cpu_never_stands_in_for_a_gpu_silently(folder: Path) -> None:
-    with pytest.raises(DeviceError, match="1 CUDA device would be needed and 0"):
-        Runner(spec_of(folder, device="cuda"), single(), quiet)
+    with pytest.raises(DeviceError, match="needs 1 CUDA device, but 0"):
+        ModelRunner(spec_of(folder, device="cuda"), single(), quiet)
     said: list[str] = []
-    runner = Runner(spec_of(folder, device="auto"), single(), lambda stage, fraction: said.append(stage))
+    runner = ModelRunner(spec_of(folder, device="auto"), single(), lambda stage, fraction: said.append(stage))
     assert runner.info().backend == "cpu"
-    assert "no GPU was found: using the CPU" in said
+    assert "no GPU found: using the CPU" in said
     runner.close()

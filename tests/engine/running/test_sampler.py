@@ -23,8 +23,9 @@ from transformers import (
 )
 
 from engine.device_tables import SamplingBatch, SlotTables
-from engine.messages import BAD_TOKEN, LOWEST_LOGPROB, Chunk, SamplingParams, SlotSetup, StepPlan
+from engine.messages import SamplingParams
 from engine.parallel import Ranks, single
+from engine.plan import BAD_TOKEN, LOWEST_LOGPROB, Chunk, SlotSetup, StepPlan
 from engine.sampler import SampledStep, Sampler
 from kernels import draws as seam
 from kernels import sampling as twin
@@ -279,7 +280,7 @@ def test_a_variant_serves_the_rows_of_those_before_it_and_skips_padding(
     cases = [Case(params[i % (variant + 1)], sample=i) for i in range(5)]
     logits = random_logits(5, 300, seed=2)
     tables, batch = staged(cases, 300)
-    assert batch.needs.variant == variant
+    assert batch.metadata.variant == variant
     sampler = Sampler(single(), CPU, select_sampling(backend), vocab_size=300)
     rows = torch.tensor([0, -1, 2, 3, -1])
     drawn = sampler.draw(logits, variant, tables.sampling.draws(rows, batch.positions))

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from engine import sampling_tables
 from engine.device_tables import SlotTables, StepBatch
-from engine.messages import BLOCK_TOKENS, Chunk, SamplingParams, SlotSetup, StepPlan
-from engine.sampling_tables import Needs
+from engine.messages import BLOCK_TOKENS, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
+from engine.sampling_tables import SamplingMetadata
 from engine.transfer import upload
 from kernels import ChunkSpan
 from kernels.draws import Variant
-from tests.engine.scheduling.simulated_runner import sampling_rows
+from tests.engine.scheduling.simulated_runner import sampling_slots
 
 CPU = torch.device("cpu")
 ROWS, BLOCKS, VOCAB = 5, 4, 50
@@ -63,23 +64,25 @@ def slots_of(row: ModelRow, positions: range) -> list[int]:
     return [row.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in positions]
 
 
-def check_needs(needs: Needs, rows: list[ModelRow], numbers: list[int], slot_of_row: dict[int, int]) -> None:
-    assert needs.variant == max((row.variant for row in rows), default=Variant.GREEDY)
+def check_metadata(
+    metadata: SamplingMetadata, rows: list[ModelRow], numbers: list[int], count_row_of: dict[int, int]
+) -> None:
+    assert metadata.variant == max((row.variant for row in rows), default=Variant.GREEDY)
     edited = [i for i, row in enumerate(rows) if row.edited]
     penalised = [i for i, row in enumerate(rows) if row.which in PENALISED]
-    if needs.edits is None:
+    if metadata.processors is None:
         assert not edited
     else:
-        assert needs.edits.index.tolist() == edited
-        assert [i for i in needs.edits.index_of.tolist() if i >= 0] == list(range(len(edited)))
-        assert [needs.edits.index_of[i].item() for i in edited] == list(range(len(edited)))
-        slots = [slot_of_row[numbers[i]] if i in penalised else -1 for i in edited]
-        assert (needs.edits.slots is None) == (not penalised)
-        assert needs.edits.slots is None or needs.edits.slots.tolist() == slots
-        assert (needs.edits.bias is not None) == any(rows[i].which == 7 for i in edited)
-        assert (needs.edits.banned is not None) == any(rows[i].which == 5 for i in edited)
+        assert metadata.processors.index.tolist() == edited
+        assert [i for i in metadata.processors.index_of.tolist() if i >= 0] == list(range(len(edited)))
+        assert [metadata.processors.index_of[i].item() for i in edited] == list(range(len(edited)))
+        slots = [count_row_of[numbers[i]] if i in penalised else -1 for i in edited]
+        assert (metadata.processors.count_rows is None) == (not penalised)
+        assert metadata.processors.count_rows is None or metadata.processors.count_rows.tolist() == slots
+        assert (metadata.processors.bias is not None) == any(rows[i].which == 7 for i in edited)
+        assert (metadata.processors.banned is not None) == any(rows[i].which == 5 for i in edited)
     wanting = [(i, PARAMS[row.which].logprobs) for i, row in enumerate(rows)]
-    assert needs.logprob_rows == [(i, k) for i, k in wanting if k is not None]
+    assert metadata.logprob_rows == [(i, k) for i, k in wanting if k is not None]
 
 
 def check_counts(tables: SlotTables, rows: dict[int, ModelRow]) -> None:
@@ -91,7 +94,7 @@ def check_counts(tables: SlotTables, rows: dict[int, ModelRow]) -> None:
             expected[token] += 2
         sampling = tables.sampling
         assert sampling.counts is not None
-        assert torch.equal(sampling.counts[sampling._slot_of_row[number]], expected)
+        assert torch.equal(sampling.counts[sampling._count_row_of[number]], expected)
 
 
 @given(data=st.data())
@@ -124,7 +127,7 @@ def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None
             tokens = row.tokens[row.computed : end]
             samples = [number] if last else []
             plan.chunks.append(Chunk(number, row.computed, tokens, samples, wanted, following))
-        ends = {chunk.row: chunk.start + len(chunk.token_ids) for chunk in plan.chunks}
+        ends = {chunk.slot: chunk.start + len(chunk.token_ids) for chunk in plan.chunks}
         ends |= {number: rows[number].computed + 1 for number in plan.decodes}
         for number, end in ends.items():
             while len(rows[number].table) * BLOCK_TOKENS < end:
@@ -135,10 +138,10 @@ def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None
         check_counts(tables, rows)
         batch = tables.step_batch(plan)
         check_batch(batch, plan, rows)
-        numbers = sampling_rows(plan)
-        slots = tables.sampling._slot_of_row
-        check_needs(batch.sampling.needs, [rows[n] for n in numbers], numbers, slots)
-        samples = sampling_rows(plan)
+        numbers = sampling_slots(plan)
+        slots = tables.sampling._count_row_of
+        check_metadata(batch.sampling.metadata, [rows[n] for n in numbers], numbers, slots)
+        samples = sampling_slots(plan)
         tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(samples), max_size=len(samples)))
         tables.advance(batch.sampling, torch.tensor(tokens, dtype=torch.int64))
         for number, end in ends.items():
@@ -165,54 +168,54 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
         assert attention.block_table[n, :used].tolist() == row.table[:used]
     queries, lens, table_rows = list(range(len(decodes))), [p + 1 for p in positions], list(plan.decodes)
     scored = any(chunk.prompt_logprobs is not None for chunk in plan.chunks)
-    logit_index, sampled_positions = list(range(len(decodes))), [p + 1 for p in positions]
+    logits_indices, sampled_positions = list(range(len(decodes))), [p + 1 for p in positions]
     logit_rows = list(range(len(decodes)))
     prompt_index: list[int] = []
     for chunk, span in zip(plan.chunks, attention.chunks, strict=True):
         end = chunk.start + len(chunk.token_ids)
-        assert span == ChunkSpan(len(tokens), end - chunk.start, chunk.start, chunk.row)
+        assert span == ChunkSpan(len(tokens), end - chunk.start, chunk.start, chunk.slot)
         used = -(-end // BLOCK_TOKENS)
-        assert attention.block_table[chunk.row, :used].tolist() == rows[chunk.row].table[:used]
+        assert attention.block_table[chunk.slot, :used].tolist() == rows[chunk.slot].table[:used]
         if chunk.sample_slots:
-            logit_index.append(len(tokens) + span.count - 1 if scored else len(queries))
-            logit_rows.append(len(logit_index) - 1 if scored else len(queries))
+            logits_indices.append(len(tokens) + span.count - 1 if scored else len(queries))
+            logit_rows.append(len(logits_indices) - 1 if scored else len(queries))
             sampled_positions.append(end)
         queries.append(len(tokens) + span.count - 1)
         lens.append(end)
-        table_rows.append(chunk.row)
+        table_rows.append(chunk.slot)
         if chunk.prompt_logprobs is not None:
             wanted = span.count - (chunk.next_token is None)
             prompt_index.extend(range(len(tokens), len(tokens) + wanted))
         tokens += chunk.token_ids
         positions += range(chunk.start, end)
-        slots += slots_of(rows[chunk.row], range(chunk.start, end))
+        slots += slots_of(rows[chunk.slot], range(chunk.start, end))
     assert forward.token_ids.tolist() == tokens
     assert forward.positions.tolist() == positions
-    assert forward.slots.tolist() == slots
+    assert forward.kv_slots.tolist() == slots
     if scored or not plan.chunks:
-        assert forward.ends is None
+        assert forward.logits_attention is None
     if scored:
-        assert batch.logit_index is not None
-        assert batch.logit_index.tolist() == logit_index + prompt_index
-        assert batch.sampled_logits == len(logit_index)
+        assert batch.logits_indices is not None
+        assert batch.logits_indices.tolist() == logits_indices + prompt_index
+        assert batch.sampled_logits == len(logits_indices)
     elif plan.chunks:
-        assert batch.logit_index is None
-        ends = forward.ends
+        assert batch.logits_indices is None
+        ends = forward.logits_attention
         assert ends is not None and ends.queries is not None and not ends.chunks
         assert (ends.queries.tolist(), ends.rows.tolist(), ends.lens.tolist()) == (queries, table_rows, lens)
         assert ends.columns >= -(-max(lens) // BLOCK_TOKENS)
-        assert batch.sampled_logits == (len(queries) if sampling_rows(plan) else 0)
+        assert batch.sampled_logits == (len(queries) if sampling_slots(plan) else 0)
     else:
-        assert batch.logit_index is None and batch.sampled_logits == len(decodes)
-    assert batch.sampling.rows.tolist() == sampling_rows(plan)
+        assert batch.logits_indices is None and batch.sampled_logits == len(decodes)
+    assert batch.sampling.slots.tolist() == sampling_slots(plan)
     assert batch.sampling.positions.tolist() == sampled_positions
     shared = batch.sampling.logit_rows
     assert (list(range(len(logit_rows))) if shared is None else shared.tolist()) == logit_rows
     targets = [target for prompt in batch.prompts for target in prompt.targets.tolist()]
     follow = {
-        c.row: [*c.token_ids[1:], *([] if c.next_token is None else [c.next_token])] for c in plan.chunks
+        c.slot: [*c.token_ids[1:], *([] if c.next_token is None else [c.next_token])] for c in plan.chunks
     }
-    assert targets == [t for c in plan.chunks if c.prompt_logprobs is not None for t in follow[c.row]]
+    assert targets == [t for c in plan.chunks if c.prompt_logprobs is not None for t in follow[c.slot]]
 
 
 def plan_of(setups: list[SlotSetup], step: int = 1) -> StepPlan:
@@ -253,13 +256,13 @@ def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: i
         for name in ("noise_base", "floats", "top_k"):
             assert torch.equal(getattr(together.sampling, name), getattr(apart.sampling, name))
         assert np.array_equal(together._lengths_host, apart._lengths_host)
-        assert together.sampling._slot_of_row == apart.sampling._slot_of_row
+        assert together.sampling._count_row_of == apart.sampling._count_row_of
         assert together.sampling.counts is not None and apart.sampling.counts is not None
-        for slot in together.sampling._slot_of_row.values():
+        for slot in together.sampling._count_row_of.values():
             assert torch.equal(together.sampling.counts[slot], apart.sampling.counts[slot])
         # From here on each goes its own way.
         for tables in (together, apart):
-            tables.sampling.count(tables.sampling.needs(rows, lengths), torch.tensor([1, 2, step, 4]))
+            tables.sampling.count(tables.sampling.metadata(rows, lengths), torch.tensor([1, 2, step, 4]))
 
 
 def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,11 +283,11 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
     assert sorted(map(sent.count, once)) == [1] * 4
     assert len(sent) == len(once) + 2
     tables.set_up([SlotSetup(1, PARAMS[0], 0, 3, [])])
-    edits = tables.needs([4, 1, 6], lengths).edits
-    assert edits is not None and edits.bias is not None and edits.banned is not None
-    assert [part.tolist() for part in edits.bias] == [[0, 0, 1, 1], [4, 9, 4, 9], [1.5, -2.0, 1.5, -2.0]]
-    assert [part.tolist() for part in edits.banned] == [[0, 0, 1, 1], [7, 8, 7, 8]]
-    assert edits.index.tolist() == [0, 2]
+    processors = tables.metadata([4, 1, 6], lengths).processors
+    assert processors is not None and processors.bias is not None and processors.banned is not None
+    assert [part.tolist() for part in processors.bias] == [[0, 0, 1, 1], [4, 9, 4, 9], [1.5, -2.0, 1.5, -2.0]]
+    assert [part.tolist() for part in processors.banned] == [[0, 0, 1, 1], [7, 8, 7, 8]]
+    assert processors.index.tolist() == [0, 2]
 
 
 def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
@@ -294,11 +297,11 @@ def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
     plan = StepPlan(1, setups, [(0, 0, 1), (1, 0, 2)], [], [], chunks)
     tables.apply(plan)
     batch = tables.step_batch(plan)
-    assert batch.logit_index is None
-    assert batch.forward.ends is not None and batch.forward.ends.queries is not None
-    assert batch.forward.ends.queries.tolist() == [2, 3]
+    assert batch.logits_indices is None
+    assert batch.forward.logits_attention is not None and batch.forward.logits_attention.queries is not None
+    assert batch.forward.logits_attention.queries.tolist() == [2, 3]
     assert batch.sampling.logit_rows is not None and batch.sampling.logit_rows.tolist() == [0, 0, 0, 1]
-    assert batch.sampling.rows.tolist() == [0, 2, 3, 1]
+    assert batch.sampling.slots.tolist() == [0, 2, 3, 1]
     assert batch.sampling.positions.tolist() == [3, 3, 3, 1]
 
 
@@ -307,15 +310,15 @@ def test_the_answer_is_kept_while_the_same_rows_ask_the_same() -> None:
     tables = SlotTables(4, 2, VOCAB, CPU)
     tables.apply(plan_of([SlotSetup(n, PARAMS[p], n, 3, []) for n, p in enumerate((0, 1, 2, 5))]))
     lengths = np.array([9, 9, 9, 3])
-    first = tables.sampling.needs([0, 1, 3], lengths)
-    assert tables.sampling.needs([0, 1, 3], lengths + 1) is first
-    assert first.edits is not None and first.edits.index.tolist() == [2]
-    free = tables.sampling.needs([0, 1, 3], lengths + 2)
-    assert free.edits is None and free.variant == Variant.PLAIN
-    assert tables.sampling.needs([0, 1, 3], lengths + 9) is free
-    assert tables.sampling.needs([0, 1, 2], lengths).variant == Variant.FULL
+    first = tables.sampling.metadata([0, 1, 3], lengths)
+    assert tables.sampling.metadata([0, 1, 3], lengths + 1) is first
+    assert first.processors is not None and first.processors.index.tolist() == [2]
+    free = tables.sampling.metadata([0, 1, 3], lengths + 2)
+    assert free.processors is None and free.variant == Variant.PLAIN
+    assert tables.sampling.metadata([0, 1, 3], lengths + 9) is free
+    assert tables.sampling.metadata([0, 1, 2], lengths).variant == Variant.FULL
     tables.apply(plan_of([SlotSetup(1, PARAMS[0], 1, 3, [])]))
-    assert tables.sampling.needs([0, 1], lengths).variant == Variant.GREEDY
+    assert tables.sampling.metadata([0, 1], lengths).variant == Variant.GREEDY
 
 
 def test_the_tables_say_zero_where_top_k_is_off() -> None:
@@ -336,8 +339,8 @@ def test_the_last_entry_of_a_block_counts_and_foreign_ids_are_left_out(stops: tu
         1, [SlotSetup(0, params, 0, 1, [])], [(0, 0, 5), (0, 0, 9)], [], [], [Chunk(0, 0, [1], [0])]
     )
     tables.apply(plan)
-    edits = tables.step_batch(plan).sampling.needs.edits
+    processors = tables.step_batch(plan).sampling.metadata.processors
     assert tables.block_table[0, 0] == 9
-    assert edits is not None and edits.bias is not None and edits.banned is not None
-    assert edits.bias[1].tolist() == [3]
-    assert edits.banned[1].tolist() == [7]
+    assert processors is not None and processors.bias is not None and processors.banned is not None
+    assert processors.bias[1].tolist() == [3]
+    assert processors.banned[1].tolist() == [7]

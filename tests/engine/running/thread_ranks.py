@@ -32,9 +32,6 @@ class ThreadRank:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.all_gather_stack(tensor).sum(dim=0)
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(self.all_gather_stack(tensor)[0])
-
     def close(self) -> None:
         return
 

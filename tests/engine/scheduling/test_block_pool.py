@@ -23,7 +23,7 @@ def cache(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
     chain = PrefixChain(salt)
     table = [pool.allocate() for _ in range(len(tokens) // BLOCK_TOKENS)]
     for index, block in enumerate(table):
-        pool.register(block, chain.link(index, tokens))
+        pool.register(block, chain.key(index, tokens))
     pool.release_table(table)
     return table
 
@@ -76,10 +76,10 @@ def test_each_block_of_a_sequence_is_hashed_once(monkeypatch: pytest.MonkeyPatch
     tokens = tokens_of(*range(20))
     for _ in range(3):
         for index in range(20):
-            chain.link(index, tokens)
+            chain.key(index, tokens)
     assert len(hashed) == 1 + 20
     fork = chain.fork()
-    fork.link(19, tokens)
+    fork.key(19, tokens)
     assert len(hashed) == 1 + 20
 
 
@@ -97,7 +97,7 @@ def test_equal_blocks_stay_private_and_the_first_is_found() -> None:
     pool = BlockPool(4)
     first = cache(pool, tokens_of(1))
     block = pool.allocate()
-    pool.register(block, PrefixChain("").link(0, tokens_of(1)))
+    pool.register(block, PrefixChain("").key(0, tokens_of(1)))
     assert not pool.is_cached(block)
     assert found(pool, [*tokens_of(1), 0]) == first
     pool.release(block)
@@ -114,7 +114,7 @@ def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
 def test_check_names_what_does_not_agree() -> None:
     pool = BlockPool(4)
     block = pool.allocate()
-    with pytest.raises(InvariantError, match="has 1 references, 0 block tables name it"):
+    with pytest.raises(InvariantError, match="has 1 references, but 0 block tables name it"):
         pool.check([])
     with pytest.raises(InvariantError, match="twice in one block table"):
         pool.check([[block, block]])
@@ -124,7 +124,7 @@ def test_check_names_what_does_not_agree() -> None:
 
 
 def test_an_empty_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="pool of 0 KV blocks"):
+    with pytest.raises(ValueError, match="kv_blocks = 0 cannot hold a sequence"):
         BlockPool(0)
 
 
@@ -151,7 +151,7 @@ def test_any_order_of_taking_and_ending_keeps_the_invariants(
                 pool.share(block)
             table = hits + [pool.allocate() for _ in range(wanted)]
             for index in range(len(table)):
-                pool.register(table[index], chain.link(index, tokens))
+                pool.register(table[index], chain.key(index, tokens))
             tables.append(table)
         elif operation == "end" and tables:
             pool.release_table(tables.pop(number % len(tables)))
@@ -167,8 +167,8 @@ def test_a_block_in_doubt_is_found_until_it_is_given_away_and_then_cleared() -> 
     pool = BlockPool(2)
     chain, tokens = PrefixChain(""), list(range(BLOCK_TOKENS + 1))
     block = pool.allocate()
-    pool.register(block, chain.link(0, tokens))
-    pool.doubt(block)
+    pool.register(block, chain.key(0, tokens))
+    pool.mark_may_be_non_finite(block)
     pool.release(block)
     assert pool.match(chain, tokens, len(tokens)) == [block]
     pool.check([])
@@ -180,9 +180,9 @@ def test_a_tainted_block_is_never_found_again_and_is_cleared_for_its_next_owner(
     pool = BlockPool(2)
     chain = PrefixChain("")
     block = pool.allocate()
-    pool.register(block, chain.link(0, tokens_of(1)))
-    pool.taint(block)
-    pool.register(block, chain.link(0, tokens_of(1)))
+    pool.register(block, chain.key(0, tokens_of(1)))
+    pool.mark_non_finite(block)
+    pool.register(block, chain.key(0, tokens_of(1)))
     assert found(pool, [*tokens_of(1), 0]) == []
     pool.check([[block]])
     pool.release(block)

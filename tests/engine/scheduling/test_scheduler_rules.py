@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from engine.core import EngineCore
-from engine.messages import BLOCK_TOKENS, Finished, Output, SamplingParams, StepPlan, StepTokens, Submit
+from engine.messages import BLOCK_TOKENS, Finished, Output, SamplingParams, Submit
+from engine.plan import StepPlan, StepTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence, Submission
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, SimulatedStep, alone
@@ -43,7 +44,7 @@ class House:
             sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
             **fields,
         )
-        self.core.submit(front, submit)
+        self.scheduler.add(front, submit)
         return submit
 
     def step(self) -> StepPlan | None:
@@ -53,7 +54,7 @@ class House:
         for outputs in result.outputs.values():
             self.outputs += outputs
         self.finished += result.finished
-        self.core.check()
+        self.scheduler.check()
         return self.runner.plans[-1] if len(self.runner.plans) > before else None
 
     def waited_for(self) -> bool:
@@ -218,7 +219,7 @@ def test_a_resumed_submission_goes_on_where_it_broke_off() -> None:
         ([1], {"logit_bias": {1: float("nan")}}, "logit_bias of token 1"),
         ([1], {"n": 0}, "n is 0"),
         ([1], {"n": 10**9}, "n is 1000000000"),
-        ([1], {"n": 2, "output_token_ids": [1]}, "output_token_ids go with one sample"),
+        ([1], {"n": 2, "output_token_ids": [1]}, "must be 1 when output_token_ids are given"),
         ([1], {"priority": 4}, "priority is 4"),
         ([1], {"max_tokens": -1}, "max_tokens is -1"),
         ([1], {"temperature": float("nan")}, "temperature is nan"),
@@ -234,7 +235,7 @@ def test_a_resumed_submission_goes_on_where_it_broke_off() -> None:
         ([1], {"top_k": -1}, "top_k is -1"),
         ([1], {"logprobs": VOCAB + 1}, f"logprobs is {VOCAB + 1}"),
         ([1] * 512, {}, "the prompt has 512 tokens"),
-        ([1] * 100, {"max_tokens": 400}, "needs 8 KV blocks, the pool has 4"),
+        ([1] * 100, {"max_tokens": 400}, "needs 8 KV blocks, but the pool has 4"),
     ],
 )
 def test_what_cannot_be_computed_ends_with_an_error_that_names_it(
@@ -257,17 +258,17 @@ def test_what_cannot_be_computed_ends_with_an_error_that_names_it(
 def test_a_handle_in_use_is_refused() -> None:
     house = House()
     submit = house.submit(10)
-    house.core.submit(FRONT, submit)
-    house.core.submit("front-1", submit)
+    house.scheduler.add(FRONT, submit)
+    house.scheduler.add("front-1", submit)
     house.drain()
     assert sorted(f.finish[0] for f in house.finished) == ["error", "length", "length"]
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="step_tokens is 3, but 4 rows"):
+    with pytest.raises(ValueError, match="step_tokens is 3, but 4 sequences"):
         House(max_rows=4, step_tokens=3)
     for mixed_tokens in (3, 65):
-        with pytest.raises(ValueError, match=f"mixed_tokens is {mixed_tokens}: give at least max_rows, 4"):
+        with pytest.raises(ValueError, match=f"mixed_tokens is {mixed_tokens}: it must be at least max_rows"):
             House(max_rows=4, step_tokens=64, mixed_tokens=mixed_tokens)
 
 
@@ -290,7 +291,7 @@ def test_blocks_that_a_step_in_flight_writes_are_cleared_for_their_next_owners(
     house.drain()
     cancelled = house.submit(300)
     house.step()
-    house.core.cancel(FRONT, cancelled.handle)
+    house.scheduler.cancel(FRONT, cancelled.handle)
     house.submit(400, max_tokens=1)
     plans = [house.step() for _ in range(4)]
     # 100 tokens of the cancelled prompt; the sequence that ran to its end leaves nothing to clear.
@@ -485,7 +486,7 @@ def test_a_cancel_ends_what_it_names_and_nothing_else_at_any_time(
     other = house.submit(30, max_tokens=20)
     for _ in range(after_steps):
         house.step()
-    house.core.cancel(FRONT, submit.handle, sample)
+    house.scheduler.cancel(FRONT, submit.handle, sample)
     if sample is None:
         assert house.scheduler.pool.used <= 1, "a cancelled submission's blocks are free at once"
     house.drain()
@@ -502,7 +503,7 @@ def test_a_sibling_goes_on_with_the_prefill_of_a_cancelled_sample() -> None:
     house = House(step_tokens=40, overlap=False)
     submit = house.submit(100, n=3)
     house.step()
-    house.core.cancel(FRONT, submit.handle, 0)
+    house.scheduler.cancel(FRONT, submit.handle, 0)
     house.drain()
     assert sum(len(chunk.token_ids) for plan in house.runner.plans for chunk in plan.chunks) == 100
 
@@ -514,7 +515,7 @@ def test_a_preempted_sequence_can_be_cancelled() -> None:
     house.step()
     while not house.scheduler.waiting:
         house.step()
-    house.core.cancel(FRONT, victim.handle)
+    house.scheduler.cancel(FRONT, victim.handle)
     assert (house.scheduler.waiting, house.scheduler.running) == (0, 1)
     house.drain()
     assert house.told(victim)[1] == "cancelled"
@@ -523,12 +524,12 @@ def test_a_preempted_sequence_can_be_cancelled() -> None:
 def test_what_has_ended_or_never_was_is_passed_over() -> None:
     house = House()
     submit = house.submit(5, n=2)
-    house.core.cancel(FRONT, 99)
-    house.core.cancel("nobody", 1)
-    house.core.cancel(FRONT, submit.handle, 17)
-    house.core.cancel_request("nobody's")
+    house.scheduler.cancel(FRONT, 99)
+    house.scheduler.cancel("nobody", 1)
+    house.scheduler.cancel(FRONT, submit.handle, 17)
+    house.scheduler.cancel_request("nobody's")
     house.drain()
-    house.core.cancel(FRONT, submit.handle)
+    house.scheduler.cancel(FRONT, submit.handle)
     assert not house.core.has_work
     house.expect_alone(submit)
 
@@ -538,7 +539,7 @@ def test_a_request_is_cancelled_on_every_channel() -> None:
     one = house.submit(5, max_tokens=90, request_id="r", front="front-0")
     two = house.submit(5, max_tokens=90, request_id="r", front="front-1", index=1)
     house.step()
-    house.core.cancel_request("r")
+    house.scheduler.cancel_request("r")
     house.drain()
     assert house.told(one)[1] == house.told(two)[1] == "cancelled"
 
@@ -550,7 +551,7 @@ def test_a_gone_channel_gets_nothing_more_and_its_ledgers_are_kept() -> None:
     for _ in range(5):
         house.step()
     house.outputs.clear()
-    house.core.cancel_origin("gone")
+    house.scheduler.cancel_origin("gone")
     house.drain()
     assert {output.handle for output in house.outputs} == {stays.handle}
     assert [ledger.finish for ledger in house.finished] == [["cancelled"], ["length"]]
@@ -559,7 +560,7 @@ def test_a_gone_channel_gets_nothing_more_and_its_ledgers_are_kept() -> None:
 # ── the ledger ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_first_output_says_what_was_cached_and_how_many_ran() -> None:
+def test_the_first_output_carries_the_cached_tokens_and_the_final_counts_the_batch_size() -> None:
     house = House()
     warm = house.submit(130, max_tokens=1)
     house.drain()
@@ -568,8 +569,8 @@ def test_the_first_output_says_what_was_cached_and_how_many_ran() -> None:
     house.step()
     house.submit(warm.prompt_token_ids, max_tokens=3)
     house.drain()
-    cached = {o.handle: (o.cached_tokens, o.batch_size) for o in house.outputs if o.batch_size is not None}
-    assert cached == {2: (0, 1), 3: (128, 2)}
+    cached = {o.handle: o.cached_tokens for o in house.outputs if o.cached_tokens is not None}
+    assert cached == {2: 0, 3: 128}
     ledger = next(f for f in house.finished if f.request_id == "request-3")
     assert (ledger.prompt_tokens, ledger.cached_tokens, ledger.batch_size) == (130, 128, 2)
 
@@ -658,7 +659,7 @@ def test_what_has_ended_is_freed_without_the_collector(overlap: bool) -> None:
         house = House(overlap=overlap, max_rows=3, blocks=5)
         for n in (1, 2, 3):
             house.submit(100, n=n, max_tokens=40)
-        house.core.cancel(FRONT, house.submit(100, n=2).handle)
+        house.scheduler.cancel(FRONT, house.submit(100, n=2).handle)
         house.drain()
         assert house.core.gauges().preemptions
         left = [one for one in gc.get_objects() if type(one) in (Sequence, Submission)]
@@ -685,6 +686,6 @@ def test_a_gap_counts_only_where_a_sequence_was_there_before_it() -> None:
     house.drain()
     waiting = [house.submit(250, max_tokens=1) for _ in range(2)]
     assert not house.waited_for()
-    house.core.cancel(FRONT, waiting[1].handle)
+    house.scheduler.cancel(FRONT, waiting[1].handle)
     house.submit(40, max_tokens=1)
     assert not house.waited_for(), "who was left waiting has gone"

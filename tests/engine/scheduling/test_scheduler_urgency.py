@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.messages import BLOCK_TOKENS, StepPlan, Submit
+from engine.messages import BLOCK_TOKENS, Submit
+from engine.plan import StepPlan
 from tests.engine.scheduling.test_scheduler_rules import House, both_overlaps
 
 
@@ -101,8 +102,8 @@ def test_real_time_takes_the_blocks_of_background_sequences_only_where_that_is_e
     # Five blocks are not free, and would not be without the background sequences.
     too_large = house.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     house.step()
-    assert house.scheduler.ledger.totals.preemptions == 0
-    house.core.cancel_request(too_large.request_id)
+    assert house.scheduler.accounting.totals.preemptions == 0
+    house.scheduler.cancel_request(too_large.request_id)
     fits = house.submit(3 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     house.drain()
     preempted = {ledger.request_id: ledger.preemptions for ledger in house.finished}

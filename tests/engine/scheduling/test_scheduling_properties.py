@@ -125,7 +125,7 @@ class Traffic(RuleBasedStateMachine):
         self.conversations: list[list[int]] = []
         """Prompt and output of samples without a salt that ended."""
         self.spent_rows = self.spent_tokens = 0
-        self.initial = (max_rows, self.scheduler.ledger.credit_tokens)
+        self.initial = (max_rows, self.scheduler.accounting.credit_tokens)
         self.next_handle = 0
 
     # ── what may happen ──────────────────────────────────────────────────────────────────────
@@ -175,7 +175,7 @@ class Traffic(RuleBasedStateMachine):
             self.told[front, handle, sample] = Told(expected)
         self.spent_rows += ask.n
         self.spent_tokens += submit.credit_tokens
-        self.core.submit(front, submit)
+        self.scheduler.add(front, submit)
 
     @precondition(lambda self: self.submits)
     @rule(data=st.data(), whole=st.booleans())
@@ -189,18 +189,18 @@ class Traffic(RuleBasedStateMachine):
         for key, told in self.told.items():
             if key[:2] == (front, handle) and sample in (None, key[2]):
                 told.cancelled = True
-        self.core.cancel(front, handle, sample)
+        self.scheduler.cancel(front, handle, sample)
 
     @rule(request=st.sampled_from(CHOICES["request"]))
     def cancel_request(self, request: int) -> None:
         for (front, handle, _), told in self.told.items():
             if self.submits[front, handle].request_id == f"request-{request}":
                 told.cancelled = True
-        self.core.cancel_request(f"request-{request}")
+        self.scheduler.cancel_request(f"request-{request}")
 
     @rule(front=st.sampled_from(CHOICES["front"]))
     def front_dies(self, front: str) -> None:
-        self.core.cancel_origin(front)
+        self.scheduler.cancel_origin(front)
         for key, told in self.told.items():
             if key[0] == front and not told.finish:
                 told.cancelled = True
@@ -221,7 +221,7 @@ class Traffic(RuleBasedStateMachine):
             for output in outputs:
                 self.take(str(front), output)
         self.finished += result.finished
-        self.core.check()
+        self.scheduler.check()
         self.check_salts()
 
     def take(self, front: str, output: Output) -> None:
@@ -231,7 +231,6 @@ class Traffic(RuleBasedStateMachine):
         told.tokens += output.token_ids
         told.finish = output.finish
         assert (output.cached_tokens is not None) == (told.outputs == 1)
-        assert (output.batch_size is not None) == (told.outputs == 1)
         submit = self.submits[front, output.handle]
         if told.outputs == 1:
             assert output.cached_tokens is not None
@@ -260,7 +259,7 @@ class Traffic(RuleBasedStateMachine):
 
     def check_salts(self) -> None:
         salt_of_block: dict[int, str] = {}
-        for submission in self.scheduler.ledger.all_open():
+        for submission in self.scheduler.accounting.all_open():
             for sequence in submission.sequences:
                 for block in sequence.table:
                     salt = submission.submit.cache_salt
@@ -272,7 +271,7 @@ class Traffic(RuleBasedStateMachine):
             gauges = self.core.gauges()
             assert gauges.credit_rows - self.spent_rows <= self.initial[0]
             assert gauges.credit_tokens - self.spent_tokens <= self.initial[1]
-            self.core.check()
+            self.scheduler.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine import scheduler
-from engine.messages import SlotSetup
+from engine.plan import SlotSetup
+from engine.scheduling import admission
 from tests.engine.scheduling.test_scheduler_rules import House
 
 
@@ -26,7 +26,7 @@ def test_samples_that_start_together_are_told_their_tokens_once() -> None:
 
 
 def test_histories_of_a_step_are_bounded_and_nobody_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_SETUP_NUMBERS", 100)
+    monkeypatch.setattr(admission, "MAX_SETUP_NUMBERS", 100)
     house = House()
     lengths = [120, 40, 40, 40]
     submits = [house.submit(length, presence_penalty=0.5, max_tokens=50) for length in lengths]
@@ -40,7 +40,7 @@ def test_histories_of_a_step_are_bounded_and_nobody_is_left_out(monkeypatch: pyt
 def test_biases_and_stop_tokens_count_as_histories_do_and_prompts_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "MAX_SETUP_NUMBERS", 40)
+    monkeypatch.setattr(admission, "MAX_SETUP_NUMBERS", 40)
     house = House(max_rows=8)
     biased: dict[str, Any] = {"logit_bias": dict.fromkeys(range(10), 1.0)}
     stopping: dict[str, Any] = {"stop_token_ids": tuple(range(20)), "ignore_eos": True}

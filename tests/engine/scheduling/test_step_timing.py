@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import engine.core
-from engine.messages import StepPlan, StepTokens
+from engine.plan import StepPlan, StepTokens
 from tests.engine.scheduling.simulated_runner import SimulatedRunner, SimulatedStep
 from tests.engine.scheduling.test_scheduler_rules import House, both_overlaps
 

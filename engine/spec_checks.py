@@ -1,0 +1,34 @@
+"""Checks of a replica's configuration that need no checkpoint and no device."""
+
+from __future__ import annotations
+
+from engine.config import DTYPE_BYTES, UnsupportedError
+from engine.messages import ReplicaSpec
+from engine.sizing import FP8
+
+
+def check_spec(spec: ReplicaSpec) -> None:
+    """Raise UnsupportedError if no device could run this configuration."""
+    if spec.load_format not in ("safetensors", "dummy"):
+        raise UnsupportedError(f'load_format is {spec.load_format!r}: use "safetensors" or "dummy"')
+    if spec.dtype != "auto" and spec.dtype not in DTYPE_BYTES:
+        raise UnsupportedError(f"dtype is {spec.dtype!r}: use auto, {', '.join(DTYPE_BYTES)}")
+    if spec.max_rows < 1:
+        raise UnsupportedError(f"max_rows is {spec.max_rows}: it must be at least 1")
+    for name, value in (("weights", spec.weights), ("kv_dtype", spec.kv_dtype)):
+        if value not in ("auto", FP8):
+            raise UnsupportedError(f'{name} is {value!r}: use "auto" or "{FP8}"')
+    if spec.step_tokens < spec.max_rows:
+        raise UnsupportedError(
+            f"step_tokens is {spec.step_tokens}, but {spec.max_rows} sequences decode one token each in a "
+            "step: raise step_tokens or lower max_rows"
+        )
+    if spec.mixed_tokens is not None and not spec.max_rows <= spec.mixed_tokens <= spec.step_tokens:
+        raise UnsupportedError(
+            f"mixed_tokens is {spec.mixed_tokens}: it must be at least max_rows ({spec.max_rows}) and at "
+            f"most step_tokens ({spec.step_tokens}), or left out"
+        )
+    if not 0.0 < spec.memory_fraction <= 1.0:
+        raise UnsupportedError(f"memory_fraction is {spec.memory_fraction}: it must be above 0 and at most 1")
+    if spec.threads is not None and spec.threads < 1:
+        raise UnsupportedError(f"threads is {spec.threads}: it must be at least 1, or left out")
