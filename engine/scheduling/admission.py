@@ -38,6 +38,7 @@ class Admission:
         prefills: PrefillScheduler,
         preemption: Preemption,
         totals: Totals,
+        watermark: int,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -46,8 +47,7 @@ class Admission:
         self._prefills = prefills
         self._preemption = preemption
         self._totals = totals
-        self.watermark = max(1, pool.total // 100)
-        """Blocks that an admission leaves free for the next blocks of running sequences."""
+        self._watermark = watermark
         self._setup_numbers = 0
         """Size of the setups of the step that is being planned."""
         self._started: list[Sequence] = []
@@ -122,7 +122,7 @@ class Admission:
         """Return the result of `BlockTables.find`, with only the blocks above the watermark as available."""
         hits, needed, available = self._tables.find(sequence)
         # Without running sequences no reserve is needed: every validated sequence fits into the whole pool.
-        return hits, needed, available - (self.watermark if len(self._running) else 0)
+        return hits, needed, available - (self._watermark if len(self._running) else 0)
 
     def _take_blocks(self, sequence: Sequence) -> int | None:
         """Take the blocks of a prefill, cached or new, and attach as many forks as fit.

@@ -91,6 +91,8 @@ class Scheduler:
         self.mixed_tokens = mixed_tokens
         self.limits = SequenceLimits(max_model_len=max_model_len, vocab_size=vocab_size, blocks=blocks)
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
+        self.watermark = max(1, blocks // 100)
+        """Blocks that an admission leaves free for the next blocks of running sequences."""
         # Tokens of two steps with decodes, or of one without. Further requests are better kept in the core's
         # queue, which also considers quotas and fairness; the scheduler considers only class and arrival.
         self.accounting = RequestAccounting(
@@ -103,7 +105,14 @@ class Scheduler:
         self._decodes = DecodeScheduler(self._running, tables, preemption)
         self._prefills = PrefillScheduler(self._running, tables, self.accounting)
         self._admission = Admission(
-            self._waiting, self._running, tables, self.pool, self._prefills, preemption, totals
+            self._waiting,
+            self._running,
+            tables,
+            self.pool,
+            self._prefills,
+            preemption,
+            totals,
+            self.watermark,
         )
         self._results = ResultCollector(self._waiting, self._running, tables, self.accounting)
         self._step = 0

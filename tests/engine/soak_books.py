@@ -1,4 +1,5 @@
-"""The books of a soak: what was asked, what was told, and that every request ends once and as it must."""
+"""The bookkeeping of the soak test: requests and their outputs, and the check that every request ends once
+with the right result."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.engine.soak_traffic import FORBIDDEN
 
 @dataclass(slots=True)
 class Told:
-    """One sample, as its front knows it."""
+    """The outputs of one sample as its front received them."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -23,33 +24,31 @@ class Told:
 
 @dataclass(slots=True)
 class Entry:
-    """One submission that has not ended."""
+    """A submission that has not ended."""
 
     origin: str
     submit: Submit
     wrong: str
-    """As `soak_traffic.draw_submit` says."""
+    """The kind of defect, as returned by `soak_traffic.draw_submit`."""
     samples: dict[int, Told]
     cancelled: set[int] = field(default_factory=set)
-    """Samples whose end was asked for."""
+    """Samples that were cancelled."""
     deaf: bool = False
-    """Its front is gone: nothing is told any more."""
+    """Whether its front has disconnected, after which no output may arrive."""
 
 
 class Books:
-    """Raises AssertionError, with the request, where the engine does what it must not.
-
-    Entries are dropped when their ledger closes, so whatever comes afterwards is noticed, and a long run
-    takes no more memory than a short one.
-    """
+    """Checks the outputs of the engine, and raises AssertionError with the request if one is wrong. Entries
+    are dropped when their submission closes, so later outputs are detected and a long run needs no more
+    memory than a short one."""
 
     def __init__(self, max_model_len: int, vocab: int, poison: int | None) -> None:
-        """poison: a token whose embedding is sometimes not a number; it may end sequences that contain it."""
+        """poison: a token whose embedding is sometimes NaN; it may end sequences that contain it."""
         self._max_model_len, self._vocab, self._poison = max_model_len, vocab, poison
         self.open: dict[int, Entry] = {}
         self.counts: Counter[str] = Counter()
         self.done: list[Entry] = []
-        """Closed since it was last emptied."""
+        """Submissions closed since this list was last cleared."""
 
     def submitted(self, origin: str, submit: Submit, wrong: str) -> None:
         first = submit.first_sample
@@ -85,7 +84,7 @@ class Books:
         assert not told.finish, f"told after its {told.finish!r}: {output}"
         submit = entry.submit
         if not told.outputs:
-            assert output.cached_tokens is not None and output.batch_size is not None
+            assert output.cached_tokens is not None
             assert output.cached_tokens <= len(submit.prompt_token_ids)
             self._scored(entry, output)
         told.outputs += 1

@@ -1,8 +1,8 @@
-"""One wave of long sequences that takes every block of the pool, in all rows, with every kind of sampling.
+"""One wave of long sequences that takes every block of the pool, in all slots, with every kind of sampling.
 
-Every row has a prompt, together nearly the pool; then all decode, until no block is left and sequences are
-preempted, and for a while longer; what has not ended then is cancelled. Shows that the pool can be used to
-its last block without running out of memory, and how well `engine.sizing` had foretold what is used.
+Every slot has a prompt; together these nearly fill the pool. Then all sequences decode until no block is left
+and sequences are preempted, and for a while longer; the rest is cancelled. This shows that the pool can be
+used to its last block without running out of memory, and how well `engine.sizing` predicted the memory use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAMPLING: list[dict[str, Any]] = [
 
 
 def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
-    """Fill the pool once; figures in bytes. `wrong` says what was, or is None."""
+    """The statistics of filling the pool once, in bytes. `wrong` describes a failure, or is None."""
     info, draw = engine.info, random.Random(seed)
     books = Books(info.max_model_len, info.vocab_size, None)
     before = _used_bytes(engine)
@@ -75,11 +75,11 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
 
 
 def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
-    """One for each row. While the last prompts are computed the first rows decode, so prompts leave room for
-    what those write meanwhile; then all together want more than there is."""
-    info, scheduler = engine.info, engine.scheduling.scheduler
+    """Return a prompt length for each slot. While the last prompts are computed, the first slots decode, so
+    the prompts leave free blocks for them; afterwards all sequences together need more than the pool has."""
+    info, scheduler = engine.info, engine.scheduler
     rows = info.max_rows
-    # The last block of a sequence is half full on average; a watermark stays free for decodes.
+    # The last block of a sequence is half full on average, and the watermark stays free for decodes.
     tokens = ((info.kv_blocks - scheduler.watermark) / rows - 0.5) * BLOCK_TOKENS
     of_prompts = max(1, scheduler.mixed_tokens - rows // 2)
     length = int(tokens / (1 + rows / (2 * of_prompts)))
@@ -102,7 +102,8 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
 
 
 def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
-    """Predicted, after the start, and at most; of a GPU also what part of it is weights and KV."""
+    """Return the predicted memory, the memory after the start and the maximum; on a GPU also the parts of
+    weights and KV cache."""
     info = engine.info
     figures: dict[str, Any] = {
         "weight_bytes": info.weight_bytes,
@@ -123,7 +124,7 @@ def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
 
 
 def _used_bytes(engine: LocalEngine) -> int:
-    """Of the whole device, or of this process."""
+    """Return the used bytes of the whole device, or of this process on a CPU."""
     if engine.runner.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(total - free)

@@ -1,4 +1,4 @@
-"""A front's handle on a replica, against a replica that a test plays."""
+"""Tests of a front's client, against a replica that the test simulates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.streaming_client import ReplicaLost, StreamingClient
 
 
 class Played:
-    """The replica's end: answers each sample with one token at once, unless told to keep silent."""
+    """The replica's end of the channel: answers each sample with one token at once, unless `silent`."""
 
     def __init__(self) -> None:
         ours, theirs = socketpair()
@@ -83,8 +83,9 @@ def test_leaving_early_cancels() -> None:
     asyncio.run(scenario())
 
 
-def test_the_scores_of_the_longest_prompts_come_through() -> None:
-    """Of a token with 20 alternatives they take 318 bytes: 262,144 tokens take more than other frames may."""
+def test_prompt_logprobs_of_the_longest_prompts_fit_into_a_frame() -> None:
+    """The logprobs of a token with 20 alternatives take 318 bytes, so 262,144 tokens need more than the
+    default frame limit."""
     alternatives = [(1 << 17, -1.5)] * 20
     size = len(msgspec.msgpack.encode(TokenLogprob(1 << 17, -1.5, alternatives)))
     assert size == 318
@@ -95,7 +96,7 @@ def test_the_scores_of_the_longest_prompts_come_through() -> None:
         submit = played.ask()
         answers: list[Output] = []
         played.client.submit(submit, answers.append)
-        # As many bytes, which are quicker to make than so many numbers.
+        # A string with the same number of bytes is quicker to build.
         played.channel.send(
             StepFrame(1, [Output(submit.handle, 0, [], "error", error="x" * (262_144 * size))])
         )

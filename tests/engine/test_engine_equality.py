@@ -1,9 +1,9 @@
-"""Through the real engine on the CPU, greedy tokens are those of the request alone, whatever else runs and
-however it is cut: batch, chunk size, prefix hit, preemption, samples, overlap.
+"""Tests, with the real engine on the CPU, that greedy tokens do not depend on other requests or on how a
+request is split: batch, chunk size, prefix hits, preemption, samples, overlap.
 
-Sums of different shapes differ in their last bits, so where the two best tokens are closer than NEAR_TIE a
-sequence may part from its reference, and only there. Log probabilities are compared as well: they show a
-wrong key or value long before it changes a token.
+Sums of different shapes differ in their last bits, so a sequence may diverge from its reference where the two
+best tokens are closer than NEAR_TIE, and only there. Log probabilities are compared too: they reveal a wrong
+key or value long before it changes a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLo
 from tests.engine.tiny import TINY
 
 NEAR_TIE = 1e-4
-"""Nats between the best two tokens."""
+"""Largest difference of the two best log probabilities, in nats, that counts as a near-tie."""
 LOGPROB_ERROR = 1e-3
 VOCAB = TINY["vocab_size"]
 
@@ -33,7 +33,7 @@ class Ask:
     n: int = 1
     priority: int = 1
     scored: bool = False
-    """Whether the prompt's log probabilities are wanted."""
+    """Whether prompt logprobs are requested."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build(model: Path) -> Iterator[Build]:
-    """Makes engines over one random model, and closes them."""
+    """Creates engines over one random model, and closes them."""
     engines: list[LocalEngine] = []
 
     def make(**changes: object) -> LocalEngine:
@@ -74,7 +74,8 @@ def build(model: Path) -> Iterator[Build]:
 
 
 class Alone:
-    """References: each request in an empty engine, in one piece, nothing shared; kept for later tests."""
+    """Reference outputs: each request alone in an empty engine, unsplit and without cached blocks; kept for
+    later tests."""
 
     def __init__(self, model: Path, **changes: str) -> None:
         self._engine = LocalEngine(
@@ -114,7 +115,8 @@ def alone(model: Path) -> Iterator[Alone]:
 
 
 def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lambda: 0) -> list[list[Answer]]:
-    """Submit all, `arrive()` steps apart, and run to the end, checking the invariants at every step."""
+    """Submit all requests, `arrive()` steps apart, and run to the end, checking the invariants at every
+    step."""
     core = engine.core
     answers = [[Answer() for _ in range(ask.n)] for ask in asks]
 
@@ -177,7 +179,7 @@ def expect_all_equal(answers: list[list[Answer]], asks: list[Ask], alone: Alone)
 
 
 def prompt(length: int, family: int = 0) -> list[int]:
-    """Prompts of one family begin alike."""
+    """Prompts of one family have the same first tokens."""
     draw = random.Random(family)
     return [draw.randrange(3, VOCAB) for _ in range(length)]
 

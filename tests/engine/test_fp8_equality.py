@@ -1,10 +1,11 @@
-"""With FP8 weights and an FP8 cache, how requests are cut and mixed changes no bit of an answer.
+"""Tests that with FP8 weights and an FP8 cache, batching and splitting of requests changes no bit of an
+output.
 
-Quantisation looks at one token (of activations) or one token and head (of the cache) at a time, so nothing
-depends on who else is in a pass. The only differences are the last bits of sums of other shapes, and where
-such a sum lies on the border of two e4m3 values, they grow to a step of e4m3. So sums are taken in float64
-here, and rounded once to float32, which makes them equal in every shape: then every token and every log
-probability must be equal too, to the last bit.
+Quantisation considers one token (of activations) or one token and head (of the cache) at a time, so nothing
+depends on the batch. The only differences are the last bits of sums of other shapes; where such a sum lies on
+the boundary of two e4m3 values, the difference grows to a step of e4m3. Therefore these tests compute sums in
+float64 and round them once to float32, which makes them equal in every shape. Then every token and every log
+probability must be bitwise equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the other ranks are told of a step fits into a frame."""
+"""Tests that the plan of a step fits into a frame."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVERYTHING = SamplingParams(
 )
 
 
-def test_no_plan_is_longer_than_it_is_said_to_be() -> None:
+def test_no_plan_exceeds_the_computed_upper_bound() -> None:
     rows, length, tokens, blocks = 1000, 3 * BLOCK_TOKENS, 4000, 50_000
     bound = largest_plan_bytes(max_rows=rows, max_model_len=length, step_tokens=tokens, kv_blocks=blocks)
     lists = MAX_FRAME_BYTES + 5 * length
@@ -45,13 +45,13 @@ def test_no_plan_is_longer_than_it_is_said_to_be() -> None:
         [LARGE] * blocks,
     )
     assert len(msgspec.msgpack.encode(plan)) < bound - lists
-    # What setups list: a sequence's own, however long, or that of several.
+    # The lists of the setups: those of a single sequence of any length, or of several.
     assert len(msgspec.msgpack.encode([LARGE] * MAX_SETUP_NUMBERS)) < lists
 
 
-def test_sizes_whose_plans_would_not_fit_are_refused_with_what_to_lower() -> None:
+def test_sizes_whose_plans_exceed_a_frame_are_refused_with_a_remedy() -> None:
     check_plan_size(max_rows=1024, max_model_len=131_072, step_tokens=8192, kv_blocks=100_000)
     with pytest.raises(
-        UnsupportedError, match=rf"max_rows is 4096 and max_model_len 999999: .* {MAX_PLAN_BYTES} "
+        UnsupportedError, match=rf"max_rows is 4096 and max_model_len is 999999: .* {MAX_PLAN_BYTES} "
     ):
         check_plan_size(max_rows=4096, max_model_len=999_999, step_tokens=8192, kv_blocks=100_000)

@@ -1,4 +1,5 @@
-"""The soak's short form, and that it would notice: `scripts/soak` runs it for half an hour."""
+"""Tests of the soak test: a short run, and the detection of defects. `scripts/soak` runs it for half an
+hour."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from tests.engine.soak_known import Answer, Known
 
 
 def report(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """What a soak wrote, which must have found nothing wrong."""
+    """Return the output of a soak run that must have found nothing wrong."""
     path = tmp_path / "report.json"
     assert soak.main([*arguments, "--json", str(path)]) == 0
     figures: dict[str, Any] = json.loads(path.read_text())
     return figures
 
 
-def test_storms_of_random_traffic_leave_the_house_in_order(tmp_path: Path) -> None:
+def test_random_traffic_leaves_no_slot_block_or_credit_behind(tmp_path: Path) -> None:
     figures = report(tmp_path, "--rounds", "3", "--seed", "3")
     assert figures["wrong"] is None
     assert figures["preemptions"] > 0 and figures["cached_tokens"] > 0 and figures["fronts gone"] > 0
@@ -69,7 +70,7 @@ def first(tokens: list[int], finish: str = "", **more: Any) -> Output:
         ([said(first([5], finish="")), said(finish=["length"])], "told"),
     ],
 )
-def test_the_books_notice(results: list[StepResult], complaint: str) -> None:
+def test_the_bookkeeping_detects_defects(results: list[StepResult], complaint: str) -> None:
     books = Books(max_model_len=100, vocab=50, poison=None)
     books.submitted("front", SUBMIT, "")
     with pytest.raises(AssertionError, match=complaint):
@@ -77,7 +78,7 @@ def test_the_books_notice(results: list[StepResult], complaint: str) -> None:
             books.take(result)
 
 
-def test_an_answer_may_part_from_its_reference_only_where_the_choice_was_close() -> None:
+def test_an_output_may_diverge_from_its_reference_only_at_a_near_tie() -> None:
     known = object.__new__(Known)
     known._vocab, known._near_tie = 10, 1e-4
 
@@ -88,14 +89,14 @@ def test_an_answer_may_part_from_its_reference_only_where_the_choice_was_close()
     assert known._close(SUBMIT, reference, 0, 1)
     assert not known._close(SUBMIT, reference, 0, 2)
     assert not known._close(SUBMIT, reference, 1, 1)
-    # Whatever the noise: what lies well outside of the nucleus is not drawn.
+    # Whatever the noise is, a token far outside of the nucleus is never sampled.
     outside = Answer([0], [listing(-0.3, -1.5)])
     for seed in range(20):
         half = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=seed)
         assert not known._close(msgspec.structs.replace(SUBMIT, sampling=half), outside, 0, 1)
 
 
-def test_a_known_answer_that_changes_is_noticed() -> None:
+def test_a_changed_reference_output_is_detected() -> None:
     known = object.__new__(Known)
     known._vocab, known._near_tie, known._poison, known._draw = 10, 1e-4, 9, random.Random(0)
     known._answers = [Answer([1], [TokenLogprob(1, -0.5, [(1, -0.5), (2, -1.0)])])]

@@ -1,9 +1,9 @@
-"""Starts an engine, serves random traffic, and prints as JSON the names of the kernels that were launched
-then and not before it was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
+"""Starts an engine, serves random traffic, and prints as JSON the names of kernels that were first launched
+after the engine was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
 
-A process of its own, since a kernel that one engine has loaded is there for the next. Two layers of a public
-shape: they launch what all of them do. Of one of our kernels that is compiled in several ways, the name is
-the same: those are told apart without a GPU (`tests.kernels.launches_of_serving`).
+It runs in a process of its own, because a kernel that one engine has loaded stays loaded for the next. Two
+layers of a public shape launch the same kernels as all layers. A Triton kernel that is compiled in several
+specialisations has one name here; `tests.kernels.launches_of_serving` distinguishes those without a GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def main() -> None:
 
 
 def serve(engine: LocalEngine) -> None:
-    """Requests of all lengths and ways to sample that come and go, in steps of any numbers of tokens."""
+    """Serve requests of all lengths and sampling variants that come and go, in steps of any number of
+    tokens."""
     draw = random.Random(0)
     handle = 0
     for step in range(STEPS):
@@ -82,7 +83,7 @@ def serve(engine: LocalEngine) -> None:
 
 
 def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
-    """One prompt; a tenth of them for several samples."""
+    """Return a random submission; a tenth have several samples."""
     tokens = draw.choice((1, 3, 17, 64, 130, 512, 700, 1500, 4000))
     sampling = SamplingParams(max_tokens=draw.randrange(1, 30), ignore_eos=True, **draw.choice(WAYS))
     return Submit(
@@ -95,7 +96,7 @@ def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
 
 
 def kernels(recording: profile) -> set[str]:
-    """The names of a recording's kernels."""
+    """Return the names of the kernels in a recording."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         recording.export_chrome_trace(str(path))

@@ -1,4 +1,5 @@
-"""A pass that is asked for its ends alone, on a GPU: the rows of one that makes every row."""
+"""Tests on a GPU that restricting the last layer to the tokens whose logits are needed gives the same rows as
+the whole pass."""
 
 from __future__ import annotations
 
@@ -20,9 +21,11 @@ def _chunk(row: int, start: int, count: int) -> Chunk:
 
 
 @pytest.mark.parametrize(("kv_dtype", "allowed"), [("auto", 0.03), ("fp8", 0.1)])
-def test_the_ends_are_rows_of_the_whole_pass(kv_dtype: str, allowed: float) -> None:
-    """Rows 0 and 1 decode beside chunks, of which one goes on in the cache: the last layer's products have
-    four rows instead of hundreds, and so other kernels. Its keys and values are made as before."""
+def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
+    kv_dtype: str, allowed: float
+) -> None:
+    """Slots 0 and 1 decode beside chunks, one of which continues in the cache. The last layer's GEMMs have
+    four rows instead of hundreds, and so use other kernels; keys and values are computed as before."""
     made = engine("cuda", "bfloat16", kv_dtype=kv_dtype)
     runner = made.runner
     setups = [SlotSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in range(4)]

@@ -1,4 +1,4 @@
-"""Building and profiling on a real GPU: what no dry run can show."""
+"""Tests of building and profiling that need a real GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(*arguments: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("fp8", [[], ["--fp8", "--kv-fp8"]], ids=["bf16", "fp8"])
-def test_after_a_build_nothing_is_compiled_any_more(tmp_path: Path, fp8: list[str]) -> None:
+def test_after_a_build_no_kernel_is_compiled(tmp_path: Path, fp8: list[str]) -> None:
     cache = tmp_path / "cache"
     write_config(SHAPE, tmp_path)
     served = ["--max-rows", "64", "--step-tokens", "2048", *fp8]
@@ -38,7 +38,7 @@ def test_after_a_build_nothing_is_compiled_any_more(tmp_path: Path, fp8: list[st
     assert sorted(cache.rglob("*")) == built
 
 
-def test_a_profile_shows_every_product_beside_its_limit() -> None:
+def test_a_profile_shows_every_gemm_with_its_limit() -> None:
     table = run("engine.profile", "--shape", SHAPE, "--workload", "b8_decode", "--max-rows", "16")
     shares = {line.split(" (")[0]: line.split()[-1] for line in table.splitlines() if "%" in line}
     for product in ("qkv", "o", "gate_up", "down", "lm_head"):
@@ -47,12 +47,12 @@ def test_a_profile_shows_every_product_beside_its_limit() -> None:
 
 
 @pytest.mark.parametrize("workload", ["b1_decode", "ttft8k"])
-def test_a_profile_of_the_only_mixed_step_has_its_kernels_and_no_others(workload: str) -> None:
+def test_a_profile_of_a_single_mixed_step_has_only_its_kernels(workload: str) -> None:
     options = ["--kind", "mixed", "--max-rows", "16"]
     table = run("engine.profile", "--shape", SHAPE, "--workload", workload, *options)
-    assert "recorded 1 step of 8 asked" in table
+    assert "recorded 1 step instead of 8" in table
     tokens = {"b1_decode": "512", "ttft8k": "8,192"}[workload]
     assert f"{tokens} tokens a step, of which 0 decode" in table
-    # Products are told apart only where there are exactly as many as the step has.
+    # GEMMs are labelled only if their number matches the step.
     for product in ("qkv", "o", "gate_up", "down", "lm_head"):
         assert f"\n{product} (" in table, table

@@ -1,4 +1,4 @@
-"""Sampling through captured graphs on a GPU: what plain torch draws from the same logits, in any batch."""
+"""Tests of sampling through CUDA graphs: the same tokens as torch from the same logits, in any batch."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def _plain_torch(made: LocalEngine) -> Sampler:
     return Sampler(single(), made.runner.device, select_sampling("reference"), vocab_size=size)
 
 
-def test_a_row_draws_the_same_in_any_batch_and_what_plain_torch_draws(made: LocalEngine) -> None:
-    """Of 150 rows of each variant's mixture, at most one differs from plain torch (a near-tie: scores within
-    1e-5, or a border of top-p within 2e-6 of mass); none between batches."""
+def test_a_slot_samples_the_same_token_in_any_batch_and_as_torch_does(made: LocalEngine) -> None:
+    """Of 150 slots of each variant's mixture, at most one differs from torch (a near-tie: scores within 1e-5,
+    or a boundary of top-p within 2e-6 of mass); none differs between batches."""
     runner = made.runner
     graphs, tables = runner.steps.graphs, runner.steps.tables
     assert graphs is not None
@@ -82,10 +82,11 @@ def test_a_row_draws_the_same_in_any_batch_and_what_plain_torch_draws(made: Loca
         assert sum(drawn[row] != token for row, token in enumerate(expected)) <= 1, variant
 
 
-def test_mixtures_with_edited_rows_answer_as_with_plain_torch(
+def test_batches_with_logits_processors_generate_the_tokens_of_torch(
     made: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes are the same graphs, so an answer may differ only from a near-tie on: one of 60."""
+    """Both engines replay the same forward graphs, so an output may differ only after a near-tie: at most one
+    of 60."""
     prompts, _ = questions()
     prompts = (prompts * 60)[:60]
     kinds = KINDS + EDITED

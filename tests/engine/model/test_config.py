@@ -1,4 +1,4 @@
-"""`config.json` in the words of every version, and refusals that name file, field, value and remedy."""
+"""Tests of reading `config.json` in every format, and of errors that name file, field, value and remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausal
 
 
 def _compressed(**changes: Any) -> dict[str, Any]:
-    """As llm-compressor writes it; `changes` are of the weights' scheme."""
+    """Return a quantisation config as llm-compressor writes it. `changes` apply to the weights' scheme."""
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", **changes}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
     return {
@@ -49,7 +49,7 @@ def _read(folder: Path, values: dict[str, Any], generation: dict[str, Any] | Non
     return read_config(folder)
 
 
-def test_what_an_old_llama_leaves_out_has_its_defaults(tmp_path: Path) -> None:
+def test_fields_missing_in_an_old_llama_config_have_their_defaults(tmp_path: Path) -> None:
     config = _read(tmp_path, LLAMA)
     assert config.head_dim == 8
     assert config.rope == RopeConfig(theta=10000.0)
@@ -63,7 +63,7 @@ def test_what_an_old_llama_leaves_out_has_its_defaults(tmp_path: Path) -> None:
     assert _read(tmp_path, without).kv_heads == 8
 
 
-def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
+def test_end_tokens_of_the_generation_config_take_precedence(tmp_path: Path) -> None:
     assert _read(tmp_path, LLAMA, {"temperature": 0.6}).eos_token_ids == (2,)
     assert _read(tmp_path, LLAMA, {"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
     assert _read(tmp_path, {**LLAMA, "eos_token_id": None}, {}).eos_token_ids == ()
@@ -108,7 +108,7 @@ def test_families_differ_in_biases_and_norms(tmp_path: Path) -> None:
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
 
 
-def test_rope_and_dtype_are_read_in_both_versions_words(tmp_path: Path) -> None:
+def test_rope_and_dtype_are_read_in_both_formats(tmp_path: Path) -> None:
     rope = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
@@ -157,7 +157,7 @@ def test_lengths_follow_from_the_scaling(
         (_compressed(), True),
         (_compressed(strategy="tensor"), True),
         (_compressed(symmetric=True, dynamic=False, observer="minmax"), True),
-        # Only its cache is quantised, and ours is what the settings say.
+        # Only the checkpoint's cache is quantised; the engine's cache dtype is a setting.
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, False),
     ],
 )
@@ -265,7 +265,7 @@ def test_layer_types_must_fit(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
 
-def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
+def test_missing_and_invalid_json_files_are_named(tmp_path: Path) -> None:
     for content, message in [
         (None, "no such file"),
         ("{", "is not JSON"),
@@ -281,7 +281,7 @@ def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
         read_config(tmp_path / "nowhere")
 
 
-def test_a_split_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Path) -> None:
+def test_a_number_of_ranks_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Path) -> None:
     config = _read(tmp_path, LLAMA)
     for size in (1, 2, 4, 8):
         config.check_parallel(size)
@@ -308,7 +308,7 @@ def test_shards_tile_the_model(size: int, tmp_path: Path) -> None:
     assert {s.vocab for s in shards} == {-(-101 // size)}
     group = config.heads // config.kv_heads
     for shard in shards:
-        # The KV heads of a rank are those of its own query heads.
+        # The KV heads of a rank belong to the rank's own query heads.
         wanted = {head // group for head in range(shard.first_head, shard.first_head + shard.heads)}
         assert wanted == set(range(shard.first_kv_head, shard.first_kv_head + shard.kv_heads))
 

@@ -1,4 +1,5 @@
-"""A pass that is asked for its ends alone: the same rows, and the same cache, as one that makes every row."""
+"""Tests that restricting the last layer to the tokens whose logits are needed gives the same rows and the
+same cache as the whole pass."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ CPU = torch.device("cpu")
 WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
 FAMILIES = {
     "llama": {},
-    # The last of two layers sees a window alone.
+    # The last of two layers has a sliding window.
     "window": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} | WINDOW,
 }
 
 
 def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]) -> StepPlan:
-    """Chunks: row, start, tokens, whether it ends the prompt. Row r has blocks 3r, 3r + 1 and 3r + 2."""
+    """Chunks: slot, start, tokens, whether the chunk ends the prompt. Slot s has blocks 3s, 3s + 1 and 3s +
+    2."""
     rows = {row for row, start, _, _ in chunks if not start}
     return StepPlan(
         step,
@@ -51,7 +53,7 @@ def passes(
     decodes: list[int],
     chunks: list[tuple[int, int, int, bool]],
 ) -> ForwardInput:
-    """A pass of what `decodes` and `chunks` say, after one in which two prompts were computed."""
+    """Run a pass of `decodes` and `chunks`, after one in which two prompts were computed."""
     tables = SlotTables(5, 3, decoder.config.vocab_size, CPU, padding)
     before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
     tables.apply(before)
@@ -75,14 +77,14 @@ def passes(
     ],
     ids=["one token", "prompts", "decodes and prompts", "the rest of a prompt"],
 )
-def test_the_ends_are_rows_of_the_whole_pass(
+def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
     family: str,
     decodes: list[int],
     chunks: list[tuple[int, int, int, bool]],
     padding: Padding | None,
     tmp_path: Path,
 ) -> None:
-    """And padding, where there is any, is written nowhere."""
+    """Padding, if there is any, must not be written to the cache."""
     (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
     decoder = Decoder(read_config(tmp_path), single(), reference, torch.float32, CPU)  # type: ignore[arg-type]
     load_dummy(decoder, seed=4)

@@ -1,4 +1,4 @@
-"""Pieces make up their block, and several threads read them at once."""
+"""Tests of reading blocks in pieces with several threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engine.model.staging import StagingBuffer, StagingRing
 from engine.model.weight_file import PAGE, WeightFile
 
 ROWS = 10 * PAGE // 4
-"""Of four bytes each."""
+"""Number of rows, of four bytes each."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ ranges = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "on disk"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=ranges)
-def test_the_pieces_of_any_block_make_it_up(
+def test_the_pieces_of_a_block_cover_it_exactly(
     entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, asked: tuple[int, int], cached: bool
 ) -> None:
     block = _block(entry, file, *asked)
@@ -85,7 +85,7 @@ def test_the_pieces_of_any_block_make_it_up(
     assert block.numbers(buffer).view(torch.int32).tolist() == list(range(first, first + rows))
 
 
-def test_the_pieces_of_a_block_are_read_at_once(
+def test_the_pieces_of_a_block_are_read_concurrently(
     entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = _block(entry, file)
@@ -113,7 +113,7 @@ def test_the_pieces_of_a_block_are_read_at_once(
     ],
     ids=["disk", "end", "defect"],
 )
-def test_a_piece_that_cannot_be_read_says_why_once_no_other_is_under_way(
+def test_a_read_error_is_raised_after_all_other_pieces_are_done(
     entry: TensorEntry,
     file: WeightFile,
     buffer: StagingBuffer,
@@ -144,10 +144,10 @@ def test_a_piece_that_cannot_be_read_says_why_once_no_other_is_under_way(
         assert sorted([failing, *done]) == [first for first, _ in block.pieces()]
 
 
-def test_who_waits_is_told_though_nobody_can_say_how_long_the_file_is(
+def test_a_read_error_is_raised_even_if_the_size_of_the_file_is_unknown(
     entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is cut short on a server that is gone then."""
+    """A file that is truncated on a server that then disappears."""
 
     def status(file: WeightFile) -> os.stat_result:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -158,8 +158,8 @@ def test_who_waits_is_told_though_nobody_can_say_how_long_the_file_is(
         readers.read(_block(entry, file), buffer).wait()
 
 
-def test_a_slot_is_given_back_with_the_failure(entry: TensorEntry, file: WeightFile) -> None:
-    """A load that failed would else keep its memory until garbage is collected."""
+def test_a_failed_read_releases_its_staging_buffer(entry: TensorEntry, file: WeightFile) -> None:
+    """Otherwise a failed load would keep its memory until the next garbage collection."""
     ring = StagingRing(1, 12 * PAGE, torch.device("cpu"))
     kept = weakref.ref(ring.buffers[0])
     os.truncate(entry.file, entry.offset)
@@ -177,7 +177,7 @@ def test_a_slot_is_given_back_with_the_failure(entry: TensorEntry, file: WeightF
         gc.enable()
 
 
-def test_threads_that_cannot_all_be_started_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_threads_are_stopped_if_one_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[threading.Thread] = []
     real = threading.Thread.start
 
@@ -193,7 +193,7 @@ def test_threads_that_cannot_all_be_started_are_stopped(monkeypatch: pytest.Monk
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_who_closes_waits_for_what_was_begun_and_nothing_else_is_read(
+def test_close_waits_for_begun_pieces_and_drops_the_others(
     entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, goes_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Weights that a device cannot hold are refused before they are made, with both numbers and what to do."""
+"""Tests that weights too large for a device are refused before allocation, with both sizes and a remedy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fit(
     return Fit(config, config.shard(ranks, 0), dtype, fp8, device)
 
 
-def test_a_model_that_the_host_holds_to_the_byte_is_made_and_a_larger_one_is_not(
+def test_a_model_that_exactly_fits_the_host_is_allocated_and_a_larger_one_is_refused(
     tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = weight_bytes(tiny, tiny.shard(1, 0), "float32", "float32")
@@ -75,7 +75,7 @@ def test_a_model_that_the_host_holds_to_the_byte_is_made_and_a_larger_one_is_not
         (8, "free memory"),
     ],
 )
-def test_settings_are_advised_with_which_the_weights_fit(
+def test_the_error_advises_settings_with_which_the_weights_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, remedy: str
 ) -> None:
     config = read_config(write_config("llama-3.1-8b", tmp_path))
@@ -88,7 +88,7 @@ def test_settings_are_advised_with_which_the_weights_fit(
     )
 
 
-def test_a_gpu_is_judged_by_all_of_its_memory_whatever_others_hold_of_it(
+def test_weights_are_compared_with_the_total_memory_of_a_gpu(
     big: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(monkeypatch, free=3, total=79.2)
@@ -107,7 +107,7 @@ def test_a_gpu_is_judged_by_all_of_its_memory_whatever_others_hold_of_it(
         fit(big, "bfloat16", fp8=True).check()
 
 
-def test_memory_that_runs_out_after_all_is_said_in_numbers(
+def test_running_out_of_memory_is_reported_with_sizes(
     big: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(monkeypatch, free=0.5, total=140.4, reserved=139)
@@ -132,7 +132,7 @@ def test_ranks_on_a_cpu_share_the_host(tiny: ModelConfig, monkeypatch: pytest.Mo
         one.check()
 
 
-def test_steps_that_run_out_of_memory_are_said_with_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_run_out_of_memory_are_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, free=2, total=24, reserved=21)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 16 * GIB)
     spec = ReplicaSpec(replica="r", model_path="m", max_rows=1024, step_tokens=8192)
@@ -148,7 +148,7 @@ def test_steps_that_run_out_of_memory_are_said_with_what_to_lower(monkeypatch: p
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_what_is_loaded_where_there_is_no_room_is_said_in_numbers(
+def test_loading_without_enough_memory_is_reported_with_sizes(
     tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = Decoder(tiny, single(), select_backend("cpu"), torch.float32, CPU)

@@ -1,4 +1,4 @@
-"""The loader takes what belongs to the model and refuses everything else by name."""
+"""Tests that the loader reads the tensors of the model and refuses everything else by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """A rank of a group that never talks."""
+    """A rank of a group without collectives."""
 
     size: int
     rank: int
@@ -92,7 +92,7 @@ def test_everything_is_read_once_and_progress_ends_at_one(sharded: Path) -> None
     assert {stage for stage, _ in seen} == {f"loading {shard.name}" for shard in shards}
 
 
-def test_progress_is_told_for_each_file_and_then_by_the_clock(
+def test_progress_is_reported_for_each_file_and_at_an_interval(
     sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = [f"loading {shard.name}" for shard in sorted(sharded.glob("*.safetensors"))]
@@ -109,7 +109,7 @@ def test_progress_is_told_for_each_file_and_then_by_the_clock(
 @pytest.mark.parametrize("block_bytes", [1000, 1 << 20])
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "FP8"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_gets_its_slices_to_the_bit(
+def test_a_rank_loads_exactly_its_slices(
     sharded: Path, rank: int, fp8: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.model.loader.stream", partial(stream, block_bytes=block_bytes))
@@ -130,7 +130,7 @@ def test_a_rank_gets_its_slices_to_the_bit(
             assert torch.equal(piece.scales, scales.squeeze(1)), piece.name
 
 
-def test_what_stays_as_it_is_is_read_straight_into_the_weights(
+def test_unconverted_tensors_are_read_directly_into_the_weights(
     sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[str] = []
@@ -142,7 +142,7 @@ def test_what_stays_as_it_is_is_read_straight_into_the_weights(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_every_rank_reads_whole_is_shared(
+def test_tensors_that_every_rank_reads_whole_are_shared(
     sharded: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[TensorSlice] = []
@@ -173,7 +173,7 @@ def test_the_first_rank_has_every_file_kept_in_the_page_cache(
     assert kept == ([] if rank else sorted(sharded.glob("*.safetensors")))
 
 
-def test_pieces_cover_every_parameter_exactly_once(folder: Path) -> None:
+def test_shards_cover_every_parameter_exactly_once(folder: Path) -> None:
     decoder = _decoder(folder)
     for piece in decoder.weight_shards():
         assert piece.target is not None
@@ -213,7 +213,7 @@ def test_an_unknown_tensor_is_named(folder: Path) -> None:
     _refused(folder, f"{folder / SINGLE}: tensor model.layers.0.mlp.gate.weight is unknown")
 
 
-def test_another_shape_is_refused_with_both(folder: Path) -> None:
+def test_a_wrong_shape_is_refused_with_both_shapes(folder: Path) -> None:
     name = "model.layers.2.self_attn.k_proj.weight"
     _rewrite(folder, lambda tensors: tensors.update({name: torch.ones(48, 64)}))
     _refused(folder, f"{folder / SINGLE}: {name} has shape [48, 64], config.json needs [32, 64]")
@@ -257,7 +257,7 @@ def test_a_file_that_is_not_safetensors_is_refused(folder: Path, content: bytes,
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
-    _refused(sharded, f"{shard}: no such file, lists it")
+    _refused(sharded, f"{shard}: no such file, but {INDEX} lists it")
 
 
 def test_a_truncated_shard_is_named(sharded: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_folder_without_safetensors_says_what_it_found(folder: Path) -> None:
     _refused(folder, f"{folder / SINGLE}: no such file", "found pytorch_model.bin", "safe_serialization=True")
 
 
-def test_nothing_is_read_before_everything_is_checked(sharded: Path) -> None:
+def test_no_weight_is_read_before_everything_is_checked(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-4])
     seen: list[str] = []

@@ -1,4 +1,5 @@
-"""Every product is asked for before requests come, at numbers of rows that are close together."""
+"""Tests that every GEMM is loaded before the replica is ready, for numbers of rows that are close
+together."""
 
 from __future__ import annotations
 
@@ -21,23 +22,23 @@ __all__ = ["folder"]
 
 
 @pytest.mark.parametrize(("most", "rows"), [(1, [1]), (8, [8]), (20, [8, 16, 20])])
-def test_few_rows_are_asked_for_in_steps_of_eight(most: int, rows: list[int]) -> None:
+def test_gemm_sizes_grow_in_steps_of_eight_at_first(most: int, rows: list[int]) -> None:
     assert gemm_sizes(most) == rows
 
 
-def test_many_rows_are_asked_for_in_steps_of_an_eighth_at_most() -> None:
+def test_gemm_sizes_grow_by_at_most_an_eighth_later() -> None:
     rows = gemm_sizes(8192)
     assert rows[-1] == 8192
     assert set(range(8, 513, 8)) <= set(rows)
     assert all(0 < after - before <= before / 8 for before, after in pairwise(rows) if before >= 512)
 
 
-def test_every_product_is_run_for_every_number_of_rows(folder: Path) -> None:
+def test_every_gemm_runs_for_every_number_of_rows(folder: Path) -> None:
     runner = ModelRunner(spec_of(folder), single(), quiet)
     weights: dict[int, list[int]] = defaultdict(list)
 
     class Noting:
-        """Notes the rows that meet each weight."""
+        """Records the numbers of rows with which each weight is multiplied."""
 
         def __getattr__(self, name: str) -> Any:
             def noted(x: torch.Tensor | Stream, *others: Any, **options: Any) -> Any:
@@ -57,14 +58,15 @@ def test_every_product_is_run_for_every_number_of_rows(folder: Path) -> None:
     load_products(decoder, 96, 20)
     products = (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
     for product in products:
-        # The most first: it makes room for all others. Ends of prompts pad to the ladder of the rows.
+        # The largest size comes first, because the allocator then reuses its memory. Result rows are padded
+        # to the GEMM sizes of the slots.
         assert weights.pop(id(product.weight)) == sorted({1, 2, 4, *gemm_sizes(96), 20}, reverse=True)
-    # As many as are scored at once.
+    # Also the number of rows that are scored at once.
     assert weights == {id(decoder.head): sorted({1, 2, 4, *gemm_sizes(128)}, reverse=True)}
     runner.close()
 
 
-def test_attention_is_run_for_every_number_of_rows_of_padding_alone(folder: Path) -> None:
+def test_attention_runs_for_every_number_of_padding_rows(folder: Path) -> None:
     runner = ModelRunner(spec_of(folder), single(), quiet)
     decoder, asked = runner.decoder, list[tuple[int, bool]]()
 

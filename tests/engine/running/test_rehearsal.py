@@ -1,5 +1,5 @@
-"""The steps that are run before anybody asks: any model and budget can run them, they take as much as any
-step, and they are of every kind."""
+"""Tests of the warm-up steps: any model and budget can run them, they use as much as any step, and they
+include every kind of step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def runner(folder: Path, request: pytest.FixtureRequest) -> Iterator[ModelRunner
 
 
 def run(runner: ModelRunner, plans: list[StepPlan]) -> list[StepResults]:
-    """Each plan's results; every sampled token is one, and every sequence within its length."""
+    """Run the plans and return their results, checking that every sampled token is valid and every sequence
+    within its length."""
     results = []
     with torch.inference_mode():
         for plan in plans:
@@ -43,7 +44,7 @@ def run(runner: ModelRunner, plans: list[StepPlan]) -> list[StepResults]:
     return results
 
 
-def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: ModelRunner) -> None:
+def test_the_largest_steps_run_and_use_every_slot(runner: ModelRunner) -> None:
     plans = largest_steps(runner.max_model_len, runner.spec)
     run(runner, plans)
     rows = runner.spec.max_rows
@@ -53,7 +54,7 @@ def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: ModelRunn
     assert sampled.count(rows) == 2 + min(2, runner.max_model_len - 1)
 
 
-def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner: ModelRunner) -> None:
+def test_the_first_step_uses_the_whole_budget_and_the_maximum_length(runner: ModelRunner) -> None:
     first = largest_steps(runner.max_model_len, runner.spec)[0]
     longest = max(1, runner.max_model_len - 1)
     most = min(runner.spec.step_tokens, runner.spec.max_rows * longest)
@@ -61,20 +62,20 @@ def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner:
     assert first.chunks[0].start + len(first.chunks[0].token_ids) == longest
 
 
-def test_one_of_them_takes_the_budget_from_the_beginning_of_its_prompts(runner: ModelRunner) -> None:
+def test_one_step_uses_the_whole_budget_at_the_start_of_prompts(runner: ModelRunner) -> None:
     plans = largest_steps(runner.max_model_len, runner.spec)
     tokens = [sum(len(chunk.token_ids) for chunk in plan.chunks if not chunk.start) for plan in plans]
     longest = max(1, runner.max_model_len - 1)
     assert max(tokens) == min(runner.spec.step_tokens, runner.spec.max_rows * longest)
 
 
-def test_as_many_prompt_tokens_are_scored_as_are_at_once(runner: ModelRunner) -> None:
+def test_one_step_scores_as_many_prompt_tokens_as_are_computed_at_once(runner: ModelRunner) -> None:
     plans = largest_steps(runner.max_model_len, runner.spec)
     scored = [len(result.prompts[0][0].targets) for result in run(runner, plans) if result.prompts]
     assert scored == [min(LOGPROB_ROWS, runner.spec.step_tokens, max(1, runner.max_model_len - 1))]
 
 
-def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: ModelRunner) -> None:
+def test_every_kind_of_step_runs_with_every_sampling_variant(runner: ModelRunner) -> None:
     plans = every_kind(runner.max_model_len, runner.spec)
     results = run(runner, plans)
     if runner.max_model_len < 8:
@@ -107,8 +108,8 @@ def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: ModelRunne
 @pytest.mark.parametrize(
     "sizes", [(1, 1), (1, 2), (2, 2), (3, 4), (8, 8), (8, 9), (64, 64), (64, 2048)], ids=str
 )
-def test_none_takes_more_than_a_step_may(sizes: tuple[int, int]) -> None:
-    """There is nothing that it could be padded to."""
+def test_no_warm_up_step_exceeds_the_budget(sizes: tuple[int, int]) -> None:
+    """A larger step could not be padded to any loaded size."""
     max_rows, step_tokens = sizes
     spec = spec_of(Path("unread"), max_rows=max_rows, step_tokens=step_tokens)
     for plan in every_kind(256, spec) + largest_steps(256, spec):
@@ -118,11 +119,11 @@ def test_none_takes_more_than_a_step_may(sizes: tuple[int, int]) -> None:
 
 
 def variant_of(runner: ModelRunner, plan: StepPlan) -> Variant | None:
-    """How the rows that a plan sets up sample."""
+    """Return the sampling variant of the slots that a plan sets up."""
     if not plan.setups:
         return None
     tables = runner.steps.tables
     with torch.inference_mode():
         tables.apply(StepPlan(0, plan.setups, [], [], [], []))
-    rows = [setup.row for setup in plan.setups]
-    return tables.sampling.metadata(rows, tables.lengths.numpy()).variant
+    slots = [setup.slot for setup in plan.setups]
+    return tables.sampling.metadata(slots, tables.lengths.numpy()).variant

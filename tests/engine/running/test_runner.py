@@ -1,4 +1,4 @@
-"""The runner through the real decoder: against full passes over whole sequences, and its refusals."""
+"""Tests of the runner with a real decoder, against full passes over whole sequences, and of its refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def spec_of(folder: Path, **changes: object) -> ReplicaSpec:
 
 
 def padded(engine: LocalEngine) -> LocalEngine:
-    """Passes with prompts have 4, 80 or 96 tokens, and 5 or 8 ends."""
+    """Pad passes with prompts to 4, 80 or 96 tokens and to 5 or 8 results."""
     padding = Padding([4, 80, 96], [5, 8])
     engine.runner.steps.tables = SlotTables(8, 4, VOCAB, engine.runner.device, padding)
     return engine
@@ -85,7 +85,7 @@ def engine(folder: Path) -> Iterator[LocalEngine]:
 
 
 def full_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of one pass over a whole sequence, in a pool of its own."""
+    """Return the logits [tokens, vocabulary] of one pass over a whole sequence, with a separate KV pool."""
     count, device = len(tokens), runner.device
     blocks = -(-count // BLOCK_TOKENS)
     none = torch.zeros(0, dtype=torch.int64, device=device)
@@ -95,7 +95,7 @@ def full_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
             ForwardInput(
                 token_ids=torch.tensor(tokens, device=device),
                 positions=positions,
-                slots=positions,
+                kv_slots=positions,
                 attention=AttentionInput(
                     block_table=torch.arange(blocks, device=device).unsqueeze(0),
                     rows=none,
@@ -123,7 +123,7 @@ def check_greedy(runner: ModelRunner, prompt: list[int], tokens: list[int]) -> N
 def check_sampled(
     runner: ModelRunner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
 ) -> None:
-    """Each token has the largest logit / temperature + noise, over logits of a full pass."""
+    """Check that each token has the largest logit / temperature + noise, for the logits of a full pass."""
     count, first = len(tokens), len(prompt)
     logits = full_logits(runner, prompt + tokens)[first - 1 : first - 1 + count]
     base = torch.full((count,), sampling.noise_base(params.seed, sample))
@@ -139,7 +139,7 @@ LENGTHS = [1, 2, 63, 64, 65, 95, 97, 130, 200]
 
 
 def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
-    """Prompts around block and chunk borders, more of them than rows, all at once."""
+    """Runs prompts with lengths around block and chunk boundaries, more of them than slots, all at once."""
     prompts = [prompt_of(length) for length in LENGTHS]
     answers = engine.generate(prompts, SamplingParams(max_tokens=20))
     for prompt, [answer] in zip(prompts, answers, strict=True):
@@ -148,8 +148,8 @@ def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
     engine.scheduler.check()
 
 
-def test_samples_of_one_prompt_share_blocks_and_go_their_own_ways(engine: LocalEngine) -> None:
-    """n > 1: the copies on write must be real copies."""
+def test_samples_of_one_prompt_share_blocks_and_then_diverge(engine: LocalEngine) -> None:
+    """With n > 1, copy-on-write must copy the actual values."""
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=77)
     for length in (5, 64, 100):
         [samples] = engine.generate([prompt_of(length, seed=1)], params, n=4)
@@ -159,7 +159,7 @@ def test_samples_of_one_prompt_share_blocks_and_go_their_own_ways(engine: LocalE
 
 
 def test_padding_of_passes_with_prompts_is_not_sampled(folder: Path) -> None:
-    """As on a GPU, where tokens and ends pad to numbers of rows whose kernels are loaded."""
+    """Pads passes as on a GPU, where tokens and results are padded to sizes whose kernels are loaded."""
     engine = padded(LocalEngine(spec_of(folder)))
     prompts = [prompt_of(length, seed=8) for length in (64, 3, 130, 97)]
     drawn = SamplingParams(max_tokens=8, temperature=0.9, seed=7)
@@ -171,7 +171,7 @@ def test_padding_of_passes_with_prompts_is_not_sampled(folder: Path) -> None:
     engine.close()
 
 
-def test_a_sampled_answer_is_the_same_in_company_and_without_overlap(
+def test_a_sampled_output_does_not_depend_on_the_batch_or_on_overlap(
     engine: LocalEngine, folder: Path
 ) -> None:
     params = SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=5, repetition_penalty=1.2)
@@ -193,8 +193,8 @@ def test_a_sampled_answer_is_the_same_in_company_and_without_overlap(
 
 
 @pytest.mark.parametrize("pads", [False, True])
-def test_prompt_logprobs_are_log_softmax_of_a_full_pass(folder: Path, pads: bool) -> None:
-    """Over several chunks, and beside a sampled row's own."""
+def test_prompt_logprobs_are_the_log_softmax_of_a_full_pass(folder: Path, pads: bool) -> None:
+    """Requests prompt logprobs over several chunks, together with logprobs of sampled tokens."""
     plain = LocalEngine(spec_of(folder))
     engine = padded(plain) if pads else plain
     prompt = prompt_of(200, seed=4)
@@ -215,7 +215,7 @@ def test_prompt_logprobs_are_log_softmax_of_a_full_pass(folder: Path, pads: bool
     engine.close()
 
 
-def test_stop_tokens_wait_for_min_tokens(engine: LocalEngine) -> None:
+def test_stop_tokens_are_suppressed_until_min_tokens(engine: LocalEngine) -> None:
     prompt = prompt_of(10, seed=6)
     [[free]] = engine.generate([prompt], SamplingParams(max_tokens=12))
     stop = (free.token_ids[2],)
@@ -226,13 +226,13 @@ def test_stop_tokens_wait_for_min_tokens(engine: LocalEngine) -> None:
     assert late.token_ids[:2] == free.token_ids[:2]
 
 
-def test_a_stop_token_may_come_as_soon_as_min_tokens_are_there(engine: LocalEngine) -> None:
+def test_a_stop_token_is_allowed_right_after_min_tokens(engine: LocalEngine) -> None:
     params = SamplingParams(max_tokens=12, min_tokens=4, stop_token_ids=(9,), logit_bias={9: 100.0})
     [[sample]] = engine.generate([prompt_of(10, seed=6)], params)
     assert sample.finish == "stop" and len(sample.token_ids) == 5 and sample.token_ids[4] == 9
 
 
-def test_a_block_copy_is_a_copy_in_every_layer(folder: Path) -> None:
+def test_a_block_is_copied_in_every_layer(folder: Path) -> None:
     runner = ModelRunner(spec_of(folder), single(), quiet)
     with torch.inference_mode():
         for pool in runner.steps.kv:
@@ -250,8 +250,8 @@ def test_a_block_copy_is_a_copy_in_every_layer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, size: int) -> None:
-    """With 4 ranks the 2 KV heads are there twice, and the vocabulary of 101 is padded."""
+def test_several_ranks_sample_the_same_tokens_as_one_rank(folder: Path, size: int) -> None:
+    """With 4 ranks the 2 KV heads are replicated, and the vocabulary of 101 tokens is padded."""
     params = [
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=1.0, seed=1, logprobs=3),
@@ -263,7 +263,8 @@ def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, 
     chunks = [Chunk(i, 0, tokens, [i], 2, None) for i, tokens in enumerate(prompts)]
     plans = [StepPlan(1, setups, blocks, [], [], chunks)]
     plans += [StepPlan(step, [], [], [], [0, 1, 2], []) for step in range(2, 10)]
-    # A prompt that nobody scores, in two steps beside those who decode: the last layer makes its ends alone.
+    # A prompt without prompt logprobs, in two steps with decodes: the last layer computes only the rows whose
+    # logits are needed.
     late = prompt_of(70, seed=10)
     setup, table = SlotSetup(3, params[1], 0, len(late), late), [(3, index, 9 + index) for index in range(2)]
     plans.append(StepPlan(10, [setup], table, [], [2, 0, 1], [Chunk(3, 0, late[:40], [])]))
@@ -291,7 +292,7 @@ def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, 
         assert [len(entries) for entries in mine[0].prompt_logprobs.values()] == [69, 2, 19]
 
 
-def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: Path) -> None:
+def test_steps_run_asynchronously_in_order_and_gaps_are_measured(folder: Path) -> None:
     runner = ModelRunner(spec_of(folder), single(), quiet)
     setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 60, [])
     begin = StepPlan(1, [setup], [(0, 0, 0), (0, 1, 1)], [], [], [Chunk(0, 0, prompt_of(60), [0])])
@@ -306,7 +307,7 @@ def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: 
     check_greedy(runner, prompt_of(60), tokens)
     assert all(step.ready() for step in launched)
     assert launched[0].host_gap_us == 0.0
-    # That they waited for their turn is no gap of the host's.
+    # Waiting for the previous step is not a gap of the host.
     assert all(0.0 <= step.host_gap_us < 500_000 for step in launched)
     threading.Event().wait(0.03)
     late = runner.launch(StepPlan(9, [], [], [], [0], []))
@@ -315,7 +316,7 @@ def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: 
     runner.close()
 
 
-def test_what_the_host_prepares_while_the_device_has_nothing_to_do_counts_as_a_gap(
+def test_preparation_on_the_host_while_the_device_is_idle_counts_as_a_gap(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = ModelRunner(spec_of(folder), single(), quiet)
@@ -334,7 +335,7 @@ def test_what_the_host_prepares_while_the_device_has_nothing_to_do_counts_as_a_g
     runner.close()
 
 
-def test_a_step_that_failed_stays_failed(folder: Path) -> None:
+def test_after_a_failed_step_every_later_step_fails(folder: Path) -> None:
     runner = ModelRunner(spec_of(folder), single(), quiet)
     setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 1, [])
     good = StepPlan(2, [setup], [(0, 0, 0)], [], [], [Chunk(0, 0, [5], [0])])
@@ -342,12 +343,12 @@ def test_a_step_that_failed_stays_failed(folder: Path) -> None:
     steps = [runner.launch(bad), runner.launch(good)]
     with pytest.raises(IndexError):
         steps[0].wait()
-    with pytest.raises(RuntimeError, match="an earlier one failed"):
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
         steps[1].wait()
     runner.close()
 
 
-def test_info_says_what_was_built(engine: LocalEngine, folder: Path) -> None:
+def test_info_describes_the_loaded_replica(engine: LocalEngine, folder: Path) -> None:
     info: ReplicaInfo = engine.info
     assert (info.backend, info.devices, info.dtype) == ("cpu", ["cpu"], "float32")
     assert (info.kv_blocks, info.max_model_len, info.vocab_size) == (40, 256, VOCAB)
@@ -385,10 +386,10 @@ def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
 
 
 @pytest.mark.parametrize("kv_blocks", [10, None])
-def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_as_it_goes(
+def test_the_maximum_length_is_lowered_to_what_memory_holds(
     kv_blocks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rotary table alone would take 64 TB."""
+    """The rotary table for the full length would take 64 TB."""
     values = {**CONFIG, "max_position_embeddings": 10**12}
     (tmp_path / "config.json").write_text(json.dumps(values))
     monkeypatch.setattr(memory, "CPU_MAX_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)
@@ -427,26 +428,26 @@ def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_a
         (
             {"kv_blocks": 10**12},
             PoolTooLarge,
-            r"kv_blocks is 1000000000000, which needs \d{4,}\.\d GiB .* GiB are available: lower it to at most",
+            r"kv_blocks is 1000000000000, which needs \d{4,}\.\d GiB .* GiB are available: lower it to",
         ),
         ({"max_model_len": 100_000}, UnsupportedError, "max_model_len is 100000"),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_field_and_value(
+def test_an_invalid_spec_is_refused_with_field_and_value(
     folder: Path, changes: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         ModelRunner(spec_of(folder, **changes), single(), quiet)
 
 
-def test_a_pool_that_the_kernel_would_promise_but_not_keep_is_refused(folder: Path) -> None:
+def test_a_pool_larger_than_the_available_memory_is_refused_despite_overcommit(folder: Path) -> None:
     most = available_host_bytes()
-    per_block = 2 * 64 * 4  # of one head's element a layer: the least that a block can take
+    per_block = 2 * 64 * 4  # one head dimension of one element per layer: the smallest possible block
     with pytest.raises(PoolTooLarge, match="are available"):
         ModelRunner(spec_of(folder, kv_blocks=most // per_block), single(), quiet)
 
 
-def test_heads_that_no_kernel_of_a_gpu_serves_are_refused_before_weights_are_read_and_served_on_a_cpu(
+def test_head_dimensions_without_a_gpu_kernel_are_refused_before_loading_but_run_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 24}))
@@ -466,7 +467,7 @@ def test_heads_that_no_kernel_of_a_gpu_serves_are_refused_before_weights_are_rea
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_cpu_never_stands_in_for_a_gpu_silently(folder: Path) -> None:
+def test_a_fallback_to_the_cpu_is_reported_and_an_explicit_gpu_request_fails(folder: Path) -> None:
     with pytest.raises(DeviceError, match="needs 1 CUDA device, but 0"):
         ModelRunner(spec_of(folder, device="cuda"), single(), quiet)
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""`SlotTables` against a model of it in dicts and lists, over random plans."""
+"""Tests of `SlotTables` against a model of dicts and lists, with random plans."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EDITED = (3, 4, 7)
 
 @dataclass
 class ModelRow:
-    """What a row is, told naively."""
+    """The state of a slot in the naive model."""
 
     which: int
     prompt: list[int]
@@ -99,13 +99,13 @@ def check_counts(tables: SlotTables, rows: dict[int, ModelRow]) -> None:
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None:
+def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> None:
     tables = SlotTables(ROWS, BLOCKS, VOCAB, CPU)
     rows: dict[int, ModelRow] = {}
     next_block = 1
     for step in range(data.draw(st.integers(1, 12), label="steps")):
         plan = StepPlan(step, [], [], [], [], [])
-        # Sequences end silently; some rows rest for a step; rows in prefill go on with a chunk.
+        # Sequences may end without a message, some slots skip a step, and slots in prefill get a chunk.
         for number in [n for n, row in rows.items() if data.draw(st.integers(0, 9)) == 0]:
             del rows[number]
         decoding = [n for n, row in rows.items() if row.sampled]
@@ -222,7 +222,7 @@ def plan_of(setups: list[SlotSetup], step: int = 1) -> StepPlan:
     return StepPlan(step, setups, [], [], [], [])
 
 
-def test_penalty_counts_exist_only_while_a_row_needs_them() -> None:
+def test_penalty_counts_exist_only_while_a_slot_needs_them() -> None:
     tables = SlotTables(8, 2, VOCAB, CPU)
     plain, penalised = PARAMS[0], PARAMS[3]
     tables.apply(plan_of([SlotSetup(0, plain, 0, 1, [])]))
@@ -236,7 +236,7 @@ def test_penalty_counts_exist_only_while_a_row_needs_them() -> None:
 
 
 @pytest.mark.parametrize("which", range(len(PARAMS)))
-def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: int) -> None:
+def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: int) -> None:
     prompt, output = [3, 5, 3], [7, 5, 7]
     history = prompt + output if which in PENALISED else []
     pairs = [(4, 2), (1, 9), (6, 0), (0, 3)]
@@ -244,7 +244,7 @@ def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: i
     other = SlotSetup(2, PARAMS[3], 0, 1, [8])
     together, apart = SlotTables(8, 2, VOCAB, CPU), SlotTables(8, 2, VOCAB, CPU)
     for tables in (together, apart):
-        # Rows that had counts of others, and a length.
+        # Slots that had penalty counts and a length of other sequences.
         tables.apply(plan_of([SlotSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
         tables._lengths_host[:] = 5
     together.apply(plan_of([other, SlotSetup(row, PARAMS[which], sample, 3, history, forks)]))
@@ -260,14 +260,14 @@ def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: i
         assert together.sampling.counts is not None and apart.sampling.counts is not None
         for slot in together.sampling._count_row_of.values():
             assert torch.equal(together.sampling.counts[slot], apart.sampling.counts[slot])
-        # From here on each goes its own way.
+        # From here on the forks diverge.
         for tables in (together, apart):
             tables.sampling.count(tables.sampling.metadata(rows, lengths), torch.tensor([1, 2, step, 4]))
 
 
 def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its history, bias and stop tokens, beside the numbers of all rows; a fork that gets a new owner leaves
-    the others theirs."""
+    """One upload of history, bias and stop tokens serves all forks. A fork whose slot gets a new sequence
+    leaves the others unchanged."""
     sent: list[list[float]] = []
 
     def noted(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -290,7 +290,7 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
     assert processors.index.tolist() == [0, 2]
 
 
-def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
+def test_forks_sample_from_one_row_of_logits() -> None:
     tables = SlotTables(4, 2, VOCAB, CPU)
     setups = [SlotSetup(n, PARAMS[1], n, 3, []) for n in range(4)]
     chunks = [Chunk(0, 0, [1, 2, 3], [0, 2, 3]), Chunk(1, 0, [5], [1])]
@@ -305,8 +305,8 @@ def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
     assert batch.sampling.positions.tolist() == [3, 3, 3, 1]
 
 
-def test_the_answer_is_kept_while_the_same_rows_ask_the_same() -> None:
-    """Rows, setups, and stop tokens that become allowed: each makes a new one."""
+def test_sampling_metadata_is_cached_while_slots_and_parameters_stay_the_same() -> None:
+    """Other slots, new setups, and stop tokens that become allowed each change the metadata."""
     tables = SlotTables(4, 2, VOCAB, CPU)
     tables.apply(plan_of([SlotSetup(n, PARAMS[p], n, 3, []) for n, p in enumerate((0, 1, 2, 5))]))
     lengths = np.array([9, 9, 9, 3])
@@ -321,8 +321,8 @@ def test_the_answer_is_kept_while_the_same_rows_ask_the_same() -> None:
     assert tables.sampling.metadata([0, 1], lengths).variant == Variant.GREEDY
 
 
-def test_the_tables_say_zero_where_top_k_is_off() -> None:
-    """What the kernels mean by it: also for a k that every token is among."""
+def test_top_k_is_stored_as_zero_if_it_is_off() -> None:
+    """Zero means off for the kernels; a k of the whole vocabulary or more is off too."""
     tables = SlotTables(4, 2, VOCAB, CPU)
     ks = [0, 7, VOCAB, -1]
     setups = [SlotSetup(n, SamplingParams(max_tokens=1, top_k=k), 0, 1, []) for n, k in enumerate(ks)]
@@ -331,7 +331,9 @@ def test_the_tables_say_zero_where_top_k_is_off() -> None:
 
 
 @pytest.mark.parametrize("stops", [(7,), (7, 7, 999, -1)])
-def test_the_last_entry_of_a_block_counts_and_foreign_ids_are_left_out(stops: tuple[int, ...]) -> None:
+def test_the_last_of_duplicate_block_entries_wins_and_ids_outside_the_vocabulary_are_dropped(
+    stops: tuple[int, ...],
+) -> None:
     tables = SlotTables(1, 2, VOCAB, CPU)
     bias = {3: 1.0, VOCAB: 5.0, -1: 5.0}
     params = SamplingParams(max_tokens=1, logit_bias=bias, min_tokens=1, stop_token_ids=stops)

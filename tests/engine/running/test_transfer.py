@@ -1,4 +1,4 @@
-"""Memory for transfers is reservations in the sizes in which it is asked for."""
+"""Tests of the reservation of pinned memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from engine.transfer import reservations, reserve_pinned
 @pytest.mark.parametrize(
     ("most", "largest"), [(1, 1), (2, 2), (3, 4), (262_144, 262_144), (262_145, 524_288)]
 )
-def test_every_power_of_two_is_kept_up_to_the_one_that_holds_the_most(most: int, largest: int) -> None:
+def test_pinned_memory_is_reserved_for_every_power_of_two_up_to_the_largest_transfer(
+    most: int, largest: int
+) -> None:
     sizes = [nbytes for _, nbytes in reservations(most)]
     assert sizes == [1 << bits for bits in range(len(sizes))]
     assert sizes[-1] == largest
@@ -24,11 +26,11 @@ def test_every_power_of_two_is_kept_up_to_the_one_that_holds_the_most(most: int,
 
 
 class Memory:
-    """Page-locked memory: it counts while somebody has it."""
+    """A stand-in for a pinned buffer, which counts as allocated while it is referenced."""
 
 
-def test_all_of_a_size_are_had_at_once_page_locked_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given back before the next is asked for would be the next."""
+def test_all_buffers_of_a_size_are_allocated_before_any_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that is freed too early would be handed out again."""
     held, together, asked = Counter[int](), Counter[int](), Counter[int]()
 
     def empty(nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> Memory:

@@ -116,7 +116,7 @@ class SimulatedRunner:
         self.cache[place[0]][place[1]] = (token, extend(before, token))
 
     def _prefix(self, state: SlotState, length: int) -> int:
-        """Digest of the first `length` tokens as found through the block table."""
+        """Return the digest of the first `length` tokens, read through the block table."""
         digest = 0
         for position in range(length):
             token, computed = self._entry(state, position)

@@ -1,4 +1,4 @@
-"""The scheduler's rules and the ends of sequences, one claim at a time."""
+"""Tests of the scheduler's rules and of the ends of sequences, one claim at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FRONT = "front-0"
 
 
 class House:
-    """An engine on the simulated runner, and all it said."""
+    """An engine on the simulated runner, with all of its outputs."""
 
     def __init__(self, *, overlap: bool = True, runner: Any = None, **sizes: Any) -> None:
         sizes = {"max_rows": 4, "step_tokens": 256, "max_model_len": 512, "blocks": 64, **sizes}
@@ -31,7 +31,8 @@ class House:
         self.handles = 0
 
     def submit(self, prompt: list[int] | int, *, front: str = FRONT, **fields: Any) -> Submit:
-        """Submit `prompt`, tokens or just how many; fields of Submit or SamplingParams."""
+        """Submit `prompt`, given as tokens or as a length. `fields` are fields of Submit or
+        SamplingParams."""
         self.handles += 1
         tokens = (
             [(7 * self.handles + i) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -48,7 +49,7 @@ class House:
         return submit
 
     def step(self) -> StepPlan | None:
-        """One turn; returns the plan that it launched."""
+        """Run one turn of the loop, and return the plan that it launched."""
         before = len(self.runner.plans)
         result = self.core.step()
         for outputs in result.outputs.values():
@@ -58,7 +59,7 @@ class House:
         return self.runner.plans[-1] if len(self.runner.plans) > before else None
 
     def waited_for(self) -> bool:
-        """One turn: whether what it launched was waited for."""
+        """Run one turn of the loop, and return whether its idle time was counted."""
         self.runner.gap_us = 7.0
         timing = self.core.step().timing
         assert timing is not None and timing.idle_us in (0.0, 7.0)
@@ -72,7 +73,7 @@ class House:
         raise AssertionError("the engine does not come to rest")
 
     def told(self, submit: Submit, sample: int = 0) -> tuple[list[int], str]:
-        """Tokens and finish of a sample."""
+        """Return the tokens and the finish reason of a sample."""
         mine = [o for o in self.outputs if (o.handle, o.sample) == (submit.handle, sample)]
         return [token for o in mine for token in o.token_ids], mine[-1].finish
 
@@ -116,7 +117,7 @@ def test_ignore_eos_runs_to_max_tokens(overlap: bool) -> None:
 
 
 class AlwaysStop:
-    """A runner without a sampler's manners: it samples token 0 whatever min_tokens says."""
+    """A runner that always samples token 0, even before min_tokens."""
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -132,13 +133,15 @@ def test_no_stop_token_ends_a_sequence_before_min_tokens(overlap: bool) -> None:
     house = House(overlap=overlap, runner=AlwaysStop())
     submit = house.submit(10, max_tokens=50, min_tokens=5, stop_token_ids=(0,))
     house.drain()
-    # Five tokens that may not be a stop token, then the first that may.
+    # Five tokens must not be a stop token; the sixth may.
     assert house.told(submit) == ([0] * 6, "stop")
 
 
 @both_overlaps
 @pytest.mark.parametrize("max_tokens", [1, 2, 63, 64, 65])
-def test_max_tokens_is_met_exactly_and_no_step_is_scheduled_past_it(overlap: bool, max_tokens: int) -> None:
+def test_a_sequence_generates_exactly_max_tokens_and_no_step_is_scheduled_after(
+    overlap: bool, max_tokens: int
+) -> None:
     house = House(overlap=overlap)
     submit = house.submit(5, max_tokens=max_tokens)
     house.drain()
@@ -160,7 +163,7 @@ def test_the_models_length_ends_a_sequence(overlap: bool, prompt: int) -> None:
     assert (prompt + len(tokens), finish) == (100, "length")
 
 
-def test_nothing_to_generate_ends_at_once_without_a_step() -> None:
+def test_a_request_without_tokens_to_generate_ends_without_a_step() -> None:
     house = House()
     submit = house.submit(10, max_tokens=0)
     resumed = house.submit(10, max_tokens=2, output_token_ids=[1, 2])
@@ -174,7 +177,7 @@ def test_nothing_to_generate_ends_at_once_without_a_step() -> None:
     assert house.runner.plans == []
 
 
-def test_a_prompt_is_scored_without_generating() -> None:
+def test_prompt_logprobs_are_returned_without_generating_tokens() -> None:
     house = House(step_tokens=50)
     submit = house.submit(120, max_tokens=0, prompt_logprobs=0)
     house.drain()
@@ -184,7 +187,7 @@ def test_a_prompt_is_scored_without_generating() -> None:
     assert (output.token_ids, output.finish) == ([], "length")
 
 
-def test_a_resumed_submission_goes_on_where_it_broke_off() -> None:
+def test_a_resubmitted_sample_continues_after_its_known_output() -> None:
     whole = House()
     submit = whole.submit(70, max_tokens=40, temperature=1.0, seed=3, presence_penalty=0.5)
     whole.drain()
@@ -238,7 +241,7 @@ def test_a_resumed_submission_goes_on_where_it_broke_off() -> None:
         ([1] * 100, {"max_tokens": 400}, "needs 8 KV blocks, but the pool has 4"),
     ],
 )
-def test_what_cannot_be_computed_ends_with_an_error_that_names_it(
+def test_an_invalid_submission_ends_with_an_error_that_names_the_field(
     prompt: list[int], fields: dict[str, Any], message: str
 ) -> None:
     house = House(blocks=4)
@@ -264,7 +267,7 @@ def test_a_handle_in_use_is_refused() -> None:
     assert sorted(f.finish[0] for f in house.finished) == ["error", "length", "length"]
 
 
-def test_sizes_that_cannot_work_are_refused() -> None:
+def test_inconsistent_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="step_tokens is 3, but 4 sequences"):
         House(max_rows=4, step_tokens=3)
     for mixed_tokens in (3, 65):
@@ -276,16 +279,14 @@ def test_sizes_that_cannot_work_are_refused() -> None:
     ("max_rows", "step_tokens", "mixed_tokens"),
     [(64, 2048, 1024), (1024, 8192, 4096), (6000, 8192, 6000), (8192, 8192, 8192)],
 )
-def test_without_a_budget_for_mixed_steps_they_get_one_that_fits(
+def test_the_default_budget_of_mixed_steps_fits_the_other_sizes(
     max_rows: int, step_tokens: int, mixed_tokens: int
 ) -> None:
     assert House(max_rows=max_rows, step_tokens=step_tokens).scheduler.mixed_tokens == mixed_tokens
 
 
 @pytest.mark.parametrize(("overlap", "cleared"), [(True, 2), (False, 0)])
-def test_blocks_that_a_step_in_flight_writes_are_cleared_for_their_next_owners(
-    overlap: bool, cleared: int
-) -> None:
+def test_blocks_written_by_a_step_in_flight_are_zeroed_when_reallocated(overlap: bool, cleared: int) -> None:
     house = House(overlap=overlap, max_rows=1, step_tokens=100, blocks=8, prefix_cache=False)
     house.submit(64, max_tokens=100)
     house.drain()
@@ -294,12 +295,13 @@ def test_blocks_that_a_step_in_flight_writes_are_cleared_for_their_next_owners(
     house.scheduler.cancel(FRONT, cancelled.handle)
     house.submit(400, max_tokens=1)
     plans = [house.step() for _ in range(4)]
-    # 100 tokens of the cancelled prompt; the sequence that ran to its end leaves nothing to clear.
+    # The 100 tokens of the cancelled prompt need zeroing; the sequence that ended normally leaves nothing to
+    # zero.
     assert [len(plan.clears) for plan in plans if plan] == [cleared, 0, 0, 0]
     house.drain()
 
 
-def test_the_step_that_overtook_a_stop_token_leaves_one_block_to_clear() -> None:
+def test_the_step_launched_before_a_stop_token_was_read_leaves_one_block_to_zero() -> None:
     house = House(max_rows=1, blocks=8, prefix_cache=False)
     stop = first_tokens(house.submit(130, max_tokens=1), 4)[3]
     house = House(max_rows=1, blocks=8, prefix_cache=False)
@@ -323,18 +325,18 @@ def test_decodes_come_first_and_a_long_prompt_fills_the_rest_of_each_step() -> N
     assert [len(chunk.token_ids) for plan in plans if plan for chunk in plan.chunks] == [63, 63, 63, 63, 48]
 
 
-def test_a_step_computes_less_of_prompts_while_sequences_decode() -> None:
+def test_a_step_with_decodes_has_the_smaller_token_budget() -> None:
     house = House(step_tokens=128, mixed_tokens=40, blocks=32)
     house.submit(128, max_tokens=100)
     house.submit(300)
-    # The whole budget while nobody decodes; the lesser one, decodes included, from then on.
+    # The whole budget until a sequence decodes; from then on the smaller one, decodes included.
     plans = [house.step() for _ in range(9)]
     assert [
         (len(plan.decodes), sum(len(chunk.token_ids) for chunk in plan.chunks)) for plan in plans if plan
     ] == [(0, 128), *[(1, 39)] * 7, (1, 27)]
 
 
-def test_prompts_get_on_while_all_other_rows_decode() -> None:
+def test_prefills_make_progress_while_all_other_slots_decode() -> None:
     house = House(max_rows=4, step_tokens=128, mixed_tokens=4)
     for _ in range(3):
         house.submit(4, max_tokens=60)
@@ -344,7 +346,7 @@ def test_prompts_get_on_while_all_other_rows_decode() -> None:
     assert [len(chunk.token_ids) for plan in plans if plan for chunk in plan.chunks] == [1] * 10
 
 
-def test_a_running_prefill_goes_on_before_new_admissions() -> None:
+def test_a_running_prefill_continues_before_new_admissions() -> None:
     house = House(step_tokens=100)
     house.submit(150, priority=3)
     house.step()
@@ -362,7 +364,7 @@ def test_admission_is_by_class_then_arrival() -> None:
     assert [o.handle for o in house.outputs] == [s.handle for s in (urgent, early, second, late)]
 
 
-def test_nobody_overtakes_a_head_of_queue_that_waits_for_blocks() -> None:
+def test_no_sequence_overtakes_the_head_of_the_queue_while_it_waits_for_blocks() -> None:
     house = House(blocks=6)
     house.submit(4 * BLOCK_TOKENS, max_tokens=20)
     house.step()
@@ -382,7 +384,7 @@ def test_a_head_of_queue_starts_as_soon_as_its_blocks_are_free() -> None:
     assert started == {len(long.prompt_token_ids): 1, 4 * BLOCK_TOKENS: 11}
 
 
-def test_an_admission_leaves_a_watermark_of_free_blocks_while_others_run() -> None:
+def test_admission_keeps_the_watermark_of_free_blocks_while_sequences_run() -> None:
     house = House(blocks=4, max_model_len=256)
     house.submit(10, max_tokens=3)
     house.step()
@@ -398,7 +400,7 @@ def test_an_admission_leaves_a_watermark_of_free_blocks_while_others_run() -> No
 
 
 @both_overlaps
-def test_the_lowest_class_is_preempted_the_youngest_of_it_first(overlap: bool) -> None:
+def test_the_youngest_sequence_of_the_lowest_class_is_preempted_first(overlap: bool) -> None:
     house = House(overlap=overlap, blocks=6, max_rows=4)
     oldest = house.submit(50, max_tokens=100, priority=1)
     low = house.submit(50, max_tokens=100, priority=2)
@@ -412,7 +414,7 @@ def test_the_lowest_class_is_preempted_the_youngest_of_it_first(overlap: bool) -
 
 
 @both_overlaps
-def test_a_preempted_sequence_goes_before_new_ones_of_its_class(overlap: bool) -> None:
+def test_a_preempted_sequence_is_admitted_before_new_ones_of_its_class(overlap: bool) -> None:
     house = House(overlap=overlap, blocks=4, max_rows=2)
     house.submit(60, max_tokens=80)
     victim = house.submit(60, max_tokens=120)
@@ -429,7 +431,7 @@ def test_a_preempted_sequence_goes_before_new_ones_of_its_class(overlap: bool) -
 
 
 @both_overlaps
-def test_prompt_scores_survive_a_preemption_in_the_middle_of_the_prompt(overlap: bool) -> None:
+def test_prompt_logprobs_survive_a_preemption_during_prefill(overlap: bool) -> None:
     house = House(overlap=overlap, blocks=5, max_rows=2, step_tokens=3)
     house.submit(60, max_tokens=80)
     while house.scheduler.waiting or not house.outputs:
@@ -459,7 +461,7 @@ def test_samples_share_one_prefill_and_copy_the_partial_block(overlap: bool, pro
     assert sum(len(plan.copies) for plan in plans) == (2 if prompt % BLOCK_TOKENS else 0)
 
 
-def test_samples_that_find_no_row_run_later_on_the_cached_prompt() -> None:
+def test_samples_without_a_free_slot_run_later_with_the_cached_prompt() -> None:
     house = House(max_rows=2)
     submit = house.submit(130, n=3, temperature=1.0)
     house.drain()
@@ -478,7 +480,7 @@ def test_samples_that_find_no_row_run_later_on_the_cached_prompt() -> None:
 @both_overlaps
 @pytest.mark.parametrize("after_steps", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("sample", [None, 0, 1, 2])
-def test_a_cancel_ends_what_it_names_and_nothing_else_at_any_time(
+def test_a_cancel_ends_only_the_given_sample_or_submission_at_any_time(
     overlap: bool, after_steps: int, sample: int | None
 ) -> None:
     house = House(overlap=overlap, step_tokens=40)
@@ -499,7 +501,7 @@ def test_a_cancel_ends_what_it_names_and_nothing_else_at_any_time(
     assert len(house.finished) == 2
 
 
-def test_a_sibling_goes_on_with_the_prefill_of_a_cancelled_sample() -> None:
+def test_a_fork_continues_the_prefill_of_its_cancelled_leader() -> None:
     house = House(step_tokens=40, overlap=False)
     submit = house.submit(100, n=3)
     house.step()
@@ -521,7 +523,7 @@ def test_a_preempted_sequence_can_be_cancelled() -> None:
     assert house.told(victim)[1] == "cancelled"
 
 
-def test_what_has_ended_or_never_was_is_passed_over() -> None:
+def test_cancelling_an_ended_or_unknown_submission_has_no_effect() -> None:
     house = House()
     submit = house.submit(5, n=2)
     house.scheduler.cancel(FRONT, 99)
@@ -544,7 +546,7 @@ def test_a_request_is_cancelled_on_every_channel() -> None:
     assert house.told(one)[1] == house.told(two)[1] == "cancelled"
 
 
-def test_a_gone_channel_gets_nothing_more_and_its_ledgers_are_kept() -> None:
+def test_a_closed_channel_gets_no_outputs_but_its_final_counts_are_reported() -> None:
     house = House()
     house.submit(5, max_tokens=90, front="gone")
     stays = house.submit(5, max_tokens=90, front="stays")
@@ -575,7 +577,7 @@ def test_the_first_output_carries_the_cached_tokens_and_the_final_counts_the_bat
     assert (ledger.prompt_tokens, ledger.cached_tokens, ledger.batch_size) == (130, 128, 2)
 
 
-def test_tokens_of_outputs_are_cached_too() -> None:
+def test_generated_tokens_are_cached_too() -> None:
     house = House()
     submit = house.submit(60, max_tokens=10)
     house.drain()
@@ -608,7 +610,7 @@ def test_token_credit_comes_back_with_each_chunk() -> None:
     assert granted == [50, 100, 120]
 
 
-def test_a_runners_failure_is_not_swallowed() -> None:
+def test_an_exception_of_the_runner_propagates() -> None:
     class Broken(AlwaysStop):
         def launch(self, plan: StepPlan) -> SimulatedStep:
             raise RuntimeError("device lost")
@@ -640,7 +642,7 @@ def test_with_overlap_the_next_step_is_launched_before_tokens_are_read() -> None
     assert reads == [(1, 2), (2, 3), (3, 4), (4, 4)]
 
 
-def test_a_steady_decode_step_is_a_list_of_rows() -> None:
+def test_the_plan_of_a_steady_decode_step_has_only_slots() -> None:
     house = House()
     for _ in range(3):
         house.submit(5, max_tokens=30)
@@ -652,7 +654,7 @@ def test_a_steady_decode_step_is_a_list_of_rows() -> None:
 
 
 @both_overlaps
-def test_what_has_ended_is_freed_without_the_collector(overlap: bool) -> None:
+def test_ended_sequences_are_freed_by_reference_counting(overlap: bool) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -668,8 +670,8 @@ def test_what_has_ended_is_freed_without_the_collector(overlap: bool) -> None:
         gc.enable()
 
 
-def test_a_gap_counts_only_where_a_sequence_was_there_before_it() -> None:
-    """A step of newcomers may have come after hours of rest."""
+def test_idle_time_counts_only_if_a_sequence_was_waiting() -> None:
+    """Before a step that only has new sequences, the engine may have been idle for hours."""
     house = House(overlap=False)
     house.submit(40, max_tokens=1)
     assert not house.waited_for(), "nobody was there before the first step"

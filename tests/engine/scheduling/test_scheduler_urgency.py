@@ -1,4 +1,4 @@
-"""Who goes ahead of whom: urgent submissions, and real-time ones against background ones."""
+"""Tests of priorities: urgent submissions, and real-time submissions against background ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.engine.scheduling.test_scheduler_rules import House, both_overlaps
 
 
 def computed(plan: StepPlan | None) -> list[int]:
-    """Tokens of each chunk."""
+    """Return the number of tokens of each chunk."""
     assert plan is not None
     return [len(chunk.token_ids) for chunk in plan.chunks]
 
 
 def started(house: House, submit: Submit) -> int:
-    """The step that computed a submission's first tokens."""
+    """Return the step that computed a submission's first tokens."""
     return next(
         plan.step
         for plan in house.runner.plans
@@ -25,7 +25,7 @@ def started(house: House, submit: Submit) -> int:
     )
 
 
-def test_an_urgent_submission_starts_before_those_of_its_class_that_wait() -> None:
+def test_an_urgent_submission_starts_before_waiting_ones_of_its_class() -> None:
     house = House(step_tokens=64)
     crowd = [house.submit(64, max_tokens=1) for _ in range(3)]
     urgent = house.submit(64, max_tokens=1, urgent=True)
@@ -33,7 +33,7 @@ def test_an_urgent_submission_starts_before_those_of_its_class_that_wait() -> No
     assert [started(house, submit) for submit in (urgent, *crowd)] == [1, 2, 3, 4]
 
 
-def test_an_urgent_submission_goes_ahead_of_a_long_prompt_that_is_under_way() -> None:
+def test_an_urgent_submission_is_served_before_a_running_long_prefill() -> None:
     house = House(step_tokens=64, overlap=False)
     long = house.submit(300, max_tokens=1)
     assert computed(house.step()) == [64]
@@ -57,7 +57,7 @@ def test_urgency_does_not_overtake_a_higher_class() -> None:
 
 
 @both_overlaps
-def test_real_time_pushes_the_youngest_background_sequences_out_of_their_rows(overlap: bool) -> None:
+def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap: bool) -> None:
     house = House(overlap=overlap, max_rows=4)
     background = [house.submit(20, max_tokens=60, priority=3) for _ in range(3)]
     batch = house.submit(20, max_tokens=60, priority=2)
@@ -77,7 +77,7 @@ def test_real_time_pushes_the_youngest_background_sequences_out_of_their_rows(ov
 
 
 @pytest.mark.parametrize("priority", [1, 2])
-def test_only_background_makes_room_and_only_for_real_time(priority: int) -> None:
+def test_only_background_is_preempted_and_only_for_real_time(priority: int) -> None:
     house = House(max_rows=2)
     for other in (priority, priority):
         house.submit(20, max_tokens=30, priority=other)
@@ -93,13 +93,13 @@ def test_only_background_makes_room_and_only_for_real_time(priority: int) -> Non
 
 
 @both_overlaps
-def test_real_time_takes_the_blocks_of_background_sequences_only_where_that_is_enough(overlap: bool) -> None:
+def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(overlap: bool) -> None:
     house = House(overlap=overlap, blocks=8, max_rows=4)
     background = [house.submit(2 * BLOCK_TOKENS - 10, max_tokens=8, priority=3) for _ in range(2)]
     interactive = house.submit(2 * BLOCK_TOKENS - 10, max_tokens=40)
     while len(house.outputs) < 3:
         house.step()
-    # Five blocks are not free, and would not be without the background sequences.
+    # Even without the background sequences, five blocks would not be free.
     too_large = house.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
     house.step()
     assert house.scheduler.accounting.totals.preemptions == 0
@@ -112,7 +112,7 @@ def test_real_time_takes_the_blocks_of_background_sequences_only_where_that_is_e
     house.expect_alone(fits)
 
 
-def test_an_urgent_prompts_step_is_kept_free_of_other_prompts_but_never_two_in_a_row() -> None:
+def test_an_urgent_prompts_step_leaves_out_other_prompts_but_never_twice_in_a_row() -> None:
     house = House(step_tokens=64)
     house.submit(400, max_tokens=1)
     assert computed(house.step()) == [64]

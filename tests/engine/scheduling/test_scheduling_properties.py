@@ -1,5 +1,5 @@
-"""Random traffic through scheduler, block pool and step loop: whatever comes, invariants hold after every
-step, every sample ends exactly once with the tokens it would get alone, and all credit comes back."""
+"""Property tests of scheduler, block pool and step loop under random traffic: invariants hold after every
+step, every sample ends exactly once with the tokens that it gets alone, and all credit is granted back."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.engine.scheduling.simulated_runner import STOP, VOCAB, Expected, Simu
 
 MOST_STEPS_TO_DRAIN = 40_000
 OWN_SALT = "own"
-"""Stands for a salt that no other submission has."""
+"""Prefix of a cache salt that no other submission has."""
 
 
 @dataclass
 class Told:
-    """What a front was told about one sample."""
+    """The outputs that a front received for one sample."""
 
     expected: Expected
     tokens: list[int] = field(default_factory=list)
@@ -36,17 +36,17 @@ class Told:
 
 @dataclass(frozen=True)
 class Ask:
-    """A submission to be made."""
+    """The parameters of a submission."""
 
     front: str
     request: int
     family: int
-    """Asks of one family have prompts that begin alike, for `shared` tokens."""
+    """Submissions of one family have prompts with the same first `shared` tokens."""
     shared: int
     own: int
-    """Prompt tokens of its own."""
+    """Number of further prompt tokens, which differ between submissions."""
     follows: bool
-    """Whether the prompt begins with a whole earlier conversation, if there is one, instead."""
+    """Whether the prompt begins with an earlier conversation instead, if there is one."""
     resumed: int
     n: int
     max_tokens: int
@@ -83,7 +83,8 @@ CHOICES: dict[str, list[Any]] = {
     "priority": [1, 1, 0, 2, 3],
     "urgent": [False, False, True],
 }
-"""Borders of blocks and chunks, enough tokens to fill tiny pools; a failure shrinks to the first of each."""
+"""Lengths around the boundaries of blocks and chunks, enough to fill tiny pools. Hypothesis shrinks a failure
+to the first values."""
 
 ASKS = st.builds(Ask, **{name: st.sampled_from(choices) for name, choices in CHOICES.items()})
 
@@ -123,7 +124,7 @@ class Traffic(RuleBasedStateMachine):
         self.told: dict[tuple[str, int, int], Told] = {}
         self.finished: list[Finished] = []
         self.conversations: list[list[int]] = []
-        """Prompt and output of samples without a salt that ended."""
+        """Prompts and outputs of ended samples without a cache salt."""
         self.spent_rows = self.spent_tokens = 0
         self.initial = (max_rows, self.scheduler.accounting.credit_tokens)
         self.next_handle = 0
@@ -165,7 +166,7 @@ class Traffic(RuleBasedStateMachine):
             urgent=ask.urgent,
         )
         if ask.resumed and ask.n == 1 and prompt:
-            # As after the loss of a replica: the sample goes on from what was emitted.
+            # As after the death of a replica, the sample continues from its emitted tokens.
             emitted = alone(submit, submit.first_sample, self.max_model_len).tokens[: ask.resumed]
             if not (STOP in emitted and ask.stops and not ask.ignore_eos):
                 submit = msgspec.structs.replace(submit, output_token_ids=emitted)
@@ -307,8 +308,8 @@ TestTraffic.settings = settings(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_heavy_traffic_ends_exactly_once_with_the_tokens_of_each_alone(seed: int) -> None:
-    # Denser than what a search for small failures draws: most of it preempts, forks and hits.
+def test_in_heavy_traffic_every_sample_ends_once_with_the_tokens_that_it_gets_alone(seed: int) -> None:
+    # Denser traffic than hypothesis draws: most of it preempts, forks and hits the prefix cache.
     draw = random.Random(seed)
     traffic = Traffic()
     traffic.start(

@@ -1,4 +1,4 @@
-"""What ranks are told when sequences start: once what siblings share, and never too much in one step."""
+"""Tests of setups in plans: forks share one setup, and the setups of a step are bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def setups_by_step(house: House) -> list[list[SlotSetup]]:
     return [plan.setups for plan in house.runner.plans if plan.setups]
 
 
-def test_samples_that_start_together_are_told_their_tokens_once() -> None:
+def test_forks_share_one_setup_in_the_plan() -> None:
     house = House()
     submit = house.submit(150, n=4, first_sample=3, temperature=1.0, presence_penalty=0.5)
     house.drain()
@@ -25,7 +25,7 @@ def test_samples_that_start_together_are_told_their_tokens_once() -> None:
     house.expect_alone(submit)
 
 
-def test_histories_of_a_step_are_bounded_and_nobody_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setups_of_a_step_are_bounded_and_every_sequence_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "MAX_SETUP_NUMBERS", 100)
     house = House()
     lengths = [120, 40, 40, 40]
@@ -37,7 +37,7 @@ def test_histories_of_a_step_are_bounded_and_nobody_is_left_out(monkeypatch: pyt
         house.expect_alone(submit)
 
 
-def test_biases_and_stop_tokens_count_as_histories_do_and_prompts_do_not(
+def test_biases_and_stop_tokens_count_towards_the_setup_limit_but_prompts_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "MAX_SETUP_NUMBERS", 40)

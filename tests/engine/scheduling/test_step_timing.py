@@ -1,4 +1,4 @@
-"""How long a step took, by a clock that only launching and waiting move."""
+"""Tests of step timing, with a clock that only launches and waits advance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Device(SimulatedRunner):
-    """Begins with the first kernel that it is given, or when the step before is done; then takes `STEP_S`."""
+    """A step that starts with its first kernel, or when the previous step ends, and then takes `STEP_S`."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(4, 64)
@@ -43,10 +43,11 @@ class Device(SimulatedRunner):
 
 
 @both_overlaps
-def test_a_step_of_an_idle_engine_lasts_from_where_its_launch_begins(
+def test_a_step_of_an_idle_engine_is_timed_from_the_start_of_its_launch(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one behind another from the end of that: together they last as long as the device worked."""
+    """A step behind another is timed from the end of that one, so that together the times are the working
+    time of the device."""
     clock = Clock()
     monkeypatch.setattr(engine.core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     house = House(overlap=overlap, runner=Device(clock))
