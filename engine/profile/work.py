@@ -81,8 +81,8 @@ def work_by_kernel(
 
     norms: kernel launches for norms per step, fewer than norms if GEMMs fuse some; None: one launch per norm.
     hopper: whether long prompts use the Hopper attention kernel. Two approximations: captured passes, which
-    never use that kernel, are counted as if they did, and chunks that read an FP8 cache directly are counted as
-    if it was expanded.
+    never use that kernel, are counted as if they did, and chunks that read an FP8 cache directly are counted
+    as if it was expanded.
     """
     made: dict[str, KernelWork] = {}
     for shape in shapes:
