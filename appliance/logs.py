@@ -40,5 +40,5 @@ def configure_logging(level: str, process: str = "") -> None:
     root.setLevel(level.upper())
     # Heads of the audit chain belong into the journal whatever else does: it is what speaks for the chain.
     logging.getLogger("store.heads").setLevel(logging.INFO)
-    for chatty in ("asyncio", "uvicorn.access", "httpx"):
+    for chatty in ("asyncio", "httpx"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))

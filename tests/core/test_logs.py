@@ -12,9 +12,7 @@ from appliance import logs
 
 @pytest.fixture
 def untouched() -> Iterator[None]:
-    loggers = [
-        logging.getLogger(name) for name in (None, "store.heads", "asyncio", "uvicorn.access", "httpx")
-    ]
+    loggers = [logging.getLogger(name) for name in (None, "store.heads", "asyncio", "httpx")]
     levels, handlers = [logger.level for logger in loggers], loggers[0].handlers[:]
     yield
     loggers[0].handlers[:] = handlers
