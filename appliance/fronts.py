@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 from appliance.backoff import Backoff
@@ -53,6 +54,9 @@ class FrontEvents(Protocol):
 
     def front_ready(self, front: Front) -> None:
         """It takes connections."""
+
+    def front_reported(self, front: Front) -> None:
+        """The front has reported how many connections it has taken: it may take others now."""
 
     def front_asks(self, front: Front, message: AboutRequest) -> None:
         """A word on a request."""
@@ -280,6 +284,7 @@ class Front:
             problems = before.problems if before is not None else {}
             if message.problems != problems:
                 self._events.front_changed(self, problems)
+            self._events.front_reported(self)
             for problem in self._refusals.problems(message):
                 self._events.front_problem(self, problem)
         elif isinstance(message, FrontReady):
@@ -288,24 +293,38 @@ class Front:
                 log.info("%s is ready", self.name)
                 self._events.front_ready(self)
         elif isinstance(message, HandOver):
-            if self._channel is not None:
-                descriptors = self._channel.take_fd(), self._channel.take_fd()
-                try:
-                    self._events.front_hands_over(self, message, descriptors)
-                finally:
-                    for descriptor in descriptors:
-                        os.close(descriptor)
+            with self._descriptors(2) as descriptors:
+                if descriptors:
+                    self._events.front_hands_over(self, message, (descriptors[0], descriptors[1]))
         elif isinstance(message, Keep):
-            if self._channel is not None:
-                descriptor = self._channel.take_fd()
-                try:
-                    self._events.front_keeps(self, message, descriptor)
-                finally:
-                    os.close(descriptor)
+            with self._descriptors(1) as descriptors:
+                if descriptors:
+                    self._events.front_keeps(self, message, descriptors[0])
         elif isinstance(message, Claim | Release):
             self._events.front_claims(self, message)
         else:
             self._events.front_asks(self, message)
+
+    @contextlib.contextmanager
+    def _descriptors(self, count: int) -> Iterator[list[int]]:
+        """Return the descriptors that came with a message, and close them afterwards; none if the kernel has
+        dropped one because this process has too many files open."""
+        taken: list[int] = []
+        complete = True
+        try:
+            if self._channel is not None:
+                for _ in range(count):
+                    taken.append(self._channel.take_fd())
+        except LookupError:
+            complete = False
+            self._events.front_problem(
+                self, "a message lost its file descriptor: raise the limit of open files (ulimit -n)"
+            )
+        try:
+            yield taken if complete else []
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
 
     def _exited(self) -> None:
         process, channel = self._process, self._channel

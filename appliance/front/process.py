@@ -86,7 +86,12 @@ class Front:
         elif isinstance(message, Identities):
             self._box.directory.take(message)
         elif isinstance(message, AttachReplica):
-            self._box.replicas.attach(message.replica, self._take_socket())
+            try:
+                self._box.replicas.attach(message.replica, self._take_socket())
+            except LookupError:
+                # Without the channel this front is of no use; the core starts another one.
+                log.error("no file descriptor is left for the channel to replica %s", message.replica)
+                os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
             # At once, however long models take to be read: a drain refuses what comes soon after.
