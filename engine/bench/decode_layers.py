@@ -1,7 +1,7 @@
 """A decoder's layers as decode runs them, attention included, with kernels that can be exchanged.
 
-A few layers of a shape with random weights, more than the L2 holds, by the decoder's own code: what
-`scripts/measure_layer.py` times in some ways, and `scripts/tune_layer.py` in as many as find the fastest.
+A few layers of a public shape with random weights, more than the L2 holds, run by the decoder's own code.
+`scripts/tune_layer.py` times them with different plans.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import single
-from kernels import AttentionInput, KvPool, Stream, Weight, compiling
+from kernels import AttentionInput, KvPool, Weight, compiling
 from kernels.cuda import CudaOps
 from kernels.dimensions import read_dimensions
 from kernels.triton import attention_decode
@@ -218,10 +218,6 @@ class DecodeLayers:
         """What attention chooses for these rows."""
         return attention_decode.config_on(self._kv[0].keys, self.rows)
 
-    def go_as(self, way: Way) -> None:
-        """`go` as a person wrote it."""
-        self.go(way.plans_for(self.rows, self.dtype.itemsize), way.attention, way.apart)
-
     def go(
         self,
         plans: Mapping[str, Plan | None],
@@ -242,22 +238,6 @@ class DecodeLayers:
             return self._decoder.forward(self._inputs, self._kv[:count])
         finally:
             self._decoder.layers = self._layers
-
-    def alone(self) -> dict[str, Callable[[], object]]:
-        """The products in chains of their own, with the norm and the quantisation that go with them."""
-        decoder, eps = self._decoder, self._decoder.config.rms_norm_eps
-        layers, ranks = self._layers, decoder.ranks
-        x = torch.randn((self.rows, decoder.config.hidden_size), device=self.device).to(decoder.dtype)
-        attended = torch.randn((self.rows, self._shapes["o"][1]), device=self.device).to(decoder.dtype)
-        gain = layers[0].post_norm
-        stream = layers[0].attention.o.add_to(Stream(x), attended, gain, ranks)
-        activated = layers[0].mlp.activate(stream, gain, eps)
-        return {
-            "qkv": lambda: [one.attention.qkv.after_norm(stream, gain, eps) for one in layers],
-            "o": lambda: [one.attention.o.add_to(stream, attended, gain, ranks) for one in layers],
-            "gate_up": lambda: [one.mlp.activate(stream, gain, eps) for one in layers],
-            "down": lambda: [one.mlp.down.add_to(stream, activated, gain, ranks) for one in layers],
-        }
 
 
 def compile_launched(target: GPUTarget, launch: Callable[[], object]) -> None:
