@@ -55,7 +55,7 @@ Activation = torch.Tensor | Fp8Activation
 
 
 @dataclass(frozen=True, slots=True)
-class Gained:
+class DeferredNorm:
     """An RMSNorm but for its one factor per token: 1 / √(Σ x² / n + eps)."""
 
     values: torch.Tensor
@@ -65,12 +65,12 @@ class Gained:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class Residual:
     """The residual stream between two halves of a layer."""
 
     values: torch.Tensor
     """[tokens, hidden]"""
-    gained: Gained | None = None
+    deferred_norm: DeferredNorm | None = None
     """The values for the norm that reads them next, where the product that made them has worked it out."""
 
 
@@ -178,19 +178,19 @@ class Ops(Protocol):
 
     def norm_linear(
         self,
-        x: Stream,
+        x: Residual,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`linear(rms_norm(x.values))`, written into `out` where it is given. `x.gained`, where there is any,
-        is of `norm_weight`."""
+        """`linear(rms_norm(x.values))`, written into `out` where it is given. `x.deferred_norm`, if any, is of
+        `norm_weight`."""
 
     def norm_gate_up(
         self,
-        x: Stream,
+        x: Residual,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
@@ -205,9 +205,9 @@ class Ops(Protocol):
         x: Activation,
         weight: Weight,
         bias: torch.Tensor | None,
-        residual: Stream,
+        residual: Residual,
         next_gain: torch.Tensor | None,
-    ) -> Stream:
+    ) -> Residual:
         """`residual + linear(x)`, perhaps with what the norm of `next_gain [out]` needs of it, which reads it
         next; None: no norm of this stream does. May overwrite `residual.values`."""
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, KvPool, Rotation, Stream, Weight
+from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, KvPool, Residual, Rotation, Weight
 from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
 from kernels.triton.attention_decode import DecodeConfig, DecodeWorkspace
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Table
 
 __all__ = ["CudaOps"]
@@ -88,7 +88,7 @@ class CudaOps:
 
     def norm_linear(
         self,
-        x: Stream,
+        x: Residual,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
@@ -99,7 +99,7 @@ class CudaOps:
 
     def norm_gate_up(
         self,
-        x: Stream,
+        x: Residual,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
@@ -117,27 +117,29 @@ class CudaOps:
         x: Activation,
         weight: Weight,
         bias: torch.Tensor | None,
-        residual: Stream,
+        residual: Residual,
         next_gain: torch.Tensor | None,
-    ) -> Stream:
+    ) -> Residual:
         values = residual.values
         options: dict[str, Any] = {"bias": bias, "residual": values, "out": values}
         plan = None if next_gain is None else self._sharing_plan(len(values), weight)
         if plan is None:
-            return Stream(self._product(x, weight, **options))
-        gained = linear.allocate_gained(plan, values)
-        options |= {"next_gain": next_gain, "gained": gained, "plan": plan}
-        return Stream(self._product(x, weight, **options), gained)
+            return Residual(self._product(x, weight, **options))
+        deferred_norm = linear.allocate_deferred_norm(plan, values)
+        options |= {"next_gain": next_gain, "deferred_norm": deferred_norm, "plan": plan}
+        return Residual(self._product(x, weight, **options), deferred_norm)
 
     def _norm_product(
-        self, x: Stream, norm_weight: torch.Tensor, eps: float, weight: Weight, **options: Any
+        self, x: Residual, norm_weight: torch.Tensor, eps: float, weight: Weight, **options: Any
     ) -> torch.Tensor:
-        plan = None if x.gained is None else self._sharing_plan(len(x.values), weight)
-        if x.gained is None or plan is None:
+        plan = None if x.deferred_norm is None else self._sharing_plan(len(x.values), weight)
+        if x.deferred_norm is None or plan is None:
             return self._product(x.values, weight, norm_weight=norm_weight, eps=eps, **options)
-        return self._product(x.gained.values, weight, squares=x.gained.squares, eps=eps, plan=plan, **options)
+        return self._product(
+            x.deferred_norm.values, weight, squares=x.deferred_norm.squares, eps=eps, plan=plan, **options
+        )
 
-    def _sharing_plan(self, rows: int, weight: Weight) -> Plan | None:
+    def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
         """The plan of a product that can share a norm with another product; None where it cannot.
 
         A norm keeps x within float16's range; x × gain may leave it."""
@@ -146,7 +148,7 @@ class CudaOps:
         plan = self._plan(rows, weight)
         return plan if plan is not None and plan.tiled else None
 
-    def _plan(self, rows: int, weight: torch.Tensor) -> Plan | None:
+    def _plan(self, rows: int, weight: torch.Tensor) -> GemmPlan | None:
         """Of a product; None: it is the library's."""
         outputs, inputs = weight.shape
         return self._table.choose(rows, outputs, inputs, weight.dtype)

@@ -19,14 +19,14 @@ from kernels import (
     Fp8Activation,
     Fp8Weight,
     KvPool,
+    Residual,
     Rotation,
-    Stream,
     Weight,
 )
 
 name = "reference"
 
-_LARGEST_FP8 = 448.0
+_FP8_MAX = 448.0
 """Of e4m3 without infinities (float8_e4m3fn)."""
 
 _GATHERED_BYTES = 4 << 20
@@ -77,7 +77,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def norm_linear(
-    x: Stream,
+    x: Residual,
     norm_weight: torch.Tensor,
     eps: float,
     weight: Weight,
@@ -89,7 +89,7 @@ def norm_linear(
 
 
 def norm_gate_up(
-    x: Stream, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None
+    x: Residual, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None
 ) -> torch.Tensor:
     return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
 
@@ -98,10 +98,10 @@ def linear_add(
     x: Activation,
     weight: Weight,
     bias: torch.Tensor | None,
-    residual: Stream,
+    residual: Residual,
     next_gain: torch.Tensor | None,
-) -> Stream:
-    return Stream(residual.values.add_(linear(x, weight, bias)))
+) -> Residual:
+    return Residual(residual.values.add_(linear(x, weight, bias)))
 
 
 def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,9 +110,9 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
     # A tensor, since torch divides by a number, or a number, with a reciprocal, which rounds twice.
-    most = torch.full_like(largest, _LARGEST_FP8)
+    most = torch.full_like(largest, _FP8_MAX)
     inverse = most / torch.where(largest > 0, largest, 1.0)
-    values = (x * inverse).clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+    values = (x * inverse).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
     return values, largest / most
 
 

@@ -42,7 +42,7 @@ from engine.bench.decode_layers import (
     shape_folder,
 )
 from kernels import compiling
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Table, load_table, problem
 from kernels.tune import descent, search
 from kernels.tune.descent import Choice
@@ -57,7 +57,7 @@ SEARCHED = 12
 LEAST_PAGES = (2, 4)
 CUDA = torch.device("cuda")
 
-Options = dict[str, list[Plan | None]]
+Options = dict[str, list[GemmPlan | None]]
 
 
 def plan_search(layers: DecodeLayers, arguments: Any, hopper: bool) -> tuple[list[Choice], Options]:

@@ -31,8 +31,8 @@ from kernels.cuda import CudaOps
 from kernels.dimensions import read_dimensions
 from kernels.triton import attention_decode
 from kernels.triton.attention_decode import DecodeConfig
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import PlanEntry, Product, Table
 from kernels.tune.layers import LAYER_PRODUCTS
 
 LAYERS = 4
@@ -76,12 +76,12 @@ class Way:
                 )
         return cls(text or "as shipped", plans, attention, frozenset(apart))
 
-    def plans_for(self, rows: int, item: int) -> dict[str, Plan | None]:
+    def plans_for(self, rows: int, item: int) -> dict[str, GemmPlan | None]:
         """Of products of `rows` tokens with weights of `item` bytes; None: the library."""
         return {name: _plan(text, rows, item) for name, text in self.plans.items()}
 
 
-def _plan(text: str, rows: int, item: int) -> Plan | None:
+def _plan(text: str, rows: int, item: int) -> GemmPlan | None:
     form, *numbers = text.split(",")
     if form == "library":
         return None
@@ -90,7 +90,7 @@ def _plan(text: str, rows: int, item: int) -> Plan | None:
     block_k = int(columns[:-1]) // item if columns.endswith("b") else int(columns)
     bytes_of_stage = (int(block_n) + padded) * block_k * item
     count = int(stages[:-1]) * 1024 // bytes_of_stage if stages.endswith("k") else int(stages)
-    return Plan(form, padded, int(block_n), block_k, int(warps), count, int(split))  # type: ignore[arg-type]
+    return GemmPlan(form, padded, int(block_n), block_k, int(warps), count, int(split))  # type: ignore[arg-type]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -132,13 +132,13 @@ class _Ops(CudaOps):
     def _decode_config(self, sequences: int, keys: torch.Tensor) -> DecodeConfig:
         changed = replace(super()._decode_config(sequences, keys), **self._attention)
         multiprocessors = attention_decode.multiprocessors_of(keys.device)
-        most = attention_decode.most_items(sequences, keys.shape[1], multiprocessors)
+        most = attention_decode.max_items(sequences, keys.shape[1], multiprocessors)
         return replace(changed, items=max(sequences, min(changed.items, most)))
 
     def _only_decodes(self, inputs: AttentionInput) -> bool:
         return "rope" not in self._apart and super()._only_decodes(inputs)
 
-    def _sharing_plan(self, rows: int, weight: Weight) -> Plan | None:
+    def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
         return None if "norms" in self._apart else super()._sharing_plan(rows, weight)
 
 
@@ -208,7 +208,7 @@ class DecodeLayers:
         weights = sum(n * k for n, k in self._shapes.values()) * self.dtype.itemsize
         return (weights + self.rows * self._context * self._kv_bytes) / _BYTES_PER_US
 
-    def shipped_plans(self) -> dict[str, Plan | None]:
+    def shipped_plans(self) -> dict[str, GemmPlan | None]:
         """What the table says for these rows."""
         return {
             name: self.shipped.choose(self.rows, n, k, self.dtype) for name, (n, k) in self._shapes.items()
@@ -220,7 +220,7 @@ class DecodeLayers:
 
     def go(
         self,
-        plans: Mapping[str, Plan | None],
+        plans: Mapping[str, GemmPlan | None],
         attention: Mapping[str, int] | None = None,
         apart: frozenset[str] = frozenset(),
     ) -> None:
@@ -228,7 +228,7 @@ class DecodeLayers:
         `DecodeConfig`, and apart what `Way.apart` has."""
         table = self.shipped
         for name, plan in plans.items():
-            table = table.with_entry(self.products()[name], self.rows, Entry(plan, 0, 0))
+            table = table.with_entry(self.products()[name], self.rows, PlanEntry(plan, 0, 0))
         self._ops.use(table, attention or {}, apart)
 
     def run(self, count: int | None = None) -> torch.Tensor:

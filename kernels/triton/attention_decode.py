@@ -35,7 +35,7 @@ _LIFT = tl.constexpr(8.0)
 """With FP8, weights are computed times 2**8, so that the small ones of a long sequence stay clear of
 float16's subnormals; it cancels in the quotient."""
 
-_MOST_AT_ONCE = 32
+_MAX_AT_ONCE = 32
 """Most pieces whose sums are read together. The loop over them is unrolled: of 128, as small heads would have
 room for, a kernel takes a minute to compile."""
 
@@ -342,7 +342,7 @@ def config_for(
 
 def pieces_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
     """How many pieces of a sequence are read together where they are added up."""
-    return min(_MOST_AT_ONCE, max(1, config.at_once // (group * head_dim)))
+    return min(_MAX_AT_ONCE, max(1, config.at_once // (group * head_dim)))
 
 
 def config_on(keys: torch.Tensor, sequences: int) -> DecodeConfig:
@@ -351,7 +351,7 @@ def config_on(keys: torch.Tensor, sequences: int) -> DecodeConfig:
     return config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors_of(keys.device))
 
 
-def most_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
+def max_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
     """Of `DecodeConfig.items`, that a workspace has room for."""
     return sequences + 4 * multiprocessors // kv_heads
 
@@ -360,7 +360,7 @@ def allocate_workspace(
     sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
     """For `decode` of up to `sequences` sequences with these heads."""
-    items = most_items(sequences, kv_heads, multiprocessors_of(device))
+    items = max_items(sequences, kv_heads, multiprocessors_of(device))
     group = triton.next_power_of_2(heads // kv_heads)
     return DecodeWorkspace(
         partial=torch.empty(items, kv_heads, group, head_dim, dtype=torch.float32, device=device),

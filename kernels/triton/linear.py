@@ -5,8 +5,8 @@
 kernel a shape gets, and where cuBLAS (through torch) is better; rules say it for shapes that are not there.
 What touches the same bytes is done on the way: RMSNorm and the quantisation of x before, bias, residual and
 SwiGLU after. One row is normed and quantised by every program for itself; more rows by a launch of their own,
-or (`kernels.Gained`) by two products that follow one another: the first multiplies what it writes by the
-norm's gain and adds up its squares, the second multiplies its sums by what is left of the norm, a factor for
+or (`kernels.DeferredNorm`) by two products that follow one another: the first multiplies what it writes by
+the norm's gain and adds up its squares, the second multiplies its sums by what is left of the norm, a factor for
 each token.
 
 Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rms_norm` does; then (FP8)
@@ -31,13 +31,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels import Gained
+from kernels import DeferredNorm
 from kernels.triton import fused
-from kernels.triton.linear_plans import Fused, Plan
+from kernels.triton.linear_plans import FusedOps, GemmPlan
 from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv
 from kernels.triton.linear_table import Table
 
-__all__ = ["Workspace", "allocate_gained", "allocate_workspace", "linear", "linear_fp8", "quantise"]
+__all__ = ["Workspace", "allocate_deferred_norm", "allocate_workspace", "linear", "linear_fp8", "quantise"]
 
 
 def linear(
@@ -51,12 +51,12 @@ def linear(
     silu_mul: bool = False,
     squares: torch.Tensor | None = None,
     next_gain: torch.Tensor | None = None,
-    gained: Gained | None = None,
+    deferred_norm: DeferredNorm | None = None,
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     table: Table | None = None,
     pdl: bool = True,
-    plan: Plan | None = None,
+    plan: GemmPlan | None = None,
 ) -> torch.Tensor:
     """`rms_norm(x) @ weight.T + bias`, then SwiGLU, then `+ residual`: each only if asked for.
 
@@ -67,17 +67,17 @@ def linear(
     of the device; None: rules alone. plan: instead of the table's. pdl: weight, bias and next_gain are read
     before the kernel in front has ended, so that one must not write them.
 
-    A norm that is shared (by a product of a plan that is `tiled`): squares: x is `Gained.values` and these
-    its `Gained.squares`, with the norm's eps and without norm_weight. gained: of `allocate_gained`, filled
-    from the result, with the gain of the norm that reads it next, next_gain `[N]`.
+    A norm that is shared (by a product of a plan that is `tiled`): squares: x is `DeferredNorm.values` and
+    these its `DeferredNorm.squares`, with the norm's eps and without norm_weight. deferred_norm: of
+    `allocate_deferred_norm`, filled from the result, with the gain of the norm that reads it next, next_gain `[N]`.
     """
-    extras = Fused(bias, residual, norm_weight, eps, silu_mul, squares, next_gain, gained)
+    extras = FusedOps(bias, residual, norm_weight, eps, silu_mul, squares, next_gain, deferred_norm)
     _check(x, weight, extras, out)
     if weight.dtype != x.dtype:
         raise ValueError(f"weight is {weight.dtype} and x is {x.dtype}; they must be the same")
     rows = x.shape[0]
     plan = plan or (table or Table()).choose(rows, weight.shape[0], weight.shape[1], weight.dtype)
-    if squares is not None or gained is not None:
+    if squares is not None or deferred_norm is not None:
         _check_shared(plan, x, weight, extras)
     alone = plan is not None and rows == 1 and plan.form == "gemv"
     if norm_weight is not None and rows and not alone:
@@ -108,7 +108,7 @@ def linear_fp8(
     workspace: Workspace | None = None,
     table: Table | None = None,
     pdl: bool = True,
-    plan: Plan | None = None,
+    plan: GemmPlan | None = None,
 ) -> torch.Tensor:
     """As `linear`, of e4m3 weights `[N, K]` with a float32 scale each, `weight_scale [N]`, and of x quantised
     per token.
@@ -117,7 +117,7 @@ def linear_fp8(
     `[rows, 1]` float32 and no norm_weight; dtype is then the model's. The result has that unless `out` says
     otherwise.
     """
-    extras = Fused(bias, residual, norm_weight, eps, silu_mul)
+    extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
     dtype = x.dtype if x_scale is None else dtype
     if x_scale is not None and norm_weight is not None:
@@ -150,12 +150,12 @@ def linear_fp8(
     return out
 
 
-def allocate_gained(plan: Plan, result: torch.Tensor) -> Gained:
+def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm:
     """For the result `[rows, columns]` of a product of `plan` without SwiGLU, which fills it."""
     rows, columns = result.shape
     parts = triton.cdiv(columns, plan.block_n)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=result.device)
-    return Gained(torch.empty((rows, columns), dtype=result.dtype, device=result.device), squares)
+    return DeferredNorm(torch.empty((rows, columns), dtype=result.dtype, device=result.device), squares)
 
 
 def quantise(
@@ -202,12 +202,12 @@ def _quantise(x, quantised, scales, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def _launch(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
-    extras: Fused,
+    extras: FusedOps,
     out: torch.Tensor,
     workspace: Workspace | None,
     pdl: bool,
@@ -232,7 +232,7 @@ def _launch(
 
 
 def _cublas(
-    x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tensor | None, pdl: bool
+    x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.Tensor | None, pdl: bool
 ) -> torch.Tensor:
     if extras.bias is None and not extras.silu_mul and (out is None or out.dtype == x.dtype):
         if extras.residual is not None:
@@ -246,7 +246,7 @@ def _cublas_fp8(
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    extras: Fused,
+    extras: FusedOps,
     dtype: torch.dtype,
     out: torch.Tensor | None,
     pdl: bool,
@@ -270,7 +270,7 @@ def _cublas_fp8(
     return _after(product, extras, out, pdl)
 
 
-def _after(product: torch.Tensor, extras: Fused, out: torch.Tensor | None, pdl: bool) -> torch.Tensor:
+def _after(product: torch.Tensor, extras: FusedOps, out: torch.Tensor | None, pdl: bool) -> torch.Tensor:
     if extras.silu_mul:
         product = fused.silu_mul(product, pdl=pdl)
     if extras.residual is not None:
@@ -278,15 +278,15 @@ def _after(product: torch.Tensor, extras: Fused, out: torch.Tensor | None, pdl: 
     return product if out is None else out.copy_(product)
 
 
-def _columns(weight: torch.Tensor, extras: Fused) -> int:
+def _columns(weight: torch.Tensor, extras: FusedOps) -> int:
     return weight.shape[0] // 2 if extras.silu_mul else weight.shape[0]
 
 
-def _allocate(x: torch.Tensor, weight: torch.Tensor, extras: Fused, dtype: torch.dtype) -> torch.Tensor:
+def _allocate(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((x.shape[0], _columns(weight, extras)), dtype=dtype, device=x.device)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tensor | None) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.Tensor | None) -> None:
     """Raises ValueError for what does not fit."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; they must share K")
@@ -305,13 +305,13 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tens
             )
 
 
-def _check_shared(plan: Plan | None, x: torch.Tensor, weight: torch.Tensor, extras: Fused) -> None:
+def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, extras: FusedOps) -> None:
     """Raises ValueError where a product cannot share a norm as it is asked to."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
         raise ValueError(f"a norm is shared by products of form dot or tiles, not by {plan or 'the library'}")
-    if extras.silu_mul and extras.gained is not None:
-        raise ValueError("gained is for results without SwiGLU; silu_mul asks for it")
+    if extras.silu_mul and extras.deferred_norm is not None:
+        raise ValueError("deferred_norm is for results without SwiGLU; silu_mul asks for it")
     wanted: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = []
     if extras.squares is not None:
         wanted.append(("squares", extras.squares, (len(extras.squares), rows)))
@@ -319,11 +319,11 @@ def _check_shared(plan: Plan | None, x: torch.Tensor, weight: torch.Tensor, extr
             raise ValueError(
                 "squares say that x is multiplied by the norm's gain; norm_weight would be again"
             )
-    if extras.gained is not None:
+    if extras.deferred_norm is not None:
         wanted.append(("next_gain", extras.next_gain, (columns,)))
-        wanted.append(("gained.values", extras.gained.values, (rows, columns)))
+        wanted.append(("deferred_norm.values", extras.deferred_norm.values, (rows, columns)))
         parts = triton.cdiv(columns, plan.block_n)
-        wanted.append(("gained.squares", extras.gained.squares, (parts, rows)))
+        wanted.append(("deferred_norm.squares", extras.deferred_norm.squares, (parts, rows)))
     for name, tensor, shape in wanted:
         if tensor is None or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} is {None if tensor is None else tuple(tensor.shape)}; needs {shape}")

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, Fused, Plan, fits_workspace
+from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOps, GemmPlan, fits_workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def allocate_workspace(device: torch.device) -> Workspace:
     return Workspace(partials, torch.zeros(WORKSPACE_TILES, dtype=torch.int32, device=device))
 
 
-def check_workspace(plan: Plan, n: int) -> None:
+def check_workspace(plan: GemmPlan, n: int) -> None:
     """Raises ValueError where the sums of a split product of `n` outputs have no room."""
     if plan.split > 1 and not fits_workspace(plan, n):
         raise ValueError(
@@ -51,11 +51,11 @@ def check_workspace(plan: Plan, n: int) -> None:
 
 
 def launch_gemv(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
-    fused: Fused,
+    fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
@@ -88,13 +88,13 @@ def launch_gemv(
 
 
 def launch_dot(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
     workspace: Workspace,
-    fused: Fused,
+    fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
@@ -113,8 +113,8 @@ def launch_dot(
         fused.residual,
         out,
         fused.next_gain,
-        None if fused.gained is None else fused.gained.values,
-        None if fused.gained is None else fused.gained.squares,
+        None if fused.deferred_norm is None else fused.deferred_norm.values,
+        None if fused.deferred_norm is None else fused.deferred_norm.squares,
         workspace.partials,
         workspace.arrived,
         x.shape[0],
@@ -134,7 +134,7 @@ def launch_dot(
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
-        GAIN=fused.gained is not None,
+        GAIN=fused.deferred_norm is not None,
         PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -196,7 +196,9 @@ def _finish(
 
 
 @triton.jit
-def _write_gained(x, gain, tile, gained, squares, rows, columns, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _write_deferred_norm(
+    x, gain, tile, gained, squares, rows, columns, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """A tile `x [BLOCK_N, ROWS]` of the result, for the norm with `gain [BLOCK_N]` that reads it next."""
     row = tl.arange(0, ROWS)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -317,7 +319,7 @@ def _dot(
             RESIDUAL,
         )
         if GAIN:
-            _write_gained(result, gain, tile, gained, squares, rows, columns, ROWS, BLOCK_N)
+            _write_deferred_norm(result, gain, tile, gained, squares, rows, columns, ROWS, BLOCK_N)
 
 
 @triton.jit

@@ -20,15 +20,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.triton.linear_plans import Fused, Plan
+from kernels.triton.linear_plans import FusedOps, GemmPlan
 
 
 def launch_stream(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    fused: Fused,
+    fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kernels.triton import linear_plans
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 
 FOLDER = Path(__file__).resolve().parents[1] / "tuned"
 """Where the tables are that ship."""
@@ -48,10 +48,10 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlanEntry:
     """What won, for up to so many rows."""
 
-    plan: Plan | None
+    plan: GemmPlan | None
     """None: the library's product."""
     us: float
     """Microseconds that it adds to a decoder's layer, with what must run beside it."""
@@ -69,12 +69,12 @@ class Table:
     gpu: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
     """Date and versions of the measurement."""
-    products: Mapping[Product, Mapping[int, Entry]] = field(default_factory=dict)
+    products: Mapping[Product, Mapping[int, PlanEntry]] = field(default_factory=dict)
     """By the most rows that an entry is for, rising."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
     """Of shared memory, that a program of the GPU can have: the rules keep to it."""
 
-    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
+    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
         """As `linear_plans.choose`: the plan, or None for the library. The entry of the fewest rows that
         suffice counts; where there is none, the rules."""
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
@@ -82,9 +82,9 @@ class Table:
                 return entry.plan
         return linear_plans.choose(rows, n, k, dtype, self.shared_bytes)
 
-    def with_entry(self, product: Product, most_rows: int, entry: Entry) -> Table:
+    def with_entry(self, product: Product, max_rows: int, entry: PlanEntry) -> Table:
         """This table and one entry more, in place of what was there."""
-        entries = {**self.products.get(product, {}), most_rows: entry}
+        entries = {**self.products.get(product, {}), max_rows: entry}
         return replace(self, products={**self.products, product: dict(sorted(entries.items()))})
 
     def to_json(self) -> str:
@@ -139,8 +139,8 @@ def read_table(path: Path) -> Table:
     return Table(str(values.get("gpu", "")), about, products)
 
 
-def problem(plan: Plan, most_rows: int, product: Product) -> str | None:
-    """Why a plan cannot serve a product of up to `most_rows` rows; None if it can."""
+def problem(plan: GemmPlan, max_rows: int, product: Product) -> str | None:
+    """Why a plan cannot serve a product of up to `max_rows` rows; None if it can."""
     if plan.form not in _FORMS:
         return f"form is {plan.form!r}, not one of {', '.join(_FORMS)}"
     for name in _NUMBERS:
@@ -149,8 +149,8 @@ def problem(plan: Plan, most_rows: int, product: Product) -> str | None:
             return f"{name} is {value!r}, not a positive integer"
         if name != "stages" and value & (value - 1):
             return f"{name} is {value}, not a power of two"
-    if plan.rows < most_rows:
-        return f"rows is {plan.rows}, fewer than the {most_rows} that it is for"
+    if plan.rows < max_rows:
+        return f"rows is {plan.rows}, fewer than the {max_rows} that it is for"
     if plan.form in ("gemv", "stream"):
         if plan.rows != 1:
             return f"rows is {plan.rows}; {plan.form} has one"
@@ -173,7 +173,7 @@ def problem(plan: Plan, most_rows: int, product: Product) -> str | None:
     return None
 
 
-def _entry_fields(entry: Entry) -> dict[str, Any]:
+def _entry_fields(entry: PlanEntry) -> dict[str, Any]:
     plan: dict[str, Any] = {"form": _LIBRARY}
     if entry.plan is not None:
         plan = {one.name: getattr(entry.plan, one.name) for one in fields(entry.plan)}
@@ -190,7 +190,7 @@ def _product(path: Path, name: str) -> Product:
     return Product(DTYPES[match[1]], int(match[2]), int(match[3]))
 
 
-def _entry(where: str, product: Product, most_rows: int, values: Any) -> Entry:
+def _entry(where: str, product: Product, max_rows: int, values: Any) -> PlanEntry:
     if not isinstance(values, dict):
         raise TableError(f"{where}: is {values!r}, not an object; {_REMEDY}")
     known = {"form", *_NUMBERS, "us", "library_us", "layer_us"}
@@ -205,8 +205,8 @@ def _entry(where: str, product: Product, most_rows: int, values: Any) -> Entry:
     if values.get("form") != _LIBRARY:
         # A number that is missing is caught as None is no number.
         numbers = {name: values.get(name) for name in _NUMBERS}
-        plan = Plan(form=values.get("form"), **numbers)  # type: ignore[arg-type]
-        if (wrong := problem(plan, most_rows, product)) is not None:
+        plan = GemmPlan(form=values.get("form"), **numbers)  # type: ignore[arg-type]
+        if (wrong := problem(plan, max_rows, product)) is not None:
             raise TableError(f"{where}: {wrong}; {_REMEDY}")
     layer_us = float(values["layer_us"]) if "layer_us" in values else None
-    return Entry(plan, float(values["us"]), float(values["library_us"]), layer_us)
+    return PlanEntry(plan, float(values["us"]), float(values["library_us"]), layer_us)

@@ -22,18 +22,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.triton.linear_plans import Fused, Plan
+from kernels.triton.linear_plans import FusedOps, GemmPlan
 from kernels.triton.linear_rows import Workspace, check_workspace
 
 
 def launch_tiles(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
     workspace: Workspace,
-    fused: Fused,
+    fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
@@ -56,8 +56,8 @@ def launch_tiles(
         fused.residual,
         out,
         fused.next_gain,
-        None if fused.gained is None else fused.gained.values,
-        None if fused.gained is None else fused.gained.squares,
+        None if fused.deferred_norm is None else fused.deferred_norm.values,
+        None if fused.deferred_norm is None else fused.deferred_norm.squares,
         workspace.partials,
         workspace.arrived,
         x.shape[0],
@@ -77,7 +77,7 @@ def launch_tiles(
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
-        GAIN=fused.gained is not None,
+        GAIN=fused.deferred_norm is not None,
         PDL=pdl,
         WARPS=plan.warps,
         num_warps=plan.warps,
@@ -85,7 +85,7 @@ def launch_tiles(
     )
 
 
-def _weight_tiles(plan: Plan, weight: torch.Tensor, silu: bool) -> TensorDescriptor:
+def _weight_tiles(plan: GemmPlan, weight: torch.Tensor, silu: bool) -> TensorDescriptor:
     n, k = weight.shape
     if not silu:
         shared = _shared(weight.element_size(), 2)
@@ -293,7 +293,7 @@ def _tiles(
         result = result.to(dtype)
         gl.store(out + at_token * out_stride + at_column, result, mask=inside)
         if GAIN:
-            # As `linear_rows._write_gained`.
+            # As `linear_rows._write_deferred_norm`.
             x = result.to(gl.float32)
             product = (x * gain.to(gl.float32)[:, None]).to(dtype)
             gl.store(gained + at_token * columns + at_column, product, mask=inside)

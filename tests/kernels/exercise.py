@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
 from kernels.draws import Logits
 from kernels.triton import attention_decode, fused, linear, rows, sampling
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import test_triton_attention_decode as decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
 from tests.kernels import test_triton_attention_prefill_hopper as hopper_cases
@@ -97,9 +97,9 @@ def multiply() -> None:
     """Products of few rows in every form, with all that may be done on the way."""
     everything = ("norm", "bias", "residual")
     plans = [(case[0], case[4]) for case in linear_cases.CASES]
-    plans += [(1, Plan("stream", 1, 16, 64, warps=2, stages=2)), (9, replace(linear_cases.DOT, split=2))]
+    plans += [(1, GemmPlan("stream", 1, 16, 64, warps=2, stages=2)), (9, replace(linear_cases.DOT, split=2))]
     if HOPPER:
-        plans += [(5, Plan("tiles", 8, 64, 64, warps=4, stages=2, split=split)) for split in (1, 3)]
+        plans += [(5, GemmPlan("tiles", 8, 64, 64, warps=4, stages=2, split=split)) for split in (1, 3)]
     for tokens, of_two_bytes in plans:
         of_one = replace(of_two_bytes, block_k=128) if of_two_bytes.form == "tiles" else of_two_bytes
         for extras in (everything, ("norm", "bias", "silu")):
@@ -113,11 +113,11 @@ def multiply() -> None:
         if of_two_bytes.tiled:
             case = linear_cases.Case(tokens, 160, 384, everything, DTYPE)
             gain = case.weight[:, 0].contiguous()
-            half, gained = case.half_normed(3), linear.allocate_gained(of_two_bytes, case.out)
+            half, deferred_norm = case.half_normed(3), linear.allocate_deferred_norm(of_two_bytes, case.out)
             options = case.options_after(replace(half, squares=half.squares.clone()))
-            options |= {"next_gain": gain, "gained": gained}
+            options |= {"next_gain": gain, "deferred_norm": deferred_norm}
             _finite(linear.linear(half.values, case.weight, **options, plan=of_two_bytes, pdl=ON_GPU))
-            _finite(gained.values, gained.squares)
+            _finite(deferred_norm.values, deferred_norm.squares)
     _finite(*linear.quantise(case.x, values=E4M3 if ON_GPU else torch.float32, pdl=ON_GPU))
 
 

@@ -31,8 +31,8 @@ def multiply(shipped: Shipped, rows: int, k: int) -> None:
         return
     if plan.tiled:
         squares = torch.empty((PARTS, rows), dtype=torch.float32, device=META)
-        gained = linear.allocate_gained(plan, bf16(rows, n))
-        options |= {"squares": squares, "next_gain": bf16(n), "gained": gained}
+        deferred_norm = linear.allocate_deferred_norm(plan, bf16(rows, n))
+        options |= {"squares": squares, "next_gain": bf16(n), "deferred_norm": deferred_norm}
     linear.linear(bf16(rows, k), weight, **options)
 
 

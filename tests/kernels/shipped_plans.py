@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import Gained
+from kernels import DeferredNorm
 from kernels.triton import linear, linear_table
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from tests.kernels.test_triton_linear import DEVICE, Case, Fp8Case
 
 FP8 = torch.float8_e4m3fn
@@ -26,7 +26,7 @@ class Shipped:
     """A plan of weights of `dtype`."""
 
     dtype: torch.dtype
-    plan: Plan
+    plan: GemmPlan
     uses: tuple[tuple[int, int], ...]
     """The most rows and the K of each product that has it, rising."""
 
@@ -51,7 +51,7 @@ class Shipped:
 
 def shipped_plans() -> list[Shipped]:
     """Of all tables that ship. Raises TableError for one that cannot be used."""
-    uses: dict[tuple[torch.dtype, Plan], set[tuple[int, int]]] = {}
+    uses: dict[tuple[torch.dtype, GemmPlan], set[tuple[int, int]]] = {}
     for path in sorted(linear_table.FOLDER.glob("*.json")):
         for product, entries in linear_table.read_table(path).products.items():
             for most, entry in entries.items():
@@ -89,10 +89,10 @@ class Product:
         residual: torch.Tensor | None,
         out: torch.Tensor,
         squares: torch.Tensor | None = None,
-        gained: Gained | None = None,
+        deferred_norm: DeferredNorm | None = None,
         pdl: bool = True,
     ) -> list[torch.Tensor]:
-        """The result, and what it leaves for the next norm: in `gained`, if given."""
+        """The result, and what it leaves for the next norm: in `deferred_norm`, if given."""
         case = self.case
         options = {**case.options(), "residual": residual, "out": out}
         options |= {"workspace": self.workspace, "plan": self.plan, "pdl": pdl}
@@ -102,6 +102,6 @@ class Product:
             options |= {"norm_weight": None, "squares": squares}
         if not self.gains:
             return [linear.linear(x, case.weight, **options)]
-        gained = gained or linear.allocate_gained(self.plan, out)
-        options |= {"next_gain": self.gain, "gained": gained}
-        return [linear.linear(x, case.weight, **options), gained.values, gained.squares]
+        deferred_norm = deferred_norm or linear.allocate_deferred_norm(self.plan, out)
+        options |= {"next_gain": self.gain, "deferred_norm": deferred_norm}
+        return [linear.linear(x, case.weight, **options), deferred_norm.values, deferred_norm.squares]

@@ -271,7 +271,7 @@ def test_races_of_tritons_own_dispatch_are_explained(sanitize: ModuleType) -> No
 def test_a_race_is_told_if_more_were_found_than_are_printed(
     sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sanitize, "MOST_PRINTED", 2)
+    monkeypatch.setattr(sanitize, "MAX_PRINTED", 2)
     assert not sanitize.is_clean(sanitize.read_log(placed(DISPATCH), 1.0))
 
 

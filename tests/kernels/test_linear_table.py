@@ -15,12 +15,12 @@ from engine.bench.shapes import SHAPES
 from kernels import compiling
 from kernels.dimensions import read_dimensions
 from kernels.triton import linear_plans, linear_table
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table, TableError, read_table
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import PlanEntry, Product, Table, TableError, read_table
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-ONE = Plan("gemv", 1, 4, 2048, warps=8)
-FEW = Plan("dot", 16, 64, 128, warps=4, stages=6, split=2)
+ONE = GemmPlan("gemv", 1, 4, 2048, warps=8)
+FEW = GemmPlan("dot", 16, 64, 128, warps=4, stages=6, split=2)
 PRODUCT = Product(BF16, 4096, 4096)
 
 
@@ -28,7 +28,7 @@ PRODUCT = Product(BF16, 4096, 4096)
 def table() -> Table:
     made = Table("NVIDIA H200", {"date": "2026-11-21"})
     for rows, plan in ((64, None), (1, ONE), (16, FEW)):
-        made = made.with_entry(PRODUCT, rows, Entry(plan, 8.6, 14.5))
+        made = made.with_entry(PRODUCT, rows, PlanEntry(plan, 8.6, 14.5))
     return made
 
 
@@ -39,7 +39,7 @@ def test_the_entry_of_the_fewest_rows_that_suffice_counts(table: Table) -> None:
 
 
 def test_rows_beyond_the_last_entry_follow_the_rules() -> None:
-    table = Table().with_entry(PRODUCT, 1, Entry(ONE, 8.6, 14.5))
+    table = Table().with_entry(PRODUCT, 1, PlanEntry(ONE, 8.6, 14.5))
     assert table.choose(2, 4096, 4096, BF16) == linear_plans.choose(2, 4096, 4096, BF16) is not None
 
 
@@ -70,7 +70,7 @@ def test_the_rules_keep_to_the_shared_memory_that_a_gpu_has(capability: int) -> 
 
 def test_a_table_is_read_as_it_was_written(table: Table, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    table = table.with_entry(PRODUCT, 32, Entry(None, 8.6, 14.5, layer_us=123.4))
+    table = table.with_entry(PRODUCT, 32, PlanEntry(None, 8.6, 14.5, layer_us=123.4))
     path.write_text(table.to_json())
     assert read_table(path) == table
     assert sum('"us"' in line for line in path.read_text().splitlines()) == 4

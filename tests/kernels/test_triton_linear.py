@@ -25,8 +25,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import Fp8Activation, Fp8Weight, Gained, reference
-from kernels.triton.linear_plans import MOST_ROWS, SPLIT_PROGRAMS, Plan, choose
+from kernels import DeferredNorm, Fp8Activation, Fp8Weight, reference
+from kernels.triton.linear_plans import MAX_ROWS, MAX_SPLIT_PROGRAMS, GemmPlan, choose
 from tests.kernels.closeness import error, worst_error
 
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
@@ -37,12 +37,12 @@ POISON = 77.0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
 
-GEMV = Plan("gemv", 1, 2, 256, warps=4)
-RAGGED_GEMV = Plan("gemv", 1, 4, 512, warps=4)
-DOT = Plan("dot", 16, 64, 64, warps=4, stages=3)
-SPLIT_DOT = Plan("dot", 16, 64, 64, warps=4, stages=3, split=3)
+GEMV = GemmPlan("gemv", 1, 2, 256, warps=4)
+RAGGED_GEMV = GemmPlan("gemv", 1, 4, 512, warps=4)
+DOT = GemmPlan("dot", 16, 64, 64, warps=4, stages=3)
+SPLIT_DOT = GemmPlan("dot", 16, 64, 64, warps=4, stages=3, split=3)
 ALL = ("norm", "bias", "residual")
-HIGH_DOT = Plan("dot", 16, 128, 64, warps=4, stages=3)
+HIGH_DOT = GemmPlan("dot", 16, 128, 64, warps=4, stages=3)
 
 
 def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -95,17 +95,17 @@ class Case:
             return x
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
 
-    def half_normed(self, parts: int) -> Gained:
+    def half_normed(self, parts: int) -> DeferredNorm:
         """x as a product that shares the norm writes it, in so many parts, with other numbers behind them."""
         assert self.norm is not None
         squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
         for index, part in enumerate(self.x.float().tensor_split(parts, dim=1)):
             squares[index] = part.pow(2).sum(1)
-        return Gained((self.x.float() * self.norm.float()).to(self.x.dtype), squares)
+        return DeferredNorm((self.x.float() * self.norm.float()).to(self.x.dtype), squares)
 
-    def options_after(self, gained: Gained) -> dict[str, object]:
-        """Of the product of `gained.values`."""
-        return {**self.options(), "norm_weight": None, "squares": gained.squares}
+    def options_after(self, deferred_norm: DeferredNorm) -> dict[str, object]:
+        """Of the product of `deferred_norm.values`."""
+        return {**self.options(), "norm_weight": None, "squares": deferred_norm.squares}
 
 
 def _check(case: Case, found: torch.Tensor) -> None:
@@ -214,33 +214,39 @@ GAINING = [
 ]
 
 
-def poisoned_gained(out: torch.Tensor, plan: Plan) -> tuple[Gained, list[torch.Tensor]]:
+def poisoned_deferred_norm(out: torch.Tensor, plan: GemmPlan) -> tuple[DeferredNorm, list[torch.Tensor]]:
     """For a result like `out`, and what lies behind it, which nobody may write."""
     rows, columns = out.shape
     parts = -(-columns // plan.block_n)
     values = torch.full((rows + 2, columns), POISON, dtype=out.dtype, device=DEVICE)
     squares = torch.full((parts + 1, rows), POISON, device=DEVICE)
-    return Gained(values[:rows], squares[:parts]), [values[rows:], squares[parts:]]
+    return DeferredNorm(values[:rows], squares[:parts]), [values[rows:], squares[parts:]]
 
 
-def check_is_gained(gained: Gained, result: torch.Tensor, gain: torch.Tensor, plan: Plan) -> None:
+def check_deferred_norm(
+    deferred_norm: DeferredNorm, result: torch.Tensor, gain: torch.Tensor, plan: GemmPlan
+) -> None:
     """What a product made for the next norm is of its result."""
-    assert torch.equal(gained.values, (result.float() * gain.float()).to(result.dtype))
-    for part, squared in zip(result.double().pow(2).split(plan.block_n, dim=1), gained.squares, strict=True):
+    assert torch.equal(deferred_norm.values, (result.float() * gain.float()).to(result.dtype))
+    for part, squared in zip(
+        result.double().pow(2).split(plan.block_n, dim=1), deferred_norm.squares, strict=True
+    ):
         assert torch.allclose(squared.double(), part.sum(1), rtol=1e-5)
 
 
-def check_gained(case: Case, plan: Plan) -> None:
+def check_gained(case: Case, plan: GemmPlan) -> None:
     """A product and what it makes for the next norm, and nothing around that."""
     gain = _random(case.out.shape[1], seed=6, dtype=case.x.dtype)
-    gained, behind = poisoned_gained(case.out, plan)
+    deferred_norm, behind = poisoned_deferred_norm(case.out, plan)
     alone = linear.linear(case.x, case.weight, **{**case.options(), "out": None}, plan=plan, pdl=False)
-    options = {"next_gain": gain, "gained": gained, "plan": plan, "pdl": False}
+    options = {"next_gain": gain, "deferred_norm": deferred_norm, "plan": plan, "pdl": False}
     assert torch.equal(linear.linear(case.x, case.weight, **case.options(), **options), alone)
-    check_is_gained(gained, alone, gain, plan)
+    check_deferred_norm(deferred_norm, alone, gain, plan)
     assert all(part.eq(POISON).all() for part in behind)
-    made = linear.allocate_gained(plan, alone)
-    assert made.values.shape == gained.values.shape and made.squares.shape == gained.squares.shape
+    made = linear.allocate_deferred_norm(plan, alone)
+    assert (
+        made.values.shape == deferred_norm.values.shape and made.squares.shape == deferred_norm.squares.shape
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -269,9 +275,12 @@ def test_a_gained_x_is_normed_after_its_product(case: tuple, dtype: torch.dtype)
         plan = replace(plan, stages=2)
     made = Case(*shape, dtype)
     made.x *= torch.arange(1, len(made.x) + 1, device=DEVICE).unsqueeze(1) / 4  # a factor of its own each
-    gained = made.half_normed(parts)
+    deferred_norm = made.half_normed(parts)
     _check(
-        made, linear.linear(gained.values, made.weight, **made.options_after(gained), plan=plan, pdl=False)
+        made,
+        linear.linear(
+            deferred_norm.values, made.weight, **made.options_after(deferred_norm), plan=plan, pdl=False
+        ),
     )
 
 
@@ -319,21 +328,21 @@ def test_a_plan_fits_its_shape(dtype: torch.dtype) -> None:
                 if plan.form == "dot":
                     assert k % plan.split == 0 and k // plan.split % plan.block_k == 0
                     assert plan.block_k >= 32
-                    assert plan.split == 1 or -(-n // 64) * plan.split < SPLIT_PROGRAMS
+                    assert plan.split == 1 or -(-n // 64) * plan.split < MAX_SPLIT_PROGRAMS
 
 
 def test_other_shapes_are_left_to_cublas() -> None:
-    assert choose(MOST_ROWS + 1, 4096, 4096, torch.bfloat16) is None
+    assert choose(MAX_ROWS + 1, 4096, 4096, torch.bfloat16) is None
     assert choose(1, 4096, 4000, torch.bfloat16) is None
     assert choose(1, 4096, 4096, torch.float32) is None
 
 
 def test_e4m3_products_of_few_outputs_stay_ours_for_twice_the_rows() -> None:
     fp8 = torch.float8_e4m3fn
-    plan = choose(2 * MOST_ROWS, 4096, 14336, fp8)
+    plan = choose(2 * MAX_ROWS, 4096, 14336, fp8)
     assert plan is not None and plan.rows == 128 and plan.split == 2
-    assert choose(2 * MOST_ROWS, 28672, 4096, fp8) is None
-    assert choose(2 * MOST_ROWS + 1, 4096, 14336, fp8) is None
+    assert choose(2 * MAX_ROWS, 28672, 4096, fp8) is None
+    assert choose(2 * MAX_ROWS + 1, 4096, 14336, fp8) is None
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -402,11 +411,11 @@ def test_a_norm_that_cannot_be_shared_is_refused() -> None:
         linear.linear(x, weight, squares=torch.zeros(1, 3), plan=DOT)
     with pytest.raises(ValueError, match="norm_weight would be again"):
         linear.linear(x, weight, squares=squares, norm_weight=torch.zeros(64), plan=DOT)
-    gained = linear.allocate_gained(DOT, torch.zeros(2, 32))
+    deferred_norm = linear.allocate_deferred_norm(DOT, torch.zeros(2, 32))
     with pytest.raises(ValueError, match=r"next_gain is None; needs \(32,\)"):
-        linear.linear(x, weight, gained=gained, plan=DOT)
-    options = {"next_gain": torch.zeros(32), "gained": gained}
-    with pytest.raises(ValueError, match=r"gained.squares is \(1, 2\); needs \(2, 2\)"):
+        linear.linear(x, weight, deferred_norm=deferred_norm, plan=DOT)
+    options = {"next_gain": torch.zeros(32), "deferred_norm": deferred_norm}
+    with pytest.raises(ValueError, match=r"deferred_norm.squares is \(1, 2\); needs \(2, 2\)"):
         linear.linear(x, weight, **options, plan=replace(DOT, block_n=16))
     with pytest.raises(ValueError, match="without SwiGLU"):
         linear.linear(x, weight, **options, silu_mul=True, plan=DOT)
@@ -457,10 +466,12 @@ def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype)
         assert linear.linear_fp8(values, *weight, **{**options, "out": None}).dtype == dtype
 
 
-def check_as_good_as_apart(case: Case, plan: Plan) -> None:
-    """A product of a gained x against the same product of a normed x."""
-    gained = case.half_normed(7)
-    shared = linear.linear(gained.values, case.weight, **case.options_after(gained), plan=plan).clone()
+def check_as_good_as_apart(case: Case, plan: GemmPlan) -> None:
+    """A product of a deferred_norm x against the same product of a normed x."""
+    deferred_norm = case.half_normed(7)
+    shared = linear.linear(
+        deferred_norm.values, case.weight, **case.options_after(deferred_norm), plan=plan
+    ).clone()
     apart = linear.linear(case.x, case.weight, **case.options(), plan=plan)
     exact = case.exact(case.exact_normed() @ case.weight.double().T)
     assert error(shared, exact) <= 1.5 * error(apart, exact)
@@ -489,18 +500,20 @@ def test_a_result_is_gained_in_every_dtype(rows: int, dtype: torch.dtype) -> Non
         check_gained(Case(rows, *shape, dtype), plan)
 
 
-def sharing_layers(case: Case, workspace: object, pdl: bool, plans: tuple[Plan, Plan]) -> list[torch.Tensor]:
+def sharing_layers(
+    case: Case, workspace: object, pdl: bool, plans: tuple[GemmPlan, GemmPlan]
+) -> list[torch.Tensor]:
     """Products that share norms and depend on one another, so that one that starts too early reads too
     early."""
     results = [case.x]
     for _ in range(4):
         x, options = results[-1], {"workspace": workspace, "pdl": pdl}
-        gained = linear.allocate_gained(plans[0], x)
-        first = {"residual": x, "next_gain": case.norm, "gained": gained, "plan": plans[0]}
+        deferred_norm = linear.allocate_deferred_norm(plans[0], x)
+        first = {"residual": x, "next_gain": case.norm, "deferred_norm": deferred_norm, "plan": plans[0]}
         x = linear.linear(x, case.weight, **first, **options)
-        then = {"squares": gained.squares, "eps": EPS, "plan": plans[1]}
-        results += [x, gained.values, gained.squares]
-        results.append(linear.linear(gained.values, case.weight, **then, **options))
+        then = {"squares": deferred_norm.squares, "eps": EPS, "plan": plans[1]}
+        results += [x, deferred_norm.values, deferred_norm.squares]
+        results.append(linear.linear(deferred_norm.values, case.weight, **then, **options))
     return results
 
 

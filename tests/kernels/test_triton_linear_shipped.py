@@ -34,16 +34,16 @@ BARRIERS = 1024
 def check(made: Product) -> None:
     """A product, its residual in its result as a decoder has it, against the twin."""
     case, inputs = made.case, dict(made.inputs)
-    gained, behind = products.poisoned_gained(case.out, made.plan)
+    deferred_norm, behind = products.poisoned_deferred_norm(case.out, made.plan)
     if case.residual is not None:
         inputs["residual"] = case.out.copy_(case.residual)
-    found, *left = made.run(**inputs, out=case.out, gained=gained)
+    found, *left = made.run(**inputs, out=case.out, deferred_norm=deferred_norm)
     if isinstance(case, products.Fp8Case):
         products._check_fp8(case, found)
     else:
         products._check(case, found)
     if left:
-        products.check_is_gained(gained, found, made.gain, made.plan)
+        products.check_deferred_norm(deferred_norm, found, made.gain, made.plan)
     assert all(part.eq(products.POISON).all() for part in behind)
     assert made.workspace.arrived.eq(0).all()
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import test_triton_linear as products
 from tests.kernels.test_build import compiled
 
@@ -26,17 +26,17 @@ on_hopper = pytest.mark.skipif(
 ROWS = (2, 3, 7, 8, 9, 16, 17, 33, 64)
 BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
-SHAPES: list[tuple[int, int, tuple[str, ...], Plan]] = [
+SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
     # outputs, K, extras, the plan of 2-byte weights: outputs that fill no tile, fewer steps than stages
-    (1024, 2048, ("residual",), Plan("tiles", 8, 64, 128, 4, 6, 2)),
-    (2880, 1024, ("norm", "silu", "bias", "residual"), Plan("tiles", 8, 128, 64, 8, 4)),
-    (720, 2048, ("silu",), Plan("tiles", 8, 64, 128, 4, 3, 4)),
-    (1000, 384, ("norm", "bias"), Plan("tiles", 8, 64, 64, 4, 9)),
-    (1152, 1024, ("bias", "residual"), Plan("tiles", 8, 128, 128, 4, 2, 2)),
+    (1024, 2048, ("residual",), GemmPlan("tiles", 8, 64, 128, 4, 6, 2)),
+    (2880, 1024, ("norm", "silu", "bias", "residual"), GemmPlan("tiles", 8, 128, 64, 8, 4)),
+    (720, 2048, ("silu",), GemmPlan("tiles", 8, 64, 128, 4, 3, 4)),
+    (1000, 384, ("norm", "bias"), GemmPlan("tiles", 8, 64, 64, 4, 9)),
+    (1152, 1024, ("bias", "residual"), GemmPlan("tiles", 8, 128, 128, 4, 2, 2)),
 ]
 
 
-def plan_for(shape: tuple[int, int, tuple[str, ...], Plan], rows: int, dtype: torch.dtype) -> Plan:
+def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype: torch.dtype) -> GemmPlan:
     """Of a shape, for tokens padded to 8, 16, 32 or 64 and for steps of the same bytes."""
     plan = shape[-1]
     padded = next(most for most in (8, 16, 32, 64) if rows <= most)
@@ -147,7 +147,7 @@ def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
     case = products.Case(rows, 4096, 4096, ("norm",), BF16)
     workspace = linear.allocate_workspace(DEVICE)
     few = plan_for(SHAPES[0], rows, BF16)
-    dot = Plan("dot", max(16, few.rows), 64, 128, 4, 4, 2)
+    dot = GemmPlan("dot", max(16, few.rows), 64, 128, 4, 4, 2)
     for plans in ((few, replace(few, split=1)), (replace(few, split=4), dot), (dot, few)):
         products.check_bits(lambda pdl, plans=plans: products.sharing_layers(case, workspace, pdl, plans))
     assert workspace.arrived.eq(0).all()
