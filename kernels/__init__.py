@@ -117,7 +117,7 @@ class ChunkSpan:
     count: int
     context: int
     """Tokens of the sequence before the slice: already in the cache when the pass starts."""
-    row: int
+    slot: int
     """Of the block table."""
 
     @property
@@ -137,7 +137,7 @@ class AttentionInput:
 
     block_table: torch.Tensor
     """[rows, columns] int64: the device's table. Entries past a sequence's end are arbitrary but valid."""
-    rows: torch.Tensor
+    slots: torch.Tensor
     """[decodes] int64: each decode's row of the block table."""
     lens: torch.Tensor
     """[decodes] int64: tokens in the cache for each, the new one included; 0: padding of a captured pass."""
@@ -218,7 +218,7 @@ class Ops(Protocol):
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
-        slots: torch.Tensor,
+        kv_slots: torch.Tensor,
         rotation: Rotation,
         pool: KvPool,
         heads: int,
@@ -231,7 +231,7 @@ class Ops(Protocol):
         cache: `[tokens, heads, head_dim]`, or `[decodes, heads, head_dim]` where the plan's input names
         `queries`, as qkv. Softmax in float32.
 
-        positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct; -1: padding, which is
+        positions, kv_slots: `[tokens]` int64; slot = block × 64 + offset, distinct; -1: padding, which is
         written nowhere, and whose row of the result is undefined. A decode's position and slot
         are those of the last of its `lens` tokens in its row of the block table. window: a token sees itself
         and the window - 1 before it.

@@ -177,7 +177,7 @@ class CudaOps:
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
-        slots: torch.Tensor,
+        kv_slots: torch.Tensor,
         rotation: Rotation,
         pool: KvPool,
         heads: int,
@@ -187,11 +187,11 @@ class CudaOps:
     ) -> torch.Tensor:
         if self._only_decodes(plan.inputs):
             return self._decode(qkv, pool, plan.inputs, heads, scale, window, rotation)
-        q = fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self._pdl)
+        q = fused.rope_cache_write(qkv, positions, kv_slots, rotation, pool, heads, pdl=self._pdl)
         if plan.inputs.queries is not None:
             asking = q.index_select(0, plan.inputs.queries)
             return self._decode(asking, pool, plan.inputs, heads, scale, window, None)
-        decodes, out = len(plan.inputs.rows), torch.empty_like(q)
+        decodes, out = len(plan.inputs.slots), torch.empty_like(q)
         if decodes:
             self._decode(q[:decodes], pool, plan.inputs, heads, scale, window, None, out[:decodes])
         if plan.inputs.chunks or plan.inputs.tiles:
@@ -219,7 +219,7 @@ class CudaOps:
             pool.keys,
             pool.values,
             inputs.block_table,
-            inputs.rows,
+            inputs.slots,
             inputs.lens,
             scale,
             self._decode_workspace(most, heads, kv_heads, head_dim, q.device),

@@ -41,7 +41,7 @@ class Variant(IntEnum):
 class Draws:
     """The rows that sample now, and the tables where their parameters stand, all on the device."""
 
-    rows: torch.Tensor
+    slots: torch.Tensor
     """[sampling rows] integers: rows of the tables; -1: padding, which reads nothing and gives BAD_TOKEN."""
     positions: torch.Tensor
     """[sampling rows] int64: where the sampled tokens will stand in their sequences."""
@@ -96,7 +96,7 @@ class SamplingOps(Protocol):
         draws: Draws,
         index: torch.Tensor,
         counts: torch.Tensor | None = None,
-        slots: torch.Tensor | None = None,
+        count_slots: torch.Tensor | None = None,
         bias: Biases | None = None,
         banned: Bans | None = None,
     ) -> torch.Tensor:
@@ -104,7 +104,7 @@ class SamplingOps(Protocol):
         float32, for `Logits.edited`. The logits stay as they are: log probabilities are of the model's own.
 
         index: [edited rows] int64, which sampling row each is; -1: padding. counts: [slots, vocabulary]
-        int32, 2 × (times in the output) + (1 if in the prompt). slots: [edited rows] int64; -1: no penalties.
+        int32, 2 × (times in the output) + (1 if in the prompt). count_slots: [edited rows] int64; -1: no penalties.
         bias, banned: no pair of row and token twice within one of them; a row of -1 is padding. Token ids are
         of the whole vocabulary (`first` must be 0).
         """

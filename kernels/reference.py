@@ -128,7 +128,7 @@ def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> t
 def rope_cache_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    kv_slots: torch.Tensor,
     rotation: Rotation,
     pool: KvPool,
     heads: int,
@@ -148,10 +148,10 @@ def rope_cache_write(
     low_out, high_out = rotated.chunk(2, dim=-1)
     torch.mul(low, cos, out=low_out).addcmul_(high, sin, value=-1.0)
     torch.mul(high, cos, out=high_out).addcmul_(low, sin)
-    keys, values, written = rotated[:, heads:], qkv[:, both:], slots >= 0
+    keys, values, written = rotated[:, heads:], qkv[:, both:], kv_slots >= 0
     if not written.all():
-        keys, values, slots = keys[written], values[written], slots[written]
-    block, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+        keys, values, kv_slots = keys[written], values[written], kv_slots[written]
+    block, offset = kv_slots // PAGE_TOKENS, kv_slots % PAGE_TOKENS
     for numbers, scales, new in (
         (pool.keys, pool.k_scales, keys),
         (pool.values, pool.v_scales, values),
@@ -167,7 +167,7 @@ def rope_cache_write(
 def attend(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    kv_slots: torch.Tensor,
     rotation: Rotation,
     pool: KvPool,
     heads: int,
@@ -175,7 +175,7 @@ def attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    q = rope_cache_write(qkv, positions, slots, rotation, pool, heads)
+    q = rope_cache_write(qkv, positions, kv_slots, rotation, pool, heads)
     return attention(q, pool.keys, pool.values, plan, scale, window, pool.k_scales, pool.v_scales)
 
 
@@ -197,8 +197,8 @@ def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
     chunks = []
     for chunk in inputs.chunks:
         used = -(-chunk.end // PAGE_TOKENS)
-        chunks.append((chunk, inputs.block_table[chunk.row, :used]))
-    tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.rows)
+        chunks.append((chunk, inputs.block_table[chunk.slot, :used]))
+    tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.slots)
     # Past a sequence's end stands anybody's block, whose numbers may be broken: copied, and multiplied by 0,
     # those would break this sequence's too. Its own first block stands there instead.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS

@@ -28,8 +28,8 @@ from kernels.dimensions import Dimensions
 from kernels.draws import Draws, Logits
 from kernels.triton import sampling
 from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
+from kernels.triton.decode_step import advance, empty_decodes, place
 from kernels.triton.linear_table import Table
-from kernels.triton.rows import advance, empty_decodes, place
 
 _META = torch.device("meta")
 _EPS = 1e-5

@@ -72,20 +72,24 @@ def edit(
     draws: Draws,
     index: torch.Tensor,
     counts: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
+    count_slots: torch.Tensor | None = None,
     bias: Biases | None = None,
     banned: Bans | None = None,
 ) -> torch.Tensor:
     sampling_row = index.clamp(min=0)
     logit_row = sampling_row if logits.index is None else logits.index[sampling_row]
     edited = logits.values[logit_row, : logits.columns].float()
-    if counts is not None and slots is not None:
-        seen, floats = counts, draws.floats[draws.rows[sampling_row]]
+    if counts is not None and count_slots is not None:
+        seen, floats = counts, draws.floats[draws.slots[sampling_row]]
         _change(
             edited,
-            slots >= 0,
+            count_slots >= 0,
             lambda rows, at: penalize_(
-                rows, seen[slots[at]], floats[at, REPETITION], floats[at, FREQUENCY], floats[at, PRESENCE]
+                rows,
+                seen[count_slots[at]],
+                floats[at, REPETITION],
+                floats[at, FREQUENCY],
+                floats[at, PRESENCE],
             ),
         )
     if bias is not None:
@@ -112,7 +116,7 @@ def _source(logits: Logits) -> torch.Tensor:
 def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row by what it needs: the largest, with noise, or narrowed."""
     assert logits.hashes is not None
-    source, rows = _source(logits), draws.rows.clamp(min=0)
+    source, rows = _source(logits), draws.slots.clamp(min=0)
     floats, top_k = draws.floats[rows], draws.top_k[rows]
     keys = noise_keys(draws.noise_base[rows], draws.positions)
     kinds = (floats[:, NOISE] > 0).long()
@@ -132,7 +136,7 @@ def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, 
             values[some], columns[some] = best(noise.addcmul_(x, rates))
         else:
             values[some], columns[some] = _best_narrowed(x * rates, noise, floats[some], top_k[some])
-    values[draws.rows < 0] = -torch.inf
+    values[draws.slots < 0] = -torch.inf
     return _tokens(logits, values, columns)
 
 

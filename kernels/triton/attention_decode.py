@@ -374,7 +374,7 @@ def decode(
     keys: torch.Tensor,
     values: torch.Tensor,
     block_table: torch.Tensor,
-    rows: torch.Tensor,
+    slots: torch.Tensor,
     lens: torch.Tensor,
     scale: float,
     workspace: DecodeWorkspace,
@@ -391,11 +391,11 @@ def decode(
     q: `[sequences, heads, head_dim]`, heads contiguous. With a `rotation`, the product of queries, keys and
     values, `[sequences, (heads + 2 kv_heads) × head_dim]`: the new keys and values are not in the cache yet
     and are written there; the cache must not be shared between sequences where their new tokens stand. Then
-    rows, lens and cos_sin are read before the kernel in front has ended, so with PDL a kernel without it must
+    slots, lens and cos_sin are read before the kernel in front has ended, so with PDL a kernel without it must
     stand between what wrote them and this one, as the embedding does in a decoder's pass.
     keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
-    block_table: `[max_rows, columns]` int32 or int64. rows: `[sequences]`, the block table's row of each.
+    block_table: `[max_rows, columns]` int32 or int64. slots: `[sequences]`, the block table's row of each.
     lens: `[sequences]`, tokens in the cache, the new one included; 0: padding, whose result is zeros and of
     which nothing else is read. window: the token sees itself and the window - 1 before it.
     config: None: `config_for`. The result's last bits depend on its `items`.
@@ -422,7 +422,7 @@ def decode(
         k_scales,
         v_scales,
         block_table,
-        rows,
+        slots,
         lens,
         out,
         workspace.partial,

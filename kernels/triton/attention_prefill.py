@@ -161,7 +161,7 @@ def plan_tiles(
         part[:, 0] = chunk.first + offset
         part[:, 1] = np.minimum(step, chunk.count - offset)
         part[:, 2] = chunk.context + offset
-        part[:, 3] = chunk.row
+        part[:, 3] = chunk.slot
         parts.append(part)
     tiles = np.concatenate(parts)
     keys = tiles[:, 1] + (tiles[:, 2] if window is None else np.minimum(tiles[:, 2], window))
@@ -219,7 +219,7 @@ def plan_expansion(
             direct.append(chunk)
             continue
         part = np.empty((last - first, 2), dtype=np.int32)
-        part[:, 0] = chunk.row
+        part[:, 0] = chunk.slot
         part[:, 1] = np.arange(first, last, dtype=np.int32)
         pages.append(part)
         moved.append(ChunkSpan(chunk.first, chunk.count, chunk.context, used - first))

@@ -129,7 +129,7 @@ def fp8_scale(largest):
 def rope_cache_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    kv_slots: torch.Tensor,
     rotation: Rotation,
     pool: KvPool,
     heads: int,
@@ -162,7 +162,7 @@ def rope_cache_write(
     _rope[(tokens, triton.cdiv(both, group))](
         qkv,
         positions,
-        slots,
+        kv_slots,
         cos_sin,
         q_norm,
         k_norm,

@@ -63,14 +63,14 @@ def greedy(logits: Logits, *, pdl: bool | None = None) -> tuple[torch.Tensor, to
 
 def plain(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     pdl = _pdl(logits, pdl)
-    rows = len(draws.rows)
+    rows = len(draws.slots)
     partials = _scan_rows(logits, draws, rows, 1, pdl)
     return _pick_rows(partials, draws, rows, pdl)
 
 
 def full(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     pdl = _pdl(logits, pdl)
-    rows = len(draws.rows)
+    rows = len(draws.slots)
     device = logits.values.device
     values, ids = _results(rows, device)
     chunks = triton.cdiv(logits.columns, _CHUNK)
@@ -88,7 +88,7 @@ def full(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torc
     above = torch.empty((4, rows, chunks), dtype=torch.float32, device=device)
     # FEW groups and twice as many tokens.
     group_lists = torch.empty((rows, 3 * _FEW), dtype=torch.int32, device=device)
-    parameters = (draws.rows, draws.floats, draws.floats.stride(0), draws.top_k)
+    parameters = (draws.slots, draws.floats, draws.floats.stride(0), draws.top_k)
     combine_kernel[(rows,)](
         logits.columns,
         *parameters,
@@ -161,7 +161,7 @@ def edit(
     draws: Draws,
     index: torch.Tensor,
     counts: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
+    count_slots: torch.Tensor | None = None,
     bias: Biases | None = None,
     banned: Bans | None = None,
     *,
@@ -177,15 +177,15 @@ def edit(
         logits.values.stride(0),
         logits.index,
         logits.columns,
-        draws.rows,
+        draws.slots,
         draws.floats,
         draws.floats.stride(0),
         index,
         counts,
-        slots,
+        count_slots,
         edited,
         INDEXED=logits.index is not None,
-        PENALISED=counts is not None and slots is not None,
+        PENALISED=counts is not None and count_slots is not None,
         PDL=pdl,
         CHUNK=_chunk(logits.columns),
         num_warps=_CHUNK_WARPS,
@@ -232,7 +232,7 @@ def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
 
 def _tables(draws: Draws) -> tuple[object, ...]:
     floats = draws.floats
-    return draws.rows, draws.positions, draws.noise_base, floats, floats.stride(0), draws.top_k
+    return draws.slots, draws.positions, draws.noise_base, floats, floats.stride(0), draws.top_k
 
 
 def _chunk(columns: int) -> int:
@@ -288,7 +288,7 @@ def _pick_rows(
         chunks = partials.shape[2]
         pick_kernel[(rows,)](
             partials,
-            None if draws is None else draws.rows,
+            None if draws is None else draws.slots,
             values,
             ids,
             rows,

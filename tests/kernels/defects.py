@@ -559,21 +559,21 @@ _SAMPLING = [
         "penalties",
     ),
 ]
-_ROWS = [
+_DECODE_STEP = [
     Defect(
         "a full page's next token goes to its page",
-        "rows.py",
+        "decode_step.py",
         "block = tl.load(block_table + row * stride + position // PAGE,",
         "block = tl.load(block_table + row * stride + (position - 1) // PAGE,",
         "placed",
     ),
     Defect(
         "a bad token is fed",
-        "rows.py",
+        "decode_step.py",
         "tl.where(token < 0, 0, token)",
         "token",
         "sampled",
     ),
 ]
 
-DEFECTS = [*_DECODE, *_PREFILL, *_PREFILL_HOPPER, *_FUSED, *_LINEAR, *_SAMPLING, *_ROWS]
+DEFECTS = [*_DECODE, *_PREFILL, *_PREFILL_HOPPER, *_FUSED, *_LINEAR, *_SAMPLING, *_DECODE_STEP]

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kernels.draws import Logits
-from kernels.triton import attention_decode, fused, linear, rows, sampling
+from kernels.triton import attention_decode, decode_step, fused, linear, sampling
 from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import test_triton_attention_decode as decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
@@ -164,9 +164,9 @@ def place() -> None:
     """The ends of a decode step, with padding."""
     tokens, lengths, blocks = (torch.arange(n, device=DEVICE) for n in (130, 130, 130 * 3))
     which = torch.cat((torch.arange(130, device=DEVICE), torch.full((7,), -1, device=DEVICE)))
-    decodes = rows.empty_decodes(137, DEVICE)
-    rows.place(which, tokens, lengths, blocks.view(130, 3), decodes)
-    rows.advance(which, decodes.token_ids, decodes.positions, tokens, lengths)
+    decodes = decode_step.empty_decodes(137, DEVICE)
+    decode_step.place(which, tokens, lengths, blocks.view(130, 3), decodes)
+    decode_step.advance(which, decodes.token_ids, decodes.positions, tokens, lengths)
 
 
 GROUPS: dict[str, Callable[[], None]] = {

@@ -96,7 +96,7 @@ class Case:
                 self.q[span].to(dtype),
                 keys,
                 values,
-                self.table[chunk.row, :pages].long(),
+                self.table[chunk.slot, :pages].long(),
                 chunk.context,
                 self.scale,
                 self.window,
@@ -194,7 +194,7 @@ def test_scales_belong_to_tokens_and_heads(head_dim: int) -> None:
 @needs_cpu
 def test_chunks_may_share_blocks() -> None:
     case = make([(130, 70), (64, 90), (0, 64)])
-    first, second, third = (chunk.row for chunk in case.chunks)
+    first, second, third = (chunk.slot for chunk in case.chunks)
     case.table[second, :2] = case.table[first, :2]
     case.table[third, 0] = case.table[first, 0]
     close(case.run(out=torch.zeros_like(case.q)), case.expected(), 1e-5)

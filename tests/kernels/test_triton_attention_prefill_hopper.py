@@ -59,8 +59,8 @@ def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = B
     unread = torch.ones(last + 1, dtype=torch.bool, device=DEVICE)
     for chunk in case.chunks:
         pages = -(-chunk.end // PAGE_TOKENS)
-        unread[case.table[chunk.row, :pages]] = False
-        case.table[chunk.row, pages:] = last
+        unread[case.table[chunk.slot, :pages]] = False
+        case.table[chunk.slot, pages:] = last
     case.keys, case.values = (torch.cat((pool, pool[:1])) for pool in (case.keys, case.values))
     case.keys[unread] = case.values[unread] = float("nan")
     return case
@@ -77,7 +77,7 @@ def expanded(case: Case, pdl: bool = True, programs: int | None = None) -> torch
     rows, chunks, used = [], [], 0
     for chunk in case.chunks:
         pages = -(-chunk.end // PAGE_TOKENS)
-        rows.append(case.table[chunk.row, :pages])
+        rows.append(case.table[chunk.slot, :pages])
         chunks.append(ChunkSpan(chunk.first, chunk.count, chunk.context, used))
         used += pages
     keys, values = (
@@ -426,7 +426,7 @@ def test_a_block_table_may_be_narrow_and_queries_strided() -> None:
 @pytest.mark.gpu
 def test_chunks_may_share_blocks() -> None:
     case = make("several chunks")
-    _, second, _, fourth = (chunk.row for chunk in case.chunks)
+    _, second, _, fourth = (chunk.slot for chunk in case.chunks)
     case.table[fourth, :3] = case.table[second, :3]
     check_as_torch(paged(case), case.expected(BF16), case.expected())
 
@@ -471,7 +471,7 @@ def _attend(ops: Any, fp8: bool) -> tuple[torch.Tensor, KvPool]:
     chunks = [ChunkSpan(3, 2200, 0, 3), ChunkSpan(2203, 70, 300, 4)]
     lens = torch.tensor([5, 64, 700], device="cuda")
     asked = [(row, int(length) - 1) for row, length in enumerate(lens)]
-    asked += [(chunk.row, chunk.context + place) for chunk in chunks for place in range(chunk.count)]
+    asked += [(chunk.slot, chunk.context + place) for chunk in chunks for place in range(chunk.count)]
     rows, positions = torch.tensor(asked, device="cuda").T.contiguous().unbind()
     slots = table[rows, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
     angle = draw(columns * PAGE_TOKENS, 64)

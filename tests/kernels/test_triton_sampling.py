@@ -56,7 +56,7 @@ def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
 
 def _expected(logits: torch.Tensor, params: list[Params], draws: triton_sampling.Draws) -> torch.Tensor:
     """The twin's tokens, row by row, by sorting."""
-    keys = twin.noise_keys(draws.noise_base[draws.rows], draws.positions)
+    keys = twin.noise_keys(draws.noise_base[draws.slots], draws.positions)
     hashes = twin.token_hashes(0, logits.shape[1], logits.device)
     tokens = []
     for row, p in enumerate(params):
@@ -64,7 +64,7 @@ def _expected(logits: torch.Tensor, params: list[Params], draws: triton_sampling
         if p.temperature == 0:
             values, ids = twin.best(x)
         else:
-            x *= draws.floats[draws.rows[row], 0]
+            x *= draws.floats[draws.slots[row], 0]
             if p.top_k:
                 twin.keep_top_k_(x, torch.tensor([p.top_k], device=x.device), p.top_k)
             scores = twin.gumbel_noise(keys[row : row + 1], hashes) + x
@@ -109,7 +109,7 @@ def test_padding_columns_are_not_read_and_ids_begin_at_the_first() -> None:
     assert torch.equal(triton_sampling.greedy(wrapped)[1], logits[:, :4500].argmax(1) + 1000)
     params = [Params() for _ in range(3)]
     draws = _draws(params)
-    keys = twin.noise_keys(draws.noise_base[draws.rows], draws.positions)
+    keys = twin.noise_keys(draws.noise_base[draws.slots], draws.positions)
     scores = twin.gumbel_noise(keys, hashes) + logits[:, :4500] / 0.8
     assert torch.equal(triton_sampling.plain(wrapped, draws)[1], scores.argmax(1) + 1000)
 
@@ -136,7 +136,7 @@ def test_padding_rows_give_a_bad_token_and_the_others_their_own() -> None:
     params = [Params(top_p=0.9), Params(), Params(top_k=3)]
     logits, draws = _logits(3), _draws(params)
     expected = _expected(logits, params, draws)
-    draws.rows[1] = -1
+    draws.slots[1] = -1
     expected[1] = -1
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], expected)
     expected[2] = triton_sampling.plain(_wrap(logits), draws)[1][2]
@@ -216,7 +216,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     logits, draws = _logits(len(MIXED)), _draws(MIXED)
     together = triton_sampling.full(_wrap(logits), draws)
     for row in (0, 8, 9):
-        alone = replace(draws, rows=draws.rows[row : row + 1], positions=draws.positions[row : row + 1])
+        alone = replace(draws, slots=draws.slots[row : row + 1], positions=draws.positions[row : row + 1])
         found = triton_sampling.full(_wrap(logits[row : row + 1]), alone)
         assert torch.equal(found[1], together[1][row : row + 1])
         assert torch.equal(found[0], together[0][row : row + 1])
@@ -294,13 +294,13 @@ def test_draws_follow_the_distribution() -> None:
     index = torch.zeros(draws_each, dtype=torch.int64, device=DEVICE)
     for p in (Params(1.0), Params(0.7, top_p=0.8), Params(1.0, top_k=12), Params(1.3, 30, 0.9, 0.02)):
         draws = _draws([p])
-        rows = draws.rows.expand(draws_each).contiguous()
-        many = replace(draws, rows=rows, positions=torch.arange(draws_each, device=DEVICE))
+        rows = draws.slots.expand(draws_each).contiguous()
+        many = replace(draws, slots=rows, positions=torch.arange(draws_each, device=DEVICE))
         found = torch.cat(
             [
                 triton_sampling.full(
                     _wrap(logits, index=index[at : at + 50_000]),
-                    replace(many, rows=rows[:50_000], positions=many.positions[at : at + 50_000]),
+                    replace(many, slots=rows[:50_000], positions=many.positions[at : at + 50_000]),
                 )[1]
                 for at in range(0, draws_each, 50_000)
             ]

@@ -77,7 +77,7 @@ def test_attention_is_run_for_every_number_of_rows_of_padding_alone(folder: Path
         ) -> torch.Tensor:
             _, pool, heads, plan, *_ = rest
             assert pool is runner.steps.kv[-1] and (slots == -1).all() and not plan.lens.any()
-            assert len(qkv) == len(positions) == len(slots) == len(plan.rows)
+            assert len(qkv) == len(positions) == len(slots) == len(plan.slots)
             assert plan.queries is None or len(plan.queries) == len(qkv)
             asked.append((len(qkv), plan.queries is not None))
             return qkv[:, : heads * decoder.config.head_dim]

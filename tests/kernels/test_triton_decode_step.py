@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.triton.rows import advance, empty_decodes, place
+from kernels.triton.decode_step import advance, empty_decodes, place
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TABLE_ROWS = 300
@@ -36,10 +36,10 @@ def test_each_row_is_placed_where_its_sequence_ends_and_padding_nowhere(count: i
     assert torch.equal(decodes.token_ids[:count], tokens[rows])
     assert torch.equal(decodes.positions[:count], positions)
     assert torch.equal(decodes.lens[:count], positions + 1)
-    assert torch.equal(decodes.slots[:count], blocks[rows, positions // 64] * 64 + positions % 64)
-    assert torch.equal(decodes.table_rows[:count], rows)
-    assert (decodes.slots[count:] == -1).all() and (decodes.lens[count:] == 0).all()
-    for part in (decodes.token_ids, decodes.positions, decodes.table_rows):
+    assert torch.equal(decodes.kv_slots[:count], blocks[rows, positions // 64] * 64 + positions % 64)
+    assert torch.equal(decodes.slots[:count], rows)
+    assert (decodes.kv_slots[count:] == -1).all() and (decodes.lens[count:] == 0).all()
+    for part in (decodes.token_ids, decodes.positions, decodes.slots):
         assert (part[count:] == 0).all()
 
 

@@ -22,54 +22,54 @@ class Decodes:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
+    kv_slots: torch.Tensor
     """Block × 64 + offset in the KV pool; -1: padding."""
     lens: torch.Tensor
     """Tokens of the sequence, this one included, which is where the next will stand; 0: padding."""
-    table_rows: torch.Tensor
+    slots: torch.Tensor
     """Of the tables; 0 for padding."""
 
     def first(self, count: int) -> Decodes:
         return Decodes(
             self.token_ids[:count],
             self.positions[:count],
-            self.slots[:count],
+            self.kv_slots[:count],
             self.lens[:count],
-            self.table_rows[:count],
+            self.slots[:count],
         )
 
 
 def empty_decodes(rows: int, device: torch.device) -> Decodes:
-    token_ids, positions, slots, lens, table_rows = (
+    token_ids, positions, kv_slots, lens, slots = (
         torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)
     )
-    return Decodes(token_ids, positions, slots, lens, table_rows)
+    return Decodes(token_ids, positions, kv_slots, lens, slots)
 
 
 def place(
-    rows: torch.Tensor,
+    slots: torch.Tensor,
     last_tokens: torch.Tensor,
     lengths: torch.Tensor,
     block_table: torch.Tensor,
     decodes: Decodes,
 ) -> None:
-    """Fill `decodes` for `rows` [rows] int64 of the tables, -1 for padding.
+    """Fill `decodes` for `slots` [slots] int64 of the tables, -1 for padding.
 
     last_tokens, lengths: [table rows] int64, what is fed and what is cached; block_table: [table rows,
     columns] int64.
     """
-    _place[(triton.cdiv(len(rows), _BLOCK),)](
-        rows,
+    _place[(triton.cdiv(len(slots), _BLOCK),)](
+        slots,
         last_tokens,
         lengths,
         block_table,
         block_table.stride(0),
         decodes.token_ids,
         decodes.positions,
-        decodes.slots,
+        decodes.kv_slots,
         decodes.lens,
-        decodes.table_rows,
-        len(rows),
+        decodes.slots,
+        len(slots),
         PAGE=PAGE_TOKENS,
         BLOCK=_BLOCK,
         num_warps=4,
@@ -77,16 +77,16 @@ def place(
 
 
 def advance(
-    rows: torch.Tensor,
+    slots: torch.Tensor,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
     last_tokens: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
-    """`token_ids` at `positions`, [rows] int64, become the next input of `rows` (-1: padding); a bad token
+    """`token_ids` at `positions`, [slots] int64, become the next input of `slots` (-1: padding); a bad token
     (negative) becomes token 0."""
-    _advance[(triton.cdiv(len(rows), _BLOCK),)](
-        rows, token_ids, positions, last_tokens, lengths, len(rows), BLOCK=_BLOCK, num_warps=4
+    _advance[(triton.cdiv(len(slots), _BLOCK),)](
+        slots, token_ids, positions, last_tokens, lengths, len(slots), BLOCK=_BLOCK, num_warps=4
     )
 
 
