@@ -50,7 +50,7 @@ def test_every_kernel_that_is_launched_has_a_defect_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nosuchword"], "no defect has nosuchword; there are\n  attention_decode.py: "),
+        (["nosuchword"], "no defect has nosuchword; there are\n  attention_decode_kernel.py: "),
         (["linear", "nosuchword", "norword"], "no defect has nosuchword, norword; there are\n"),
         (["sampling", "tiles:"], "no defect has all of sampling, tiles:; leave one out"),
         (["linear_tiles.py"], "only a GPU notices those with linear_tiles.py: give --gpu on one"),

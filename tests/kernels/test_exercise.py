@@ -178,7 +178,7 @@ and what else was said
 NO_ERRORS = "========= ERROR SUMMARY: 0 errors"
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 16 bytes
-=========     at _decode_kernel+0x1230 in attention_decode.py:201
+=========     at decode_kernel+0x1230 in attention_decode_kernel.py:201
 =========     by thread (32,0,0) in block (5,0,0)
 ran decode
 ========= ERROR SUMMARY: 1 error
@@ -199,7 +199,7 @@ ran place
 @pytest.mark.parametrize(
     ("text", "count", "kernels"),
     [
-        (MEMCHECK, 1, {"_decode_kernel"}),
+        (MEMCHECK, 1, {"decode_kernel"}),
         (RACECHECK, 1, {"_dot"}),
         (CLEAN, 0, set()),
         (CLEAN.replace("ran place", "a traceback"), None, set()),
