@@ -1,7 +1,7 @@
-"""The operations on an NVIDIA GPU: our Triton kernels, and cuBLAS through torch where it is faster.
+"""The operations on an NVIDIA GPU: Triton kernels, and cuBLAS through torch where cuBLAS is faster.
 
-Nothing here waits for the device or asks it for a number, so a pass can be captured in a CUDA graph. Kernels
-are launched with programmatic dependent launch: each fetches its weights while the one before it drains.
+No operation waits for the device or reads a device value, so a pass can be captured in a CUDA graph. Kernels
+use programmatic dependent launch: each kernel prefetches its weights while the previous kernel finishes.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ __all__ = ["CudaOps"]
 
 @dataclass(frozen=True, slots=True)
 class _ChunkPlan:
-    """How the layers with one window read the chunks' keys; see `attention_prefill.Expansion`."""
+    """Lists of prefill tiles for the layers with one attention window; see
+    `attention_prefill.Expansion`."""
 
     pages: torch.Tensor | None
     expanded: torch.Tensor | None
     direct: torch.Tensor | None
     hopper: bool = False
-    """Whether what is in the model's dtype, the expansion or a cache that is not FP8, is read by
-    `attention_prefill_hopper`."""
+    """Whether `attention_prefill_hopper` reads the keys and values that are in the model's dtype (the
+    expanded pages, or a cache that is not FP8)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
-    """By window, made by the first layer that has it."""
+    """Chunk plans by attention window. The first layer with a window adds its plan."""
 
 
 class CudaOps:
-    """See `kernels.Ops`. One for each replica and stream: it owns the workspaces of its kernels.
+    """`kernels.Ops` on an NVIDIA GPU. Each replica and stream needs its own instance, because it owns the
+    kernels' workspaces.
 
-    expansion_blocks: most blocks of an FP8 cache that a pass with prompts expands to the model's dtype at
-    once (`attention_prefill.Expansion`); 0: it never does.
-    table: the device's measured products; None: rules alone say which kernel a product gets.
-    pdl: whether the device knows programmatic dependent launch (`kernels.PDL_FROM`): no kernel that asks for
-    it compiles for one that does not.
-    hopper_multiprocessors: how many the device has, if it is a Hopper (compute capability 9), for whose long
-    prompts there is a kernel of its own; 0: it is another.
+    expansion_blocks: largest number of FP8 cache blocks that one pass with prompts expands to the model's
+    dtype (`attention_prefill.Expansion`); 0 disables expansion.
+    table: the measured GEMM plans of the device, or None to use only the rules.
+    pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels with PDL do
+    not compile for other devices.
+    hopper_multiprocessors: number of multiprocessors if the device is a Hopper GPU (compute capability 9),
+    which has its own kernel for long prompts; 0 for other GPUs.
     """
 
     name = "cuda"
@@ -72,7 +74,7 @@ class CudaOps:
         self._product_workspace: linear.Workspace | None = None
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """Weights are read as they lie."""
+        """Return the weight unchanged: the GPU's GEMMs need no other layout."""
         return weight
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
@@ -107,7 +109,7 @@ class CudaOps:
     ) -> Activation:
         normed = (x, norm_weight, eps, weight)
         if isinstance(weight, Fp8Weight) and self._plan(len(x.values), weight.values) is None:
-            # The library's product takes nothing with it: what follows is one pass, and quantises as well.
+            # The library's GEMM has no fused epilogue, so one kernel computes SwiGLU and quantises.
             product = self._norm_product(*normed, bias=bias)
             return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self._pdl), product.dtype)
         return self._norm_product(*normed, bias=bias, silu_mul=True)
@@ -140,21 +142,22 @@ class CudaOps:
         )
 
     def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
-        """The plan of a product that can share a norm with another product; None where it cannot.
+        """Return the plan of a GEMM that can share a norm with another GEMM, or None if it cannot.
 
-        A norm keeps x within float16's range; x × gain may leave it."""
+        float16 GEMMs share no norms: a norm keeps x within float16's range, but x × gain may exceed it.
+        """
         if isinstance(weight, Fp8Weight) or weight.dtype == torch.float16:
             return None
         plan = self._plan(rows, weight)
         return plan if plan is not None and plan.tiled else None
 
     def _plan(self, rows: int, weight: torch.Tensor) -> GemmPlan | None:
-        """Of a product; None: it is the library's."""
+        """Return the plan of a GEMM, or None if the library computes it."""
         outputs, inputs = weight.shape
         return self._table.choose(rows, outputs, inputs, weight.dtype)
 
     def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
-        """`linear.linear` or `linear.linear_fp8`, as weight and x want it."""
+        """Call `linear.linear` or `linear.linear_fp8`, depending on the types of weight and x."""
         if self._product_workspace is None:
             device = x.values.device if isinstance(x, Fp8Activation) else x.device
             self._product_workspace = linear.allocate_workspace(device)
@@ -276,7 +279,7 @@ class CudaOps:
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        # Here, since it is Gluon, which not every machine with these operations needs to know.
+        # Imported here because Gluon is not available on every machine that uses these operations.
         from kernels.triton import attention_prefill_hopper
 
         read = (keys, values, table, tiles)
@@ -314,7 +317,7 @@ class CudaOps:
         return self._decode_workspaces[key]
 
     def _scratch(self, keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the expansion, which every layer overwrites."""
+        """Return the scratch pool for expanded keys and values, which every layer overwrites."""
         _, kv_heads, _, head_dim = keys.shape
         key = (kv_heads, head_dim, dtype)
         if key not in self._scratches:

@@ -1,19 +1,21 @@
-"""Paged attention of one new token for each sequence, split over the cache (Flash-Decoding, Dao et al. 2023).
+"""Paged attention of one new token per sequence, with split-KV (Flash-Decoding, Dao et al. 2023).
 
-Every program finds its item of work for itself, from the lengths on the device: sequences are cut into pieces
-of at most so many pages that all pieces of the batch fit the grid (as FlashInfer plans on the host, Ye et al.
-2025). The grid depends on the number of sequences alone, so a CUDA graph replays it at any lengths, a short
-sequence is one piece, and a long one among them is spread over as many programs as it needs. A sequence that
-is one piece is finished there; of one that is cut, each piece leaves its sums in the workspace, and the last
-to arrive adds them up, in the order of the cache: one kernel, and the same bits every time.
+The KV pages of a sequence are divided into splits. Each program of the grid finds its split from the lengths
+on the device. All splits have at most the same number of pages, chosen so that the splits of the whole batch
+fit the grid (FlashInfer plans this on the host, Ye et al. 2025). The grid depends only on the number of
+sequences, so one CUDA graph serves any lengths: a short sequence is one split, and a long sequence spreads
+over many programs. A sequence with one split needs no combine. Otherwise each split writes its partial result
+to the workspace, and the program that finishes last combines them in the order of the cache. So there is no
+second kernel, and the result is deterministic.
 
-The query heads of a KV head are the rows of one tensor-core tile (16 or more). FP8 tiles are converted to
-float16: on Hopper one instruction for two values, where bfloat16 takes several.
+The query heads of a KV head are the rows of one tensor-core tile (16 or more rows). FP8 tiles are converted
+to float16: on Hopper one instruction converts two values to float16, while bfloat16 takes several
+instructions.
 
-With a `Rotation`, what comes in is the product of q, k and v: the kernel norms and rotates what it reads of
-it, and whoever has a sequence's last page writes the new key and value there and adds them to the sums out of
-registers. So no launch stands between that product and attention, and what does not come from it (lengths,
-rows, angles) is read before it has ended.
+With a `Rotation`, the input is the result of the qkv GEMM. The kernel then applies QK-norm and RoPE to the
+heads that it reads. The program of a sequence's last page writes the new key and value to the cache and adds
+their attention from registers. So no launch separates the qkv GEMM from attention, and all inputs that do not
+come from the GEMM (lengths, slots, angles) are read before the GEMM has ended.
 """
 
 from __future__ import annotations
@@ -31,50 +33,54 @@ from kernels.triton.attention_decode_kernel import decode_kernel
 _LOG2_E = 1.4426950408889634
 
 _MAX_AT_ONCE = 32
-"""Most pieces whose sums are read together. The loop over them is unrolled: of 128, as small heads would have
-room for, a kernel takes a minute to compile."""
+"""Largest number of splits whose partial results are loaded together. The loop over them is unrolled: with
+128, which small heads would allow, the kernel takes a minute to compile."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """What `decode` keeps between its programs. One for each stream; every layer of a model uses the same.
+    """Scratch memory of `decode`. Each stream needs its own workspace; all layers of a model share it.
 
-    Made for one number of KV heads, group and head_dim, and for at most `sequences` sequences.
+    A workspace is made for fixed kv_heads, group and head_dim, and for at most `sequences` sequences.
     """
 
     partial: torch.Tensor
-    """`[items, kv_heads, group, head_dim]` float32: sums of pieces."""
+    """Unnormalised attention outputs of the splits: `[items, kv_heads, group, head_dim]` float32."""
     stats: torch.Tensor
-    """`[items, kv_heads, 2, group]` float32: their largest scores and sums of weights."""
+    """Largest scores and softmax sums of the splits: `[items, kv_heads, 2, group]` float32."""
     arrived: torch.Tensor
-    """`[sequences, kv_heads]` int32: pieces that are there. Zero between launches."""
+    """Number of finished splits: `[sequences, kv_heads]` int32. Zero between launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How a launch uses the GPU."""
+    """Launch parameters of the decode attention kernel."""
 
     items: int
-    """Programs for each KV head: the most pieces that the sequences are cut into; at least one for each."""
+    """Number of programs per KV head. It bounds the total number of splits and must be at least the number of
+    sequences."""
     stages: int
-    """Of the pipeline over pages: page numbers and tiles are (stages - 1) / 2 iterations ahead each."""
+    """Number of stages of the software pipeline over pages. Page numbers and tiles are prefetched (stages -
+    1) / 2 iterations ahead each."""
     maxnreg: int | None = 128
-    """Most registers of a thread."""
+    """Register limit per thread."""
     at_once: int = 4096
-    """Sums that are read together where pieces are added up."""
+    """Number of partial sums that the combine loads together."""
     num_warps: int = 4
     least_pages: int = 1
-    """A sequence of no more is not cut: reading them one after another is cheaper than adding up sums."""
+    """Sequences of at most this many pages are not split: reading the pages in one program is cheaper than
+    combining splits."""
 
 
 def config_for(
     sequences: int, kv_heads: int, head_dim: int, element_size: int, multiprocessors: int
 ) -> DecodeConfig:
-    """For a batch of that many sequences, at whatever lengths.
+    """Return the launch parameters for a number of sequences of any lengths.
 
-    A single sequence of a 2-byte cache is best as one program a multiprocessor, since a launch that overlaps
-    the one in front of it is not spread evenly; a few as two. FP8 wants more of them, to hide the conversion:
-    where there is work for five at once, 96 registers let them in.
+    A single sequence with a 2-byte cache runs best with one program per multiprocessor, because a launch that
+    overlaps the previous kernel is not distributed evenly; 2 to 16 sequences run best with two. FP8 needs
+    more programs to hide the conversion: with enough sequences, 96 registers per thread let five programs
+    share a multiprocessor.
     """
     fp8 = element_size == 1
     waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 or sequences > 1 else 1
@@ -86,25 +92,25 @@ def config_for(
 
 
 def pieces_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
-    """How many pieces of a sequence are read together where they are added up."""
+    """Return how many splits of a sequence the combine loads together."""
     return min(_MAX_AT_ONCE, max(1, config.at_once // (group * head_dim)))
 
 
 def config_on(keys: torch.Tensor, sequences: int) -> DecodeConfig:
-    """`config_for` a cache, `[blocks, kv_heads, 64, head_dim]`, on its device."""
+    """Return `config_for` the device and shape of a cache `[blocks, kv_heads, 64, head_dim]`."""
     _, kv_heads, _, head_dim = keys.shape
     return config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors_of(keys.device))
 
 
 def max_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
-    """Of `DecodeConfig.items`, that a workspace has room for."""
+    """Return the largest `DecodeConfig.items` for which a workspace has room."""
     return sequences + 4 * multiprocessors // kv_heads
 
 
 def allocate_workspace(
     sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
-    """For `decode` of up to `sequences` sequences with these heads."""
+    """Allocate the workspace of `decode` for up to `sequences` sequences with these numbers of heads."""
     items = max_items(sequences, kv_heads, multiprocessors_of(device))
     group = triton.next_power_of_2(heads // kv_heads)
     return DecodeWorkspace(
@@ -131,20 +137,23 @@ def decode(
     pdl: bool = True,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token for each sequence over its pages: `[sequences, heads, head_dim]`, as q.
+    """Compute attention of one new token per sequence over its pages: `[sequences, heads, head_dim]` in q's
+    dtype.
 
-    q: `[sequences, heads, head_dim]`, heads contiguous. With a `rotation`, the product of queries, keys and
-    values, `[sequences, (heads + 2 kv_heads) × head_dim]`: the new keys and values are not in the cache yet
-    and are written there; the cache must not be shared between sequences where their new tokens stand. Then
-    slots, lens and cos_sin are read before the kernel in front has ended, so with PDL a kernel without it must
-    stand between what wrote them and this one, as the embedding does in a decoder's pass.
-    keys, values: `[blocks, kv_heads, 64, head_dim]`,
-    contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
-    block_table: `[max_rows, columns]` int32 or int64. slots: `[sequences]`, the block table's row of each.
-    lens: `[sequences]`, tokens in the cache, the new one included; 0: padding, whose result is zeros and of
-    which nothing else is read. window: the token sees itself and the window - 1 before it.
-    config: None: `config_for`. The result's last bits depend on its `items`.
-    The softmax is in float32. Takes no lengths on the host, so a CUDA graph may hold it.
+    q: `[sequences, heads, head_dim]`, heads contiguous. With a `rotation`, q is the result of the qkv GEMM,
+    `[sequences, (heads + 2 kv_heads) × head_dim]`, and this call also writes the new keys and values to the
+    cache. Sequences must then not share the blocks that receive their new tokens. With PDL, slots, lens and
+    cos_sin are then read before the previous kernel has ended; so a kernel without PDL, such as a decoder's
+    embedding, must run between the kernel that wrote them and this one.
+    keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous, in q's dtype, or float8_e4m3fn with
+    `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
+    block_table: `[slots, columns]` int32 or int64. slots: `[sequences]`, each sequence's row of the block
+    table.
+    lens: `[sequences]`, number of cached tokens, the new token included; 0 marks padding, whose result is
+    zeros and whose other inputs are not read. window: the token sees itself and the window - 1 tokens before
+    it.
+    config: launch parameters; None: `config_for`. The last bits of the result depend on `items`. The softmax
+    is in float32. No length is read on the host, so a CUDA graph may hold the launch.
     """
     blocks, kv_heads, _, head_dim = keys.shape
     sequences, heads = q.shape[0], _query_heads(q, kv_heads, head_dim, rotation)
@@ -209,7 +218,8 @@ def decode(
 
 
 def _query_heads(q: torch.Tensor, kv_heads: int, head_dim: int, rotation: Rotation | None) -> int:
-    """Raises ValueError for a product that these heads do not make."""
+    """Return the number of query heads. Raises ValueError if the shape of q does not match kv_heads and
+    head_dim."""
     if rotation is None:
         return q.shape[1]
     heads = q.shape[1] // head_dim - 2 * kv_heads
@@ -247,7 +257,8 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 
 
 def _scan_width(sequences: int) -> int:
-    """Few widths, since each is a kernel to compile."""
+    """Return the width of the scan over sequences, one of a few values, because each width is a separate
+    compilation."""
     for width in (1, 16, 128, 1024):
         if sequences <= width:
             return width
@@ -255,5 +266,5 @@ def _scan_width(sequences: int) -> int:
 
 
 def multiprocessors_of(device: torch.device) -> int:
-    """4 where the interpreter runs."""
+    """Return the number of multiprocessors of a GPU, or 4 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -10,13 +10,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.triton.new_tokens import angles, rounded, turned
 
 _LIFT = tl.constexpr(8.0)
-"""With FP8, weights are computed times 2**8, so that the small ones of a long sequence stay clear of
-float16's subnormals; it cancels in the quotient."""
+"""With an FP8 cache, softmax weights are scaled by 2**8, so that small weights of a long sequence stay above
+float16's subnormals. The factor cancels in the final quotient."""
 
 
 @triton.jit
 def _pages_of(length, WINDOW: tl.constexpr):
-    """First page that is seen, and the number of pages."""
+    """Return the first visible page of a sequence and the number of visible pages."""
     last = (length + 63) // 64
     first = tl.maximum(length - WINDOW, 0) // 64 if WINDOW > 0 else length * 0
     return first, last - first
@@ -24,16 +24,16 @@ def _pages_of(length, WINDOW: tl.constexpr):
 
 @triton.jit
 def _spread(tile, SPREAD: tl.constexpr):
-    """Column c of a `[64, n]` tile becomes column (c % SPREAD) × (n / SPREAD) + c / SPREAD. A thread that
-    holds tiles of 8 columns n / SPREAD apart, as the tensor cores want them, then reads SPREAD neighbours at
-    once: words instead of bytes."""
+    """Permute the columns of a `[64, n]` tile: column c moves to (c % SPREAD) × (n / SPREAD) + c / SPREAD.
+    The tensor cores give a thread groups of 8 columns that lie n / SPREAD apart; after the permutation the
+    thread loads SPREAD adjacent columns as words instead of bytes."""
     n: tl.constexpr = tile.shape[1]
     return tile.reshape(tile.shape[0], n // SPREAD, SPREAD).permute(0, 2, 1).reshape(tile.shape[0], n)
 
 
 @triton.jit
 def _gather(tile, SPREAD: tl.constexpr):
-    """Undoes `_spread`."""
+    """Apply the inverse permutation of `_spread`."""
     n: tl.constexpr = tile.shape[1]
     return tile.reshape(tile.shape[0], SPREAD, n // SPREAD).permute(0, 2, 1).reshape(tile.shape[0], n)
 
@@ -48,9 +48,10 @@ def _combine(
     KV_HEADS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The sum of `pieces` pieces, `[GROUP, HEAD_DIM]`, normalised; `partial` and `stats` point at the first.
+    """Combine `pieces` splits of a sequence and normalise: `[GROUP, HEAD_DIM]`. `partial` and `stats` point
+    to the first split.
 
-    Piece by piece, since no thread then waits for another; the loads of AT_ONCE of them fly at once.
+    The loop visits split by split, so that no thread waits for another; AT_ONCE loads are in flight together.
     """
     group = tl.arange(0, GROUP)
     place = group[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -122,8 +123,9 @@ def decode_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     item = tl.program_id(0) // KV_HEADS
 
-    # Which piece of which sequence this item is. Pieces have at most `most` pages: then all fit the grid.
-    # Lengths and rows are another step's in the L1, perhaps, and this may be before the wait.
+    # Find this program's sequence and split. A split has at most `most` pages, so that all splits fit the
+    # grid. Loads bypass the L1, which may hold lengths and slots of another step, because this code may run
+    # before gdc_wait.
     if SCAN == 1:
         length = tl.load(lens, cache_modifier=".cg").to(tl.int32)
         row = tl.load(rows, cache_modifier=".cg").to(tl.int64)
@@ -180,7 +182,7 @@ def decode_kernel(
         total = tl.zeros([TILE_ROWS], tl.float32)
         cached = length
         if NEW:
-            # The new token counts here; the cache, in which it is not yet, has those before it.
+            # The new token is computed from registers. The cache holds only the tokens before it.
             cached = length - 1
             newest = begin + each >= pages
             query = turned(own, kv_head * HEADS + tile_row, real, cos, sin, q_norm, eps, HEAD_DIM, NORM)
@@ -251,7 +253,7 @@ def decode_kernel(
             tl.store(stats + slot * (2 * GROUP) + tile_row, m, mask=kept)
             tl.store(stats + slot * (2 * GROUP) + GROUP + tile_row, total, mask=kept)
             counter = arrived + sequence * KV_HEADS + kv_head
-            # Every thread's sums are written before one thread says so.
+            # All threads must have stored their sums before one thread increments the counter.
             tl.debug_barrier()
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == pieces - 1:
                 tl.store(counter, 0)
