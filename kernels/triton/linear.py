@@ -1,25 +1,25 @@
 # mypy: allow-untyped-defs
-"""Matrix products at decode: up to 64 rows, where reading the weights once is all the time there is.
+"""GEMMs of a decode step: up to 64 rows, where reading the weights takes nearly all of the time.
 
-`linear` and `linear_fp8` take any number of rows: a table of measured shapes (`linear_table`) says which
-kernel a shape gets, and where cuBLAS (through torch) is better; rules say it for shapes that are not there.
-What touches the same bytes is done on the way: RMSNorm and the quantisation of x before, bias, residual and
-SwiGLU after. One row is normed and quantised by every program for itself; more rows by a launch of their own,
-or (`kernels.DeferredNorm`) by two products that follow one another: the first multiplies what it writes by
-the norm's gain and adds up its squares, the second multiplies its sums by what is left of the norm, a factor for
-each token.
+`linear` and `linear_fp8` accept any number of rows. A table of measured shapes (`linear_table`) selects the
+kernel for a shape, or cuBLAS (through torch) where cuBLAS is faster; rules decide for shapes that are not in
+the table. The GEMM fuses the work on the same bytes: RMSNorm and quantisation of x as a prologue; bias,
+residual and SwiGLU as an epilogue. With one row, every program computes the norm and the quantisation itself.
+With more rows, a separate launch does, or two consecutive GEMMs share the norm (`kernels.DeferredNorm`): the
+first multiplies its result by the norm's gain and sums the squares, and the second multiplies its sums by the
+remaining factor of each token.
 
-Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rms_norm` does; then (FP8)
-divided by its scale, its largest magnitude / 448, and rounded to e4m3, as `reference.quantise_fp8` does. A
-norm that two products share rounds x × gain once where the twin rounds x × factor × gain once: the same
-relative error, as long as x × gain is within the dtype's range, which float16's may not be.
-Sums are float32. Bias and residual are added to the float32 sum, which is rounded once, to the dtype of
-`out`; the twins round the product before they add a residual. SwiGLU rounds gate, up and silu(gate) as its
-twin does. FP8 products of one row are exact in float32; of more rows, they are summed by the tensor cores in
-about 14 bits (error of a product 2e-3 to 4e-3 in all, of which 1.7e-3 is the rounding to bfloat16).
+Rounding: x is normed in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
+divided by its scale, its largest magnitude / 448, and rounded to e4m3, as in `reference.quantise_fp8`. A
+shared norm rounds x × gain once, where the reference rounds x × factor × gain once: the relative error is the
+same as long as x × gain is within the dtype's range, which float16 does not guarantee. Sums are float32. Bias
+and residual are added to the float32 sum, which is rounded once to the dtype of `out`; the reference rounds
+before it adds a residual. SwiGLU rounds gate, up and silu(gate) as the reference does. FP8 GEMMs of one row
+are exact in float32. With more rows the tensor cores sum in about 14 bits (total relative error 2e-3 to 4e-3,
+of which 1.7e-3 comes from rounding to bfloat16).
 
-Nothing here waits for the device; all may be captured into graphs. PDL (programmatic dependent launch) must
-not change a bit: the order of every sum is fixed.
+No function here waits for the device, and all launches can be captured in CUDA graphs. PDL (programmatic
+dependent launch) does not change any bit of a result: the order of every sum is fixed.
 """
 
 from __future__ import annotations
@@ -58,18 +58,23 @@ def linear(
     pdl: bool = True,
     plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """`rms_norm(x) @ weight.T + bias`, then SwiGLU, then `+ residual`: each only if asked for.
+    """Return `rms_norm(x) @ weight.T + bias`, then SwiGLU, then `+ residual`; each step only if its argument
+    is given.
 
     x: `[rows, K]`, rows may be strided. weight: `[N, K]` of x's dtype, contiguous. bias: `[N]`. norm_weight:
-    `[K]`. silu_mul: weight has the gate's rows, then up's; the result is `silu(gate) × up`, `[rows, N / 2]`.
-    residual, out: `[rows, N]` (`N / 2`), rows may be strided; they may be the same tensor. workspace: for
-    products that are split over K; one is made for the call where it is None, at the cost of a launch. table:
-    of the device; None: rules alone. plan: instead of the table's. pdl: weight, bias and next_gain are read
-    before the kernel in front has ended, so that one must not write them.
+    `[K]`.
+    silu_mul: weight holds the gate's rows, then up's rows; the result is `silu(gate) × up`, `[rows, N / 2]`.
+    residual, out: `[rows, N]` (`N / 2` with silu_mul), rows may be strided; they may be the same tensor.
+    workspace: memory for split-K GEMMs; None allocates one for this call, at the cost of a launch.
+    table: the device's measured plans; None: rules alone. plan: replaces the table's choice.
+    pdl: weight, bias and next_gain are read before the previous kernel has ended, so that kernel must not
+    write them.
 
-    A norm that is shared (by a product of a plan that is `tiled`): squares: x is `DeferredNorm.values` and
-    these its `DeferredNorm.squares`, with the norm's eps and without norm_weight. deferred_norm: of
-    `allocate_deferred_norm`, filled from the result, with the gain of the norm that reads it next, next_gain `[N]`.
+    A shared norm needs a plan that is `tiled`.
+    squares: the `DeferredNorm.squares` that belong to x, which is `DeferredNorm.values`; requires the norm's
+    eps and no norm_weight.
+    deferred_norm: from `allocate_deferred_norm`; it is filled from the result and next_gain `[N]`, the gain
+    of the norm that reads the result next.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul, squares, next_gain, deferred_norm)
     _check(x, weight, extras, out)
@@ -110,12 +115,12 @@ def linear_fp8(
     pdl: bool = True,
     plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """As `linear`, of e4m3 weights `[N, K]` with a float32 scale each, `weight_scale [N]`, and of x quantised
-    per token.
+    """`linear` with e4m3 weights `[N, K]`, which have a float32 scale per row, `weight_scale [N]`, and with x
+    quantised per token.
 
-    x: `[rows, K]` in the model's dtype, quantised here after it is normed; or e4m3, with `x_scale [rows]` or
-    `[rows, 1]` float32 and no norm_weight; dtype is then the model's. The result has that unless `out` says
-    otherwise.
+    x: `[rows, K]` in the model's dtype, quantised here after the norm; or e4m3 with `x_scale [rows]` or
+    `[rows, 1]` float32, without norm_weight, where dtype gives the model's dtype. The result has the model's
+    dtype unless `out` has another.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
@@ -128,7 +133,7 @@ def linear_fp8(
             f"weight needs float32 ({weight.shape[0]},)"
         )
     rows = x.shape[0]
-    # One row that is quantised already has no use for a kernel that quantises.
+    # A row that is already quantised must not use the one-row kernels, which quantise x themselves.
     for_rows = rows if x_scale is None else max(rows, 2)
     plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
     if out is None and (plan is not None or not rows):
@@ -151,7 +156,8 @@ def linear_fp8(
 
 
 def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm:
-    """For the result `[rows, columns]` of a product of `plan` without SwiGLU, which fills it."""
+    """Allocate the deferred norm of a GEMM's `result [rows, columns]`. The GEMM must have this `plan`, must
+    not compute SwiGLU, and fills the deferred norm."""
     rows, columns = result.shape
     parts = triton.cdiv(columns, plan.block_n)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=result.device)
@@ -161,9 +167,10 @@ def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm
 def quantise(
     x: torch.Tensor, *, values: torch.dtype = fused.FP8, pdl: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x [rows, n]`, contiguous, in e4m3, and scales `[rows, 1]` float32: as `reference.quantise_fp8`.
+    """Quantise `x [rows, n]`, contiguous, to e4m3 with scales `[rows, 1]` float32, as
+    `reference.quantise_fp8` does.
 
-    values: another dtype only where an interpreter, which cannot judge e4m3, checks the rest.
+    values: the dtype of the result; tests in Triton's interpreter, which does not support e4m3, pass another.
     """
     rows, n = x.shape
     quantised = torch.empty((rows, n), dtype=values, device=x.device)
@@ -185,7 +192,7 @@ def quantise(
 
 @triton.jit
 def _quantise(x, quantised, scales, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program."""
+    """Quantise one row per program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -215,7 +222,7 @@ def _launch(
     if plan.form == "gemv":
         launch_gemv(plan, x, weight, weight_scale, extras, out, pdl)
     elif plan.form == "stream" and weight_scale is not None:
-        # Gluon has no interpreter: whoever has no GPU never gets here.
+        # Imported here because Gluon has no CPU interpreter; without a GPU this branch is never taken.
         from kernels.triton.linear_stream import launch_stream
 
         launch_stream(plan, x, weight, weight_scale, extras, out, pdl)
@@ -251,8 +258,9 @@ def _cublas_fp8(
     out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
-    """In the model's dtype, as our own products. The library is always asked for bfloat16: float16 with a
-    scale for each row is not right in every torch on every GPU, and sums of 14 bits lack its last ones."""
+    """Compute an FP8 GEMM with cuBLAS, with the result in the model's dtype. cuBLAS always returns bfloat16
+    here: float16 with a scale per row gives wrong results in some versions of torch on some GPUs, and sums of
+    14 bits do not have float16's last bits."""
     as_asked = dtype == torch.bfloat16
     product = torch._scaled_mm(
         x,
@@ -287,7 +295,7 @@ def _allocate(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, dtype: to
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.Tensor | None) -> None:
-    """Raises ValueError for what does not fit."""
+    """Raise ValueError if shapes, dtypes or strides do not match."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; they must share K")
     if x.stride(1) != 1 or not weight.is_contiguous():
@@ -306,7 +314,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.T
 
 
 def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, extras: FusedOps) -> None:
-    """Raises ValueError where a product cannot share a norm as it is asked to."""
+    """Raise ValueError if this GEMM cannot share a norm as requested."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
         raise ValueError(f"a norm is shared by products of form dot or tiles, not by {plan or 'the library'}")
