@@ -265,7 +265,7 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
     work to another device.
     """
     if device_type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device_type!r}; backends exist for cpu and cuda")
+        raise ValueError(f"device is {device_type!r}; supported devices: cpu, cuda")
     if device_type == "cuda" and dtype != torch.float32:
         from kernels.compiling import current_gpu
         from kernels.cuda import CudaOps

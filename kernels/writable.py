@@ -25,5 +25,5 @@ def check_writable(option: str, path: Path | None) -> None:
             path.resolve().unlink()
     except OSError as error:
         raise UnwritableError(
-            f"{option} is {path}, which cannot be written ({error.strerror}): name a file that can"
+            f"{option} is {path}, which cannot be written ({error.strerror}); name a writable file"
         ) from None

@@ -225,11 +225,11 @@ def _query_heads(q: torch.Tensor, kv_heads: int, head_dim: int, rotation: Rotati
     heads = q.shape[1] // head_dim - 2 * kv_heads
     if q.shape[1] % head_dim or heads < 1 or heads % kv_heads:
         raise ValueError(
-            f"q has {q.shape[1]} columns, which are not (heads + 2 × {kv_heads}) × {head_dim} with heads a "
+            f"q has {q.shape[1]} columns; needs (heads + 2 × {kv_heads}) × {head_dim} with heads a "
             f"multiple of {kv_heads}"
         )
     if (rotation.q_norm is None) != (rotation.k_norm is None):
-        raise ValueError("q_norm and k_norm are given together or not at all")
+        raise ValueError("only one of q_norm and k_norm is given; give both or neither")
     return heads
 
 
@@ -239,17 +239,17 @@ def _check_workspace(
     most, *shape = workspace.partial.shape
     if tuple(shape) != heads:
         raise ValueError(
-            f"workspace is for kv_heads, group and head_dim {tuple(shape)}, the batch has {heads}; "
-            "make one with allocate_workspace"
+            f"workspace has kv_heads, group and head_dim {tuple(shape)}, but the batch has {heads}; "
+            "allocate another with allocate_workspace"
         )
     if sequences > workspace.arrived.shape[0]:
         raise ValueError(
-            f"workspace is for {workspace.arrived.shape[0]} sequences, the batch has {sequences}; "
-            "make a larger one"
+            f"workspace has room for {workspace.arrived.shape[0]} sequences, but the batch has {sequences}; "
+            "allocate a larger one"
         )
     if not sequences <= items <= most:
         raise ValueError(
-            f"items is {items}, not between the {sequences} sequences and the workspace's {most}"
+            f"items is {items}; needs at least {sequences} (the sequences) and at most {most} (the workspace)"
         )
 
 

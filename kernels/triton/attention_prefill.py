@@ -290,7 +290,9 @@ def expand(
     """
     _, kv_heads, _, head_dim = keys.shape
     if len(pages) > len(scratch_keys):
-        raise ValueError(f"pages has {len(pages)} pages, the scratch {len(scratch_keys)} blocks")
+        raise ValueError(
+            f"pages has {len(pages)} pages, but the scratch pool has only {len(scratch_keys)} blocks"
+        )
     _expand_kernel[(len(pages) * kv_heads,)](
         keys,
         values,

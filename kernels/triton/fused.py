@@ -147,14 +147,16 @@ def rope_cache_write(
     for name, tensor in (("qkv", qkv), ("keys", keys), ("values", values), ("cos_sin", cos_sin)):
         _whole(name, tensor)
     if page != PAGE_TOKENS:
-        raise ValueError(f"keys has pages of {page} tokens; the kernels are made for {PAGE_TOKENS}")
+        raise ValueError(f"keys has pages of {page} tokens; the kernels need {PAGE_TOKENS}")
     if qkv.shape[1] != (heads + 2 * kv_heads) * head_dim:
         raise ValueError(
             f"qkv has {qkv.shape[1]} columns; {heads} + 2 × {kv_heads} heads of {head_dim} need "
             f"{(heads + 2 * kv_heads) * head_dim}"
         )
     if (k_scales is None) != (v_scales is None) or (q_norm is None) != (k_norm is None):
-        raise ValueError("k_scales and v_scales, and q_norm and k_norm, are given together or not at all")
+        raise ValueError(
+            "only one of k_scales and v_scales, or of q_norm and k_norm, is given; give both or neither"
+        )
     queries = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return queries
@@ -368,7 +370,7 @@ def _whole(name: str, tensor: torch.Tensor) -> None:
 def _block(width: int, name: str) -> int:
     block = triton.next_power_of_2(width)
     if block > LARGEST_ROW:
-        raise ValueError(f"{name} is {width}; a program holds at most {LARGEST_ROW}")
+        raise ValueError(f"{name} is {width}; the largest supported width is {LARGEST_ROW}")
     return block
 
 

@@ -126,7 +126,7 @@ def linear_fp8(
     _check(x, weight, extras, out)
     dtype = x.dtype if x_scale is None else dtype
     if x_scale is not None and norm_weight is not None:
-        raise ValueError("x_scale says that x is quantised; norm_weight needs x as it was before")
+        raise ValueError("x_scale and norm_weight are both given; the norm needs x before quantisation")
     if weight_scale.shape != weight.shape[:1] or weight_scale.dtype != torch.float32:
         raise ValueError(
             f"weight_scale is {weight_scale.dtype} {tuple(weight_scale.shape)}; "
@@ -297,9 +297,13 @@ def _allocate(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, dtype: to
 def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.Tensor | None) -> None:
     """Raise ValueError if shapes, dtypes or strides do not match."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; they must share K")
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; their second dimensions must be equal"
+        )
     if x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(f"x has strides {x.stride()} and weight {weight.stride()}; their rows must be whole")
+        raise ValueError(
+            f"x has strides {x.stride()} and weight {weight.stride()}; their rows must be contiguous"
+        )
     shape = (x.shape[0], _columns(weight, extras))
     for name, tensor, wanted in (
         ("bias", extras.bias, weight.shape[:1]),
@@ -309,7 +313,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.T
     ):
         if tensor is not None and (tensor.shape != wanted or tensor.stride(-1) != 1):
             raise ValueError(
-                f"{name} is {tuple(tensor.shape)}, strides {tensor.stride()}; needs whole rows of {wanted}"
+                f"{name} is {tuple(tensor.shape)}, strides {tensor.stride()}; "
+                f"needs shape {wanted} with contiguous rows"
             )
 
 
@@ -317,15 +322,17 @@ def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, 
     """Raise ValueError if this GEMM cannot share a norm as requested."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
-        raise ValueError(f"a norm is shared by products of form dot or tiles, not by {plan or 'the library'}")
+        raise ValueError(f"only GEMMs with form dot or tiles share a norm, not {plan or 'the library'}")
     if extras.silu_mul and extras.deferred_norm is not None:
-        raise ValueError("deferred_norm is for results without SwiGLU; silu_mul asks for it")
+        raise ValueError(
+            "deferred_norm and silu_mul are both given; a deferred norm needs a result without SwiGLU"
+        )
     wanted: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = []
     if extras.squares is not None:
         wanted.append(("squares", extras.squares, (len(extras.squares), rows)))
         if extras.norm_weight is not None:
             raise ValueError(
-                "squares say that x is multiplied by the norm's gain; norm_weight would be again"
+                "squares and norm_weight are both given; x with squares already includes the norm's gain"
             )
     if extras.deferred_norm is not None:
         wanted.append(("next_gain", extras.next_gain, (columns,)))

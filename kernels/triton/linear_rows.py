@@ -43,8 +43,8 @@ def check_workspace(plan: GemmPlan, n: int) -> None:
     """Raise ValueError if the workspace has no room for the partial sums of a GEMM with `n` outputs."""
     if plan.split > 1 and not fits_workspace(plan, n):
         raise ValueError(
-            f"the sums of {plan} for {n} outputs do not fit the workspace "
-            f"({WORKSPACE_SUMS} of {WORKSPACE_TILES} tiles)"
+            f"the partial sums of {plan} for {n} outputs do not fit the workspace "
+            f"({WORKSPACE_SUMS} sums in {WORKSPACE_TILES} tiles)"
         )
 
 

@@ -28,7 +28,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn":
 _LIBRARY = "library"
 _FORMS = ("gemv", "stream", "dot", "tiles")
 _NUMBERS = ("rows", "block_n", "block_k", "warps", "stages", "split")
-_REMEDY = "make the table again with python -m kernels.tune"
+_REMEDY = "write the table again with python -m kernels.tune"
 
 
 class TableError(ValueError):
@@ -153,26 +153,26 @@ def problem(plan: GemmPlan, max_rows: int, product: Product) -> str | None:
         if name != "stages" and value & (value - 1):
             return f"{name} is {value}, not a power of two"
     if plan.rows < max_rows:
-        return f"rows is {plan.rows}, fewer than the {max_rows} that it is for"
+        return f"rows is {plan.rows}; the entry needs at least {max_rows}"
     if plan.form in ("gemv", "stream"):
         if plan.rows != 1:
-            return f"rows is {plan.rows}; {plan.form} has one"
+            return f"rows is {plan.rows}; {plan.form} needs 1"
         if plan.split != 1:
-            return f"split is {plan.split}; {plan.form} has one"
+            return f"split is {plan.split}; {plan.form} needs 1"
     if plan.form == "stream" and product.dtype != torch.float8_e4m3fn:
-        return f"form is 'stream', which is for float8_e4m3fn weights, not {product.dtype}"
+        return f"form is 'stream', which needs float8_e4m3fn weights, not {product.dtype}"
     if plan.form == "tiles":
         if plan.rows < 8:
-            return f"rows is {plan.rows}; the tensor cores have at least 8"
+            return f"rows is {plan.rows}; the tensor cores need at least 8"
         if plan.warps % 4 or plan.block_n < 16 * plan.warps:
-            return f"warps is {plan.warps}: of a tile of {plan.block_n}, 4 share 64 weight rows"
+            return f"warps is {plan.warps}; needs a multiple of 4, at most block_n / 16"
         if plan.block_k * product.dtype.itemsize < 128:
-            return f"block_k is {plan.block_k}: a row of a tile is at least 128 bytes"
+            return f"block_k is {plan.block_k}; a row of a tile needs at least 128 bytes"
     step = {"gemv": 1, "stream": plan.warps * plan.block_k}.get(plan.form, plan.split * plan.block_k)
     if product.k % step:
-        return f"block_k is {plan.block_k}: steps of {step} do not divide k = {product.k}"
+        return f"block_k is {plan.block_k}; k = {product.k} is not a multiple of {step}"
     if plan.split > 1 and not linear_plans.fits_workspace(plan, product.n):
-        return f"split is {plan.split}: its sums do not fit the workspace"
+        return f"split is {plan.split}; its partial sums do not fit the workspace"
     return None
 
 
@@ -188,7 +188,7 @@ def _product(path: Path, name: str) -> Product:
     match = re.fullmatch(r"(\w+) ([1-9]\d*)x([1-9]\d*)", name)
     if match is None or match[1] not in DTYPES:
         raise TableError(
-            f"{path}: {name!r} is no product; needed is DTYPE NxK, DTYPE of {', '.join(DTYPES)}; {_REMEDY}"
+            f"{path}: {name!r} is not a GEMM; needs DTYPE NxK, DTYPE one of {', '.join(DTYPES)}; {_REMEDY}"
         )
     return Product(DTYPES[match[1]], int(match[2]), int(match[3]))
 
@@ -199,7 +199,7 @@ def _entry(where: str, product: Product, max_rows: int, values: Any) -> PlanEntr
     known = {"form", *_NUMBERS, "us", "library_us", "layer_us"}
     if unknown := sorted(set(values) - known):
         raise TableError(
-            f"{where}: {unknown[0]} is no field; there are {', '.join(sorted(known))}; {_REMEDY}"
+            f"{where}: unknown field {unknown[0]}; known fields: {', '.join(sorted(known))}; {_REMEDY}"
         )
     for name in ("us", "library_us", *({"layer_us"} & set(values))):
         if isinstance(values.get(name), bool) or not isinstance(values.get(name), int | float):

@@ -217,9 +217,13 @@ def _nvidia(logits: Logits) -> bool:
 def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the arguments and options with which the kernels read logits."""
     if logits.values.stride(1) != 1:
-        raise ValueError(f"logits have strides {logits.values.stride()}; columns must be side by side")
+        raise ValueError(
+            f"logits have strides {logits.values.stride()}; the columns of a row must be contiguous"
+        )
     if logits.columns > logits.values.shape[1]:
-        raise ValueError(f"logits have {logits.values.shape[1]} columns; {logits.columns} were asked for")
+        raise ValueError(
+            f"logits have {logits.values.shape[1]} columns, fewer than columns = {logits.columns}"
+        )
     arguments = (
         logits.values,
         logits.values.stride(0),
@@ -262,7 +266,7 @@ def _scan_rows(
     if rows == 0:
         return partials
     if draws is not None and logits.hashes is None:
-        raise ValueError("logits have no hashes; noise needs kernels.sampling.token_hashes of their columns")
+        raise ValueError("logits have no hashes; set them with kernels.sampling.token_hashes")
     source, options = _source(logits)
     tables = (None, None, None, None, 0, None) if draws is None else _tables(draws)
     scan_kernel[(chunks, rows)](

@@ -1,6 +1,6 @@
-"""Defects to seed into the kernels, one at a time: each must make the kernel's tests fail, in the interpreter
-and on a GPU. `scripts/seed_defects` tries them; `test_defects.py` holds that each still fits the source.
-"""
+"""Defects to seed into the kernels, one at a time. Each must make the kernel's tests fail, in the
+interpreter and on a GPU. `scripts/seed_defects` tries them; `test_defects.py` checks that each still matches
+the source."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """One wrong place in a kernel, or in what prepares its launch."""
+    """One wrong line in a kernel or in its launcher."""
 
     name: str
     file: str
-    """In `kernels/triton`."""
+    """File name in `kernels/triton`."""
     right: str
-    """Stands in the file exactly once."""
+    """Correct source text, which occurs in the file exactly once."""
     wrong: str
     keyword: str
-    """Which tests of the file's are expected to notice: pytest's -k."""
+    """pytest's -k expression for the tests that must detect the defect."""
     interpreted: bool = True
-    """Whether an interpreter can notice: Triton's fuses no product with a sum, that of Gluon does not know
-    all of it."""
+    """Whether the interpreter can detect the defect. Triton's interpreter does not fuse a product with a sum,
+    and the Gluon interpreter does not support every kernel."""
 
     @property
     def source(self) -> Path:
@@ -36,7 +36,8 @@ class Defect:
         return Path("tests/kernels") / f"test_triton_{stem}.py"
 
     def apply(self, tree: Path) -> None:
-        """Seed it into a copy of the tree. Raises ValueError where it does not fit."""
+        """Seed the defect into a copy of the tree. Raises ValueError if the source text does not occur
+        exactly once."""
         path = tree / self.source
         text = path.read_text()
         if text.count(self.right) != 1:
@@ -168,7 +169,7 @@ _PREFILL = [
         'scores = tl.where(seen, scores, float("-inf"))',
         "scores = tl.where(seen, scores, _LOWEST)",
         "error and mixed",
-        interpreted=False,  # which rounds the score before it takes the largest from it
+        interpreted=False,  # which rounds the score before it takes the maximum
     ),
     Defect(
         "KV heads overlap in the queries",

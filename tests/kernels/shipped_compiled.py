@@ -1,5 +1,6 @@
-"""Compiles for Hopper, of each form, the shipped plan that takes most shared memory, with all that it may do
-on the way, and prints, as JSON, how much that is; a process of its own, as `launches_of_serving`."""
+"""Compiles for Hopper, for each form, the shipped plan with the largest shared memory and all fused
+operations, and prints, as JSON, how much shared memory each takes. Runs in a process of its own, like
+`launches_of_serving`."""
 
 from __future__ import annotations
 

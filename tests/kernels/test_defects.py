@@ -1,4 +1,5 @@
-"""The catalogue of seeded defects fits the source. `scripts/seed_defects` tries them, in minutes."""
+"""Checks that every seeded defect still matches the source. `scripts/seed_defects` tries the defects, which
+takes minutes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def test_a_defect_fits_the_source_once(defect: Defect, tmp_path: Path) -> None:
 
 
 def _kernels() -> Iterator[tuple[str, str, str]]:
-    """File, name and source of every function that is compiled for a GPU."""
+    """Yield file, name and source of every Triton or Gluon function."""
     for path in sorted((ROOT / "kernels" / "triton").glob("*.py")):
         text = path.read_text()
         for node in ast.parse(text).body:

@@ -1,4 +1,5 @@
-"""What runs under compute-sanitizer on a GPU runs in the interpreter; what the tool says is understood."""
+"""Tests of `scripts/sanitize`, `scripts/test_gpu` and `exercise`: the kernels that run under
+compute-sanitizer also run in the interpreter, and the tool's output is parsed correctly."""
 
 from __future__ import annotations
 
@@ -215,7 +216,7 @@ def test_what_the_tool_says_is_understood(
     assert sanitize.is_clean(outcome) == (count == 0)
 
 
-# Of an H200; the numbers of lines are put in by what stands on them.
+# Racecheck's report on an H200; the line numbers are filled in from the kernel's source.
 DISPATCH = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Read access at _prefill_hopper+0xf0 in {define}
 =========     and Write access at _prefill_hopper+0x9970 in {define} [49 hazards]
@@ -246,7 +247,7 @@ OTHERS = {
 
 
 def placed(text: str) -> str:
-    """With places in the kernel as racecheck writes them."""
+    """Return a racecheck report with line numbers of the kernel's current source."""
     name = "attention_prefill_hopper.py"
     source = (ROOT / "kernels" / "triton" / name).read_text().splitlines()
     lines = {

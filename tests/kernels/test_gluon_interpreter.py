@@ -1,4 +1,4 @@
-"""The interpreter of Gluon kernels computes what they say, and notices what a GPU would do wrong."""
+"""The interpreter of Gluon kernels computes correct results and detects what would go wrong on a GPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _square(out, steps, ring, full, empty, WRONG: gl.constexpr):
 
 @gluon.jit
 def _squares(tiles, out, steps, WRONG: gl.constexpr):
-    """Of a ring of two tiles: the sum of each with itself transposed."""
+    """Sum the product of each tile with its own transpose, through a ring buffer of two tiles."""
     ring = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -105,7 +105,8 @@ def descriptor(x: torch.Tensor) -> TensorDescriptor:
 
 
 def launch(wrong: str, seed: int, rows: int = 7 * 64 - 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """What comes out and what should: of seven tiles, of which the last has rows that are not there."""
+    """Launch the kernel on seven tiles, the last of which exceeds the tensor, and return the actual and
+    expected results."""
     x = torch.randn((rows, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
     out = torch.zeros(64, 64, dtype=torch.float16)
     Interpreted(_squares, seed)[(1,)](descriptor(x), out, 7, WRONG=wrong, num_warps=4)
@@ -167,7 +168,7 @@ def test_a_product_is_no_tensor_before_its_wait() -> None:
 
 @gluon.jit
 def _alone(tiles, out, WRONG: gl.constexpr):
-    """A tile with itself, by the kernel's own warps."""
+    """Multiply a tile by itself with the kernel's own warps, without warp specialisation."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     pair = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
     here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -207,7 +208,7 @@ ALONE = {
 
 
 def alone(wrong: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What comes out and what should: the sums of the rows of a tile's square."""
+    """Launch `_alone` and return the actual and expected results: the row sums of a tile's square."""
     x = torch.randn((64, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
     out = torch.zeros(64, dtype=torch.float16)
     Interpreted(_alone, seed)[(1,)](descriptor(x), out, WRONG=wrong, num_warps=4)

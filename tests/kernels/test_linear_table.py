@@ -1,4 +1,5 @@
-"""Which kernel a product gets: a table's entries, rules for what it lacks, and tables that are wrong."""
+"""Selection of a GEMM's kernel: a table's entries, rules for shapes without entries, and invalid
+tables."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_shapes_and_dtypes_that_are_not_there_follow_the_rules(table: Table) -> 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
 def test_the_rules_keep_to_the_shared_memory_that_a_gpu_has(capability: int) -> None:
-    """Only the steps under way are fewer; on Hopper none are."""
+    """With less shared memory, plans have fewer stages; on Hopper no plan changes."""
     has = compiling.Gpu.of("Voodoo 2", capability).shared_bytes
     table = linear_table.load_table("Voodoo 2", has)
     fewer = 0
@@ -89,13 +90,13 @@ def good() -> dict[str, Any]:
         ({"block_k": None}, "block_k is None, not a positive integer"),
         ({"warps": "4"}, "warps is '4', not a positive integer"),
         ({"block_n": 48}, "block_n is 48, not a power of two"),
-        ({"rows": 8}, "rows is 8, fewer than the 16 that it is for"),
-        ({"block_k": 4096}, "block_k is 4096: steps of 8192 do not divide k = 4096"),
-        ({"form": "gemv"}, "rows is 16; gemv has one"),
-        ({"split": 32, "rows": 64}, "split is 32: its sums do not fit the workspace"),
+        ({"rows": 8}, "rows is 8; the entry needs at least 16"),
+        ({"block_k": 4096}, "block_k is 4096; k = 4096 is not a multiple of 8192"),
+        ({"form": "gemv"}, "rows is 16; gemv needs 1"),
+        ({"split": 32, "rows": 64}, "split is 32; its partial sums do not fit the workspace"),
         ({"us": "fast"}, "us is 'fast', not a number"),
         ({"layer_us": None}, "layer_us is None, not a number"),
-        ({"speed": 1}, "speed is no field"),
+        ({"speed": 1}, "unknown field speed"),
     ],
 )
 def test_an_entry_that_no_kernel_can_run_is_named(
@@ -115,7 +116,7 @@ def test_an_entry_that_no_kernel_can_run_is_named(
     [
         ("{", "cannot be read"),
         ("[]", "has no object `products`"),
-        ('{"products": {"int8 4x4": {}}}', "'int8 4x4' is no product"),
+        ('{"products": {"int8 4x4": {}}}', "'int8 4x4' is not a GEMM"),
         ('{"products": {"bfloat16 4096x4096": {"some": {}}}}', "a key for each number of rows"),
         ('{"products": {"bfloat16 4096x4096": {"1": 3}}}', "is 3, not an object"),
     ],

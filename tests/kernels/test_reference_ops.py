@@ -28,7 +28,7 @@ def _close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
 def test_a_device_without_a_backend_is_refused() -> None:
     backend: Ops = select_backend("cuda")
     assert backend.name
-    with pytest.raises(ValueError, match="device is 'mps'; backends exist for cpu and cuda"):
+    with pytest.raises(ValueError, match="device is 'mps'; supported devices: cpu, cuda"):
         select_backend("mps")
 
 
@@ -139,7 +139,7 @@ def _attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One token's attention, `[heads, head_dim]` float64, key by key."""
+    """Compute one token's attention key by key: `[heads, head_dim]` float64."""
     heads, size = q.shape
     group = heads // keys.shape[1]
     first = 0 if window is None else max(0, position - window + 1)
@@ -180,7 +180,7 @@ def test_decodes_attend_to_their_own_pages(lens: list[int], window: int | None) 
 
 
 def test_broken_numbers_of_one_sequence_are_not_copied_into_another() -> None:
-    """A table names anybody's block past the end of its sequence."""
+    """After the end of a sequence, its block table names blocks of other sequences."""
     keys, values = _pool(2, 8, 10)
     tables = torch.tensor([[1, 9, 9], [2, 3, 4]])
     rows, lens = torch.tensor([0, 1]), torch.tensor([60, 190])

@@ -1,11 +1,11 @@
-"""Prefill attention of Hopper equals its twin, as `test_triton_attention_prefill` holds the other kernel to
-that.
+"""Hopper's prefill attention equals its reference implementation, like `test_triton_attention_prefill` for
+the other kernel.
 
-The interpreter of Gluon (CPU) proves indexing and masking, in the dtypes themselves, and the order of copies,
-barriers and products: that nothing is read before it is there or overwritten before it was read, and that
-nobody waits for ever. Compiled for a Hopper, anywhere: that weights and products are worked out beside each
-other. Only a GPU, a Hopper, proves what the compiler makes of it (layouts, and which registers live while
-products run), the sums of its tensor cores, and PDL: the tests marked `gpu`.
+The Gluon interpreter (CPU) proves indexing and masking in the actual dtypes, and the order of copies,
+barriers and products: no buffer is read before it is full or overwritten before it was read, and nothing
+deadlocks. Compiling for Hopper, on any machine, proves that softmax and products overlap. Only a Hopper GPU
+proves the compiler's work (layouts and register lifetimes during products), the sums of the tensor cores, and
+PDL: the tests marked `gpu`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_HOPPER else 3
-"""In the interpreter few, so that each program has several tiles."""
+"""Few in the interpreter, so that each program has several tiles."""
 
 CHUNKS = {
     **cases.GPU_CHUNKS,
@@ -48,12 +48,13 @@ CHUNKS = {
 }
 SMALL = [*cases.CHUNKS, "across blocks of keys", "two blocks of keys"]
 GROUPS = [(8, 8), (16, 8), (8, 1), (16, 1), (32, 1), (64, 1)]
-"""Of (heads, KV heads), beside (32, 8)."""
+"""Numbers of heads and KV heads to test besides (32, 8)."""
 BF16, F16 = torch.bfloat16, torch.float16
 
 
 def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = BF16) -> Case:
-    """NaN in every block that no chunk reads, of which one follows each row's own in the block table."""
+    """Make a case with NaN in every block that no chunk reads; one such block follows each sequence's own
+    blocks in the block table."""
     case = cases.make(CHUNKS[chunks], heads, kv_heads, 128, dtype=dtype, device=DEVICE, blocks=90)
     last = len(case.keys)
     unread = torch.ones(last + 1, dtype=torch.bool, device=DEVICE)
@@ -67,13 +68,13 @@ def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = B
 
 
 def paged(case: Case, pdl: bool = True, table: torch.Tensor | None = None) -> torch.Tensor:
-    """Tokens that no chunk has stay as they are: zero, as `Case.expected` has them."""
+    """Run the kernel on the paged cache. Tokens of no chunk stay zero, as in `Case.expected`."""
     return _prefill(case, case.keys, case.values, case.table if table is None else table, case.chunks, pdl)
 
 
 def expanded(case: Case, pdl: bool = True, programs: int | None = None) -> torch.Tensor:
-    """From a scratch that has the blocks of every chunk one after another, then NaN. programs: None: one on
-    each multiprocessor."""
+    """Run the kernel on a scratch pool that holds the blocks of every chunk one after another, then NaN.
+    programs: None launches one per multiprocessor."""
     rows, chunks, used = [], [], 0
     for chunk in case.chunks:
         pages = -(-chunk.end // PAGE_TOKENS)
@@ -106,7 +107,7 @@ def _prefill(
 
 
 def suited(chunks: list[tuple[int, int]], **changes: Any) -> bool:
-    """Of chunks of (context, count) in layers of Llama-3.1-8B."""
+    """Return whether chunks of (context, count) suit the Hopper kernel in layers of Llama-3.1-8B."""
     shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16, "window": None} | changes
     spans = [ChunkSpan(0, count, context, row) for row, (context, count) in enumerate(chunks)]
     return suits_hopper(plan_tiles(spans, shape["heads"], shape["kv_heads"]), **shape)
@@ -178,7 +179,7 @@ def test_captured_passes_whose_tiles_nobody_knows_keep_the_other_kernel() -> Non
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, dict[str, Any]]:
-    """What `prefill_hopper_compiled` prints, by the name of a variant."""
+    """Return the output of `prefill_hopper_compiled` by name of variant."""
     done = compiled("tests.kernels.prefill_hopper_compiled")
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
@@ -189,7 +190,7 @@ def built() -> dict[str, dict[str, Any]]:
 def test_weights_are_worked_out_while_products_with_values_run_and_nothing_is_spilled(
     built: dict[str, dict[str, Any]],
 ) -> None:
-    """By the instructions of each warpgroup's loop."""
+    """Checks the instructions of each warpgroup's loop."""
     for name, kernel in built.items():
         events = kernel["events"]
         assert "spill" not in events, name
@@ -198,16 +199,16 @@ def test_weights_are_worked_out_while_products_with_values_run_and_nothing_is_sp
         for place in loops:
             assert events[place - 16 : place] == ["product"] * 16, name
             after = events[place + 1 : events.index("wait for all", place)]
-            assert after == ["weight"] * (64 + 2), name  # a thread's share, and what two rows' sums are worth
+            assert after == ["weight"] * (64 + 2), name  # a thread's weights, and two rescaling factors
         assert kernel["shared"] <= 227 << 10, name
 
 
 def test_warps_read_what_they_run_after_it_is_written_and_before_it_is_written_anew(
     built: dict[str, dict[str, Any]],
 ) -> None:
-    """Triton's dispatch, as compiled: it writes behind 0, 3, 6, ... barriers of all threads and reads behind
-    1, 4, 7, ...; no thread accesses shared memory otherwise. So scripts/sanitize may suppress what racecheck
-    says of it."""
+    """Triton's compiled dispatch of warp_specialize writes after 0, 3, 6, … barriers of all threads and reads
+    after 1, 4, 7, …, and no thread accesses shared memory otherwise. Therefore `scripts/sanitize` may
+    suppress racecheck's report about it."""
     for name, kernel in built.items():
         assert set(kernel["dispatch"]) == {"^w", "wbbbw", "wb$", "^br", "rbbbr", "r$"}, name
 
@@ -217,7 +218,7 @@ def test_warps_read_what_they_run_after_it_is_written_and_before_it_is_written_a
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has the kernel interpreted, with its partitions in the order of a seed."""
+    """Interpret the kernel, with its partitions in the order of a seed."""
     own = hopper._prefill_hopper
 
     def patch(seed: int, stages: int = 2, kernel: Any = own) -> None:
@@ -357,7 +358,7 @@ ORDERS = {
 def test_a_wrong_order_is_noticed(
     order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
 ) -> None:
-    """Whichever way the partitions run. On a GPU it may go well for years."""
+    """Each defect is detected for every order of the partitions. On a GPU it might not show for years."""
     right, wrong, fault = ORDERS[order]
     defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")
     interpreted(seed, kernel=_seeded(defect, tmp_path)._prefill_hopper)
@@ -366,7 +367,7 @@ def test_a_wrong_order_is_noticed(
 
 
 def _seeded(defect: Defect, tree: Path) -> ModuleType:
-    """The kernel's module with a defect."""
+    """Return the kernel's module with a defect."""
     path = tree / defect.source
     path.parent.mkdir(parents=True)
     path.write_text((ROOT / defect.source).read_text())
@@ -389,9 +390,9 @@ def _seeded(defect: Defect, tree: Path) -> ModuleType:
     + [("mixed", *group, "bfloat16") for group in GROUPS],
 )
 def test_the_error_is_that_of_torch(chunks: str, heads: int, kv_heads: int, dtype: str) -> None:
-    """As that of the other kernel: at most twice that of torch's attention in the same dtype, plus half a
-    rounding of the result, over all and of the worst token and head. In float16 for one group, since each
-    kernel takes seconds to compile, and what the dtype changes does not meet what the group does."""
+    """The error is at most twice that of torch's attention in the same dtype, plus half a rounding of the
+    result, over the whole tensor and for the worst token and head. float16 is tested with one group only,
+    since each kernel takes seconds to compile and the dtype does not interact with the group."""
     case = make(chunks, heads, kv_heads, getattr(torch, dtype))
     exact, torchs = case.expected(), case.expected(case.q.dtype)
     check_as_torch(paged(case), torchs, exact)
@@ -437,8 +438,8 @@ def test_chunks_may_share_blocks() -> None:
 def test_a_pass_with_a_long_prompt_is_what_the_other_kernel_makes_of_it(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through `CudaOps`, beside decodes and a chunk that alone would have the other kernel. Both round
-    weights and results to bfloat16: 1.7e-3 each in norm."""
+    """Runs through `CudaOps`, beside decodes and a chunk that would use the other kernel if it were alone.
+    Both kernels round weights and results to bfloat16, 1.7e-3 each by norm."""
     launches = []
     launch = hopper.prefill
 
@@ -455,7 +456,8 @@ def test_a_pass_with_a_long_prompt_is_what_the_other_kernel_makes_of_it(
 
 
 def _attend(ops: Any, fp8: bool) -> tuple[torch.Tensor, KvPool]:
-    """The result and the cache of three decodes, 2,200 tokens of a prompt and 70 behind 300 of another."""
+    """Return the result and the cache of a pass with three decodes, 2,200 tokens of one prompt, and 70 tokens
+    of another with a context of 300."""
     heads, kv_heads, columns = 32, 8, 35
     random_ = torch.Generator("cuda").manual_seed(5)
 

@@ -1,7 +1,7 @@
-"""The two ends of a decode step: what the tables' own torch says, with and without padding.
+"""The first and last kernel of a decode step equal plain torch on the same tables, with and without padding.
 
-The interpreter (on a CPU, in CI) proves all that there is to prove of integers: which row is read, which is
-written, what is left alone. A GPU runs the same tests.
+The interpreter (on a CPU, in CI) proves everything about integers: which slot is read, which is written, and
+which stays unchanged. A GPU runs the same tests.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The fused elementwise kernels against their twins.
+"""The fused elementwise kernels against their reference implementations.
 
-The interpreter (on a CPU, in CI) proves indexing and masking: which element is read, which is written, what
-is left alone, at widths and head counts that fill no tile, in float32 and float16. Only a GPU proves
-bfloat16 and e4m3 numerics, that PDL changes no bit, and that a graph replays what was captured (marked
-`gpu`).
+The interpreter (on a CPU, in CI) proves indexing and masking: which elements are read, written and left
+unchanged, at widths and head counts that are no multiple of a tile, in float32 and float16. Only a GPU proves
+bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, and that a graph replays what was
+captured (marked `gpu`).
 
-Tolerances: a result in bfloat16 or float16 may be off its float64 value by at most twice what the twin, in
-the same dtype, is off, plus half a unit in the last place (the twin may be lucky). e4m3 values and scales
-are compared with the twin's quantisation of the kernel's own unquantised result: to the bit.
+Tolerances: the error of a bfloat16 or float16 result against float64 is at most twice the reference's error
+in the same dtype, plus half a unit in the last place (the reference may be accurate by chance). e4m3 values
+and scales equal the reference's quantisation of the kernel's own unquantised result bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
 
 
 def _as_good(found: torch.Tensor, twin: torch.Tensor, exact: torch.Tensor) -> None:
-    """Errors against float64 at most twice the twin's, plus half a unit in the last place of the largest."""
+    """Assert an error against float64 of at most twice the reference's error, plus half a unit in the last
+    place of the largest value."""
     assert found.shape == twin.shape and found.dtype == twin.dtype
     exact = exact.to(found.device)
     unit = torch.finfo(found.dtype).eps * exact.abs().max()
@@ -77,7 +78,8 @@ def test_a_tensor_that_is_not_whole_is_refused() -> None:
 
 
 def _scaled_only(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin's quantisation without the rounding to e4m3, which the interpreter cannot judge."""
+    """Quantise as the reference does, but without rounding to e4m3, which the interpreter does not
+    support."""
     largest = x.float().abs().amax(-1, keepdim=True)
     full = torch.full_like(largest, 448.0)
     return x.float() * (full / torch.where(largest > 0, largest, 1.0)), largest / full
@@ -100,8 +102,8 @@ def test_quantised_rows_are_scaled_by_their_largest_value() -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_quantised_results_are_the_twins(tokens: int, dtype: torch.dtype) -> None:
-    """Of silu_mul to the bit. A norm's sum may be added in another order, which decides the last bit of few
-    results before they are quantised: they are one step of e4m3 apart."""
+    """silu_mul is bit-equal. A norm may sum in another order, which changes the last bit of a few results
+    before quantisation; such values differ by one step of e4m3."""
     x, weight = _random(tokens, 4096, dtype=dtype), _random(4096, seed=1, dtype=dtype)
     gate_up = _random(tokens, 2 * 14336, dtype=dtype)
     x[0, :100] = 1e-3
@@ -122,7 +124,7 @@ Pool = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rope:
-    """Inputs of one call, and pools that are poisoned so that a stray write shows."""
+    """Inputs of one call, and pools filled with a poison value, so that stray writes show."""
 
     def __init__(
         self, heads: int, kv_heads: int, size: int, tokens: int, dtype: torch.dtype, norm: bool
@@ -169,7 +171,8 @@ def test_heads_are_normed_turned_and_written(
 
 
 def _rope_exact(rope: Rope, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """In float64, one token and head after the other; the normed head is rounded to its dtype, as stated."""
+    """Compute the expected result in float64, one token and head at a time; the normed head is rounded to its
+    dtype, as documented."""
     heads, kv_heads, size = rope.heads, rope.kv_heads, rope.size
     queries = torch.empty(rope.tokens, heads, size, dtype=torch.float64, device=DEVICE)
     cos, sin = rope.table[rope.positions].double().chunk(2, dim=-1)
@@ -221,8 +224,8 @@ def test_quantised_pages_have_a_scale_for_each_token_and_head() -> None:
 @on_gpu
 @pytest.mark.parametrize("norm", [False, True])
 def test_quantised_pages_are_the_twins(norm: bool) -> None:
-    """Values (copied) to the bit; keys within one step of e4m3 at the few places where the rotation's last
-    bit decides the rounding."""
+    """Values, which are copied, are bit-equal. Keys differ by at most one step of e4m3, where the last bit of
+    the rotation decides the rounding."""
     rope = Rope(32, 8, 128, 300, torch.bfloat16, norm)
     found, found_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
     twin, twin_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
@@ -258,8 +261,8 @@ def test_silu_mul_is_as_good_as_its_twin(shape: tuple[int, int], dtype: torch.dt
 @on_gpu
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_pdl_and_a_graph_change_no_bit(tokens: int) -> None:
-    """A chain in which each kernel reads what the one before it wrote, launched with and without PDL, and
-    replayed from a graph on other inputs than it was captured with."""
+    """In a chain, each kernel reads what the previous one wrote. The chain is launched with and without PDL,
+    and replayed from a graph with other inputs than at capture."""
     rope = Rope(32, 8, 128, tokens, torch.bfloat16, True)
     weight = _random(4096, seed=7, dtype=torch.bfloat16)
     source = _random(tokens, 4096, seed=8, dtype=torch.bfloat16)

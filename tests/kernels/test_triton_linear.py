@@ -1,18 +1,19 @@
-"""Products of few rows against their twins.
+"""GEMMs of few rows against their reference implementations.
 
-The interpreter (on a CPU, in CI) proves indexing and masking of the forms that are written in Triton (gemv
-and dot): which weight meets which token, outputs and columns that fill no tile, splits of K, what is done on
-the way, in float32 and float16. The stream form is Gluon, which has no interpreter: it is proved on a GPU
-alone, as are bfloat16 and e4m3 numerics, that PDL changes no bit, that a result does not change from run to
-run, and that a graph replays what was captured (marked `gpu`).
+The interpreter (on a CPU, in CI) proves indexing and masking of the Triton kernels (gemv and dot): which
+weight is multiplied with which token, outputs and columns that are no multiple of a tile, split-K and fused
+operations, in float32 and float16. The stream kernel is written in Gluon and runs on a GPU only. Only a GPU
+proves bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, that runs are
+deterministic, and that a graph replays what was captured (marked `gpu`).
 
-Tolerances: the error against float64 may be twice the twin's, plus half a unit in the last place of the
-largest value (the twin may be lucky), plus what any order of K float32 sums may leave, √K × 2**-24 of the sum
-of the terms' magnitudes (Higham and Mary 2019): of a 32-bit result that is most of it, where tensor cores
-that round to TF32 would leave 60 times as much. FP8: of the quantised product, by norm, plus 4e-3, since the
-tensor cores sum more than one row in about 14 bits, and a last place of a norm may turn a value to its
-neighbour. So by the norm of all, by that of each token's row, and each element by a hundredth of the largest:
-14 bits that are cut off at each step of 32 leave half of that at K = 14336.
+Tolerances: the error against float64 is at most the sum of three terms: twice the reference's error; half a
+unit in the last place of the largest value (the reference may be accurate by chance); and √K × 2**-24 of the
+sum of the terms' magnitudes, the error of K float32 additions in any order (Higham and Mary 2019). The last
+term dominates for 32-bit results; tensor cores that round to TF32 would leave 60 times as much. FP8 compares
+with the GEMM of quantised values, by norm, plus 4e-3, since the tensor cores sum more than one row in about
+14 bits, and a rounding of the norm may change a quantised value by one step. The bound holds for the norm of
+the whole result and of each row, and each element is within a hundredth of the largest: truncation to 14 bits
+at each step of 32 leaves half of that at K = 14336.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Case:
-    """A product of random numbers, its twin and its exact result."""
+    """A GEMM of random matrices, its reference result and its exact result."""
 
     def __init__(self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype) -> None:
         self.x = _random(rows, k, seed=1, dtype=dtype)
@@ -96,7 +97,8 @@ class Case:
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
 
     def half_normed(self, parts: int) -> DeferredNorm:
-        """x as a product that shares the norm writes it, in so many parts, with other numbers behind them."""
+        """Return x as a GEMM that shares the norm writes it, with squares in `parts` parts followed by poison
+        values."""
         assert self.norm is not None
         squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
         for index, part in enumerate(self.x.float().tensor_split(parts, dim=1)):
@@ -104,7 +106,7 @@ class Case:
         return DeferredNorm((self.x.float() * self.norm.float()).to(self.x.dtype), squares)
 
     def options_after(self, deferred_norm: DeferredNorm) -> dict[str, object]:
-        """Of the product of `deferred_norm.values`."""
+        """Return the options of a GEMM that reads `deferred_norm.values`."""
         return {**self.options(), "norm_weight": None, "squares": deferred_norm.squares}
 
 
@@ -121,7 +123,8 @@ def _check(case: Case, found: torch.Tensor) -> None:
 
 
 class Fp8Case(Case):
-    """With weights of `values`: where that is not e4m3, for an interpreter, scaled but not rounded."""
+    """A case with FP8 weights of dtype `values`. For the interpreter this is not e4m3: values are scaled but
+    not rounded."""
 
     def __init__(
         self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype, values: torch.dtype
@@ -140,8 +143,8 @@ def _check_fp8(
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
     rounded: torch.dtype = torch.float64,
 ) -> None:
-    """quantised: what the product was given, where it was not x that it norms and quantises. rounded: what
-    the product may be rounded to before anything is done with it."""
+    """Check an FP8 result. quantised: the quantised input, if the GEMM was not given x itself. rounded: dtype
+    to which the GEMM may be rounded before its epilogue."""
     x = case.normed()
     dequantised = x.double()
     if case.quantised.dtype == torch.float8_e4m3fn:
@@ -160,8 +163,9 @@ def _check_fp8(
 
 
 def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """x normed and quantised. Of several rows by the kernel that the product launches before itself, since
-    the last place of a row's largest value decides on a step of many others: it is held to the twin here."""
+    """Return x normed and quantised. Several rows are quantised by the kernel that the GEMM launches first,
+    since the last bit of a row's largest value decides the rounding of many others; that kernel is compared
+    with the reference here."""
     expected, expected_scales = reference.quantise_fp8(case.normed())
     if case.norm is None or len(case.x) == 1:
         return expected, expected_scales
@@ -174,7 +178,7 @@ def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
 # ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
 
 CASES = [
-    # rows, outputs, K, extras, plan: outputs that fill no tile, K that fills no block
+    # rows, outputs, K, extras, plan: outputs and K are no multiple of a tile
     (1, 160, 384, ALL, GEMV),
     (1, 160, 384, ("norm", "bias", "silu"), RAGGED_GEMV),
     (1, 96, 192, ("residual",), DOT),
@@ -206,7 +210,7 @@ def test_every_output_is_its_scaled_product(case: tuple) -> None:
 
 
 GAINING = [
-    # rows, outputs, K, extras, plan: outputs that fill no tile
+    # rows, outputs, K, extras, plan: outputs are no multiple of a tile
     (5, 160, 192, ("residual",), DOT),
     (16, 157, 192, ("bias", "residual"), HIGH_DOT),
     (3, 200, 384, ("residual",), SPLIT_DOT),
@@ -215,7 +219,8 @@ GAINING = [
 
 
 def poisoned_deferred_norm(out: torch.Tensor, plan: GemmPlan) -> tuple[DeferredNorm, list[torch.Tensor]]:
-    """For a result like `out`, and what lies behind it, which nobody may write."""
+    """Allocate a deferred norm for a result like `out`, and return it with the memory after it, which must
+    stay unchanged."""
     rows, columns = out.shape
     parts = -(-columns // plan.block_n)
     values = torch.full((rows + 2, columns), POISON, dtype=out.dtype, device=DEVICE)
@@ -226,7 +231,7 @@ def poisoned_deferred_norm(out: torch.Tensor, plan: GemmPlan) -> tuple[DeferredN
 def check_deferred_norm(
     deferred_norm: DeferredNorm, result: torch.Tensor, gain: torch.Tensor, plan: GemmPlan
 ) -> None:
-    """What a product made for the next norm is of its result."""
+    """Assert that the deferred norm matches the GEMM's result."""
     assert torch.equal(deferred_norm.values, (result.float() * gain.float()).to(result.dtype))
     for part, squared in zip(
         result.double().pow(2).split(plan.block_n, dim=1), deferred_norm.squares, strict=True
@@ -235,7 +240,7 @@ def check_deferred_norm(
 
 
 def check_gained(case: Case, plan: GemmPlan) -> None:
-    """A product and what it makes for the next norm, and nothing around that."""
+    """Run a GEMM with a deferred norm, and check both and the memory around them."""
     gain = _random(case.out.shape[1], seed=6, dtype=case.x.dtype)
     deferred_norm, behind = poisoned_deferred_norm(case.out, plan)
     alone = linear.linear(case.x, case.weight, **{**case.options(), "out": None}, plan=plan, pdl=False)
@@ -274,7 +279,7 @@ def test_a_gained_x_is_normed_after_its_product(case: tuple, dtype: torch.dtype)
     if DEVICE.type == "cuda" and dtype == torch.float32:
         plan = replace(plan, stages=2)
     made = Case(*shape, dtype)
-    made.x *= torch.arange(1, len(made.x) + 1, device=DEVICE).unsqueeze(1) / 4  # a factor of its own each
+    made.x *= torch.arange(1, len(made.x) + 1, device=DEVICE).unsqueeze(1) / 4  # different norm factors
     deferred_norm = made.half_normed(parts)
     _check(
         made,
@@ -350,7 +355,7 @@ def test_what_does_not_fit_is_named() -> None:
     weight = torch.zeros(32, 64)
     with pytest.raises(ValueError, match=r"bias is \(31,\)"):
         linear.linear(x, weight, bias=torch.zeros(31))
-    with pytest.raises(ValueError, match="share K"):
+    with pytest.raises(ValueError, match="second dimensions must be equal"):
         linear.linear(x, torch.zeros(32, 63))
     with pytest.raises(ValueError, match="must be the same"):
         linear.linear(x, weight.half())
@@ -360,7 +365,8 @@ def test_what_does_not_fit_is_named() -> None:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The library's product as every torch has it on a GPU: bfloat16, with a bias of that. What it gave."""
+    """Replace the library's FP8 GEMM by one that, like torch's on every GPU, returns bfloat16 and needs a
+    bfloat16 bias. Returns the list of its results."""
     given = []
 
     def scaled_mm(
@@ -392,7 +398,7 @@ def test_the_librarys_product_has_the_models_dtype_as_ours_has(
 
 
 def test_a_split_models_product_has_its_dtype(library: list[torch.dtype]) -> None:
-    """There is no residual stream in it, which would say of which dtype the result is."""
+    """A GEMM of a sharded model has no residual to tell the dtype of the result."""
     case = Fp8Case(130, 96, 192, ("bias",), torch.float16, torch.float8_e4m3fn)
     quantised = Fp8Activation(*reference.quantise_fp8(case.x), torch.float16)
     weight = Fp8Weight(case.quantised, case.weight_scale)
@@ -405,11 +411,11 @@ def test_a_split_models_product_has_its_dtype(library: list[torch.dtype]) -> Non
 
 def test_a_norm_that_cannot_be_shared_is_refused() -> None:
     x, weight, squares = torch.zeros(2, 64), torch.zeros(32, 64), torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="dot or tiles, not by the library"):
+    with pytest.raises(ValueError, match="dot or tiles share a norm, not the library"):
         linear.linear(x, weight, squares=squares)
     with pytest.raises(ValueError, match=r"squares is \(1, 3\); needs \(1, 2\)"):
         linear.linear(x, weight, squares=torch.zeros(1, 3), plan=DOT)
-    with pytest.raises(ValueError, match="norm_weight would be again"):
+    with pytest.raises(ValueError, match="squares and norm_weight are both given"):
         linear.linear(x, weight, squares=squares, norm_weight=torch.zeros(64), plan=DOT)
     deferred_norm = linear.allocate_deferred_norm(DOT, torch.zeros(2, 32))
     with pytest.raises(ValueError, match=r"next_gain is None; needs \(32,\)"):
@@ -451,7 +457,7 @@ def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 16 == 0], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
-    """The library's, of the most rows, is rounded to bfloat16 first."""
+    """With the largest number of rows the library computes the GEMM and rounds to bfloat16 first."""
     rounded = torch.bfloat16 if dtype == torch.float16 else torch.float64
     for rows in (*ROWS, 200):
         case = Fp8Case(rows, *shape, dtype, torch.float8_e4m3fn)
@@ -467,7 +473,7 @@ def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype)
 
 
 def check_as_good_as_apart(case: Case, plan: GemmPlan) -> None:
-    """A product of a deferred_norm x against the same product of a normed x."""
+    """Compare a GEMM with a deferred norm with the same GEMM of a normed x."""
     deferred_norm = case.half_normed(7)
     shared = linear.linear(
         deferred_norm.values, case.weight, **case.options_after(deferred_norm), plan=plan
@@ -503,8 +509,8 @@ def test_a_result_is_gained_in_every_dtype(rows: int, dtype: torch.dtype) -> Non
 def sharing_layers(
     case: Case, workspace: object, pdl: bool, plans: tuple[GemmPlan, GemmPlan]
 ) -> list[torch.Tensor]:
-    """Products that share norms and depend on one another, so that one that starts too early reads too
-    early."""
+    """Return a chain of dependent GEMMs that share norms, so that a GEMM that starts too early reads stale
+    data."""
     results = [case.x]
     for _ in range(4):
         x, options = results[-1], {"workspace": workspace, "pdl": pdl}
@@ -518,8 +524,8 @@ def sharing_layers(
 
 
 def check_bits(run: Callable[[bool], list[torch.Tensor]]) -> None:
-    """That products with PDL, again and in a graph, give what those without it do. run: with PDL or without;
-    what it gives begins with its input."""
+    """Assert that runs with PDL, repeated runs and graph replays are bit-equal to a run without PDL. run:
+    takes whether PDL is used; its first result is its input."""
     expected = run(False)
     assert not any(tensor.isnan().any() for tensor in expected)
     for _ in range(5):
@@ -549,7 +555,7 @@ def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
 
 
 def _layer(case: Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
-    """Products that depend on one another, so that one that starts too early reads too early."""
+    """Return a chain of dependent GEMMs, so that a GEMM that starts too early reads stale data."""
     results = [case.x]
     for _ in range(4):
         x = results[-1]

@@ -1,7 +1,8 @@
-"""Products by every plan of the tables that ship, as `test_triton_linear` holds all products to their twins.
+"""GEMMs with every plan of the shipped tables, compared with the reference as in `test_triton_linear`.
 
-Parity and PDL are a Hopper's to prove (marked `gpu`), at the rows and K of what ships. Anywhere: that no plan
-that ships is left out, that each fits a Hopper's shared memory, and that the hungriest of each form compiles.
+Parity and PDL need a Hopper GPU (marked `gpu`) and run at the shipped rows and K. On any machine: every
+shipped plan is tested, fits Hopper's shared memory, and the plan with the largest shared memory of each form
+compiles.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ on_hopper = pytest.mark.skipif(
 )
 SHIPPED = shipped_plans()
 BARRIERS = 1024
-"""More bytes than a program's barriers and its warps' sums take."""
+"""Upper bound on the shared memory in bytes of a program's barriers and its warps' sums."""
 
 
 def check(made: Product) -> None:
-    """A product, its residual in its result as a decoder has it, against the twin."""
+    """Compare a GEMM with the reference; its residual is its output tensor, as in a decoder."""
     case, inputs = made.case, dict(made.inputs)
     deferred_norm, behind = products.poisoned_deferred_norm(case.out, made.plan)
     if case.residual is not None:
@@ -61,7 +62,7 @@ def test_a_product_by_a_plan_that_ships_is_as_good_as_its_twin(shipped: Shipped)
 @pytest.mark.gpu
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_pdl_and_graphs_change_no_bit_of_a_plan_that_ships(shipped: Shipped) -> None:
-    """Behind kernels that let it begin before they write what it reads."""
+    """The preceding kernels allow the GEMM to start before they write its inputs."""
     made = Product(shipped, *shipped.uses[-1], silu=False)
     sources = {
         name: each.view(1, -1) if name == "squares" else each

@@ -1,7 +1,8 @@
-"""Products by `linear_tiles` against their twins, as `test_triton_linear` holds the other forms to them.
+"""GEMMs with `linear_tiles` against their reference implementations, as `test_triton_linear` tests the other
+kernels.
 
-The kernel is Gluon, which has no interpreter: what it computes is proved on a GPU alone (a Hopper, marked
-`gpu`). Anywhere, it is compiled for one, to prove what it is for: that weights are asked for before the wait.
+The kernel is written in Gluon, so its results are proved on a Hopper GPU only (marked `gpu`). On any machine
+it is compiled for Hopper, to prove its purpose: weight loads start before the wait for the previous kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROWS = (2, 3, 7, 8, 9, 16, 17, 33, 64)
 BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
-    # outputs, K, extras, the plan of 2-byte weights: outputs that fill no tile, fewer steps than stages
+    # outputs, K, extras, plan for 2-byte weights
     (1024, 2048, ("residual",), GemmPlan("tiles", 8, 64, 128, 4, 6, 2)),
     (2880, 1024, ("norm", "silu", "bias", "residual"), GemmPlan("tiles", 8, 128, 64, 8, 4)),
     (720, 2048, ("silu",), GemmPlan("tiles", 8, 64, 128, 4, 3, 4)),
@@ -37,7 +38,8 @@ SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
 
 
 def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype: torch.dtype) -> GemmPlan:
-    """Of a shape, for tokens padded to 8, 16, 32 or 64 and for steps of the same bytes."""
+    """Return the plan of a shape with tokens padded to 8, 16, 32 or 64 and with steps of the same number of
+    bytes."""
     plan = shape[-1]
     padded = next(most for most in (8, 16, 32, 64) if rows <= most)
     return replace(plan, rows=padded, block_k=plan.block_k * 2 // dtype.itemsize)
@@ -48,7 +50,7 @@ def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Any]:
-    """What each of some kernels does in which order."""
+    """Return the order of operations of each compiled kernel."""
     done = compiled("tests.kernels.tiles_compiled")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -60,15 +62,16 @@ def test_weights_are_asked_for_before_the_wait_and_x_after_it(kernels: dict[str,
         events = [event for event in kernel["events"] if event != "load"]
         wait, first_product = events.index("wait"), events.index("product")
         assert events[0] == "launch_dependents", name
-        # Of each stage its weights, and once nothing of x, to read x's description.
+        # One copy per stage for its weights, and one copy of no element of x, which fetches x's descriptor.
         assert events[1:wait] == ["copy"] * (kernel["stages"] + 1), name
         assert events[wait + 1 : first_product] == ["copy"] * kernel["stages"], name
-        assert kernel["shared"] <= 113 << 10, name  # so that two programs fit a multiprocessor
+        assert kernel["shared"] <= 113 << 10, name  # so that two programs fit on a multiprocessor
 
 
 def test_what_a_shared_norm_reads_is_on_its_way_during_the_product(kernels: dict[str, Any]) -> None:
     def loads(name: str) -> tuple[int, int, int]:
-        """Before the wait, between it and the first product, and later."""
+        """Return the numbers of loads before the wait, between the wait and the first product, and
+        later."""
         events = kernels[name]["events"]
         wait, product = events.index("wait"), events.index("product")
         return tuple(part.count("load") for part in (events[:wait], events[wait:product], events[product:]))
@@ -76,7 +79,7 @@ def test_what_a_shared_norm_reads_is_on_its_way_during_the_product(kernels: dict
     gains, residual, _ = loads("gaining")
     assert gains > 0 and residual > 0
     assert loads("gaining")[2] == loads("normed_after")[2] == 0
-    # 64 parts for 8 tokens by 128 threads.
+    # 64 parts for 8 tokens, loaded by 128 threads.
     assert loads("normed_after") == (0, 4, 0)
 
 
@@ -154,7 +157,7 @@ def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
 
 
 def _layer(case: products.Fp8Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
-    """Products that depend on one another, so that one that starts too early reads too early."""
+    """Return a chain of dependent GEMMs, so that a GEMM that starts too early reads stale data."""
     rows, results = len(case.x), [case.x]
     few = plan_for(SHAPES[0], rows, BF16)
     for _ in range(4):

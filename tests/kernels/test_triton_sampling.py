@@ -1,11 +1,13 @@
-"""The sampling kernels against their twin, `kernels.sampling`, put together as `engine.sampler` does.
+"""The sampling kernels against their reference implementation, `kernels.sampling`, combined as in
+`engine.sampler`.
 
 The interpreter (on a CPU, in CI) proves which tokens are read, compared, counted and kept: every row of a
-mixed batch draws the twin's token. Only a GPU proves bfloat16 logits, the hardware's logarithm, that PDL
-changes no bit and that a graph replays, at a real vocabulary (marked `gpu`).
+mixed batch draws the reference's token. Only a GPU proves bfloat16 logits, the hardware's logarithm, that
+results with and without PDL are bit-equal, and that a graph replays what was captured, at a real vocabulary
+(marked `gpu`).
 
-Where draws may differ: two scores, or a token's and the border's mass, closer than the stated errors. The
-cases are fixed by their seeds and have none.
+Draws may differ only where two scores, or a token's mass and the border's mass, are closer than the stated
+errors. The seeds of the cases are fixed, and none of the cases has such a difference.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ triton_sampling = pytest.importorskip("kernels.triton.sampling", exc_type=Import
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
 COLUMNS = 9001
-"""Two full chunks and a part of one."""
+"""Two and a half chunks."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Params:
 
 
 def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
-    """Row i of the batch is row i + 1 of the tables."""
+    """Return draws in which row i of the batch has slot i + 1."""
     floats = torch.zeros(len(params) + 2, 7)
     top_k = torch.zeros(len(params) + 2, dtype=torch.int64)
     base = torch.zeros(len(params) + 2, dtype=torch.int64)
@@ -55,7 +57,7 @@ def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
 
 
 def _expected(logits: torch.Tensor, params: list[Params], draws: triton_sampling.Draws) -> torch.Tensor:
-    """The twin's tokens, row by row, by sorting."""
+    """Return the reference's tokens, row by row, by sorting."""
     keys = twin.noise_keys(draws.noise_base[draws.slots], draws.positions)
     hashes = twin.token_hashes(0, logits.shape[1], logits.device)
     tokens = []
@@ -191,8 +193,8 @@ def test_every_kind_of_row_draws_the_twins_token(columns: int, spread: float) ->
 def test_ties_with_the_last_kept_token_are_kept(
     levels: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few different values: every border is in a tie. With `few` at 16, most top-k rows take the way of the
-    large ones."""
+    """The logits have few different values, so every border is in a tie. With `few` at 16, most top-k rows
+    use the search for large top-k."""
     monkeypatch.setattr(triton_sampling, "_FEW", few)
     params = MIXED * 2
     logits = _logits(len(params), 2000, seed=few).clamp(-6, 6)
@@ -203,7 +205,8 @@ def test_ties_with_the_last_kept_token_are_kept(
 
 
 def test_the_search_ends_whatever_the_logits_are() -> None:
-    """Values over the whole range of float32, where steps by value do not help, and forbidden tokens."""
+    """Values cover the whole range of float32, where steps by value do not converge, and some tokens are
+    banned."""
     params = [Params(1.0, top_k=k, top_p=p) for k in (3, 300) for p in (0.4, 1.0)]
     logits = _logits(len(params), 3000, spread=20.0)
     logits = logits.sign() * 10 ** logits.clamp(-30, 30)
@@ -269,7 +272,8 @@ def test_penalties_then_bias_then_bans() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_a_real_vocabulary_draws_the_twins_tokens(dtype: torch.dtype, spread: float) -> None:
-    """256 rows; at most one may differ (a near-tie), and then its score is within 1e-5 of the twin's best."""
+    """Of 256 rows at most one may differ (a near-tie), and its score is then within 1e-5 of the reference's
+    best."""
     generator = torch.Generator("cuda").manual_seed(5)
     logits = (torch.randn(256, 128256, device=DEVICE, generator=generator) * spread).to(dtype)
     for kind in (
@@ -288,7 +292,7 @@ def test_a_real_vocabulary_draws_the_twins_tokens(dtype: torch.dtype, spread: fl
 @pytest.mark.gpu
 @on_gpu
 def test_draws_follow_the_distribution() -> None:
-    """Chi-square of 200,000 draws over 64 tokens, plain and with top-k, top-p and min-p, at 1e-4."""
+    """Chi-square test of 200,000 draws over 64 tokens, plain and with top-k, top-p and min-p, at 1e-4."""
     logits = _logits(1, 64, spread=1.5)
     draws_each = 200_000
     index = torch.zeros(draws_each, dtype=torch.int64, device=DEVICE)
@@ -318,7 +322,8 @@ def test_draws_follow_the_distribution() -> None:
         expected = probabilities[probabilities > 0] * draws_each
         statistic = float(((counts[probabilities > 0] - expected) ** 2 / expected).sum())
         freedom = len(expected) - 1
-        # Wilson and Hilferty's normal approximation of chi-square; 3.72 is the normal's 1e-4 quantile.
+        # Wilson and Hilferty's normal approximation of chi-square; 3.72 is the normal distribution's 1e-4
+        # quantile.
         bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
         assert statistic < bound, (p, statistic, bound)
 
