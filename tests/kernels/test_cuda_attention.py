@@ -62,7 +62,7 @@ def ops() -> object:
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_the_ends_see_what_the_pass_wrote_and_padding_sees_nothing(ops: object, padding: int) -> None:
+def test_queries_attend_to_the_tokens_of_their_pass_and_padding_to_nothing(ops: object, padding: int) -> None:
     """Two sequences decode beside a chunk with earlier context and a chunk of one token."""
     tokens = [(1, 70), (0, 5), *((2, at) for at in range(60, 133)), (3, 0)]
     made = Pass(tokens, [0, 1, len(tokens) - 2, len(tokens) - 1])
@@ -74,7 +74,7 @@ def test_the_ends_see_what_the_pass_wrote_and_padding_sees_nothing(ops: object, 
     torch.testing.assert_close(pool.values, other.values)
 
 
-def test_padding_alone_leaves_the_cache_as_it_is(ops: object) -> None:
+def test_a_pass_of_padding_leaves_the_cache_unchanged(ops: object) -> None:
     """Loading kernels before serving runs such a pass."""
     made = Pass([(0, 0)] * 3, [], written=False)
     found, pool = made.attend(ops, 3)

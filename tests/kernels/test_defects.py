@@ -17,7 +17,7 @@ from tests.kernels.test_exercise import script
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: f"{defect.file}: {defect.name}")
-def test_a_defect_fits_the_source_once(defect: Defect, tmp_path: Path) -> None:
+def test_each_defect_matches_the_source_exactly_once(defect: Defect, tmp_path: Path) -> None:
     source = (ROOT / defect.source).read_text()
     (tmp_path / defect.source.parent).mkdir(parents=True)
     (tmp_path / defect.source).write_text(source)
@@ -39,7 +39,7 @@ def _kernels() -> Iterator[tuple[str, str, str]]:
                 yield path.name, node.name, ast.get_source_segment(text, node) or ""
 
 
-def test_every_kernel_that_is_launched_has_a_defect_of_its_own() -> None:
+def test_every_launched_kernel_has_a_defect() -> None:
     texts = [path.read_text() for path in (ROOT / "kernels" / "triton").glob("*.py")]
     launched = {name for text in texts for name in re.findall(r"(\w+)\[\(", text)}
     found = [(file, name, source) for file, name, source in _kernels() if name in launched]
@@ -58,14 +58,14 @@ def test_every_kernel_that_is_launched_has_a_defect_of_its_own() -> None:
     ],
     ids=["unknown", "some unknown", "in none together", "on a GPU alone"],
 )
-def test_a_trial_of_nothing_is_refused(words: list[str], said: str) -> None:
+def test_words_that_select_no_defect_are_refused(words: list[str], said: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "seed_defects"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and said in done.stderr
     assert "every defect was noticed" not in done.stdout
 
 
-def test_words_choose_defects_that_have_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_select_the_defects_that_contain_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seed_defects = script("seed_defects")
     for words in ([], ["new_tokens.py"], ["sampling", "tie"]):
         monkeypatch.setattr(sys, "argv", ["seed_defects", *words])

@@ -174,7 +174,7 @@ def make(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_twins_stay_within_the_bound_in_float32(kind: str) -> None:
+def test_the_reference_stays_within_the_bound_in_float32(kind: str) -> None:
     sequence = make(kind, 0, 2, 1, torch.float32, "cpu")
     pools = (sequence.q, sequence.keys, sequence.values)
     scales = (sequence.k_scales, sequence.v_scales)
@@ -186,7 +186,7 @@ def test_the_twins_stay_within_the_bound_in_float32(kind: str) -> None:
         assert expected.worst(found, rounding=2**-24, weight=2**-23, tiny=0.0) <= 1
 
 
-def test_sums_of_fewer_bits_would_show() -> None:
+def test_sums_with_fewer_bits_exceed_the_bound() -> None:
     """With pages summed in float32 but added up in float16, the error exceeds the bound."""
     sequence = make("values that add up", 0, 2, 1, torch.float32, "cpu")
     values = sequence.in_order(sequence.values) * sequence.in_order(sequence.v_scales).unsqueeze(-1)

@@ -115,7 +115,7 @@ def launch(wrong: str, seed: int, rows: int = 7 * 64 - 5) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_outside_of_a_tensor_are_zeros(seed: int) -> None:
+def test_rows_outside_a_tensor_are_read_as_zeros(seed: int) -> None:
     found, expected = launch("", seed)
     assert torch.allclose(found.float(), expected, rtol=1e-3, atol=0.1)
 
@@ -137,7 +137,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("wrong", FAULTS)
-def test_a_fault_is_found_in_whichever_order_partitions_run(wrong: str, seed: int) -> None:
+def test_a_fault_is_found_in_any_order_of_the_partitions(wrong: str, seed: int) -> None:
     before = threading.active_count()
     with pytest.raises(Fault, match=FAULTS[wrong]):
         launch(wrong, seed)
@@ -149,19 +149,21 @@ def test_a_fault_is_found_in_whichever_order_partitions_run(wrong: str, seed: in
     ("wrong", "stage", "missing"),
     [("wrong parity", 0, "1 of 1"), ("never arrives", 0, "1 of 1"), ("half arrives", 1, "1 of 2")],
 )
-def test_a_deadlock_says_who_waits_for_what(wrong: str, stage: int, missing: str, seed: int) -> None:
+def test_a_deadlock_names_each_partition_and_its_barrier(
+    wrong: str, stage: int, missing: str, seed: int
+) -> None:
     bringing = rf"partition 1 \(_bring\) waits for parity \d of empty\[{stage}\], whose phase 0"
     with pytest.raises(Deadlock, match=rf"partition 0 \(_square\) waits for .*; {bringing} misses {missing}"):
         launch(wrong, seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_arrival_that_ends_a_phase_too_many_is_found(seed: int) -> None:
+def test_an_arrival_that_ends_an_extra_phase_is_found(seed: int) -> None:
     with pytest.raises(Fault):
         launch("arrives again", seed)
 
 
-def test_a_product_is_no_tensor_before_its_wait() -> None:
+def test_a_product_is_not_usable_before_its_wait() -> None:
     with pytest.raises(TypeError, match="UnfinishedProduct"):
         launch("uses no wait", 0)
 
@@ -215,12 +217,12 @@ def alone(wrong: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return out, (x.float() @ x.float()).sum(1)
 
 
-def test_a_kernel_need_not_be_specialised() -> None:
+def test_a_kernel_without_warp_specialisation_runs() -> None:
     found, expected = alone("", 0)
     assert torch.allclose(found.float(), expected, rtol=1e-3, atol=0.1)
 
 
-def test_a_product_at_once_is_refused() -> None:
+def test_a_synchronous_product_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="asynchronous products only"):
         alone("at once", 0)
 
@@ -242,14 +244,14 @@ def _unwritten(out, tiles):
     gl.store(out + row, gl.max(square, axis=1), mask=row < 60)
 
 
-def test_what_was_never_written_is_no_number_and_what_is_masked_is_left() -> None:
+def test_unwritten_memory_is_nan_and_masked_elements_are_unchanged() -> None:
     out = torch.zeros(64, dtype=torch.float16)
     tiles = descriptor(torch.zeros(64, 64, dtype=torch.float16))
     Interpreted(_unwritten, 0)[(1,)](out, tiles, num_warps=4)
     assert out[:60].isnan().all() and not out[60:].any()
 
 
-def test_what_lies_between_the_rows_of_a_tensor_is_not_its_own() -> None:
+def test_gaps_between_the_rows_of_a_tensor_do_not_belong_to_it() -> None:
     out = torch.zeros(64, 2, dtype=torch.float16)[:, 0]
     tiles = descriptor(torch.zeros(64, 64, dtype=torch.float16))
     with pytest.raises(Fault, match=r"element 1 is not of a tensor of \[64\]"):
@@ -261,6 +263,6 @@ def _unknown(out):
     gl.atomic_add(out, 1)
 
 
-def test_what_the_interpreter_does_not_know_is_refused_by_name() -> None:
+def test_an_unsupported_feature_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="atomic_add"):
         Interpreted(_unknown, 0)[(1,)](torch.zeros(1), num_warps=4)

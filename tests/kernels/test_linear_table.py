@@ -33,7 +33,7 @@ def table() -> Table:
     return made
 
 
-def test_the_entry_of_the_fewest_rows_that_suffice_counts(table: Table) -> None:
+def test_the_entry_with_the_fewest_sufficient_rows_is_used(table: Table) -> None:
     chosen = {rows: table.choose(rows, 4096, 4096, BF16) for rows in (1, 2, 16, 17, 64, 65, 8000)}
     assert chosen == {1: ONE, 2: FEW, 16: FEW, 17: None, 64: None, 65: None, 8000: None}
     assert linear_plans.choose(17, 4096, 4096, BF16) is not None
@@ -44,14 +44,14 @@ def test_rows_beyond_the_last_entry_follow_the_rules() -> None:
     assert table.choose(2, 4096, 4096, BF16) == linear_plans.choose(2, 4096, 4096, BF16) is not None
 
 
-def test_shapes_and_dtypes_that_are_not_there_follow_the_rules(table: Table) -> None:
+def test_unknown_shapes_and_dtypes_follow_the_rules(table: Table) -> None:
     for rows, n, k, dtype in ((1, 4096, 2048, BF16), (8, 4096, 4096, FP8), (20, 6144, 4096, BF16)):
         assert table.choose(rows, n, k, dtype) == linear_plans.choose(rows, n, k, dtype) is not None
     assert Table().choose(1, 4096, 4096, BF16) == linear_plans.choose(1, 4096, 4096, BF16)
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
-def test_the_rules_keep_to_the_shared_memory_that_a_gpu_has(capability: int) -> None:
+def test_the_rules_respect_a_gpus_shared_memory(capability: int) -> None:
     """With less shared memory, plans have fewer stages; on Hopper no plan changes."""
     has = compiling.Gpu.of("Voodoo 2", capability).shared_bytes
     table = linear_table.load_table("Voodoo 2", has)
@@ -99,7 +99,7 @@ def good() -> dict[str, Any]:
         ({"speed": 1}, "unknown field speed"),
     ],
 )
-def test_an_entry_that_no_kernel_can_run_is_named(
+def test_an_entry_that_no_kernel_can_run_is_reported(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "table.json"
@@ -121,7 +121,7 @@ def test_an_entry_that_no_kernel_can_run_is_named(
         ('{"products": {"bfloat16 4096x4096": {"1": 3}}}', "is 3, not an object"),
     ],
 )
-def test_a_file_that_is_no_table_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_table_file_is_reported(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)
     with pytest.raises(TableError, match=r"table\.json") as error:
@@ -134,14 +134,14 @@ def test_a_gpu_without_a_table_has_an_empty_one() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(linear_table.FOLDER.glob("*.json")), ids=lambda path: path.stem)
-def test_tables_that_ship_can_be_used(path: Path) -> None:
+def test_shipped_tables_are_valid(path: Path) -> None:
     table = read_table(path)
     assert linear_table.table_path(table.gpu) == path
     assert table.to_json() == path.read_text()
 
 
 @pytest.mark.parametrize("shape", ["llama-3.1-8b"])
-def test_the_h200_table_has_every_product_of_the_common_shapes(tmp_path: Path, shape: str) -> None:
+def test_the_h200_table_has_every_gemm_of_the_common_shapes(tmp_path: Path, shape: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     table = linear_table.load_table("NVIDIA H200")
     for name, (n, k) in read_dimensions(tmp_path).products.items():

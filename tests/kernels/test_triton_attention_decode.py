@@ -171,10 +171,10 @@ def test_sequences_may_share_blocks_and_rows() -> None:
 
 @needs_cpu
 @pytest.mark.parametrize("lens", [[0], [0, 70, 0]], ids=str)
-def test_padding_is_zeros_and_nothing_behind_them(lens: list[int]) -> None:
+def test_padding_gives_zeros_and_writes_nothing_else(lens: list[int]) -> None:
     """There are more programs than sequences; the new tokens are in the cache or not."""
     case, made, config = make(lens), new(make(lens), True), kernel.DecodeConfig(len(lens) + 4, 3)
-    for run, expected in ((case.run, case.expected()), (made.run, made.twin().expected())):
+    for run, expected in ((case.run, case.expected()), (made.run, made.expected_case().expected())):
         out = torch.full((len(lens) + 8, *case.q.shape[1:]), 7.0)
         close(run(out=out[: len(lens)], config=config), expected, 1e-4)
         assert (out[len(lens) :] == 7.0).all()
@@ -185,7 +185,7 @@ def test_padding_is_zeros_and_nothing_behind_them(lens: list[int]) -> None:
 @pytest.mark.parametrize(
     "lens", [[700], [300, 1, 0, 200, 64, 65], [64, 64, 64]], ids=["one", "mixed", "even"]
 )
-def test_the_result_is_the_same_however_the_work_is_cut(lens: list[int], extra: int) -> None:
+def test_the_result_is_the_same_for_any_split(lens: list[int], extra: int) -> None:
     case = make(lens)
     workspace = kernel.allocate_workspace(16, 4, 2, 16, case.q.device)
     for _ in range(2):  # the second run depends on the counters that the first run left
@@ -207,9 +207,7 @@ def test_any_group_of_query_heads_is_one_tile(heads: int, kv_heads: int) -> None
 @pytest.mark.parametrize(
     ("group", "head_dim", "pieces"), [(1, 16, 32), (2, 32, 32), (2, 64, 32), (4, 128, 8), (32, 256, 1)]
 )
-def test_as_many_pieces_are_read_together_as_registers_hold_and_compile_soon(
-    group: int, head_dim: int, pieces: int
-) -> None:
+def test_the_combine_loads_a_bounded_number_of_partial_sums(group: int, head_dim: int, pieces: int) -> None:
     assert kernel.pieces_at_once(kernel.DecodeConfig(4, 3), group, head_dim) == pieces
 
 
@@ -238,7 +236,7 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
     small = kernel.allocate_workspace(2, 4, 2, 16, case.q.device)
     with pytest.raises(ValueError, match="workspace has room for 2 sequences, but the batch has 3"):
         case.run(workspace=small)
-    with pytest.raises(ValueError, match="items is 2; needs at least 3 .* at most 11"):
+    with pytest.raises(ValueError, match=r"items is 2; needs at least 3 .* at most 11"):
         case.run(config=kernel.DecodeConfig(2, 3))
     with pytest.raises(ValueError, match="workspace has kv_heads"):
         case.run(workspace=kernel.allocate_workspace(3, 4, 4, 16, case.q.device))
@@ -263,7 +261,7 @@ class New:
         options = {"workspace": workspace, "pdl": not ON_CPU, "rotation": self.rotation} | options
         return replace(case, q=self.qkv).run(**options)
 
-    def twin(self, dtype: torch.dtype | None = None) -> Case:
+    def expected_case(self, dtype: torch.dtype | None = None) -> Case:
         """Return the case after the reference implementation has run, in `dtype` or in its own dtypes."""
         case = self.case
         there = case.lens > 0
@@ -309,24 +307,27 @@ def _bytes(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.view(torch.uint8)
 
 
-def _check_cache(found: Case, twin: Case) -> None:
+def _check_cache(found: Case, expected_case: Case) -> None:
     """Assert that the cache equals the reference's cache bit for bit, except for the new keys. A few elements
     of new keys may differ by one rounding before or after the rotation, and by one step in e4m3."""
     position = found.lens[found.lens > 0].long() - 1
     block = found.table.long()[found.rows[found.lens > 0].long(), position // PAGE_TOKENS]
     written = torch.zeros(found.keys.shape[:3], dtype=torch.bool, device=found.keys.device)
     written[block, :, position % PAGE_TOKENS] = True
-    assert torch.equal(_bytes(found.values), _bytes(twin.values)), "values are only copied"
-    assert torch.equal(_bytes(found.keys)[~written], _bytes(twin.keys)[~written])
-    both = (_bytes(each.keys)[written].view(found.keys.dtype).float() for each in (found, twin))
+    assert torch.equal(_bytes(found.values), _bytes(expected_case.values)), "values are only copied"
+    assert torch.equal(_bytes(found.keys)[~written], _bytes(expected_case.keys)[~written])
+    both = (_bytes(each.keys)[written].view(found.keys.dtype).float() for each in (found, expected_case))
     (new, wanted), steps = both, 0.0
     assert (new != wanted).float().sum() <= 0.02 * new.numel() or found.keys.dtype == torch.float32
-    if found.k_scales is not None and twin.k_scales is not None:
-        assert found.v_scales is not None and twin.v_scales is not None
-        assert torch.equal(found.v_scales, twin.v_scales)
-        assert torch.equal(found.k_scales[~written], twin.k_scales[~written])
-        torch.testing.assert_close(found.k_scales, twin.k_scales, rtol=1e-2, atol=0)
-        new, wanted = new * found.k_scales[written][:, None], wanted * twin.k_scales[written][:, None]
+    if found.k_scales is not None and expected_case.k_scales is not None:
+        assert found.v_scales is not None and expected_case.v_scales is not None
+        assert torch.equal(found.v_scales, expected_case.v_scales)
+        assert torch.equal(found.k_scales[~written], expected_case.k_scales[~written])
+        torch.testing.assert_close(found.k_scales, expected_case.k_scales, rtol=1e-2, atol=0)
+        new, wanted = (
+            new * found.k_scales[written][:, None],
+            wanted * expected_case.k_scales[written][:, None],
+        )
         steps = 0.14
     largest = wanted.abs().amax(-1, keepdim=True)
     last_places = 3 * max(torch.finfo(found.q.dtype).eps, 1e-5)
@@ -337,33 +338,33 @@ def _check_cache(found: Case, twin: Case) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 64, 100])
 @pytest.mark.parametrize("lens", LENS.values(), ids=LENS.keys())
-def test_new_tokens_are_turned_written_and_seen(lens: list[int], window: int | None, norm: bool) -> None:
+def test_new_tokens_are_rotated_written_and_attended_to(
+    lens: list[int], window: int | None, norm: bool
+) -> None:
     made = new(make(lens, window=window), norm)
-    twin = made.twin()
-    close(made.run(), twin.expected(), 1e-4)
-    _check_cache(made.case, twin)
+    expected_case = made.expected_case()
+    close(made.run(), expected_case.expected(), 1e-4)
+    _check_cache(made.case, expected_case)
 
 
 @needs_cpu
 @pytest.mark.parametrize("extra", [0, 1, 5, 10])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(7, 1, 32), (20, 1, 16), (8, 2, 128)])
-def test_new_tokens_are_the_same_however_the_work_is_cut(
-    heads: int, kv_heads: int, size: int, extra: int
-) -> None:
+def test_new_tokens_are_the_same_for_any_split(heads: int, kv_heads: int, size: int, extra: int) -> None:
     made = new(make([300, 1, 0, 193, 64, 65], heads, kv_heads, size), True)
-    twin = made.twin()
+    expected_case = made.expected_case()
     workspace = kernel.allocate_workspace(16, heads, kv_heads, size, made.qkv.device)
     for _ in range(2):
         found = made.run(config=kernel.DecodeConfig(6 + extra, 3), workspace=workspace)
-        close(found, twin.expected(), 1e-4)
-        _check_cache(made.case, twin)
+        close(found, expected_case.expected(), 1e-4)
+        _check_cache(made.case, expected_case)
         assert (workspace.arrived == 0).all()
 
 
 @needs_cpu
 def test_new_tokens_are_cached_with_a_scale_for_each_token_and_head() -> None:
     made = new(make([130, 70, 0, 193]), True)
-    plain = made.twin()
+    plain = made.expected_case()
     case = made.case
     scales = [torch.rand(case.keys.shape[:3]) + 0.1 for _ in range(2)]
     made.case = replace(
@@ -415,21 +416,21 @@ def _check_changing_lengths(made: New, again: Callable[[], torch.Tensor], roundi
         case.table.copy_(shared)
         last = (case.lens - 1).clamp(min=0) // PAGE_TOKENS
         case.table[case.rows, last] = own
-        twin = made.twin()
+        expected_case = made.expected_case()
         out = again()
         assert (out[case.lens == 0] == 0).all()
-        check_as_torch(out, twin.expected(out.dtype), twin.expected(), roundings)
-        _check_cache(case, twin)
+        check_as_torch(out, expected_case.expected(out.dtype), expected_case.expected(), roundings)
+        _check_cache(case, expected_case)
 
 
 @needs_cpu
-def test_new_tokens_are_written_where_changed_lengths_say() -> None:
+def test_new_tokens_are_written_at_the_changed_lengths() -> None:
     made = new(make([320] * 16), False)
     _check_changing_lengths(made, made.run, 500)  # the reference sums and exponentiates in another order
 
 
 @needs_cpu
-def test_a_product_of_other_heads_is_refused() -> None:
+def test_a_qkv_of_other_heads_is_refused() -> None:
     made = new(make([130]), True)
     with pytest.raises(ValueError, match=r"q has 112 columns; needs \(heads \+ 2 × 2\) × 16"):
         replace(made, qkv=made.qkv[:, :112]).run()
@@ -439,28 +440,28 @@ def test_a_product_of_other_heads_is_refused() -> None:
 
 @needs_cpu
 @pytest.mark.parametrize("window", [None, 70])
-def test_one_wrong_head_of_one_sequence_is_noticed(window: int | None) -> None:
+def test_one_wrong_head_of_one_sequence_is_detected(window: int | None) -> None:
     """Uses float16, which the interpreter rounds as a GPU does."""
     case = make([130, 64, 5, 0, 300, 77], 8, 2, 32, window, dtype=torch.float16)
     made = new(replace(case, scale=32**-0.5), True)
-    twin = made.twin()
-    found, torchs, exact = made.run(), twin.expected(torch.float16), twin.expected()
+    expected_case = made.expected_case()
+    found, torchs, exact = made.run(), expected_case.expected(torch.float16), expected_case.expected()
     check_as_torch(found, torchs, exact, roundings=1)
-    check_worst(found, _a_last_place_off(twin).expected(torch.float16), exact, roundings=1)
-    _check_cache(made.case, twin)
+    check_worst(found, _a_last_place_off(expected_case).expected(torch.float16), exact, roundings=1)
+    _check_cache(made.case, expected_case)
     wrong = found.clone()
     wrong[4, 5] = found[4, 6]
     with pytest.raises(AssertionError, match="1 of 48 vectors are further off"):
-        check_worst(wrong, _a_last_place_off(twin).expected(torch.float16), exact, roundings=1)
+        check_worst(wrong, _a_last_place_off(expected_case).expected(torch.float16), exact, roundings=1)
     made.case.keys[-2, 1, 299 % PAGE_TOKENS, 7] += 0.5
     with pytest.raises(AssertionError):
-        _check_cache(made.case, twin)
+        _check_cache(made.case, expected_case)
 
 
 # ── compiled for a GPU ───────────────────────────────────────────────────────────────────────────
 
 
-def test_before_the_wait_stand_lengths_rows_and_angles_alone() -> None:
+def test_only_lengths_slots_and_angles_are_read_before_the_wait() -> None:
     done = compiled("tests.kernels.decode_compiled")
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
@@ -513,7 +514,7 @@ OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
     + [(LLAMA, "mixed", 1000)]
     + [(shape, "mixed", None) for shape in OTHERS],
 )
-def test_the_error_is_that_of_torch(
+def test_the_error_is_at_most_twice_that_of_torch(
     shape: tuple[int, int, int], lens: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
     """The error is at most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus
@@ -531,7 +532,7 @@ def test_the_error_is_that_of_torch(
 @needs_gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("lens", ["one", "mixed", "longer"])
-def test_the_bits_are_the_same_every_time_and_without_pdl(lens: str, fp8: bool) -> None:
+def test_all_bits_are_the_same_in_every_run_and_without_pdl(lens: str, fp8: bool) -> None:
     case = make(GPU_LENS[lens], *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=700)
     case = _fp8(case) if fp8 else case
     workspace = kernel.allocate_workspace(len(case.lens), *LLAMA, case.q.device)
@@ -597,27 +598,27 @@ NEW_CASES = [
 @needs_gpu
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("kind", "shape", "lens", "window"), NEW_CASES)
-def test_the_error_of_new_tokens_is_that_of_torch(
+def test_the_error_of_new_tokens_is_at_most_twice_that_of_torch(
     kind: str,
     shape: tuple[int, int, int],
     lens: str,
     window: int | None,
     norm: bool,
 ) -> None:
-    """The bound of `test_the_error_is_that_of_torch`, plus half a rounding more: queries and keys differ from
-    the reference by single roundings. In the worst vector such a rounding may be of a large element; the
-    bound there is torch's error with queries that are off by one rounding."""
+    """The bound of `test_the_error_is_at_most_twice_that_of_torch`, plus half a rounding more: queries and
+    keys differ from the reference by single roundings. In the worst vector such a rounding may be of a large
+    element; the bound there is torch's error with queries that are off by one rounding."""
     dtype, fp8 = KINDS[kind]
     made = _new_on_gpu(GPU_LENS[lens], shape, norm, dtype, fp8, window)
-    twin = made.twin()
-    found = made.run(out=torch.full_like(twin.q, float("nan")))
+    expected_case = made.expected_case()
+    found = made.run(out=torch.full_like(expected_case.q, float("nan")))
     assert (found[made.case.lens == 0] == 0).all()
     if int(made.case.lens.max()) > 0:
-        exact, computed = twin.expected(), torch.float16 if fp8 else dtype
-        torchs = twin.expected(computed).to(dtype)
+        exact, computed = expected_case.expected(), torch.float16 if fp8 else dtype
+        torchs = expected_case.expected(computed).to(dtype)
         assert error(found, exact) <= 2 * error(torchs, exact) + torch.finfo(dtype).eps / 4
-        check_worst(found, _a_last_place_off(twin).expected(computed).to(dtype), exact, roundings=1)
-    _check_cache(made.case, twin)
+        check_worst(found, _a_last_place_off(expected_case).expected(computed).to(dtype), exact, roundings=1)
+    _check_cache(made.case, expected_case)
 
 
 def _a_last_place_off(case: Case) -> Case:
@@ -654,7 +655,7 @@ def test_new_tokens_have_the_same_bits_every_time_and_without_pdl(fp8: bool) -> 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_captured_graph_writes_new_tokens_where_the_lengths_say() -> None:
+def test_a_captured_graph_writes_new_tokens_at_the_current_lengths() -> None:
     made = new(make([640] * 16, *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=100), False)
     workspace = kernel.allocate_workspace(16, *LLAMA, made.qkv.device)
     out = made.run(workspace=workspace).clone()

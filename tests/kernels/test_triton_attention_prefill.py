@@ -226,7 +226,7 @@ def test_tiles_cover_every_token_once_the_longest_first() -> None:
 
 @needs_cpu
 @pytest.mark.parametrize("window", [None, 100])
-def test_an_expanded_cache_gives_what_the_cache_gives(window: int | None) -> None:
+def test_an_expanded_cache_gives_the_same_result(window: int | None) -> None:
     case = make([(0, 90), (200, 33), (300, 70), (127, 130), (5, 200)], scaled=True, window=window)
     found, plan = case.run_expanded(scratch_blocks=12)
     assert len(plan.pages) <= 12
@@ -243,7 +243,7 @@ def test_a_scratch_that_is_too_small_is_refused() -> None:
 
 
 @needs_cpu
-def test_one_wrong_head_of_one_token_is_noticed() -> None:
+def test_one_wrong_head_of_one_token_is_detected() -> None:
     """Uses float16, which the interpreter rounds as a GPU does."""
     case = make([(0, 70), (200, 33)], 8, 2, 32, dtype=torch.float16)
     case.scale = 32**-0.5
@@ -295,7 +295,7 @@ OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
     + [(LLAMA, "mixed", 300)]
     + [(shape, "mixed", window) for shape in OTHERS for window in (None, 100)],
 )
-def test_the_error_is_that_of_torch(
+def test_the_error_is_at_most_twice_that_of_torch(
     shape: tuple[int, int, int], chunks: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
     """The error is at most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus
@@ -315,7 +315,7 @@ def test_the_error_is_that_of_torch(
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_the_bits_are_the_same_every_time_and_without_pdl(fp8: bool) -> None:
+def test_all_bits_are_the_same_in_every_run_and_without_pdl(fp8: bool) -> None:
     case = make(GPU_CHUNKS["mixed"], *LLAMA, dtype=torch.bfloat16, device="cuda")
     case = _fp8(case) if fp8 else case
     first = case.run(out=torch.zeros_like(case.q))

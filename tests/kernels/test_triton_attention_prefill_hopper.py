@@ -113,7 +113,7 @@ def suited(chunks: list[tuple[int, int]], **changes: Any) -> bool:
     return suits_hopper(plan_tiles(spans, shape["heads"], shape["kv_heads"]), **shape)
 
 
-def test_tiles_that_see_many_keys_are_for_hopper() -> None:
+def test_tiles_with_many_keys_use_the_hopper_kernel() -> None:
     for chunks in ([(0, 8192)], [(0, 2048)] * 2, [(4096, 64)], [(1024, 1)], [(0, 4096), (0, 1000)]):
         assert suited(chunks)
     for chunks in ([], [(0, 1024)] * 4, [(0, 512)] * 16, [(1023, 1)], [(0, 4096)] + [(0, 64)] * 1000):
@@ -128,12 +128,12 @@ def test_tiles_that_see_many_keys_are_for_hopper() -> None:
     + [({"heads": heads, "kv_heads": 1}, False) for heads in (3, 7, 12, 128)],
     ids=str,
 )
-def test_hoppers_kernel_serves_what_fits_its_tiles(changes: dict[str, Any], served: bool) -> None:
+def test_the_hopper_kernel_serves_shapes_that_fit_its_tiles(changes: dict[str, Any], served: bool) -> None:
     assert suited([(0, 8192)], **changes) == served
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-def test_a_hopper_alone_has_it_where_a_replica_serves_as_where_it_is_built_for(
+def test_only_hopper_gpus_use_the_hopper_kernel_in_serving_and_in_builds(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = SimpleNamespace(multi_processor_count=78)
@@ -158,7 +158,7 @@ def test_a_hopper_alone_has_it_where_a_replica_serves_as_where_it_is_built_for(
         (0, True, 64, 4096, False, "expanded"),
     ],
 )
-def test_a_pass_gets_hoppers_kernel_where_there_is_one_and_nothing_is_fp8(
+def test_a_pass_on_hopper_without_fp8_uses_the_hopper_kernel(
     multiprocessors: int, scaled: bool, blocks: int, count: int, hopper: bool, lists: str
 ) -> None:
     q, pool = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((count, 32, 128), (9, 8, 64, 128)))
@@ -170,7 +170,7 @@ def test_a_pass_gets_hoppers_kernel_where_there_is_one_and_nothing_is_fp8(
     assert (plan.expanded is not None, plan.direct is not None) == (lists == "expanded", lists == "direct")
 
 
-def test_captured_passes_whose_tiles_nobody_knows_keep_the_other_kernel() -> None:
+def test_captured_passes_use_the_other_kernel() -> None:
     nobody, tiles = torch.empty(0, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.int32)
     captured = AttentionInput(torch.empty(1, 64), nobody, nobody, 0, [], {None: tiles})
     plan = CudaOps(pdl=True, hopper_multiprocessors=132).plan_attention(captured)
@@ -187,7 +187,7 @@ def built() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_weights_are_worked_out_while_products_with_values_run_and_nothing_is_spilled(
+def test_softmax_weights_overlap_with_value_products_without_spills(
     built: dict[str, dict[str, Any]],
 ) -> None:
     """Checks the instructions of each warpgroup's loop."""
@@ -203,7 +203,7 @@ def test_weights_are_worked_out_while_products_with_values_run_and_nothing_is_sp
         assert kernel["shared"] <= 227 << 10, name
 
 
-def test_warps_read_what_they_run_after_it_is_written_and_before_it_is_written_anew(
+def test_tritons_dispatch_to_warps_has_no_race(
     built: dict[str, dict[str, Any]],
 ) -> None:
     """Triton's compiled dispatch of warp_specialize writes after 0, 3, 6, … barriers of all threads and reads
@@ -235,7 +235,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     + [("a cached prefix", heads, 1, "bfloat16", 2) for heads in (1, 4, 8, 16, 64)]
     + [("several chunks", 2, 1, "float16", 2), ("across blocks of keys", 2, 1, "bfloat16", 3)],
 )
-def test_the_error_is_that_of_torch_in_the_interpreter(
+def test_the_error_is_at_most_twice_that_of_torch_in_the_interpreter(
     chunks: str, heads: int, kv_heads: int, dtype: str, stages: int, interpreted: Callable[..., None]
 ) -> None:
     case = make(chunks, heads, kv_heads, getattr(torch, dtype))
@@ -267,7 +267,7 @@ def test_a_block_table_may_be_narrow_and_queries_strided_in_the_interpreter(
 
 
 @cases.needs_cpu
-def test_one_stage_would_not_do(interpreted: Callable[..., None]) -> None:
+def test_one_stage_deadlocks(interpreted: Callable[..., None]) -> None:
     interpreted(0, stages=1)
     with pytest.raises(gluon.Fault, match=r"_compute\) waits for .* k_full.* waits for .* v_empty"):
         paged(make("across blocks of keys", 2, 1))
@@ -355,7 +355,7 @@ ORDERS = {
 @cases.needs_cpu
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_wrong_order_is_noticed(
+def test_a_wrong_order_is_detected(
     order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
 ) -> None:
     """Each defect is detected for every order of the partitions. On a GPU it might not show for years."""
@@ -389,7 +389,7 @@ def _seeded(defect: Defect, tree: Path) -> ModuleType:
     [(chunks, 32, 8, dtype) for chunks in CHUNKS for dtype in ("bfloat16", "float16")]
     + [("mixed", *group, "bfloat16") for group in GROUPS],
 )
-def test_the_error_is_that_of_torch(chunks: str, heads: int, kv_heads: int, dtype: str) -> None:
+def test_the_error_is_at_most_twice_that_of_torch(chunks: str, heads: int, kv_heads: int, dtype: str) -> None:
     """The error is at most twice that of torch's attention in the same dtype, plus half a rounding of the
     result, over the whole tensor and for the worst token and head. float16 is tested with one group only,
     since each kernel takes seconds to compile and the dtype does not interact with the group."""
@@ -403,7 +403,7 @@ def test_the_error_is_that_of_torch(chunks: str, heads: int, kv_heads: int, dtyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunks", ["mixed", "more than there are multiprocessors"])
 @pytest.mark.parametrize("way", [paged, expanded])
-def test_the_bits_are_the_same_every_time_and_without_pdl(
+def test_all_bits_are_the_same_in_every_run_and_without_pdl(
     way: Callable[..., torch.Tensor], chunks: str
 ) -> None:
     case = make(chunks)
@@ -435,7 +435,7 @@ def test_chunks_may_share_blocks() -> None:
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_a_pass_with_a_long_prompt_is_what_the_other_kernel_makes_of_it(
+def test_a_pass_with_a_long_prompt_matches_the_other_kernel(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs through `CudaOps`, beside decodes and a chunk that would use the other kernel if it were alone.

@@ -26,7 +26,9 @@ def _tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("count", "padding"), [(1, 0), (7, 1), (128, 0), (129, 70), (300, 0)])
-def test_each_row_is_placed_where_its_sequence_ends_and_padding_nowhere(count: int, padding: int) -> None:
+def test_each_token_is_placed_at_the_end_of_its_sequence_and_padding_nowhere(
+    count: int, padding: int
+) -> None:
     tokens, lengths, blocks = _tables()
     rows = torch.randperm(TABLE_ROWS)[:count].to(DEVICE)
     padded = torch.cat((rows, rows.new_full((padding,), -1)))
@@ -44,7 +46,7 @@ def test_each_row_is_placed_where_its_sequence_ends_and_padding_nowhere(count: i
 
 
 @pytest.mark.parametrize(("count", "padding"), [(1, 0), (129, 70), (300, 0)])
-def test_sampled_tokens_become_the_next_input_of_their_rows_alone(count: int, padding: int) -> None:
+def test_sampled_tokens_become_the_next_input_of_their_own_slots(count: int, padding: int) -> None:
     tokens, lengths, _ = _tables()
     rows = torch.randperm(TABLE_ROWS)[:count].to(DEVICE)
     padded = torch.cat((rows, rows.new_full((padding,), -1)))

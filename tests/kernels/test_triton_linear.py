@@ -77,7 +77,7 @@ class Case:
     def normed(self) -> torch.Tensor:
         return self.x if self.norm is None else reference.rms_norm(self.x, self.norm, EPS)
 
-    def twin(self, product: torch.Tensor) -> torch.Tensor:
+    def by_torch(self, product: torch.Tensor) -> torch.Tensor:
         if self.silu:
             product = reference.silu_mul(product)
         return product if self.residual is None else product + self.residual
@@ -112,14 +112,14 @@ class Case:
 
 def _check(case: Case, found: torch.Tensor) -> None:
     assert found is case.out
-    twin = case.twin(reference.linear(case.normed(), case.weight, case.bias))
+    by_torch = case.by_torch(reference.linear(case.normed(), case.weight, case.bias))
     x, weight = case.exact_normed(), case.weight.double()
     exact = case.exact(x @ weight.T)
-    assert found.shape == twin.shape and found.dtype == twin.dtype
+    assert found.shape == by_torch.shape and found.dtype == by_torch.dtype
     unit = torch.finfo(found.dtype).eps * exact.abs().max()
     sums = x.shape[1] ** 0.5 * 2**-24 * (x.abs() @ weight.abs().T).max()
-    twin_error = (twin.double() - exact).abs().max()
-    assert (found.double() - exact).abs().max() <= 2 * twin_error + unit / 2 + sums
+    torch_error = (by_torch.double() - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= 2 * torch_error + unit / 2 + sums
 
 
 class Fp8Case(Case):
@@ -154,12 +154,12 @@ def _check_fp8(
     product = dequantised @ weight.T
     exact = case.exact(product)
     biased = product.to(rounded).double().add(0 if case.bias is None else case.bias)
-    twin = case.twin(biased.to(x.dtype))
-    assert error(found, exact) <= 2 * error(twin, exact) + 4e-3
-    assert worst_error(found, exact) <= 2 * worst_error(twin, exact) + 4e-3
-    off, twin_off = ((each.double() - exact).abs().max() for each in (found, twin))
+    by_torch = case.by_torch(biased.to(x.dtype))
+    assert error(found, exact) <= 2 * error(by_torch, exact) + 4e-3
+    assert worst_error(found, exact) <= 2 * worst_error(by_torch, exact) + 4e-3
+    off, torch_off = ((each.double() - exact).abs().max() for each in (found, by_torch))
     unit = torch.finfo(found.dtype).eps * exact.abs().max()
-    assert off <= 2 * twin_off + unit / 2 + 1e-2 * max(exact.abs().max(), product.abs().max())
+    assert off <= 2 * torch_off + unit / 2 + 1e-2 * max(exact.abs().max(), product.abs().max())
 
 
 def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +191,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_output_is_its_product(case: tuple, dtype: torch.dtype) -> None:
+def test_every_output_of_a_gemm_is_correct(case: tuple, dtype: torch.dtype) -> None:
     *shape, plan = case
     if DEVICE.type == "cuda" and dtype == torch.float32 and plan.form == "dot":
         plan = replace(plan, stages=2)
@@ -200,7 +200,7 @@ def test_every_output_is_its_product(case: tuple, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_output_is_its_scaled_product(case: tuple) -> None:
+def test_every_output_of_a_scaled_gemm_is_correct(case: tuple) -> None:
     *shape, plan = case
     made = Fp8Case(*shape, torch.float16, torch.float16)
     product = linear.linear_fp8(
@@ -256,7 +256,7 @@ def check_gained(case: Case, plan: GemmPlan) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", GAINING, ids=str)
-def test_a_result_is_gained_for_the_norm_that_reads_it(case: tuple, dtype: torch.dtype) -> None:
+def test_a_deferred_norm_is_written_beside_the_result(case: tuple, dtype: torch.dtype) -> None:
     *shape, plan = case
     if DEVICE.type == "cuda" and dtype == torch.float32:
         plan = replace(plan, stages=2)
@@ -274,7 +274,7 @@ AFTER = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", AFTER, ids=str)
-def test_a_gained_x_is_normed_after_its_product(case: tuple, dtype: torch.dtype) -> None:
+def test_a_deferred_norm_is_applied_after_the_gemm(case: tuple, dtype: torch.dtype) -> None:
     *shape, plan, parts = case
     if DEVICE.type == "cuda" and dtype == torch.float32:
         plan = replace(plan, stages=2)
@@ -300,7 +300,7 @@ def test_the_counters_of_a_split_are_zero_again() -> None:
     )
 
 
-def test_rows_may_lie_apart_and_a_residual_in_the_result() -> None:
+def test_rows_may_be_strided_and_the_residual_may_be_the_output() -> None:
     case = Case(5, 160, 192, ("residual",), torch.float16)
     wide_x = torch.full((5, 256), POISON, dtype=torch.float16, device=DEVICE)
     wide_x[:, :192] = case.x
@@ -342,7 +342,7 @@ def test_other_shapes_are_left_to_cublas() -> None:
     assert choose(1, 4096, 4096, torch.float32) is None
 
 
-def test_e4m3_products_of_few_outputs_stay_ours_for_twice_the_rows() -> None:
+def test_e4m3_gemms_with_few_outputs_have_plans_for_twice_the_rows() -> None:
     fp8 = torch.float8_e4m3fn
     plan = choose(2 * MAX_ROWS, 4096, 14336, fp8)
     assert plan is not None and plan.rows == 128 and plan.split == 2
@@ -350,7 +350,7 @@ def test_e4m3_products_of_few_outputs_stay_ours_for_twice_the_rows() -> None:
     assert choose(2 * MAX_ROWS + 1, 4096, 14336, fp8) is None
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_an_argument_that_does_not_match_is_reported() -> None:
     x = torch.zeros(2, 64)
     weight = torch.zeros(32, 64)
     with pytest.raises(ValueError, match=r"bias is \(31,\)"):
@@ -383,9 +383,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("extras", [(), ("bias",), ("bias", "residual"), ("bias", "silu")], ids=str)
-def test_the_librarys_product_has_the_models_dtype_as_ours_has(
-    extras: tuple[str, ...], library: list[torch.dtype]
-) -> None:
+def test_the_librarys_gemm_has_the_models_dtype(extras: tuple[str, ...], library: list[torch.dtype]) -> None:
     case = Fp8Case(130, 96, 192, extras, torch.float16, torch.float8_e4m3fn)
     values, scales = reference.quantise_fp8(case.x)
     weight = (case.quantised, case.weight_scale)
@@ -397,7 +395,7 @@ def test_the_librarys_product_has_the_models_dtype_as_ours_has(
     assert len(library) == 2
 
 
-def test_a_split_models_product_has_its_dtype(library: list[torch.dtype]) -> None:
+def test_a_gemm_of_a_sharded_model_has_its_dtype(library: list[torch.dtype]) -> None:
     """A GEMM of a sharded model has no residual to tell the dtype of the result."""
     case = Fp8Case(130, 96, 192, ("bias",), torch.float16, torch.float8_e4m3fn)
     quantised = Fp8Activation(*reference.quantise_fp8(case.x), torch.float16)
@@ -446,7 +444,7 @@ ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65)
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
+def test_a_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
     for rows in ROWS:
         case = Case(rows, *shape, dtype)
         _check(case, linear.linear(case.x, case.weight, **case.options()))
@@ -456,7 +454,7 @@ def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 16 == 0], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
+def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
     """With the largest number of rows the library computes the GEMM and rounds to bfloat16 first."""
     rounded = torch.bfloat16 if dtype == torch.float16 else torch.float64
     for rows in (*ROWS, 200):
@@ -499,7 +497,7 @@ def test_a_shared_norm_costs_no_accuracy(shape: tuple, dtype: torch.dtype) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 7, 16, 33, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_result_is_gained_in_every_dtype(rows: int, dtype: torch.dtype) -> None:
+def test_a_deferred_norm_is_written_in_every_dtype(rows: int, dtype: torch.dtype) -> None:
     for shape in ((4096, 4096, ("residual",)), (1000, 192, ("bias", "residual"))):
         plan = choose(rows, *shape[:2], dtype)
         assert plan is not None

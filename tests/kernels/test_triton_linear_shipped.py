@@ -52,7 +52,7 @@ def check(made: Product) -> None:
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
-def test_a_product_by_a_plan_that_ships_is_as_good_as_its_twin(shipped: Shipped) -> None:
+def test_a_gemm_with_a_shipped_plan_is_as_accurate_as_the_reference(shipped: Shipped) -> None:
     for rows, k in shipped.cases:
         for silu in (False, True):
             check(Product(shipped, rows, k, silu))
@@ -61,7 +61,7 @@ def test_a_product_by_a_plan_that_ships_is_as_good_as_its_twin(shipped: Shipped)
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
-def test_pdl_and_graphs_change_no_bit_of_a_plan_that_ships(shipped: Shipped) -> None:
+def test_pdl_and_graphs_change_no_bit_of_a_shipped_plan(shipped: Shipped) -> None:
     """The preceding kernels allow the GEMM to start before they write its inputs."""
     made = Product(shipped, *shipped.uses[-1], silu=False)
     sources = {
@@ -89,7 +89,7 @@ def _tested(test: Any) -> list[Shipped]:
     return plans
 
 
-def test_every_plan_that_ships_is_tested_at_its_rows_and_k() -> None:
+def test_every_shipped_plan_is_tested_at_its_rows_and_k() -> None:
     ships = set()
     for path in linear_table.FOLDER.glob("*.json"):
         for name, entries in json.loads(path.read_text())["products"].items():
@@ -100,8 +100,8 @@ def test_every_plan_that_ships_is_tested_at_its_rows_and_k() -> None:
                     ships.add((dtype, *plan, int(rows), int(shape.partition("x")[2])))
     assert len(ships) > 50
     for test in (
-        test_a_product_by_a_plan_that_ships_is_as_good_as_its_twin,
-        test_pdl_and_graphs_change_no_bit_of_a_plan_that_ships,
+        test_a_gemm_with_a_shipped_plan_is_as_accurate_as_the_reference,
+        test_pdl_and_graphs_change_no_bit_of_a_shipped_plan,
     ):
         found = _tested(test)
         assert len({str(shipped) for shipped in found}) == len(found)
@@ -116,7 +116,7 @@ def test_every_plan_that_ships_is_tested_at_its_rows_and_k() -> None:
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
-def test_a_plan_that_ships_fits_a_hopper_and_is_cut_as_it_ships(shipped: Shipped) -> None:
+def test_a_shipped_plan_fits_hopper_and_the_tested_shape(shipped: Shipped) -> None:
     plan = shipped.plan
     for _, k in shipped.uses:
         assert shared_bytes(plan, Shape(shipped.dtype, 4096, k)) + BARRIERS <= HOPPER_SHARED
@@ -124,7 +124,7 @@ def test_a_plan_that_ships_fits_a_hopper_and_is_cut_as_it_ships(shipped: Shipped
     assert linear_table.problem(plan, rows, Shape(shipped.dtype, 160, shipped.short_k)) is None
 
 
-def test_the_hungriest_plan_of_each_form_compiles_to_what_it_is_said_to_take() -> None:
+def test_the_largest_plan_of_each_form_compiles_to_its_predicted_shared_memory() -> None:
     done = compiled("tests.kernels.shipped_compiled")
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)

@@ -56,7 +56,7 @@ def kernels() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_weights_are_asked_for_before_the_wait_and_x_after_it(kernels: dict[str, Any]) -> None:
+def test_weights_are_requested_before_the_wait_and_x_after_it(kernels: dict[str, Any]) -> None:
     assert len(kernels) == 5
     for name, kernel in kernels.items():
         events = [event for event in kernel["events"] if event != "load"]
@@ -68,7 +68,7 @@ def test_weights_are_asked_for_before_the_wait_and_x_after_it(kernels: dict[str,
         assert kernel["shared"] <= 113 << 10, name  # so that two programs fit on a multiprocessor
 
 
-def test_what_a_shared_norm_reads_is_on_its_way_during_the_product(kernels: dict[str, Any]) -> None:
+def test_loads_of_a_shared_norm_overlap_with_the_gemm(kernels: dict[str, Any]) -> None:
     def loads(name: str) -> tuple[int, int, int]:
         """Return the numbers of loads before the wait, between the wait and the first product, and
         later."""
@@ -90,7 +90,7 @@ def test_what_a_shared_norm_reads_is_on_its_way_during_the_product(kernels: dict
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
+def test_a_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
     for rows in ROWS:
         case = products.Case(rows, *shape[:3], dtype)
         plan = plan_for(shape, rows, dtype)
@@ -100,7 +100,7 @@ def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> N
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
+def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple) -> None:
     for rows in ROWS:
         case = products.Fp8Case(rows, *shape[:3], BF16, FP8)
         weight, plan = (case.quantised, case.weight_scale), plan_for(shape, rows, FP8)
@@ -113,7 +113,7 @@ def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
 
 @on_hopper
 @pytest.mark.gpu
-def test_rows_may_lie_apart_anywhere_and_a_residual_in_the_result() -> None:
+def test_rows_may_have_any_stride_and_the_residual_may_be_the_output() -> None:
     case = products.Case(5, 1024, 2048, ("residual",), BF16)
     plan = plan_for(SHAPES[0], 5, BF16)
     wide = torch.full((5, 1100), POISON, dtype=BF16, device=DEVICE)
@@ -133,7 +133,7 @@ def test_rows_may_lie_apart_anywhere_and_a_residual_in_the_result() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_a_norm_is_shared_with_the_product_before_and_after(shape: tuple, dtype: torch.dtype) -> None:
+def test_a_norm_is_shared_with_the_gemm_before_and_after(shape: tuple, dtype: torch.dtype) -> None:
     n, k, extras, _ = shape
     for rows in ROWS:
         plan = plan_for(shape, rows, dtype)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels import sampling as twin
+from kernels import sampling as reference
 
 triton_sampling = pytest.importorskip("kernels.triton.sampling", exc_type=ImportError)
 
@@ -49,7 +49,7 @@ def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
         rates = (1 / p.temperature if drawn else 1.0, float(drawn), p.top_p, p.min_p)
         floats[row] = torch.tensor((*rates, p.repetition, p.frequency, p.presence))
         top_k[row] = p.top_k
-        base[row] = twin.noise_base(1234 + row, row % 3)
+        base[row] = reference.noise_base(1234 + row, row % 3)
     rows = torch.arange(1, len(params) + 1)
     positions = position + torch.arange(len(params)) * 1001
     parts = (rows, positions, base, floats, top_k)
@@ -58,23 +58,23 @@ def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
 
 def _expected(logits: torch.Tensor, params: list[Params], draws: triton_sampling.Draws) -> torch.Tensor:
     """Return the reference's tokens, row by row, by sorting."""
-    keys = twin.noise_keys(draws.noise_base[draws.slots], draws.positions)
-    hashes = twin.token_hashes(0, logits.shape[1], logits.device)
+    keys = reference.noise_keys(draws.noise_base[draws.slots], draws.positions)
+    hashes = reference.token_hashes(0, logits.shape[1], logits.device)
     tokens = []
     for row, p in enumerate(params):
         x = logits[row : row + 1].float().clone()
         if p.temperature == 0:
-            values, ids = twin.best(x)
+            values, ids = reference.best(x)
         else:
             x *= draws.floats[draws.slots[row], 0]
             if p.top_k:
-                twin.keep_top_k_(x, torch.tensor([p.top_k], device=x.device), p.top_k)
-            scores = twin.gumbel_noise(keys[row : row + 1], hashes) + x
+                reference.keep_top_k_(x, torch.tensor([p.top_k], device=x.device), p.top_k)
+            scores = reference.gumbel_noise(keys[row : row + 1], hashes) + x
             if p.min_p:
-                twin.keep_min_p_(scores, x, torch.tensor([p.min_p], device=x.device))
+                reference.keep_min_p_(scores, x, torch.tensor([p.min_p], device=x.device))
             if p.top_p < 1:
-                twin.keep_top_p_(scores, x, torch.tensor([p.top_p], device=x.device))
-            values, ids = twin.best(scores)
+                reference.keep_top_p_(scores, x, torch.tensor([p.top_p], device=x.device))
+            values, ids = reference.best(scores)
         tokens.append(int(ids) if bool(values.isfinite()) else -1)
     return torch.tensor(tokens, device=logits.device)
 
@@ -84,7 +84,7 @@ def _logits(rows: int, columns: int = COLUMNS, spread: float = 2.0, seed: int = 
 
 
 def _wrap(values: torch.Tensor, **more: object) -> triton_sampling.Logits:
-    hashes = twin.token_hashes(0, values.shape[1], values.device)
+    hashes = reference.token_hashes(0, values.shape[1], values.device)
     return triton_sampling.Logits(values, values.shape[1], hashes=hashes, **more)
 
 
@@ -99,26 +99,26 @@ def test_greedy_takes_the_largest_and_the_lowest_id_on_ties(columns: int) -> Non
         logits[1, [48, columns - 1]] = 50.0
         logits[2, columns - 1] = 50.0
     values, ids = triton_sampling.greedy(_wrap(logits))
-    expected = twin.best(logits)
+    expected = reference.best(logits)
     assert torch.equal(ids, expected[1]) and torch.equal(values, expected[0])
 
 
 def test_padding_columns_are_not_read_and_ids_begin_at_the_first() -> None:
     logits = _logits(3, 5000)
     logits[:, 4500:] = math.nan
-    hashes = twin.token_hashes(1000, 4500, logits.device)
+    hashes = reference.token_hashes(1000, 4500, logits.device)
     wrapped = triton_sampling.Logits(logits, 4500, first=1000, hashes=hashes)
     assert torch.equal(triton_sampling.greedy(wrapped)[1], logits[:, :4500].argmax(1) + 1000)
     params = [Params() for _ in range(3)]
     draws = _draws(params)
-    keys = twin.noise_keys(draws.noise_base[draws.slots], draws.positions)
-    scores = twin.gumbel_noise(keys, hashes) + logits[:, :4500] / 0.8
+    keys = reference.noise_keys(draws.noise_base[draws.slots], draws.positions)
+    scores = reference.gumbel_noise(keys, hashes) + logits[:, :4500] / 0.8
     assert torch.equal(triton_sampling.plain(wrapped, draws)[1], scores.argmax(1) + 1000)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("draw", ["greedy", "plain", "full"])
-def test_a_row_with_broken_numbers_is_bad_and_alone(bad: float, draw: str) -> None:
+def test_a_row_with_non_finite_logits_is_bad_and_affects_no_other(bad: float, draw: str) -> None:
     params = [Params(top_p=0.9), Params(top_k=5), Params(min_p=0.1)]
     logits = _logits(3)
     logits[1, 4200 if not bad < 0 else slice(None)] = bad
@@ -183,7 +183,7 @@ MIXED = [
 @pytest.mark.parametrize(
     ("columns", "spread"), [(COLUMNS, 0.05), (COLUMNS, 2.0), (COLUMNS, 20.0), (4096, 2.0), (100, 1.0)]
 )
-def test_every_kind_of_row_draws_the_twins_token(columns: int, spread: float) -> None:
+def test_every_kind_of_row_draws_the_reference_token(columns: int, spread: float) -> None:
     logits, draws = _logits(len(MIXED), columns, spread, seed=int(spread)), _draws(MIXED)
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, MIXED, draws))
 
@@ -204,7 +204,7 @@ def test_ties_with_the_last_kept_token_are_kept(
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, params, draws))
 
 
-def test_the_search_ends_whatever_the_logits_are() -> None:
+def test_the_search_ends_for_any_logits() -> None:
     """Values cover the whole range of float32, where steps by value do not converge, and some tokens are
     banned."""
     params = [Params(1.0, top_k=k, top_p=p) for k in (3, 300) for p in (0.4, 1.0)]
@@ -215,7 +215,7 @@ def test_the_search_ends_whatever_the_logits_are() -> None:
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, params, draws))
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_does_not_depend_on_the_other_rows() -> None:
     logits, draws = _logits(len(MIXED)), _draws(MIXED)
     together = triton_sampling.full(_wrap(logits), draws)
     for row in (0, 8, 9):
@@ -251,7 +251,7 @@ def test_penalties_then_bias_then_bans() -> None:
         if slot >= 0:
             rates = draws.floats[source + 1]
             part = (counts[slot : slot + 1], *(rates[column : column + 1] for column in (4, 5, 6)))
-            twin.penalize_(expected[row : row + 1], *part)
+            reference.penalize_(expected[row : row + 1], *part)
     expected[bias[0][:4], bias[1][:4]] += bias[2][:4]
     expected[banned[0][:2], banned[1][:2]] = -math.inf
     torch.testing.assert_close(edited[:3], expected, rtol=1e-6, atol=1e-6)
@@ -271,7 +271,7 @@ def test_penalties_then_bias_then_bans() -> None:
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("spread", [0.5, 3.0])
-def test_a_real_vocabulary_draws_the_twins_tokens(dtype: torch.dtype, spread: float) -> None:
+def test_a_real_vocabulary_draws_the_reference_tokens(dtype: torch.dtype, spread: float) -> None:
     """Of 256 rows at most one may differ (a near-tie), and its score is then within 1e-5 of the reference's
     best."""
     generator = torch.Generator("cuda").manual_seed(5)
@@ -312,10 +312,10 @@ def test_draws_follow_the_distribution() -> None:
         x = (logits * draws.floats[1, 0]).clone()
         scores = torch.zeros_like(x)
         if p.top_k:
-            twin.keep_top_k_(x, torch.tensor([p.top_k], device=DEVICE), p.top_k)
+            reference.keep_top_k_(x, torch.tensor([p.top_k], device=DEVICE), p.top_k)
         if p.min_p:
-            twin.keep_min_p_(scores, x, torch.tensor([p.min_p], device=DEVICE))
-        twin.keep_top_p_(scores, x, torch.tensor([p.top_p], device=DEVICE))
+            reference.keep_min_p_(scores, x, torch.tensor([p.min_p], device=DEVICE))
+        reference.keep_top_p_(scores, x, torch.tensor([p.top_p], device=DEVICE))
         probabilities = x.masked_fill(scores == -math.inf, -math.inf).double().softmax(1)[0]
         counts = torch.bincount(found, minlength=64)
         assert (counts[probabilities == 0] == 0).all()
