@@ -106,7 +106,7 @@ class _Pointer:
         outside = (there < 0) | (there >= len(self.own))
         outside |= ~self.own[torch.where(outside, 0, there)]
         if outside.any():
-            raise Fault(f"element {int(there[outside][0])} is not of a tensor of {list(self.base.shape)}")
+            raise Fault(f"element {int(there[outside][0])} is outside of a tensor of {list(self.base.shape)}")
         return there, mask
 
 
@@ -127,7 +127,7 @@ class _Language:
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
             return getattr(gl, name)
-        raise NotImplementedError(f"the interpreter does not know {name}")
+        raise NotImplementedError(f"the interpreter does not support {name}")
 
     def program_id(self, axis: int) -> int:
         return self.program.number
@@ -137,7 +137,7 @@ class _Language:
 
     def inline_asm_elementwise(self, text: str, *_: Any) -> None:
         if not text.startswith("griddepcontrol."):
-            raise NotImplementedError(f"the interpreter does not know {text}")
+            raise NotImplementedError(f"the interpreter does not support {text}")
 
     # ── registers ──
 
@@ -183,7 +183,7 @@ class _Language:
         times = self.stored.setdefault(id(pointer.base), torch.zeros(len(pointer.own), dtype=torch.int32))
         times.index_add_(0, to, torch.ones(len(to), dtype=torch.int32))
         if (times[to] > 1).any():
-            raise Fault(f"element {int(to[times[to] > 1][0])} is stored a second time")
+            raise Fault(f"element {int(to[times[to] > 1][0])} is stored twice")
         flat(pointer.base)[to] = value.to(pointer.base.dtype).expand(place.shape)[mask]
 
     # ── shared memory, barriers and what is asynchronous ──
@@ -231,7 +231,7 @@ class _Language:
         if not pred:
             return
         if not barrier.count:
-            raise Fault(f"{barrier} is waited for before it is initialised")
+            raise Fault(f"waits for {barrier} before its initialisation")
         parity = int(phase)
         self.program.pause(lambda: barrier.phase % 2 != parity, lambda: f"parity {parity} of {barrier}")
         self.program.current.known |= barrier.completed
@@ -264,7 +264,7 @@ class _Language:
         if not isinstance(value, UnfinishedProduct):
             return value
         if not value.retired:
-            raise Fault(f"{self.program.current.name} takes a product that it has not waited for")
+            raise Fault(f"{self.program.current.name} uses a product before waiting for it")
         return value.value
 
 

@@ -79,7 +79,7 @@ class Barrier:
 
     def arrive(self, count: int, known: int) -> None:
         if count > self.missing:
-            raise Fault(f"{count} arrivals are too many at {self}")
+            raise Fault(f"{count} arrivals exceed the count of {self}")
         self.missing -= count
         self.gathering |= known
         self._complete()
@@ -144,13 +144,15 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         if dtype != self.memory.data.dtype or prod(shape) != len(self.memory.data):
-            raise NotImplementedError(f"shared memory as {dtype} {list(shape)}: other elements than it has")
+            raise NotImplementedError(
+                f"shared memory cannot be reinterpreted as {dtype} {list(shape)}: dtype or size differs"
+            )
         return Shared(self.memory, _places(shape, layout), layout)
 
     def read(self, event: int, by: Partition) -> torch.Tensor:
         for granule in self._granules:
             if self.memory.writer[granule] & ~by.known:
-                raise Fault(f"{by.name} reads {self.memory.name} before it waited for what is copied there")
+                raise Fault(f"{by.name} reads {self.memory.name} before waiting for the copy into it")
             self.memory.readers[granule] |= event
         return self.memory.data[self.places]
 
@@ -161,7 +163,7 @@ class Shared:
             if memory.readers[granule] & ~by.known:
                 raise Fault(f"{by.name} overwrites {memory.name}, which a product may still read")
             if memory.writer[granule] & ~by.known:
-                raise Fault(f"{by.name} overwrites {memory.name}, where a copy may still be on its way")
+                raise Fault(f"{by.name} overwrites {memory.name}, to which a copy may still be in flight")
             memory.writer[granule], memory.readers[granule] = event, 0
 
 
@@ -176,7 +178,7 @@ def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
 
 def _inside(place: int, count: int) -> int:
     if not 0 <= place < count:
-        raise Fault(f"index {int(place)} of {count}")
+        raise Fault(f"index {int(place)} is out of range of {count}")
     return int(place)
 
 
@@ -264,13 +266,15 @@ class Program:
     def copy(self, source: TensorDescriptor, at: list[int], barrier: Barrier, to: Shared) -> None:
         """Start a copy, which the copy engine completes at any later time."""
         if list(to.places.shape) != list(source.block_shape) or to.layout != source.layout:
-            raise Fault(f"a box of {source.block_shape} is copied to {list(to.places.shape)} of {to.layout}")
+            raise Fault(
+                f"a box of {source.block_shape} cannot be copied to {list(to.places.shape)} of {to.layout}"
+            )
         me, event = self.current, self._event()
         self._copied |= event
         to.claim(event, me)
         self._copies.append(Copy(source, at, barrier, to, me.known | event))
         if sum(each.bytes for each in self._copies if each.barrier is barrier) > barrier.bytes:
-            raise Fault(f"{me.name} copies more to {to.memory.name} than is expected at {barrier}")
+            raise Fault(f"{me.name} copies more bytes to {to.memory.name} than {barrier} expects")
 
     def multiply(self, a: torch.Tensor | Shared, b: Shared) -> UnfinishedProduct:
         me, event = self.current, self._event()
@@ -336,12 +340,12 @@ class Program:
 
     def _check_products(self, me: Partition) -> None:
         if me.products:
-            raise Fault(f"{me.name} ends before a product of its own")
+            raise Fault(f"{me.name} ends before one of its products")
 
     def _check_rest(self) -> None:
         self._check_products(self.current)
         if self._copied & ~self.current.known:
-            raise Fault("the program ends with a copy that nobody waited for")
+            raise Fault("the program ends without waiting for a copy")
         for barrier in self.barriers:
             if barrier.missing != barrier.count or barrier.bytes:
-                raise Fault(f"the program leaves {barrier}")
+                raise Fault(f"the program ends with an unfinished phase of {barrier}")

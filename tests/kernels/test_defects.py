@@ -51,10 +51,10 @@ def test_every_launched_kernel_has_a_defect() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nosuchword"], "no defect has nosuchword; there are\n  attention_decode_kernel.py: "),
-        (["linear", "nosuchword", "norword"], "no defect has nosuchword, norword; there are\n"),
-        (["sampling", "tiles:"], "no defect has all of sampling, tiles:; leave one out"),
-        (["linear_tiles.py"], "only a GPU notices those with linear_tiles.py: give --gpu on one"),
+        (["nosuchword"], "no defect contains nosuchword; known defects:\n  attention_decode_kernel.py: "),
+        (["linear", "nosuchword", "norword"], "no defect contains nosuchword, norword; known defects:\n"),
+        (["sampling", "tiles:"], "no defect contains all of sampling, tiles:; leave out one word"),
+        (["linear_tiles.py"], "defects with linear_tiles.py need a GPU: run with --gpu"),
     ],
     ids=["unknown", "some unknown", "in none together", "on a GPU alone"],
 )
@@ -62,7 +62,7 @@ def test_words_that_select_no_defect_are_refused(words: list[str], said: str) ->
     command = [sys.executable, str(ROOT / "scripts" / "seed_defects"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and said in done.stderr
-    assert "every defect was noticed" not in done.stdout
+    assert "every defect was detected" not in done.stdout
 
 
 def test_words_select_the_defects_that_contain_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_a_failing_group_is_reported_and_the_others_are_checked(
     assert asked == [(False, "prefill"), (False, "place"), (True, "place")]
     said = capsys.readouterr().out
     assert 'exercise.py", line 62, in prefill' in said and "3 of 192 are not finite" in said
-    assert "ok    memcheck   place" in said and "1 not clean" in said
+    assert "ok    memcheck   place" in said and "1 with findings" in said
     assert (tmp_path / "no-tool-prefill.log").read_text() == TRACEBACK.format(root=ROOT)
 
 

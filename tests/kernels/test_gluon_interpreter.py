@@ -121,17 +121,17 @@ def test_rows_outside_a_tensor_are_read_as_zeros(seed: int) -> None:
 
 
 FAULTS = {
-    "reads early": r"reads ring before it waited for what is copied there|overwrites ring, which",
-    "overwrites": r"partition 1 \(_bring\) overwrites ring|1 arrivals are too many at full\[0\]",
+    "reads early": r"reads ring before waiting for the copy into it|overwrites ring, which",
+    "overwrites": r"partition 1 \(_bring\) overwrites ring|1 arrivals exceed the count of full\[0\]",
     "releases early": r"partition 1 \(_bring\) overwrites ring, which a product may still read",
     "warps apart": r"partition 1 \(_bring\) overwrites ring, which a product may still read",
-    "expects nothing": r"copies more to ring than is expected at full\[0\]",
-    "a copy too many": r"ends with a copy that nobody waited for",
-    "two arrivals": r"2 arrivals are too many at empty\[\d\], whose phase \d misses 1 of 1 arrivals",
-    "takes early": r"partition 0 \(_square\) takes a product that it has not waited for",
+    "expects nothing": r"copies more bytes to ring than full\[0\]",
+    "a copy too many": r"ends without waiting for a copy",
+    "two arrivals": r"2 arrivals exceed the count of empty\[\d\], whose phase \d misses 1 of 1 arrivals",
+    "takes early": r"partition 0 \(_square\) uses a product before waiting for it",
     "not initialised": r"full\[\d\], whose phase 0 misses 0 of 0 arrivals",
-    "stores outside": r"element 4096 is not of a tensor of \[64, 64\]",
-    "stores again": r"element 4032 is stored a second time",
+    "stores outside": r"element 4096 is outside of a tensor of \[64, 64\]",
+    "stores again": r"element 4032 is stored twice",
 }
 
 
@@ -198,14 +198,14 @@ def _alone(tiles, out, WRONG: gl.constexpr):
 
 
 ALONE = {
-    "waits uninitialised": r"whose phase 0 misses 0 of 0 arrivals and 0 bytes is waited for before",
+    "waits uninitialised": r"whose phase 0 misses 0 of 0 arrivals and 0 bytes before its initialisation",
     "initialised twice": r"is initialised twice",
-    "a stage too far": r"index 2 of 2",
-    "another box": r"a box of \[64, 64\] is copied to \[32, 128\]",
-    "copies onto a copy": r"the kernel overwrites .*, where a copy may still be on its way",
-    "reads before the wait": r"the kernel reads .* before it waited for what is copied there",
-    "leaves an expectation": r"the program leaves .* whose phase 1 misses 0 of 1 arrivals and 2 bytes",
-    "leaves a product": r"the kernel ends before a product of its own",
+    "a stage too far": r"index 2 is out of range of 2",
+    "another box": r"a box of \[64, 64\] cannot be copied to \[32, 128\]",
+    "copies onto a copy": r"the kernel overwrites .*, to which a copy may still be in flight",
+    "reads before the wait": r"the kernel reads .* before waiting for the copy into it",
+    "leaves an expectation": r"unfinished phase of .* whose phase 1 misses 0 of 1 arrivals and 2 bytes",
+    "leaves a product": r"the kernel ends before one of its products",
 }
 
 
@@ -254,7 +254,7 @@ def test_unwritten_memory_is_nan_and_masked_elements_are_unchanged() -> None:
 def test_gaps_between_the_rows_of_a_tensor_do_not_belong_to_it() -> None:
     out = torch.zeros(64, 2, dtype=torch.float16)[:, 0]
     tiles = descriptor(torch.zeros(64, 64, dtype=torch.float16))
-    with pytest.raises(Fault, match=r"element 1 is not of a tensor of \[64\]"):
+    with pytest.raises(Fault, match=r"element 1 is outside of a tensor of \[64\]"):
         Interpreted(_unwritten, 0)[(1,)](out, tiles, num_warps=4)
 
 

@@ -277,14 +277,14 @@ ORDERS = {
     "keys are not waited for": (
         "        mbarrier.wait(k_full.index(stage), phase)\n",
         "",
-        "reads k_smem before it waited|overwrites k_smem",
+        "reads k_smem before waiting|overwrites k_smem",
     ),
     "the next keys are not waited for": (
         "ahead = back + 1 < blocks",
         "ahead = back + 2 < blocks",
-        "reads k_smem before it waited|overwrites k_smem",
+        "reads k_smem before waiting|overwrites k_smem",
     ),
-    "keys that nobody fetches are waited for": (
+    "keys that are never loaded are waited for": (
         "ahead = back + 1 < blocks",
         "ahead = back + 0 < blocks",
         r"waits for parity . of k_full",
@@ -292,12 +292,12 @@ ORDERS = {
     "values are not waited for": (
         "            mbarrier.wait(v_full.index(stage), phase)\n            of_values",
         "            of_values",
-        "reads v_smem before it waited|overwrites v_smem",
+        "reads v_smem before waiting|overwrites v_smem",
     ),
     "queries are not waited for": (
         "        mbarrier.wait(q_full, turn & 1)\n",
         "",
-        "reads q_smem before it waited|overwrites q_smem",
+        "reads q_smem before waiting|overwrites q_smem",
     ),
     "a stage is filled before it is free": (
         "    mbarrier.wait(empty, phase ^ 1)\n",
@@ -312,42 +312,42 @@ ORDERS = {
     "queries are replaced before they are free": (
         "        mbarrier.wait(q_empty, (turn & 1) ^ 1)\n",
         "",
-        "overwrites q_smem|arrivals are too many at q_full",
+        "overwrites q_smem|arrivals exceed the count of q_full",
     ),
-    "one warpgroup says for both that queries are free": (
+    "one warpgroup releases the queries for both": (
         "mbarrier.init(q_empty, count=2)",
         "mbarrier.init(q_empty, count=1)",
-        "overwrites q_smem|too many at q_empty|waits for parity . of q_",
+        "overwrites q_smem|exceed the count of q_empty|waits for parity . of q_",
     ),
-    "keys are never free again": (
+    "keys are never released": (
         "            mbarrier.arrive(k_empty.index(k_stage), count=1)\n",
         "",
         r"waits for parity . of k_empty",
     ),
-    "values are free for one warp's word": (
+    "values are released by one warp alone": (
         "p = warpgroup_mma_wait(0, deps=[of_values, following, p])\n            tl.debug_barrier()\n",
         "p = warpgroup_mma_wait(0, deps=[of_values, following, p])\n",
         "overwrites v_smem, which a product may still read",
     ),
-    "scores are taken before their product": (
+    "scores are used before their product has ended": (
         "warpgroup_mma_wait(1, deps=[of_keys])",
         "warpgroup_mma_wait(2, deps=[of_keys])",
-        "takes a product that it has not waited for",
+        "uses a product before waiting for it",
     ),
     "half the bytes are expected": (
         "mbarrier.expect(ready, 128 * 128 * 2)",
         "mbarrier.expect(ready, 128 * 64 * 2)",
-        "copies more to k_smem than is expected",
+        "copies more bytes to k_smem than",
     ),
     "a step too few is counted": (
         "        step += 1\n        count = ",
         "        count = ",
         "reads . before|overwrites ._smem|waits for parity|nobody waited for",
     ),
-    "programs take tiles of others": (
+    "programs compute tiles of other programs": (
         "return turn * programs + gl.where",
         "return turn * (programs - 1) + gl.where",
-        "is stored a second time",
+        "is stored twice",
     ),
 }
 
