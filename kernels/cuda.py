@@ -80,7 +80,7 @@ class CudaOps:
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         return embedding(token_ids, weight, first)
 
-    # ── products ─────────────────────────────────────────────────────────────────────────────────
+    # ── GEMMs ────────────────────────────────────────────────────────────────────────────────────
 
     def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self._product(x, weight, bias=bias)

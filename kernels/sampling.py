@@ -249,7 +249,7 @@ def gumbel_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     return share.neg_().log1p_().neg_().log_().neg_()
 
 
-# ── rows ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── best score, penalties and narrowing ──────────────────────────────────────────────────────────────
 
 
 def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

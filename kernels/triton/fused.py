@@ -359,7 +359,7 @@ def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.const
         tl.store(to, product, mask=inside)
 
 
-# ── shapes ───────────────────────────────────────────────────────────────────────────────────────────
+# ── checks and launch sizes ──────────────────────────────────────────────────────────────────────────
 
 
 def _whole(name: str, tensor: torch.Tensor) -> None:

@@ -205,7 +205,7 @@ def _quantise(x, quantised, scales, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(scales + row, tl.div_rn(largest, 448.0))
 
 
-# ── the ways to go ───────────────────────────────────────────────────────────────────────────────────
+# ── launching ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _launch(

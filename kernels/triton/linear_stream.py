@@ -174,7 +174,7 @@ def _stream(
         eight, _ = gl.broadcast(gl.expand_dims(one, 2), gl.zeros([WARPS, STEP, 8], gl.float16, layout=in_x))
         acc = mma_v2(tiles[step].to(gl.float16), eight, acc)
 
-    # ── what follows on the sums: eight times the same, of which one is written ──
+    # ── epilogue: the eight rows are equal, and one is stored ────────────────────
     dtype: gl.constexpr = out.dtype.element_ty
     pairs: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, WARPS], [0, 1])  # gate and up in one thread
     total = gl.convert_layout(gl.sum(acc, axis=0), pairs)

@@ -1,5 +1,5 @@
 """Compiles decode attention with a `Rotation` for Hopper and prints, as JSON, the order of each kernel's
-memory accesses. Runs in a process of its own, like `launches_of_serving`."""
+memory accesses. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 

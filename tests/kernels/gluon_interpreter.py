@@ -186,7 +186,7 @@ class _Language:
             raise Fault(f"element {int(to[times[to] > 1][0])} is stored twice")
         flat(pointer.base)[to] = value.to(pointer.base.dtype).expand(place.shape)[mask]
 
-    # ── shared memory, barriers and what is asynchronous ──
+    # ── shared memory, barriers and asynchronous operations ──
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
         if not isinstance(layout, self.MBarrierLayout):

@@ -1,5 +1,5 @@
 """Compiles Hopper's prefill attention and prints, as JSON, the order of its computations and waits, and how
-Triton dispatches work to its warps. Runs in a process of its own, like `launches_of_serving`."""
+Triton dispatches work to its warps. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 

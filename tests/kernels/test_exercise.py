@@ -232,7 +232,7 @@ ran prefill_hopper
 OTHERS = {
     "a read elsewhere": "Read at _prefill_hopper in {init}, Write at _prefill_hopper in {define}",
     "a write elsewhere": "Read at _prefill_hopper in {define}, Write at _prefill_hopper in {init}",
-    "the other way round": "Write at _prefill_hopper in {store}, Read at _prefill_hopper in {define}",
+    "in reverse order": "Write at _prefill_hopper in {store}, Read at _prefill_hopper in {define}",
     "a read of the call": "Read at _prefill_hopper in {call}, Write at _prefill_hopper in {define}",
     "two writes": "Write at _prefill_hopper in {define}, Write at _prefill_hopper in {call}",
     "another kernel": "Read at _prefill in {define}, Write at _prefill in {define}",

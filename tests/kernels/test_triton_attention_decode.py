@@ -242,7 +242,7 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
         case.run(workspace=kernel.allocate_workspace(3, 4, 4, 16, case.q.device))
 
 
-# ── new tokens: of the product of queries, keys and values ───────────────────────────────────────
+# ── new tokens, read from the result of the qkv GEMM ─────────────────────────────────────────────
 
 
 @dataclass

@@ -103,7 +103,7 @@ def _prefill(
     return hopper.prefill(case.q, *read, case.scale, out, programs or MULTIPROCESSORS, pdl)
 
 
-# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+# ── on any machine ───────────────────────────────────────────────────────────────────────────────────
 
 
 def suited(chunks: list[tuple[int, int]], **changes: Any) -> bool:
@@ -162,8 +162,8 @@ def test_a_pass_on_hopper_without_fp8_uses_the_hopper_kernel(
     multiprocessors: int, scaled: bool, blocks: int, count: int, hopper: bool, lists: str
 ) -> None:
     q, pool = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((count, 32, 128), (9, 8, 64, 128)))
-    nobody = torch.empty(0, dtype=torch.int64)
-    seen = AttentionInput(torch.empty(1, 64), nobody, nobody, 0, [ChunkSpan(0, count, 0, 0)])
+    no_slots = torch.empty(0, dtype=torch.int64)
+    seen = AttentionInput(torch.empty(1, 64), no_slots, no_slots, 0, [ChunkSpan(0, count, 0, 0)])
     ops = CudaOps(blocks, pdl=True, hopper_multiprocessors=multiprocessors)
     plan = ops._plan_chunks(q, pool, seen, None, scaled)
     assert plan.hopper == hopper
@@ -171,8 +171,8 @@ def test_a_pass_on_hopper_without_fp8_uses_the_hopper_kernel(
 
 
 def test_captured_passes_use_the_other_kernel() -> None:
-    nobody, tiles = torch.empty(0, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.int32)
-    captured = AttentionInput(torch.empty(1, 64), nobody, nobody, 0, [], {None: tiles})
+    no_slots, tiles = torch.empty(0, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.int32)
+    captured = AttentionInput(torch.empty(1, 64), no_slots, no_slots, 0, [], {None: tiles})
     plan = CudaOps(pdl=True, hopper_multiprocessors=132).plan_attention(captured)
     assert plan.chunks[None].direct is tiles and not plan.chunks[None].hopper
 
@@ -342,7 +342,7 @@ ORDERS = {
     "a step too few is counted": (
         "        step += 1\n        count = ",
         "        count = ",
-        "reads . before|overwrites ._smem|waits for parity|nobody waited for",
+        "reads . before|overwrites ._smem|waits for parity|without waiting for",
     ),
     "programs compute tiles of other programs": (
         "return turn * programs + gl.where",

@@ -254,7 +254,7 @@ def test_silu_mul_is_as_accurate_as_the_reference(shape: tuple[int, int], dtype:
     _as_good(fused.silu_mul(gate_up), reference.silu_mul(gate_up.clone()), exact)
 
 
-# ── what only a GPU has ──────────────────────────────────────────────────────────────────────────────
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.gpu

@@ -175,7 +175,7 @@ def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scales
 
 
-# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+# ── on any machine ───────────────────────────────────────────────────────────────────────────────────
 
 CASES = [
     # rows, outputs, K, extras, plan: outputs and K are no multiple of a tile

@@ -81,7 +81,7 @@ def test_pdl_and_graphs_change_no_bit_of_a_shipped_plan(shipped: Shipped) -> Non
     assert made.workspace.arrived.eq(0).all()
 
 
-# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+# ── on any machine ───────────────────────────────────────────────────────────────────────────────────
 
 
 def _tested(test: Any) -> list[Shipped]:

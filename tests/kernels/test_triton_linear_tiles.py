@@ -45,7 +45,7 @@ def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype
     return replace(plan, rows=padded, block_k=plan.block_k * 2 // dtype.itemsize)
 
 
-# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+# ── on any machine ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")

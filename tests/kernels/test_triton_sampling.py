@@ -225,7 +225,7 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
         assert torch.equal(found[0], together[0][row : row + 1])
 
 
-# ── edits ────────────────────────────────────────────────────────────────────────────────────────────
+# ── logits processors ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_penalties_then_bias_then_bans() -> None:
@@ -264,7 +264,7 @@ def test_penalties_then_bias_then_bans() -> None:
         assert torch.equal(found, _expected(edited[edited_index], params_now, draws))
 
 
-# ── what only a GPU has ──────────────────────────────────────────────────────────────────────────────
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.gpu
