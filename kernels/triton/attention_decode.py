@@ -91,7 +91,7 @@ def config_for(
     )
 
 
-def pieces_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
+def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
     """Return how many splits of a sequence the combine loads together."""
     return min(_MAX_AT_ONCE, max(1, config.at_once // (group * head_dim)))
 
@@ -205,7 +205,7 @@ def decode(
         PRECISION="ieee" if compute == torch.float32 else "tf32",
         SPREAD=max(1, head_dim // (8 * config.num_warps)),
         STAGES=config.stages,
-        AT_ONCE=pieces_at_once(config, gp, head_dim),
+        AT_ONCE=splits_at_once(config, gp, head_dim),
         LEAST=config.least_pages,
         NEW=rotation is not None,
         NORM=rotation is not None and rotation.q_norm is not None,

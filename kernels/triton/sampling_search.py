@@ -104,7 +104,7 @@ def settle_kernel(
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # Draw when not much more is left than will be kept: the draw is then likely to be final.
+        # Draw once at most 1.5 times too many tokens remain: such a draw is likely to be final.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(

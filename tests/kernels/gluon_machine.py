@@ -214,7 +214,7 @@ def flat(base: torch.Tensor) -> torch.Tensor:
 
 
 class Program:
-    """One program: its partitions, the running partition, and the copies in flight."""
+    """A running GPU program: its partitions, the partition whose turn it is, and the copies in flight."""
 
     def __init__(self, number: int, warps: int, random_: random.Random) -> None:
         self.number = number

@@ -208,7 +208,7 @@ def test_any_group_of_query_heads_is_one_tile(heads: int, kv_heads: int) -> None
     ("group", "head_dim", "pieces"), [(1, 16, 32), (2, 32, 32), (2, 64, 32), (4, 128, 8), (32, 256, 1)]
 )
 def test_the_combine_loads_a_bounded_number_of_partial_sums(group: int, head_dim: int, pieces: int) -> None:
-    assert kernel.pieces_at_once(kernel.DecodeConfig(4, 3), group, head_dim) == pieces
+    assert kernel.splits_at_once(kernel.DecodeConfig(4, 3), group, head_dim) == pieces
 
 
 @needs_cpu

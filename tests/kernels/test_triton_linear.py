@@ -97,8 +97,8 @@ class Case:
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
 
     def half_normed(self, parts: int) -> DeferredNorm:
-        """Return x as a GEMM that shares the norm writes it, with squares in `parts` parts followed by poison
-        values."""
+        """Return the deferred norm of x as the preceding GEMM writes it: squares in `parts` parts, followed by
+        poison values."""
         assert self.norm is not None
         squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
         for index, part in enumerate(self.x.float().tensor_split(parts, dim=1)):
@@ -178,7 +178,7 @@ def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
 # ── on any machine ───────────────────────────────────────────────────────────────────────────────────
 
 CASES = [
-    # rows, outputs, K, extras, plan: outputs and K are no multiple of a tile
+    # Fields: rows, outputs, K, extras, plan. Outputs and K are not multiples of the tile.
     (1, 160, 384, ALL, GEMV),
     (1, 160, 384, ("norm", "bias", "silu"), RAGGED_GEMV),
     (1, 96, 192, ("residual",), DOT),
@@ -210,7 +210,7 @@ def test_every_output_of_a_scaled_gemm_is_correct(case: tuple) -> None:
 
 
 GAINING = [
-    # rows, outputs, K, extras, plan: outputs are no multiple of a tile
+    # Fields: rows, outputs, K, extras, plan. Outputs are not multiples of the tile.
     (5, 160, 192, ("residual",), DOT),
     (16, 157, 192, ("bias", "residual"), HIGH_DOT),
     (3, 200, 384, ("residual",), SPLIT_DOT),
@@ -264,7 +264,7 @@ def test_a_deferred_norm_is_written_beside_the_result(case: tuple, dtype: torch.
 
 
 AFTER = [
-    # rows, outputs, K, extras, plan, parts of the squares
+    # Fields: rows, outputs, K, extras, plan, number of parts of the squares.
     (5, 160, 384, ALL, DOT, 3),
     (16, 160, 384, ("norm", "bias", "silu"), HIGH_DOT, 6),
     (3, 160, 384, ("norm",), SPLIT_DOT, 1),

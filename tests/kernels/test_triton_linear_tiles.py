@@ -28,7 +28,7 @@ ROWS = (2, 3, 7, 8, 9, 16, 17, 33, 64)
 BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
-    # outputs, K, extras, plan for 2-byte weights
+    # Fields: outputs, K, extras, plan for 2-byte weights
     (1024, 2048, ("residual",), GemmPlan("tiles", 8, 64, 128, 4, 6, 2)),
     (2880, 1024, ("norm", "silu", "bias", "residual"), GemmPlan("tiles", 8, 128, 64, 8, 4)),
     (720, 2048, ("silu",), GemmPlan("tiles", 8, 64, 128, 4, 3, 4)),
@@ -38,8 +38,8 @@ SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
 
 
 def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype: torch.dtype) -> GemmPlan:
-    """Return the plan of a shape with tokens padded to 8, 16, 32 or 64 and with steps of the same number of
-    bytes."""
+    """Return the plan of a shape with tokens padded to 8, 16, 32 or 64 and with pipeline steps of the
+    same number of bytes for every dtype."""
     plan = shape[-1]
     padded = next(most for most in (8, 16, 32, 64) if rows <= most)
     return replace(plan, rows=padded, block_k=plan.block_k * 2 // dtype.itemsize)

@@ -193,8 +193,8 @@ def test_every_kind_of_row_draws_the_reference_token(columns: int, spread: float
 def test_ties_with_the_last_kept_token_are_kept(
     levels: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits have few different values, so every border is in a tie. With `few` at 16, most top-k rows
-    use the search for large top-k."""
+    """The logits have few different values, so every border is in a tie. With `_FEW` set to 16, most top-k
+    rows use the search for large top-k."""
     monkeypatch.setattr(triton_sampling, "_FEW", few)
     params = MIXED * 2
     logits = _logits(len(params), 2000, seed=few).clamp(-6, 6)
