@@ -97,8 +97,8 @@ class Case:
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
 
     def half_normed(self, parts: int) -> DeferredNorm:
-        """Return the deferred norm of x as the preceding GEMM writes it: squares in `parts` parts, followed by
-        poison values."""
+        """Return the deferred norm of x as the preceding GEMM writes it: squares in `parts` parts, followed
+        by poison values."""
         assert self.norm is not None
         squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
         for index, part in enumerate(self.x.float().tensor_split(parts, dim=1)):
