@@ -1,5 +1,8 @@
-"""A decoder whose products share norms against one of the twins, in Triton's interpreter: that each norm has
-its own gain, stream and squares, whichever products can share it. Attention is the twins' in both."""
+"""A decoder whose GEMMs share norms equals a decoder of reference operations, in Triton's interpreter.
+
+Each shared norm uses its own gain, residual and squares, for every combination of GEMMs that can share norms.
+Both decoders use the reference attention.
+"""
 
 from __future__ import annotations
 
