@@ -39,6 +39,8 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """What these take."""
     dropped_texts: int = 0
     """Requests since the front started whose texts were not kept, because too much waited."""
+    log_dropped_lines: int = 0
+    """Lines of its log that were dropped since it started because nobody read standard error."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name."""
     restarts: int = 0
@@ -96,8 +98,10 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    log_dropped_lines: int = 0
+    """Lines of rank 0's log that were dropped since it started because nobody read standard error."""
     last_report_s: float | None = None
-    """Seconds since the last sign of life."""
+    """Seconds since the last report."""
     restarts: int = 0
     last_error: str = ""
 
@@ -296,6 +300,8 @@ class Status(msgspec.Struct, kw_only=True):
     queue: QueueStatus
     databases: list[DatabaseStatus]
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
+    log_dropped_lines: int = 0
+    """Lines of the core's log that were dropped since the start because nobody read standard error."""
     problems: list[Problem]
     drains: list[DrainStatus] = []
 

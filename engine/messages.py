@@ -307,6 +307,8 @@ class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     """The same of the steps that computed prompts."""
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
+    log_dropped_lines: int = 0
+    """Lines of rank 0's log that were dropped since its start because nobody read standard error."""
 
 
 RankInbound = Start | Attach | CancelRequest | Stop

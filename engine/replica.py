@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.garbage import settle_garbage
+from engine.logs import LineFormatter, log_state, log_to_stderr
 from engine.messages import (
     Attach,
     Cancel,
@@ -62,7 +63,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Become the rank that the core's `Start` names; returns when told to stop or when the core is gone."""
-    configure_logging("replica")
+    log_to_stderr(LineFormatter("replica"))
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
     arguments = parser.parse_args()
@@ -74,7 +75,7 @@ def main() -> None:
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
     start = _await_start(control)
     ranks = start.spec.tensor_parallel_size
-    configure_logging(start.spec.replica + (f" rank {start.rank}" if ranks > 1 else ""))
+    log_to_stderr(LineFormatter(_name(start).replace("%", "%%")))
     peers: list[Channel[Any]] = [
         plan_channel(control.take_fd()) for _ in range(ranks - 1 if start.rank == 0 else 1) if ranks > 1
     ]
@@ -95,32 +96,14 @@ def main() -> None:
         code = 1
     # Peers and device libraries may hold threads that never end; everything that matters is written.
     sys.stdout.flush()
-    sys.stderr.flush()
+    logging.shutdown()
     os._exit(code)
 
 
-def configure_logging(name: str) -> None:
-    """Send this process's log, Python's warnings included, to standard error as lines like the service's:
-    UTC time, level, who, message."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(name))
-    logging.getLogger().handlers[:] = [handler]
-    logging.captureWarnings(True)
-
-
-class LineFormatter(logging.Formatter):
-    """2026-11-20T23:16:01.123Z WARNING demo-0 rank 1: message"""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {name.replace('%', '%%')}: %(message)s",
-            "%Y-%m-%dT%H:%M:%S",
-        )
-
-    @staticmethod
-    def converter(seconds: float | None = None) -> time.struct_time:
-        """UTC."""
-        return time.gmtime(seconds)
+def _name(start: Start) -> str:
+    """Return the name of this rank in the log."""
+    several = start.spec.tensor_parallel_size > 1
+    return start.spec.replica + (f" rank {start.rank}" if several else "")
 
 
 def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]], runner: Runner) -> None:
@@ -291,6 +274,7 @@ class Replica:
                 mixed_steps=mixed_steps,
                 mixed_step_ms=mixed_step_ms,
                 mixed_idle_us=mixed_idle_us,
+                log_dropped_lines=log_state().dropped_lines,
             )
         )
         self._fronts_gone = []

@@ -24,6 +24,7 @@ from appliance.protocol import (
     Status,
 )
 from appliance.switchboard import Switchboard
+from engine.logs import log_state
 from store.trail import TrailState
 from store.writer import WriterState
 
@@ -96,6 +97,7 @@ def status_of(
         ),
         databases=databases,
         audit=audit,
+        log_dropped_lines=log_state().dropped_lines,
         problems=switchboard.problems.recent(),
         drains=[drain_status(switchboard, drain) for drain in _drains(switchboard)],
     )
