@@ -52,8 +52,8 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
 
     name: str
     state: str
-    """"starting", "loading", "ready", "draining" (finishes what it has), "restarting", "failed" or
-    "stopped"."""
+    """"starting", "loading", "ready", "silent" (it has not reported for 3 seconds and gets no new requests),
+    "draining" (finishes what it has), "restarting", "failed" or "stopped"."""
     detail: str = ""
     """The state in words, e.g. "loading weights 43%"."""
     fraction: float | None = None
@@ -116,8 +116,8 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     created: int
     """Unix seconds."""
     state: str
-    """"ready" (apps get answers), "loading", "restarting", or (apps are refused at once) "failed", "draining"
-    or "drained"."""
+    """"ready" (apps get answers), "loading", "silent", "restarting", or (apps are refused at once) "failed",
+    "draining" or "drained"."""
     detail: str = ""
     """The state in words; of a failed model, why."""
     max_model_len: int = 0
@@ -226,6 +226,8 @@ class DatabaseStatus(msgspec.Struct, kw_only=True):
     lag_ms: float
     failing_s: float
     last_error: str | None
+    stalled_s: float = 0.0
+    """How long the writer has been at one piece of work; a disk that does not answer."""
     committed_rows: int
     dropped_rows: int
     rejected_rows: int
@@ -276,6 +278,15 @@ class Problem(msgspec.Struct, kw_only=True):
     count: int = 1
 
 
+class CurrentProblem(msgspec.Struct, kw_only=True):
+    """Something that is wrong now, and what to do about it."""
+
+    where: str
+    """A model, replica, front, database, "audit" or "log"."""
+    what: str
+    remedy: str
+
+
 class Status(msgspec.Struct, kw_only=True):
     """What the service is and does."""
 
@@ -302,7 +313,10 @@ class Status(msgspec.Struct, kw_only=True):
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
     log_dropped_lines: int = 0
     """Lines of the core's log that were dropped since the start because nobody read standard error."""
+    current_problems: list[CurrentProblem] = []
+    """What is wrong now; `doctor` reports the same list."""
     problems: list[Problem]
+    """What went wrong lately, the most recent first."""
     drains: list[DrainStatus] = []
 
 
