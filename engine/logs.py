@@ -1,8 +1,9 @@
 """Logging that never blocks the caller: a thread of its own writes the lines to standard error.
 
-A write to standard error blocks while nobody reads the pipe, the terminal is stopped or journald is stalled. An event
-loop or a step loop must not wait for that. So loggers put finished lines into a bounded queue, and a daemon thread writes
-them. Lines that find the queue full are dropped and counted; a line says how many when the reader is back.
+A write to standard error blocks while nobody reads the pipe, the terminal is stopped or journald is stalled.
+An event loop or a step loop must not wait for that. So loggers put finished lines into a bounded queue, and a
+daemon thread writes them. Lines that find the queue full are dropped and counted. When the reader is back, a
+line says how many were dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class LogState(NamedTuple):
 
 
 class LineFormatter(logging.Formatter):
-    """UTC time with milliseconds, level, `prefix`, message: 2026-11-20T23:16:01.123Z WARNING demo-0: message"""
+    """UTC time with milliseconds, level, `prefix`, message."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__(
@@ -55,8 +56,8 @@ class LineQueue(QueueHandler):
     """Formats records on the caller's thread and queues the lines."""
 
     def __init__(self, formatter: logging.Formatter, descriptor: int = STDERR) -> None:
-        lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
-        super().__init__(lines)
+        self._lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
+        super().__init__(self._lines)
         self.setFormatter(formatter)
         self.dropped = 0
         self.writer = LineWriter(self, descriptor)
@@ -78,7 +79,7 @@ class LineQueue(QueueHandler):
     def flush(self) -> None:
         """Wait until the queued lines are written, `FLUSH_S` at most. `logging.shutdown` calls it at exit."""
         deadline = time.monotonic() + FLUSH_S
-        while self.queue.unfinished_tasks and time.monotonic() < deadline:
+        while self._lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def state(self) -> LogState:
@@ -106,13 +107,15 @@ class LineWriter(QueueListener):
         if (dropped := self._lines.dropped - self._reported) > 0:
             self._reported += dropped
             waited_s = time.monotonic() - began
-            text = f"{dropped} lines of this log were dropped: standard error took nothing for {waited_s:.1f} s"
+            text = (
+                f"{dropped} lines of this log were dropped: standard error took nothing for {waited_s:.1f} s"
+            )
             report = log.makeRecord(log.name, logging.WARNING, __file__, 0, text, (), None)
             self._write(self._lines.prepare(report))
 
     def _write(self, line: bytes) -> None:
-        # To the descriptor, not through `sys.stderr`: a thread that is blocked inside a buffered stream holds the
-        # stream's lock, and the interpreter needs that lock to exit.
+        # To the descriptor, not through `sys.stderr`: a thread that is blocked inside a buffered stream holds
+        # the stream's lock, and the interpreter needs that lock to exit.
         rest = memoryview(line)
         while rest:
             try:
@@ -153,9 +156,7 @@ def _line_queue() -> LineQueue | None:
     return next((one for one in logging.getLogger().handlers if isinstance(one, LineQueue)), None)
 
 
-def _log_exception(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
+def _log_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     log.critical("this process ends: nothing handled an exception", exc_info=(kind, error, traceback))
 
 

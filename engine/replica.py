@@ -29,16 +29,19 @@ from engine.messages import (
     CancelRequest,
     DataInbound,
     Fatal,
+    LongStep,
     Progress,
     RankInbound,
     Ready,
     Report,
     Start,
     StepFrame,
+    StepPlan,
     Stop,
     Submit,
 )
 from engine.plans import PlanSender, check_plans, plan_channel
+from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
 if TYPE_CHECKING:
@@ -127,10 +130,16 @@ def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]]
         blocks=info.kv_blocks,
         prefix_cache=start.spec.prefix_cache,
     )
+    config = runner.config
+    forecast = StepForecast(
+        parameters=info.parameters,
+        attention_width=config.layers * config.heads * config.head_dim,
+        on_gpu=runner.device.type == "cuda",
+    )
     engine = EngineCore(scheduler, PlanSender(runner, peers), overlap=start.spec.overlap)
     settle_garbage()
     control.send(Ready(info))
-    Replica(engine, control).run()
+    Replica(engine, control, forecast).run()
 
 
 def _follow(control: Channel[RankInbound], plans: Channel[Any], runner: Runner) -> None:
@@ -153,9 +162,11 @@ def _follow(control: Channel[RankInbound], plans: Channel[Any], runner: Runner) 
 class Replica:
     """Rank 0's loop: intake, step, emit, report."""
 
-    def __init__(self, engine: EngineCore, control: Channel[RankInbound]) -> None:
+    def __init__(self, engine: EngineCore, control: Channel[RankInbound], forecast: StepForecast) -> None:
         self._engine = engine
+        engine.before_wait = self._announce
         self._control = control
+        self._forecast = forecast
         self._fronts: dict[str, Channel[DataInbound]] = {}
         self._fronts_gone: list[str] = []
         self._selector = selectors.DefaultSelector()
@@ -243,9 +254,16 @@ class Replica:
         if result.timing is not None:
             steps = self._mixed_steps if result.timing.mixed else self._decode_steps
             steps.add(result.timing)
+            self._forecast.learn(result.timing.plan, result.timing.ms / 1e3)
         news = result.finished or result.credits_changed or self._fronts_gone
         if news or time.monotonic() - self._reported_at >= FRESH_S:
             self._report(result)
+
+    def _announce(self, plan: StepPlan) -> None:
+        """Tell the core of a step so long that the core could take this replica for dead."""
+        expected_s = self._forecast.predict_s(plan)
+        if expected_s > HEARTBEAT_S:
+            self._control.send(LongStep(expected_s))
 
     def _report(self, result: StepResult | None) -> None:
         gauges = self._engine.gauges()

@@ -17,9 +17,7 @@ from tests.core.conftest import wait_until
 
 @pytest.fixture
 def untouched() -> Iterator[None]:
-    loggers = [
-        logging.getLogger(name) for name in (None, "store.heads", "asyncio", "uvicorn.access", "httpx")
-    ]
+    loggers = [logging.getLogger(name) for name in (None, "store.heads", "asyncio", "httpx")]
     levels, handlers = [logger.level for logger in loggers], loggers[0].handlers[:]
     hooks = sys.excepthook, sys.unraisablehook
     yield
@@ -56,7 +54,9 @@ def test_heads_of_the_audit_chain_are_in_the_log_at_every_level(capfd: pytest.Ca
     assert len(lines) == 1 and lines[0].endswith("INFO    heads: audit head seq=1")
 
 
-def test_lines_that_nobody_reads_are_dropped_and_counted_and_reported_later(pipe: tuple[int, LineQueue]) -> None:
+def test_lines_that_nobody_reads_are_dropped_and_counted_and_reported_later(
+    pipe: tuple[int, LineQueue],
+) -> None:
     reader, lines = pipe
     sent = MAX_QUEUED_LINES + 3000  # a pipe takes 64 KiB
     for number in range(sent):
