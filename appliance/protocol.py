@@ -231,6 +231,9 @@ class DatabaseStatus(msgspec.Struct, kw_only=True):
     committed_rows: int
     dropped_rows: int
     rejected_rows: int
+    restored: str = ""
+    """What happened to the file while the service had it open (it was deleted or replaced), and what was
+    done."""
 
 
 class AuditStatus(msgspec.Struct, kw_only=True):

@@ -252,6 +252,10 @@ def _stores(status: Status, width: int | None) -> list[str]:
             facts.append(f"{lost:,} lost")
         name = database.path.rpartition("/")[2]
         lines += _labelled("" if number else "STORE", f"{name:10}  {' · '.join(facts)}", width)
+        if database.restored:
+            lines += [
+                paint(line, "yellow") for line in _wrapped(printable(database.restored), width, " " * _INDENT)
+            ]
         if database.last_error:
             trouble = f"has refused writes for {of_seconds(database.failing_s)}: {database.last_error}"
             lines += [paint(line, "red") for line in _wrapped(printable(trouble), width, " " * _INDENT)]

@@ -108,6 +108,14 @@ def _service(
     for current in status.current_problems:
         yield _finding(current.where, "problem", f"{current.where}: {current.what}", current.remedy)
     for database in status.databases:
+        if database.restored:
+            yield _finding(
+                os.path.basename(database.path),
+                "warning",
+                database.restored,
+                "find out which program deletes or replaces files of the state directory; to restore a "
+                "backup, stop the service first",
+            )
         if lost := database.dropped_rows + database.rejected_rows:
             yield _finding(
                 os.path.basename(database.path),
