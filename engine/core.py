@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -44,13 +44,17 @@ class StepRunner(Protocol):
 class StepTiming:
     """The timing of one step."""
 
-    mixed: bool
-    """Whether the step computed prompts."""
+    plan: StepPlan
     ms: float
     """Duration, from the start of the step's launch or the end of the previous step, whichever is later."""
     idle_us: float
     """Time for which the device was idle before the step while a sequence waited for it. 0 if every sequence
     of the step arrived after the previous step was planned: the device may then have had nothing to do."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the step computed prompts."""
+        return bool(self.plan.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, runner: StepRunner, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
+        self.before_wait: Callable[[StepPlan], None] | None = None
+        """Called with the plan of each step before the loop waits for its end."""
         self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()
@@ -111,7 +117,10 @@ class EngineCore:
             self._in_flight.append(_InFlight(scheduled, launched, began))
         timing = None
         if self._in_flight and (scheduled is None or len(self._in_flight) > self._steps_ahead):
-            timing = self._collect(self._in_flight.popleft())
+            oldest = self._in_flight.popleft()
+            if self.before_wait is not None:
+                self.before_wait(oldest.scheduled.plan)
+            timing = self._collect(oldest)
         outputs, finished = self.scheduler.accounting.take()
         before, self._credits = self._credits, self._granted()
         return StepResult(self._collected, outputs, finished, self._credits != before, timing)
@@ -124,7 +133,7 @@ class EngineCore:
         self._collected = oldest.scheduled.plan.step
         self.scheduler.collect(oldest.scheduled, tokens)
         idle_us = oldest.launched.host_gap_us if oldest.scheduled.had_work else 0.0
-        return StepTiming(bool(oldest.scheduled.plan.chunks), step_ms, idle_us)
+        return StepTiming(oldest.scheduled.plan, step_ms, idle_us)
 
     def _granted(self) -> tuple[int, int]:
         return self.scheduler.accounting.credit_rows, self.scheduler.accounting.credit_tokens

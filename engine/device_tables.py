@@ -209,7 +209,7 @@ class SlotTables:
         """Return `ForwardInput.logits_attention`: the decodes' tokens, each chunk's last token, then
         padding."""
         decodes = forward.attention
-        last = [(span.row, span.end, span.last) for span in decodes.chunks]
+        last = [(span.slot, span.end, span.last) for span in decodes.chunks]
         longest = max(length for _, length, _ in last)
         count = len(plan.decodes) + len(last)
         padded = count if self._padding is None else size_for(count, self._padding.results)
@@ -217,7 +217,7 @@ class SlotTables:
         slots, lens, queries = self._upload(np.array(last, dtype=np.int64).T.copy())
         return AttentionInput(
             decodes.block_table,
-            torch.cat((decodes.rows, slots)),
+            torch.cat((decodes.slots, slots)),
             torch.cat((decodes.lens, lens)),
             max(decodes.columns, -(-longest // BLOCK_TOKENS)),
             chunks=[],
@@ -250,7 +250,7 @@ class SlotTables:
         else:
             # Logits of the padding are computed too, because kernels for the padded size are loaded. If no
             # slot samples, no logits are computed.
-            sampled = len(forward.logits_attention.rows) if slots else 0
+            sampled = len(forward.logits_attention.slots) if slots else 0
         on_device = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
         one_each = logit_rows == list(range(len(logit_rows)))
         shared = None if one_each else self._upload(np.array(logit_rows, dtype=np.int64))
@@ -282,7 +282,7 @@ class SlotTables:
 
 def chunk_results(forward: ForwardInput) -> list[int]:
     """Return, for each chunk of a pass, which row of the pass's result belongs to the chunk's last token."""
-    decodes, spans = len(forward.attention.rows), forward.attention.chunks
+    decodes, spans = len(forward.attention.slots), forward.attention.chunks
     if forward.logits_attention is not None:
         return list(range(decodes, decodes + len(spans)))
     return [span.last for span in spans]

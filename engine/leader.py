@@ -12,17 +12,21 @@ from typing import Any
 import msgspec
 
 from engine.core import EngineCore, StepResult, StepTiming
+from engine.logs import log_state
 from engine.messages import (
     Attach,
     Cancel,
     CancelRequest,
     DataInbound,
+    LongStep,
     RankInbound,
     Report,
     StepFrame,
     Stop,
     Submit,
 )
+from engine.plan import StepPlan
+from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
 HEARTBEAT_S = 0.5
@@ -35,8 +39,10 @@ a sign of saturation."""
 class LeaderLoop:
     """The loop of rank 0, on the channels to the core and to the fronts."""
 
-    def __init__(self, engine: EngineCore, control: Channel[RankInbound]) -> None:
+    def __init__(self, engine: EngineCore, control: Channel[RankInbound], forecast: StepForecast) -> None:
         self._engine = engine
+        engine.before_wait = self._announce
+        self._forecast = forecast
         self._scheduler = engine.scheduler
         self._control = control
         self._fronts: dict[str, Channel[DataInbound]] = {}
@@ -128,9 +134,17 @@ class LeaderLoop:
         if result.timing is not None:
             steps = self._mixed_steps if result.timing.mixed else self._decode_steps
             steps.add(result.timing)
+            self._forecast.learn(result.timing.plan, result.timing.ms / 1e3)
         news = result.finished or result.credits_changed or self._fronts_gone
         if news or time.monotonic() - self._reported_at >= REPORT_S:
             self._report(result)
+
+    def _announce(self, plan: StepPlan) -> None:
+        """Announce a step that takes longer than a heartbeat, so that the core does not take this replica for
+        dead."""
+        expected_s = self._forecast.predict_s(plan)
+        if expected_s > HEARTBEAT_S:
+            self._control.send(LongStep(expected_s))
 
     def _report(self, result: StepResult | None) -> None:
         decode_steps, step_ms, idle_us = self._decode_steps.take()
@@ -146,6 +160,7 @@ class LeaderLoop:
                 mixed_steps=mixed_steps,
                 mixed_step_ms=mixed_step_ms,
                 mixed_idle_us=mixed_idle_us,
+                log_dropped_lines=log_state().dropped_lines,
             )
         )
         self._fronts_gone = []

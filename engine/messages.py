@@ -299,7 +299,8 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
 
 class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
     """Rank 0 to core: the state of the replica. Sent after each step that ended a submission or granted
-    credit, every 100 ms while steps run, and every 500 ms otherwise, as a heartbeat.
+    credit, every 100 ms while steps run, and every 500 ms otherwise, as a heartbeat. A `LongStep` announces a
+    longer pause.
 
     Credits are totals granted since the start: available credit is granted credit minus spent credit.
     `credit_rows` starts at `max_rows` and grows by one for each sample that ends. `credit_tokens` starts with
@@ -320,11 +321,21 @@ class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
     """Number of steps with prefill since the last report; the next two fields are their means."""
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
+    log_dropped_lines: int = 0
+    """Lines of rank 0's log that were dropped since the start because nobody read standard error."""
+
+
+class LongStep(msgspec.Struct, tag="long_step", frozen=True):
+    """Rank 0 to core: rank 0 now waits for a step, and sends no message before the step ends."""
+
+    expected_s: float
+    """Predicted duration, from the step's size and the measured speed of earlier steps
+    (`engine.step_forecast`)."""
 
 
 RankInbound = Start | Attach | CancelRequest | Stop
 """Messages from the core to ranks."""
-RankOutbound = Progress | Ready | Report | Fatal
+RankOutbound = Progress | Ready | Report | LongStep | Fatal
 """Messages from ranks to the core."""
 DataInbound = Submit | Cancel
 """Messages from a front to a replica."""

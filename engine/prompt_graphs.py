@@ -116,7 +116,7 @@ class PromptGraphs:
             staged[: 3 * most].reshape(3, most)[:, : tokens.shape[1]] = tokens
         last = staged[self._logits_at :].reshape(3, self._max_chunks)
         for i, span in enumerate(spans):
-            last[:, i] = span.last, span.row, span.end
+            last[:, i] = span.last, span.slot, span.end
         for i, window in enumerate(self._windows):
             made = plan_tiles(spans, *self._heads, window)
             at = self._tiles_at + 2 * i * tiles

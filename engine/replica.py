@@ -18,9 +18,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.garbage import settle_garbage
-from engine.logs import configure_logging
+from engine.logs import LineFormatter, log_to_stderr
 from engine.messages import Fatal, Progress, RankInbound, Ready, Start, Stop
 from engine.plan_channel import PlanSender, check_plan_size, plan_channel
+from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Run as the rank that the core's `Start` message names, until the core sends Stop or disappears."""
-    configure_logging("replica")
+    log_to_stderr(LineFormatter("replica"))
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
     arguments = parser.parse_args()
@@ -53,7 +54,8 @@ def main() -> None:
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
     start = _await_start(control)
     ranks = start.spec.tensor_parallel_size
-    configure_logging(start.spec.replica + (f" rank {start.rank}" if ranks > 1 else ""))
+    name = start.spec.replica + (f" rank {start.rank}" if ranks > 1 else "")
+    log_to_stderr(LineFormatter(name.replace("%", "%%")))
     peers: list[Channel[Any]] = [
         plan_channel(control.take_fd()) for _ in range(ranks - 1 if start.rank == 0 else 1) if ranks > 1
     ]
@@ -74,7 +76,7 @@ def main() -> None:
         code = 1
     # A normal exit could block on threads of torch.distributed or of the GPU libraries.
     sys.stdout.flush()
-    sys.stderr.flush()
+    logging.shutdown()
     os._exit(code)
 
 
@@ -104,9 +106,15 @@ def _lead(
         prefix_cache=start.spec.prefix_cache,
     )
     engine = EngineCore(scheduler, PlanSender(runner, peers), overlap=start.spec.overlap)
+    config = runner.config
+    forecast = StepForecast(
+        parameters=info.parameters,
+        attention_width=config.layers * config.heads * config.head_dim,
+        on_gpu=runner.device.type == "cuda",
+    )
     settle_garbage()
     control.send(Ready(info))
-    LeaderLoop(engine, control).run()
+    LeaderLoop(engine, control, forecast).run()
 
 
 def follow(control: Channel[RankInbound], plans: Channel[Any], runner: StepRunner) -> None:

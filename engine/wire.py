@@ -24,6 +24,8 @@ import msgspec
 Inbound = TypeVar("Inbound")
 
 _HEADER = 4
+_DROPPED = -1
+"""Stands for a descriptor that the kernel dropped."""
 _READ_BYTES = 1 << 18
 _MAX_READS = 16
 _MAX_FDS = 64
@@ -150,16 +152,20 @@ class Channel(Generic[Inbound]):
             if self.closed:
                 break
             try:
-                data, ancillary, _, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _MAX_FDS))
+                data, ancillary, flags, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _MAX_FDS))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                data, ancillary = b"", []
+                data, ancillary, flags = b"", [], 0
             for level, kind, rights in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     fds = array.array("i")
                     fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
                     self._received_fds.extend(fds)
+            if flags & socket.MSG_CTRUNC:
+                # The kernel dropped a descriptor because this process has too many files open. Its place in
+                # the order stays taken, so that no later message gets a descriptor that is not its own.
+                self._received_fds.append(_DROPPED)
             self._received += data
             if not self._parse(messages) or not data:
                 self._close_socket()
@@ -169,11 +175,15 @@ class Channel(Generic[Inbound]):
         return messages
 
     def take_fd(self) -> int:
-        """Return the next received descriptor, which the caller then owns. Raises LookupError if there is
-        none."""
-        if not self._received_fds:
+        """Return the next received descriptor, which the caller then owns.
+
+        Raises LookupError if there is none, or if the kernel dropped it because this process has too many
+        files open.
+        """
+        fd = self._received_fds.popleft() if self._received_fds else _DROPPED
+        if fd == _DROPPED:
             raise LookupError("no file descriptor was received with this message")
-        return self._received_fds.popleft()
+        return fd
 
     def _parse(self, messages: list[Inbound]) -> bool:
         buffer, offset = self._received, 0

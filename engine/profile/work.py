@@ -148,7 +148,7 @@ def _of_step(
         "_silu_mul": KernelWork(through * intermediate * 3 * number),
         "_quantise": KernelWork(through * (q + intermediate) * (number + 1)),
         "_rope": KernelWork(layers * tokens * (2 * q * number + new)),
-        "_decode_kernel": KernelWork(sum(seen) * both * of_kv + decodes, 4.0 * sum(seen) * q, attention),
+        "decode_kernel": KernelWork(sum(seen) * both * of_kv + decodes, 4.0 * sum(seen) * q, attention),
         "_prefill_kernel": KernelWork(pages[False] * both * of_kv, 4.0 * pairs[False] * q, attention),
         "_prefill_hopper": KernelWork(pages[True] * both * of_kv, 4.0 * pairs[True] * q, attention),
         "_expand_kernel": KernelWork(sum(pages.values()) * both * (of_kv + config.head_dim * number)),

@@ -227,7 +227,7 @@ def test_an_unwritable_file_is_reported_before_anything_runs(
     folder.mkdir()
     for path, reason in ((folder, "Is a directory"), (below, "File exists")):
         assert refused(module, option, str(path)) == (
-            f"{option} is {path}, which cannot be written ({reason}): name a file that can"
+            f"{option} is {path}, which cannot be written ({reason}); name a writable file"
         )
 
 

@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.leader import LeaderLoop
 from engine.messages import (
     Attach,
+    LongStep,
     Output,
     RankInbound,
     RankOutbound,
@@ -31,6 +32,7 @@ from engine.plan import Chunk, StepPlan, StepTokens
 from engine.plan_channel import PlanSender
 from engine.replica import follow
 from engine.scheduling.scheduler import Scheduler
+from engine.step_forecast import StepForecast
 from engine.wire import Channel, socketpair
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner
 
@@ -145,7 +147,11 @@ def test_a_rank_that_dies_during_a_plan_does_not_block_the_leader() -> None:
     assert leading.error is None and not leading.thread.is_alive()
 
 
-def engine_of_four_rows() -> EngineCore:
+def a_forecast() -> StepForecast:
+    return StepForecast(parameters=1000, attention_width=64, on_gpu=False)
+
+
+def engine_of_four_slots() -> EngineCore:
     """Return an engine on a simulated device."""
     scheduler = Scheduler(max_rows=4, step_tokens=64, max_model_len=2000, vocab_size=VOCAB, blocks=80)
     return EngineCore(scheduler, SimulatedRunner(4, 80))
@@ -157,7 +163,7 @@ class Served:
     def __init__(self) -> None:
         self.core, control = channel_pair(RankOutbound, RankInbound)
         self.reports: list[Report] = []
-        self.replica = LeaderLoop(engine_of_four_rows(), control)
+        self.replica = LeaderLoop(engine_of_four_slots(), control, a_forecast())
         self.loop = Outcome(self.replica.run)
 
     def attach(self, name: str, send_buffer: int = 1 << 16) -> socket.socket:
@@ -250,7 +256,7 @@ def test_a_backlog_for_a_front_is_sent_while_no_step_runs(
 
 def test_a_new_front_may_reuse_the_descriptor_number_of_a_closed_one() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
-    loop = LeaderLoop(engine_of_four_rows(), control)
+    loop = LeaderLoop(engine_of_four_slots(), control, a_forecast())
     (first, theirs), (second, its) = socketpair(), socketpair()
     core.send(Attach("front-0"), (theirs.fileno(),))
     loop._read_messages()
@@ -295,3 +301,15 @@ def test_while_steps_run_reports_are_more_frequent_than_gateways_require(
     assert seen.blocks_used > 3
     served.stop()
     front.close()
+
+
+def test_a_long_step_is_announced_before_rank_0_waits_for_it() -> None:
+    core, control = channel_pair(RankOutbound, RankInbound)
+    slow = StepForecast(parameters=10_000_000_000, attention_width=1, on_gpu=False)
+    LeaderLoop(engine_of_four_slots(), control, slow)._announce(
+        StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(64)), [0])])
+    )
+    fast = StepForecast(parameters=1000, attention_width=1, on_gpu=False)
+    LeaderLoop(engine_of_four_slots(), control, fast)._announce(StepPlan(2, [], [], [], [0], []))
+    (message,) = core.read()
+    assert isinstance(message, LongStep) and message.expected_s > 1000

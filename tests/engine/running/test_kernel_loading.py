@@ -15,7 +15,7 @@ from engine.kernel_loading import load_attention, load_products
 from engine.parallel import single
 from engine.runner import ModelRunner
 from engine.sizing import gemm_sizes
-from kernels import AttentionInput, Stream
+from kernels import AttentionInput, Residual
 from tests.engine.running.test_runner import folder, quiet, spec_of
 
 __all__ = ["folder"]
@@ -41,9 +41,9 @@ def test_every_gemm_runs_for_every_number_of_rows(folder: Path) -> None:
         """Records the numbers of rows with which each weight is multiplied."""
 
         def __getattr__(self, name: str) -> Any:
-            def noted(x: torch.Tensor | Stream, *others: Any, **options: Any) -> Any:
+            def noted(x: torch.Tensor | Residual, *others: Any, **options: Any) -> Any:
                 matrix = next(one for one in others if isinstance(one, torch.Tensor) and one.dim() == 2)
-                weights[id(matrix)].append(len(x.values if isinstance(x, Stream) else x))
+                weights[id(matrix)].append(len(x.values if isinstance(x, Residual) else x))
                 return original(x, *others, **options)
 
             original = getattr(ops, name)
@@ -79,7 +79,7 @@ def test_attention_runs_for_every_number_of_padding_rows(folder: Path) -> None:
         ) -> torch.Tensor:
             _, pool, heads, plan, *_ = rest
             assert pool is runner.steps.kv[-1] and (slots == -1).all() and not plan.lens.any()
-            assert len(qkv) == len(positions) == len(slots) == len(plan.rows)
+            assert len(qkv) == len(positions) == len(slots) == len(plan.slots)
             assert plan.queries is None or len(plan.queries) == len(qkv)
             asked.append((len(qkv), plan.queries is not None))
             return qkv[:, : heads * decoder.config.head_dim]

@@ -98,7 +98,7 @@ def full_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
                 kv_slots=positions,
                 attention=AttentionInput(
                     block_table=torch.arange(blocks, device=device).unsqueeze(0),
-                    rows=none,
+                    slots=none,
                     lens=none,
                     columns=0,
                     chunks=[ChunkSpan(0, count, 0, 0)],

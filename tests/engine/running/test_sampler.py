@@ -29,7 +29,7 @@ from engine.parallel import Ranks, single
 from engine.plan import BAD_TOKEN, LOWEST_LOGPROB, Chunk, SlotSetup, StepPlan
 from engine.sampler import SampledStep, Sampler
 from kernels import draws as seam
-from kernels import sampling as twin
+from kernels import sampling as reference
 from kernels import select_sampling
 from kernels.draws import SamplingOps, Variant
 from tests.engine.running.test_sampling_ops import chi_square
@@ -61,7 +61,7 @@ def staged(cases: Sequence[Case], vocab: int) -> tuple[SlotTables, SamplingBatch
 
 
 def sample(
-    cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None, ops: SamplingOps = twin
+    cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None, ops: SamplingOps = reference
 ) -> SampledStep:
     """Sample from `logits` [cases, vocabulary]. With several ranks, each takes its columns, and the last is
     padded."""
@@ -173,7 +173,7 @@ def test_token_frequencies_over_many_seeds_match_the_distribution_of_transformer
     ]
     plan = StepPlan(1, setups, [], [], [], [Chunk(0, len(history) - 1, [0], list(range(draws)))])
     tables.apply(plan)
-    sampler = Sampler(single(), CPU, twin, vocab_size=vocab)
+    sampler = Sampler(single(), CPU, reference, vocab_size=vocab)
     tokens = sampler.sample(logits, tables.step_batch(plan).sampling, tables).token_ids
     observed = torch.bincount(tokens, minlength=vocab).numpy()
     assert (observed[expected == 0] == 0).all()
@@ -363,7 +363,7 @@ def test_a_slot_without_a_sampled_token_feeds_a_valid_token() -> None:
     """The next step is launched before the host reads BAD_TOKEN, so the token that it feeds must be valid."""
     case = Case(SamplingParams(max_tokens=1))
     tables, batch = staged([case], 8)
-    Sampler(single(), CPU, twin, vocab_size=8).sample(torch.full((1, 8), math.nan), batch, tables)
+    Sampler(single(), CPU, reference, vocab_size=8).sample(torch.full((1, 8), math.nan), batch, tables)
     assert tables.last_tokens[0] == 0
 
 
