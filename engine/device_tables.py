@@ -74,14 +74,14 @@ class Padding:
 class SlotTables:
     """The sequence slots of one rank.
 
-    max_rows: number of slots. max_blocks_per_slot: blocks of the longest sequence. vocab_size: of the whole
+    max_num_seqs: number of slots. max_blocks_per_slot: blocks of the longest sequence. vocab_size: of the whole
     model, not of the rank's shard. padding: None if passes are not padded. Memory: 8 bytes × slots × blocks,
     and that of `SamplingTables`.
     """
 
     def __init__(
         self,
-        max_rows: int,
+        max_num_seqs: int,
         max_blocks_per_slot: int,
         vocab_size: int,
         device: torch.device,
@@ -89,19 +89,19 @@ class SlotTables:
     ) -> None:
         self.device = device
         self._padding = padding
-        self.sampling = SamplingTables(max_rows, vocab_size, device)
-        self._blocks_host = np.zeros((max_rows, max_blocks_per_slot), dtype=np.int64)
+        self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
+        self._blocks_host = np.zeros((max_num_seqs, max_blocks_per_slot), dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
         self.block_table = on_host if self._shared else on_host.to(device)
         """[slots, blocks] int64. Entries past a sequence's end are stale or 0: valid block ids that are not
         read."""
-        self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """[slots] int64: tokens in the cache, which is the next position to compute. `advance` updates it."""
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """[slots] int64: the last sampled token, which is the next input."""
-        self._lengths_host = np.zeros(max_rows, dtype=np.int64)
-        self._iota = torch.arange(max_rows, dtype=torch.int64, device=device)
+        self._lengths_host = np.zeros(max_num_seqs, dtype=np.int64)
+        self._iota = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
         self._slots_cache: tuple[list[int], torch.Tensor] = ([], self._upload(np.zeros(0, dtype=np.int64)))
 
     # ── changes in a plan ────────────────────────────────────────────────────────────────────────

@@ -45,7 +45,7 @@ class LocalEngine:
         self.runner = ModelRunner(spec, single(), progress)
         self.info = self.runner.info()
         self.scheduler = Scheduler(
-            max_rows=self.info.max_rows,
+            max_num_seqs=self.info.max_num_seqs,
             step_tokens=self.info.step_tokens,
             mixed_tokens=spec.mixed_tokens,
             max_model_len=self.info.max_model_len,

@@ -96,6 +96,6 @@ def dimensions(
         fp8=weights == FP8,
         kv_fp8=kv_dtype == FP8,
         tensor_parallel=spec.tensor_parallel_size,
-        max_rows=spec.max_rows,
+        max_num_seqs=spec.max_num_seqs,
         step_tokens=spec.step_tokens,
     )

@@ -22,20 +22,20 @@ from kernels import AttentionInput, ChunkSpan, KvPool, Residual
 
 
 def load_kernels(
-    decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, step_tokens: int, max_rows: int
+    decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, step_tokens: int, max_num_seqs: int
 ) -> None:
     """Run the products of steps of prompts, the attention of their ends at every number of rows that those
     pad to (`sizing.gemm_sizes`), and that of long prompts; all else is loaded by the graphs and by steps
     that nobody asked for (`engine.rehearsal`). Every rank must call it; nothing is kept of it, the cache
     stays as it is, and it does not wait for the device."""
-    load_products(decoder, step_tokens, max_rows)
-    load_attention(decoder, kv, block_table, max_rows)
+    load_products(decoder, step_tokens, max_num_seqs)
+    load_attention(decoder, kv, block_table, max_num_seqs)
     load_long_prompts(decoder, kv, block_table)
 
 
-def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
+def load_products(decoder: Decoder, step_tokens: int, max_num_seqs: int) -> None:
     """Run a layer's products for numbers of tokens up to `step_tokens`, and the output matrix for those up to
-    `max_rows`, or as many as are scored at once. Every rank must call it; nothing is kept of it, and it does
+    `max_num_seqs`, or as many as are scored at once. Every rank must call it; nothing is kept of it, and it does
     not wait for the device."""
     config, shard, layer = decoder.config, decoder.shard, decoder.layers[0]
     eps, ranks = config.rms_norm_eps, decoder.ranks
@@ -43,7 +43,7 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
     def zeros(rows: int, width: int) -> torch.Tensor:
         return torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
 
-    rows = {*_few(max_rows), *gemm_sizes(step_tokens), *gemm_sizes(max_rows)}
+    rows = {*_few(max_num_seqs), *gemm_sizes(step_tokens), *gemm_sizes(max_num_seqs)}
     # The most first, so that torch's allocator finds room for all others in what it then has: upwards, each
     # would take memory of its own, some gigabytes together.
     for tokens in sorted(rows, reverse=True):
@@ -53,15 +53,15 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
         residual = layer.attention.o.add_to(residual, attended, layer.post_norm, ranks)
         activated = layer.mlp.activate(residual, layer.post_norm, eps)
         layer.mlp.down.add_to(residual, activated, None, ranks)
-    of_logits = {*_few(max_rows), *gemm_sizes(max(max_rows, LOGPROB_ROWS))}
+    of_logits = {*_few(max_num_seqs), *gemm_sizes(max(max_num_seqs, LOGPROB_ROWS))}
     for count in sorted(of_logits, reverse=True):
         decoder.logits(zeros(count, config.hidden_size))
 
 
-def load_attention(decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, max_rows: int) -> None:
+def load_attention(decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, max_num_seqs: int) -> None:
     """Run the attention of decodes, and of decodes and ends of prompts in a pass with prompts, of padding
     alone."""
-    for rows in {*_few(max_rows), *gemm_sizes(max_rows)}:
+    for rows in {*_few(max_num_seqs), *gemm_sizes(max_num_seqs)}:
         nobody = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
         decodes = AttentionInput(block_table, nobody, nobody, block_table.shape[1], [])
         for attended in (decodes, replace(decodes, queries=nobody)):

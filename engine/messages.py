@@ -42,7 +42,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     """Maximum length of a sequence, prompt and output together; None: the checkpoint's maximum."""
-    max_rows: int = 64
+    max_num_seqs: int = 64
     """Maximum number of sequences that run at the same time."""
     step_tokens: int = 2048
     """Token budget of a step."""
@@ -73,7 +73,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     kv_blocks: int
     block_tokens: int
-    max_rows: int
+    max_num_seqs: int
     step_tokens: int
     max_model_len: int
     vocab_size: int
@@ -303,7 +303,7 @@ class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
     longer pause.
 
     Credits are totals granted since the start: available credit is granted credit minus spent credit.
-    `credit_rows` starts at `max_rows` and grows by one for each sample that ends. `credit_tokens` starts with
+    `credit_rows` starts at `max_num_seqs` and grows by one for each sample that ends. `credit_tokens` starts with
     the token budget of two steps with decodes, or of one without if that is more. It grows by each
     submission's `credit_tokens` as these are computed, found in the prefix cache or dropped.
     """

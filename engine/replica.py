@@ -91,13 +91,13 @@ def _lead(
     info = runner.info()
     if peers:
         check_plan_size(
-            max_rows=info.max_rows,
+            max_num_seqs=info.max_num_seqs,
             max_model_len=info.max_model_len,
             step_tokens=info.step_tokens,
             kv_blocks=info.kv_blocks,
         )
     scheduler = Scheduler(
-        max_rows=info.max_rows,
+        max_num_seqs=info.max_num_seqs,
         step_tokens=info.step_tokens,
         mixed_tokens=start.spec.mixed_tokens,
         max_model_len=info.max_model_len,

@@ -176,7 +176,7 @@ class ModelRunner:
 
     def _executor(self, kv: list[KvPool]) -> StepExecutor:
         """Return an executor over a KV pool, with device tables of its own."""
-        blocks, slots = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_rows
+        blocks, slots = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_num_seqs
         padding = None
         if self.decoder.ops.name == "cuda":
             padding = Padding(gemm_sizes(self.spec.step_tokens), gemm_sizes(slots))
@@ -259,7 +259,7 @@ class ModelRunner:
         if self.ranks.size == 1:
             self._capture_graphs(progress)
         table = self.steps.tables.block_table
-        load_kernels(self.decoder, self.steps.kv, table, self.spec.step_tokens, self.spec.max_rows)
+        load_kernels(self.decoder, self.steps.kv, table, self.spec.step_tokens, self.spec.max_num_seqs)
         scratch = self._executor(self.decoder.allocate_kv(1))
         for plan in every_kind(self.max_model_len, self.spec):
             to_host(scratch.run(plan))
@@ -271,7 +271,7 @@ class ModelRunner:
         from engine.prompt_graphs import PromptGraphs
 
         steps, spec = self.steps, self.spec
-        graphs = DecodeGraphs(steps.decoder, steps.kv, steps.tables, steps.sampler, spec.max_rows)
+        graphs = DecodeGraphs(steps.decoder, steps.kv, steps.tables, steps.sampler, spec.max_num_seqs)
         graphs.capture(progress)
         prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.step_tokens)
         prompts.capture()
@@ -285,7 +285,7 @@ class ModelRunner:
             weights=self.weights,
             kv_dtype=self.kv_dtype,
             tensor_parallel_size=self.ranks.size,
-            max_rows=self.spec.max_rows,
+            max_num_seqs=self.spec.max_num_seqs,
             step_tokens=self.spec.step_tokens,
             max_model_len=self.max_model_len,
             blocks=blocks,
@@ -315,7 +315,7 @@ class ModelRunner:
             kv_bytes=predicted.kv_bytes * size,
             kv_blocks=self.kv_blocks,
             block_tokens=BLOCK_TOKENS,
-            max_rows=self.spec.max_rows,
+            max_num_seqs=self.spec.max_num_seqs,
             step_tokens=self.spec.step_tokens,
             max_model_len=self.max_model_len,
             vocab_size=self.config.vocab_size,

@@ -61,31 +61,31 @@ class _CachedMetadata:
 
 
 class SamplingTables:
-    """Sampling parameters of `max_rows` slots over a vocabulary of `vocab_size` tokens (of the whole model).
+    """Sampling parameters of `max_num_seqs` slots over a vocabulary of `vocab_size` tokens (of the whole model).
 
     Penalty counts take 4 bytes × vocabulary for each slot with penalties. Their number of rows is rounded up
     to a power of two. A row is in use until its slot's next setup.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.max_rows = max_rows
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = device
-        self.noise_base = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.floats = torch.zeros((max_rows, 7), dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.noise_base = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.floats = torch.zeros((max_num_seqs, 7), dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.counts: torch.Tensor | None = None
         """Penalty counts, [count rows, vocabulary] int32: 2 × (occurrences in the output) + (1 if in the
         prompt). None if no slot has penalties."""
         self._count_row_of: dict[int, int] = {}
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stops: dict[int, torch.Tensor] = {}
-        self._variant = np.zeros(max_rows, dtype=np.int8)
-        self._processed = np.zeros(max_rows, dtype=bool)
+        self._variant = np.zeros(max_num_seqs, dtype=np.int8)
+        self._processed = np.zeros(max_num_seqs, dtype=bool)
         """Whether the slot has penalties or biases."""
-        self._stop_from = np.zeros(max_rows, dtype=np.int64)
+        self._stop_from = np.zeros(max_num_seqs, dtype=np.int64)
         """First position at which stop tokens may be sampled; 0 if they are never banned."""
-        self._logprobs = np.full(max_rows, -1, dtype=np.int64)
+        self._logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self._epoch = 0
         self._cached: _CachedMetadata | None = None
 
@@ -171,11 +171,11 @@ class SamplingTables:
 
     def _take_count_row(self, slot: int) -> int:
         used = set(self._count_row_of.values())
-        row = next(row for row in range(self.max_rows) if row not in used)
+        row = next(row for row in range(self.max_num_seqs) if row not in used)
         self._count_row_of[slot] = row
         held = 0 if self.counts is None else self.counts.shape[0]
         if row >= held:
-            grown = min(max(2 * held, row + 1), self.max_rows)
+            grown = min(max(2 * held, row + 1), self.max_num_seqs)
             counts = torch.empty((grown, self.vocab_size), dtype=torch.int32, device=self.device)
             if self.counts is not None:
                 counts[:held] = self.counts

@@ -85,7 +85,7 @@ def predict(
     weights: str,
     kv_dtype: str,
     tensor_parallel_size: int,
-    max_rows: int,
+    max_num_seqs: int,
     step_tokens: int,
     max_model_len: int,
     blocks: int | None,
@@ -94,7 +94,7 @@ def predict(
     """Predict the memory of rank 0, which needs the most: only rank 0 has the biases of all-reduced linear
     layers.
 
-    dtype: the model's, one of engine.config.DTYPE_BYTES. weights, kv_dtype: one of these, or "fp8". max_rows:
+    dtype: the model's, one of engine.config.DTYPE_BYTES. weights, kv_dtype: one of these, or "fp8". max_num_seqs:
     maximum number of running sequences. step_tokens: token budget of a step. blocks: size of the KV pool,
     None if not known yet. Raises UnsupportedError if the model cannot be split over the ranks.
     """
@@ -103,13 +103,13 @@ def predict(
         weight_bytes=weight_bytes(config, shard, dtype, weights),
         kv_bytes_per_block=kv_bytes_per_block(config, kv_dtype, tensor_parallel_size),
         kv_blocks=blocks or 0,
-        activation_bytes=_activations(config, shard, dtype, max(step_tokens, max_rows))
+        activation_bytes=_activations(config, shard, dtype, max(step_tokens, max_num_seqs))
         + (
-            _workspace_on_gpu(config, shard, dtype, kv_dtype, max_rows, step_tokens)
+            _workspace_on_gpu(config, shard, dtype, kv_dtype, max_num_seqs, step_tokens)
             if on_gpu
-            else _workspace_on_cpu(config, shard, dtype, weights, max_rows, max_model_len)
+            else _workspace_on_cpu(config, shard, dtype, weights, max_num_seqs, max_model_len)
         ),
-        table_bytes=_tables(config, max_rows, max_model_len),
+        table_bytes=_tables(config, max_num_seqs, max_model_len),
     )
 
 
@@ -169,7 +169,7 @@ def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> 
 
 
 def _workspace_on_cpu(
-    config: ModelConfig, shard: Shard, dtype: str, weights: str, max_rows: int, max_model_len: int
+    config: ModelConfig, shard: Shard, dtype: str, weights: str, max_num_seqs: int, max_model_len: int
 ) -> int:
     """Return the bytes of the CPU backend's buffers.
 
@@ -180,14 +180,14 @@ def _workspace_on_cpu(
     kv = shard.kv_heads * config.head_dim
     outputs = max(shard.heads * config.head_dim + 2 * kv, 2 * shard.intermediate)
     copied = 4 * config.hidden_size * outputs if weights == FP8 else 0
-    logits = max_rows * shard.vocab * 4 * _SAMPLED_COPIES
+    logits = max_num_seqs * shard.vocab * 4 * _SAMPLED_COPIES
     pages = 2 * max(kv * DTYPE_BYTES[dtype] * max_model_len, _GATHERED_BYTES)
     packed = shard.vocab * config.hidden_size * 4 if dtype == "float32" and config.tie_word_embeddings else 0
     return logits + pages + packed + copied
 
 
 def _workspace_on_gpu(
-    config: ModelConfig, shard: Shard, dtype: str, kv_dtype: str, max_rows: int, step_tokens: int
+    config: ModelConfig, shard: Shard, dtype: str, kv_dtype: str, max_num_seqs: int, step_tokens: int
 ) -> int:
     """Return the bytes of a GPU's buffers.
 
@@ -195,14 +195,14 @@ def _workspace_on_gpu(
     counts for every slot, the expansion of an FP8 cache, the CUDA graphs, and the memory of CUDA itself.
     """
     width = DTYPE_BYTES[dtype]
-    logits = max_rows * shard.vocab * (2 * width + 8)
+    logits = max_num_seqs * shard.vocab * (2 * width + 8)
     block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * width
     expansion = 2 * EXPANSION_BLOCKS * block if kv_dtype == FP8 else 0
-    graphs = graph_bytes(config, shard, dtype, max_rows, step_tokens)
+    graphs = graph_bytes(config, shard, dtype, max_num_seqs, step_tokens)
     return logits + expansion + graphs + _CUDA_BYTES
 
 
-def graph_bytes(config: ModelConfig, shard: Shard, dtype: str, max_rows: int, step_tokens: int) -> int:
+def graph_bytes(config: ModelConfig, shard: Shard, dtype: str, max_num_seqs: int, step_tokens: int) -> int:
     """Return the bytes that the driver and the memory pools keep for CUDA graphs, without the logits of
     decode steps.
 
@@ -211,7 +211,9 @@ def graph_bytes(config: ModelConfig, shard: Shard, dtype: str, max_rows: int, st
     """
     prompts = prompt_capture_sizes(step_tokens)
     working = _activations(config, shard, dtype, prompts[-1]) if prompts else 0
-    return (len(decode_capture_sizes(max_rows)) + len(prompts)) * config.layers * _GRAPH_LAYER_BYTES + working
+    return (
+        len(decode_capture_sizes(max_num_seqs)) + len(prompts)
+    ) * config.layers * _GRAPH_LAYER_BYTES + working
 
 
 def prompt_capture_sizes(step_tokens: int) -> list[int]:
@@ -249,8 +251,8 @@ def decode_capture_sizes(largest: int) -> list[int]:
     return sizes
 
 
-def _tables(config: ModelConfig, max_rows: int, max_model_len: int) -> int:
+def _tables(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
     """Return the bytes of block tables (8 per slot and block), other slot state (about 128 per slot) and the
     rotary table (float32)."""
     blocks = -(-max_model_len // BLOCK_TOKENS)
-    return max_rows * (8 * blocks + 128) + max_model_len * config.head_dim * 4
+    return max_num_seqs * (8 * blocks + 128) + max_model_len * config.head_dim * 4

@@ -13,19 +13,19 @@ def check_spec(spec: ReplicaSpec) -> None:
         raise UnsupportedError(f'load_format is {spec.load_format!r}: use "safetensors" or "dummy"')
     if spec.dtype != "auto" and spec.dtype not in DTYPE_BYTES:
         raise UnsupportedError(f"dtype is {spec.dtype!r}: use auto, {', '.join(DTYPE_BYTES)}")
-    if spec.max_rows < 1:
-        raise UnsupportedError(f"max_rows is {spec.max_rows}: it must be at least 1")
+    if spec.max_num_seqs < 1:
+        raise UnsupportedError(f"max_num_seqs is {spec.max_num_seqs}: it must be at least 1")
     for name, value in (("weights", spec.weights), ("kv_dtype", spec.kv_dtype)):
         if value not in ("auto", FP8):
             raise UnsupportedError(f'{name} is {value!r}: use "auto" or "{FP8}"')
-    if spec.step_tokens < spec.max_rows:
+    if spec.step_tokens < spec.max_num_seqs:
         raise UnsupportedError(
-            f"step_tokens is {spec.step_tokens}, but {spec.max_rows} sequences decode one token each in a "
-            "step: raise step_tokens or lower max_rows"
+            f"step_tokens is {spec.step_tokens}, but {spec.max_num_seqs} sequences decode one token each in a "
+            "step: raise step_tokens or lower max_num_seqs"
         )
-    if spec.mixed_tokens is not None and not spec.max_rows <= spec.mixed_tokens <= spec.step_tokens:
+    if spec.mixed_tokens is not None and not spec.max_num_seqs <= spec.mixed_tokens <= spec.step_tokens:
         raise UnsupportedError(
-            f"mixed_tokens is {spec.mixed_tokens}: it must be at least max_rows ({spec.max_rows}) and at "
+            f"mixed_tokens is {spec.mixed_tokens}: it must be at least max_num_seqs ({spec.max_num_seqs}) and at "
             f"most step_tokens ({spec.step_tokens}), or left out"
         )
     if not 0.0 < spec.memory_fraction <= 1.0:

@@ -1,7 +1,7 @@
 """`python -m kernels.build`: compile every kernel that serving a model needs, so that no start compiles.
 
     python -m kernels.build --config FOLDER
-    python -m kernels.build --config FOLDER --fp8 --kv-fp8 --max-rows 256
+    python -m kernels.build --config FOLDER --fp8 --kv-fp8 --max-num-seqs 256
 
 FOLDER has a model's config.json: a checkpoint, or a public shape (docs/kernels.md says how to write one).
 The kernels go to Triton's cache (TRITON_CACHE_DIR, or --cache), for the GPU of this machine or the one that
@@ -144,7 +144,7 @@ def _arguments() -> Any:
     parser.add_argument("--fp8", action="store_true", help="the layers' matrices are e4m3")
     parser.add_argument("--kv-fp8", action="store_true", help="so is the KV cache")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that the model is split over")
-    parser.add_argument("--max-rows", type=int, default=1024, help="most sequences at once")
+    parser.add_argument("--max-num-seqs", type=int, default=1024, help="most sequences at once")
     parser.add_argument("--step-tokens", type=int, default=8192, help="most tokens of a step")
     parser.add_argument("--cache", type=Path, help="Triton's cache, instead of TRITON_CACHE_DIR")
     parser.add_argument(
@@ -165,7 +165,7 @@ def _arguments() -> Any:
     arguments.chosen = None
     if arguments.gpu is not None:
         arguments.chosen = compiling.Gpu.of(arguments.gpu, arguments.capability)
-    names = ("fp8", "kv_fp8", "tensor_parallel", "max_rows", "step_tokens")
+    names = ("fp8", "kv_fp8", "tensor_parallel", "max_num_seqs", "step_tokens")
     arguments.served = {name: getattr(arguments, name) for name in names}
     if arguments.dtype is not None:
         arguments.served["dtype"] = arguments.dtype

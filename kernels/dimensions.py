@@ -66,7 +66,7 @@ class Dimensions:
     """Whether the layers' matrices are e4m3."""
     kv_fp8: bool = False
     tensor_parallel: int = 1
-    max_rows: int = 1024
+    max_num_seqs: int = 1024
     """Most sequences at once."""
     step_tokens: int = 8192
     """Most tokens of a pass."""
@@ -177,7 +177,7 @@ def read_dimensions(folder: Path, **served: Any) -> Dimensions:
         raise DimensionsError(f"{file}: cannot be read: {error}; give the folder of a checkpoint") from None
     if not isinstance(values, dict):
         raise DimensionsError(f"{file}: is no object but {values!r:.40}; give the folder of a checkpoint")
-    for name in ("tensor_parallel", "max_rows", "step_tokens"):
+    for name in ("tensor_parallel", "max_num_seqs", "step_tokens"):
         if (given := served.get(name, 1)) < 1:
             raise DimensionsError(f"{name} is {given}; at least 1 is needed")
 

@@ -46,13 +46,13 @@ def launch_all(dimensions: Dimensions, table: Table, gpu: Gpu) -> None:
     layers = _Layers(dimensions, table, gpu)
     for tokens in _token_counts(dimensions):
         for window in dimensions.windows:
-            if tokens <= dimensions.max_rows:
+            if tokens <= dimensions.max_num_seqs:
                 layers.launch(tokens, window, _decodes(dimensions, tokens))
                 layers.launch(tokens, window, _ends(dimensions, tokens))
             layers.launch(tokens, window, _chunk(dimensions, tokens))
     for window in dimensions.windows:
         layers.launch(EXPAND_FROM, window, _chunk(dimensions, EXPAND_FROM, HOPPER_ABOVE))
-    for rows in {1, min(2, dimensions.max_rows), dimensions.max_rows}:
+    for rows in {1, min(2, dimensions.max_num_seqs), dimensions.max_num_seqs}:
         for rank in range(dimensions.tensor_parallel):
             _launch_sampling(dimensions, rank, rows)
         _launch_rows(dimensions, rows)
@@ -60,9 +60,9 @@ def launch_all(dimensions: Dimensions, table: Table, gpu: Gpu) -> None:
 
 def _token_counts(dimensions: Dimensions) -> list[int]:
     """Beyond the small ones, powers of two and the numbers after them."""
-    most = max(dimensions.max_rows, dimensions.step_tokens)
+    most = max(dimensions.max_num_seqs, dimensions.step_tokens)
     powers = [1 << bits for bits in range(most.bit_length())]
-    counts = {*range(1, _EVERY), *powers, *(power + 1 for power in powers), most, dimensions.max_rows}
+    counts = {*range(1, _EVERY), *powers, *(power + 1 for power in powers), most, dimensions.max_num_seqs}
     return sorted(count for count in counts if count <= most)
 
 
@@ -108,7 +108,7 @@ class _Layers:
         activated = ops.norm_gate_up(residual, self._gain, _EPS, weights["gate_up"], up_bias)
         ops.norm_linear(self._add(activated, "down", residual, d.mlp_bias, self._gain), *of_qkv)
         last = self._add(activated, "down", residual, d.mlp_bias, None)
-        if tokens <= d.max_rows:
+        if tokens <= d.max_num_seqs:
             ops.norm_linear(last, self._gain, _EPS, weights["lm_head"], None)
 
     def _add(
@@ -155,7 +155,7 @@ def _chunk(dimensions: Dimensions, tokens: int, context: int = 0) -> AttentionIn
 
 
 def _block_table(dimensions: Dimensions) -> torch.Tensor:
-    return torch.empty((dimensions.max_rows, _BLOCKS), dtype=torch.int64, device=_META)
+    return torch.empty((dimensions.max_num_seqs, _BLOCKS), dtype=torch.int64, device=_META)
 
 
 # ── sampling and the tables ──────────────────────────────────────────────────────────────────────────
@@ -165,8 +165,8 @@ def _launch_sampling(dimensions: Dimensions, rank: int, rows: int) -> None:
     """Every way to sample, from a rank's logits and, of a split model, from all."""
     d, ranks = dimensions, dimensions.tensor_parallel
     indices = torch.empty(rows, dtype=torch.int64, device=_META)
-    floats = torch.empty((d.max_rows, 7), dtype=torch.float32, device=_META)
-    tables = (torch.empty(d.max_rows, dtype=torch.int64, device=_META) for _ in range(2))
+    floats = torch.empty((d.max_num_seqs, 7), dtype=torch.float32, device=_META)
+    tables = (torch.empty(d.max_num_seqs, dtype=torch.int64, device=_META) for _ in range(2))
     draws = Draws(indices, indices, next(tables), floats, next(tables))
     hashes = torch.empty(d.vocab, dtype=torch.int32, device=_META)
 
@@ -200,7 +200,9 @@ def _launch_sampling(dimensions: Dimensions, rank: int, rows: int) -> None:
 
 def _launch_rows(dimensions: Dimensions, rows: int) -> None:
     indices = torch.empty(rows, dtype=torch.int64, device=_META)
-    tokens, lengths = (torch.empty(dimensions.max_rows, dtype=torch.int64, device=_META) for _ in range(2))
+    tokens, lengths = (
+        torch.empty(dimensions.max_num_seqs, dtype=torch.int64, device=_META) for _ in range(2)
+    )
     decodes = empty_decodes(rows, _META)
     place(indices, tokens, lengths, _block_table(dimensions), decodes)
     advance(indices, decodes.token_ids, decodes.lens, tokens, lengths)

@@ -78,7 +78,7 @@ def start(arguments: argparse.Namespace) -> None:
             weights=arguments.weights,
             kv_dtype=arguments.kv_dtype,
             max_model_len=arguments.max_model_len,
-            max_rows=arguments.max_rows,
+            max_num_seqs=arguments.max_num_seqs,
             step_tokens=8192,
         )
         try:
@@ -102,7 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--max-rows", type=int, default=1024)
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-model-len", type=int, default=8448)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="the stages of every run into this file")

@@ -85,7 +85,7 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", help="Longest sequence, prompt and output, in tokens.")
     ] = None,
-    max_rows: Annotated[int | None, typer.Option(metavar="N", help="Sequences that run at once.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="Sequences that run at once.")] = None,
     step_tokens: Annotated[int | None, typer.Option(metavar="N", help="Token budget of one step.")] = None,
     kv_blocks: Annotated[
         int | None, typer.Option(metavar="N", help="Blocks of 64 tokens in the KV cache.")
@@ -112,7 +112,7 @@ def serve(
         kv_dtype=kv_dtype and kv_dtype.value,
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,
-        max_rows=max_rows,
+        max_num_seqs=max_num_seqs,
         step_tokens=step_tokens,
         kv_blocks=kv_blocks,
         load_format=load_format and load_format.value,

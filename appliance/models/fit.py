@@ -76,7 +76,7 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
             weights=weights,
             kv_dtype=kv_dtype,
             tensor_parallel_size=ranks,
-            max_rows=model.max_rows,
+            max_num_seqs=model.max_num_seqs,
             step_tokens=model.step_tokens,
             max_model_len=longest,
             blocks=None,

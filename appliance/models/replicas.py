@@ -292,7 +292,7 @@ class Replica:
             self._ready_at - self._started_at,
             precision(info.dtype, info.weights, info.kv_dtype),
             ", ".join(info.devices),
-            info.max_rows,
+            info.max_num_seqs,
             info.kv_blocks,
         )
         self._events.replica_ready(self)

@@ -46,7 +46,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Ranks (GPUs) that hold one replica together."""
     max_model_len: Positive | None = None
     """Longest sequence in tokens, prompt and output together; without it, the checkpoint's."""
-    max_rows: Positive = 64
+    max_num_seqs: Positive = 64
     """Sequences that run at once in one replica."""
     step_tokens: Positive = 2048
     """Token budget of one step."""
@@ -76,7 +76,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             kv_dtype=self.kv_dtype,
             tensor_parallel_size=self.tensor_parallel_size,
             max_model_len=self.max_model_len,
-            max_rows=self.max_rows,
+            max_num_seqs=self.max_num_seqs,
             step_tokens=self.step_tokens,
             mixed_tokens=self.mixed_tokens,
             kv_blocks=self.kv_blocks,
@@ -220,7 +220,7 @@ class Flags(msgspec.Struct, kw_only=True):
     kv_dtype: str | None = None
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None
-    max_rows: int | None = None
+    max_num_seqs: int | None = None
     step_tokens: int | None = None
     kv_blocks: int | None = None
     load_format: str | None = None

@@ -23,7 +23,7 @@ _FLAGS_OF_MODELS = (
     "kv_dtype",
     "tensor_parallel_size",
     "max_model_len",
-    "max_rows",
+    "max_num_seqs",
     "step_tokens",
     "kv_blocks",
     "load_format",

@@ -116,7 +116,7 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
             name,
             "problem",
             f"does not fit: {text}",
-            "lower kv_blocks or max_rows, use more ranks, or free memory",
+            "lower kv_blocks or max_num_seqs, use more ranks, or free memory",
         )
     fitting = found.blocks * BLOCK_TOKENS
     if fitting >= longest:

@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-fp8", action="store_true", help="quantise the KV cache")
     parser.add_argument("--memory-fraction", type=float, help="fraction of the device's memory to use")
     parser.add_argument(
-        "--max-rows", type=int, default=1024, help="maximum number of running sequences (%(default)s)"
+        "--max-num-seqs", type=int, default=1024, help="maximum number of running sequences (%(default)s)"
     )
     parser.add_argument("--step-tokens", type=int, default=8192, help="token budget of a step (%(default)s)")
     parser.add_argument("--max-model-len", type=int, help="default: the length that the workloads need")
@@ -60,7 +60,7 @@ def start(
         device=arguments.device,
         dtype=arguments.dtype,
         max_model_len=_max_model_len(arguments, model, workloads),
-        max_rows=arguments.max_rows,
+        max_num_seqs=arguments.max_num_seqs,
         step_tokens=arguments.step_tokens,
         kv_blocks=arguments.kv_blocks,
         weights="fp8" if arguments.fp8 else "auto",

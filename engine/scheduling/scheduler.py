@@ -53,7 +53,7 @@ for a model of 8 B parameters in bfloat16."""
 class Scheduler:
     """Plans steps and collects their results. Single-threaded; no method blocks.
 
-    max_rows: maximum number of running sequences. step_tokens: token budget of a step. mixed_tokens: token
+    max_num_seqs: maximum number of running sequences. step_tokens: token budget of a step. mixed_tokens: token
     budget of a step with decodes, these included; None: half of step_tokens, at most MIXED_TOKENS, since a
     new request waits for one running and one launched step, which together are then a full step. blocks: size
     of the KV pool.
@@ -64,7 +64,7 @@ class Scheduler:
     def __init__(
         self,
         *,
-        max_rows: int,
+        max_num_seqs: int,
         step_tokens: int,
         mixed_tokens: int | None = None,
         max_model_len: int,
@@ -72,18 +72,18 @@ class Scheduler:
         blocks: int,
         prefix_cache: bool = True,
     ) -> None:
-        if max_rows < 1:
-            raise ValueError(f"max_rows is {max_rows}: it must be at least 1")
-        if step_tokens < max_rows:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {max_num_seqs}: it must be at least 1")
+        if step_tokens < max_num_seqs:
             raise ValueError(
-                f"step_tokens is {step_tokens}, but {max_rows} sequences decode one token each in a step: "
-                f"raise step_tokens or lower max_rows"
+                f"step_tokens is {step_tokens}, but {max_num_seqs} sequences decode one token each in a step: "
+                f"raise step_tokens or lower max_num_seqs"
             )
         if mixed_tokens is None:
-            mixed_tokens = max(max_rows, min(step_tokens // 2, MIXED_TOKENS))
-        elif not max_rows <= mixed_tokens <= step_tokens:
+            mixed_tokens = max(max_num_seqs, min(step_tokens // 2, MIXED_TOKENS))
+        elif not max_num_seqs <= mixed_tokens <= step_tokens:
             raise ValueError(
-                f"mixed_tokens is {mixed_tokens}: it must be at least max_rows ({max_rows}), so that "
+                f"mixed_tokens is {mixed_tokens}: it must be at least max_num_seqs ({max_num_seqs}), so that "
                 f"prefills make progress while all other slots decode, and at most step_tokens "
                 f"({step_tokens})"
             )
@@ -96,11 +96,11 @@ class Scheduler:
         # Tokens of two steps with decodes, or of one without. Further requests are better kept in the core's
         # queue, which also considers quotas and fairness; the scheduler considers only class and arrival.
         self.accounting = RequestAccounting(
-            credit_rows=max_rows, credit_tokens=max(step_tokens, 2 * mixed_tokens)
+            credit_rows=max_num_seqs, credit_tokens=max(step_tokens, 2 * mixed_tokens)
         )
         totals, tables = self.accounting.totals, BlockTables(self.pool)
         self._waiting = WaitingQueue()
-        self._running = RunningSequences(max_rows)
+        self._running = RunningSequences(max_num_seqs)
         preemption = Preemption(self._running, self._waiting, tables, self.pool, totals)
         self._decodes = DecodeScheduler(self._running, tables, preemption)
         self._prefills = PrefillScheduler(self._running, tables, self.accounting)

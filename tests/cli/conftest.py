@@ -181,7 +181,7 @@ def a_status(run_dir: Path) -> Status:
         tensor_parallel_size=2,
         predicted_bytes=1 << 30,
         used_bytes=1200 << 20,
-        max_rows=64,
+        max_num_seqs=64,
         running=3,
         waiting=2,
         blocks_total=3276,

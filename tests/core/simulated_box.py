@@ -179,7 +179,7 @@ class Replica:
         self.account = CreditAccount(name, MODEL, "simulated")
         self.device = _Device(box, speed)
         self.scheduler = Scheduler(
-            max_rows=rows,
+            max_num_seqs=rows,
             step_tokens=step_tokens,
             mixed_tokens=mixed_tokens,
             max_model_len=131_072,

@@ -122,12 +122,12 @@ def test_only_the_changed_model_gets_another_process_and_serves_until_it_is_ther
     before = {model: replicas(service, model)[0].pids for model in ("m", "n")}
     stream = service.connect("m 150")
     reloaded = change(service, ('folder = "m"', 'folder = "m"\nmax_rows = 5'))
-    assert reloaded.changed == ["models.m.max_rows: 64 → 5"]
+    assert reloaded.changed == ["models.m.max_num_seqs: 64 → 5"]
     assert reloaded.models == ["model m: its replicas are replaced one by one"]
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
     assert read_answer(stream) == [str(token) for token in range(1, 151)] + ["front-0 length"]
     wait_until(lambda: names(service) == [("m-1", "ready")], what="the successor")
-    assert replicas(service)[0].pids != before["m"] and replicas(service)[0].max_rows == 5
+    assert replicas(service)[0].pids != before["m"] and replicas(service)[0].max_num_seqs == 5
     assert replicas(service, "n")[0].pids == before["n"]
     wait_until(lambda: all(row.state == "ended" for row in service.rows()))
     assert {(row.status, row.resubmissions) for row in service.rows()} == {(200, 0)}
@@ -183,7 +183,7 @@ def test_a_change_that_overtakes_another_leaves_the_last_wish_and_nothing_else(m
     ]
     change(service, ("[models]", '[models.m]\nfolder = "m"\nmax_rows = 8'))
     assert read_answer(stream)[-1] == "front-0 length"
-    wait_until(lambda: [replica.max_rows for replica in replicas(service)] == [8])
+    wait_until(lambda: [replica.max_num_seqs for replica in replicas(service)] == [8])
     wait_until(lambda: len(service.pids()) == 2, what="the end of every other replica")
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
 

@@ -73,7 +73,7 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
     settings = load(tmp_path, text, fronts=3, dtype="float16", tensor_parallel_size=2)
     assert (settings.fronts, settings.address()) == (3, ("127.0.0.1", 1))
     model = settings.models["a"]
-    assert (model.max_rows, model.dtype, model.tensor_parallel_size) == (8, "float16", 2)
+    assert (model.max_num_seqs, model.dtype, model.tensor_parallel_size) == (8, "float16", 2)
     assert model.spec("a-0").model_path == str(tmp_path)
     flagged = load(tmp_path, text, models=[f"b={tmp_path}"], dtype="float16").models
     assert {name: model.dtype for name, model in flagged.items()} == {"b": "float16"}
@@ -98,7 +98,7 @@ def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_repli
         ("[unix]\nuids = 'all'", "unix.uids = 'all' cannot be used: it can be a list, 'owner', 'any'"),
         ("[unix]\nuids = [1, 'x']", "unix.uids[1] = 'x' cannot be used"),
         ("[limits]\nmax_body_byte = 3", "max_body_byte is not a setting: did you mean 'max_body_bytes'?"),
-        ("[models.a]\nfolder = '.'\nmax_rows = 0", "models.a.max_rows = 0 cannot be used"),
+        ("[models.a]\nfolder = '.'\nmax_rows = 0", "models.a.max_num_seqs = 0 cannot be used"),
         ("[models.a]\nfolder = '.'\nmax_row = 3", "models.a.max_row is not a setting: did you mean"),
         ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' cannot be used: it can be 'auto', "),
         ("[models.a]\nfolder = '.'\nweights = 'int8'", "weights = 'int8' cannot be used: it can be 'auto', "),
@@ -162,7 +162,7 @@ def test_files_in_conf_d_are_laid_over_the_main_one_in_order_of_their_names(tmp_
     """
     settings = load(tmp_path, text)
     a, b = settings.models["a"], settings.models["b"]
-    assert (settings.fronts, a.max_rows, a.dtype, a.folder) == (3, 16, "float16", str(tmp_path))
+    assert (settings.fronts, a.max_num_seqs, a.dtype, a.folder) == (3, 16, "float16", str(tmp_path))
     assert b.folder == str(drop_ins)  # relative to the file that names it
     assert (settings.unix.uids, settings.unix.api_mode) == ([7], "0666")
 
@@ -206,7 +206,7 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
             (f"{main}:7", "unix.uids"),
             (f"{extra}:2", "limits.max_body_bytes"),
             (f"{extra}:3", "limits.max_conections"),
-            (f"{main}:5", "models.a.max_rows"),
+            (f"{main}:5", "models.a.max_num_seqs"),
             (f"{main}:4", "models.a.folder"),
             (f"{main}:3", "listen"),
         ]

@@ -23,7 +23,7 @@ def engine(device: str, dtype: str, kv_dtype: str = "auto", weights: str = "auto
             dtype=dtype,
             weights=weights,
             kv_dtype=kv_dtype,
-            max_rows=256,
+            max_num_seqs=256,
             step_tokens=4096,
             kv_blocks=2048,
         )

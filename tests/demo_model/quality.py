@@ -124,7 +124,7 @@ def _run(device: str, dtype: str, form: Form, asked: int | None, windows: int | 
             dtype=dtype,
             weights=form.weights,
             kv_dtype=form.kv_dtype,
-            max_rows=256,
+            max_num_seqs=256,
             step_tokens=4096,
             kv_blocks=2048,
         )

@@ -54,8 +54,8 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
     wrong = None
     if most_blocks != info.kv_blocks:
         wrong = f"{most_blocks} of {info.kv_blocks} blocks were in use at most"
-    elif most_running < 0.9 * info.max_rows:
-        wrong = f"{most_running} of {info.max_rows} rows ran at once at most"
+    elif most_running < 0.9 * info.max_num_seqs:
+        wrong = f"{most_running} of {info.max_num_seqs} rows ran at once at most"
     elif not gauges.preemptions:
         wrong = "nobody was preempted: the pool did not run out"
     elif books.open:
@@ -64,7 +64,7 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
         "wrong": wrong,
         "seconds": round(time.monotonic() - began, 1),
         "steps": gauges.step,
-        "rows": info.max_rows,
+        "rows": info.max_num_seqs,
         "most_running": most_running,
         "blocks": info.kv_blocks,
         "most_blocks": most_blocks,
@@ -78,7 +78,7 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
     """Return a prompt length for each slot. While the last prompts are computed, the first slots decode, so
     the prompts leave free blocks for them; afterwards all sequences together need more than the pool has."""
     info, scheduler = engine.info, engine.scheduler
-    rows = info.max_rows
+    rows = info.max_num_seqs
     # The last block of a sequence is half full on average, and the watermark stays free for decodes.
     tokens = ((info.kv_blocks - scheduler.watermark) / rows - 0.5) * BLOCK_TOKENS
     of_prompts = max(1, scheduler.mixed_tokens - rows // 2)
@@ -88,7 +88,7 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
     if length < 1 or length + most > info.max_model_len:
         raise ValueError(
             f"to fill {info.kv_blocks} blocks, each of {rows} rows needs {length} prompt tokens and {most} "
-            f"more; max_model_len is {info.max_model_len}: change max_rows, kv_blocks or max_model_len"
+            f"more; max_model_len is {info.max_model_len}: change max_num_seqs, kv_blocks or max_model_len"
         )
     submits = []
     for row in range(rows):

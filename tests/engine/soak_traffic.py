@@ -33,7 +33,7 @@ class Limits:
     def of(cls, info: ReplicaInfo) -> Limits:
         """Maximum length of a prompt: it may take several steps and leaves room for some output tokens."""
         longest = min(info.max_model_len - 40, 5 * info.step_tokens // 2)
-        return cls(info.vocab_size, info.max_rows, info.step_tokens, info.max_model_len, longest)
+        return cls(info.vocab_size, info.max_num_seqs, info.step_tokens, info.max_model_len, longest)
 
 
 def draw_submit(

@@ -153,7 +153,7 @@ def test_a_run_needs_few_packages_and_writes_its_results(tmp_path: Path) -> None
         "cpu",
         "--load-format",
         "dummy",
-        "--max-rows",
+        "--max-num-seqs",
         "8",
         "--step-tokens",
         "1024",

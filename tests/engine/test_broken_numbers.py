@@ -29,7 +29,7 @@ def engine(tmp_path: Path) -> LocalEngine:
             model_path=str(tmp_path),
             load_format="dummy",
             device="cpu",
-            max_rows=8,
+            max_num_seqs=8,
             step_tokens=512,
             max_model_len=128,
             kv_blocks=10,

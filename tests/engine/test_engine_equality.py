@@ -61,7 +61,7 @@ def build(model: Path) -> Iterator[Build]:
     engines: list[LocalEngine] = []
 
     def make(**changes: object) -> LocalEngine:
-        sizes = {"max_rows": 8, "step_tokens": 512, "max_model_len": 320, "kv_blocks": 64, **changes}
+        sizes = {"max_num_seqs": 8, "step_tokens": 512, "max_model_len": 320, "kv_blocks": 64, **changes}
         spec = ReplicaSpec(
             replica="tiny-0", model_path=str(model), load_format="dummy", device="cpu", threads=1, **sizes
         )
@@ -84,7 +84,7 @@ class Alone:
                 model_path=str(model),
                 load_format="dummy",
                 device="cpu",
-                max_rows=1,
+                max_num_seqs=1,
                 step_tokens=512,
                 max_model_len=320,
                 kv_blocks=8,
@@ -196,7 +196,7 @@ def test_in_a_batch(build: Build, alone: Alone, overlap: bool) -> None:
 @pytest.mark.parametrize("step_tokens", [3, 16, 63, 64, 65, 130])
 def test_at_any_chunk_size(build: Build, alone: Alone, step_tokens: int) -> None:
     asks = [Ask(prompt(length, length), 6, scored=length > 64) for length in (65, 129, 200)]
-    expect_all_equal(serve(build(step_tokens=step_tokens, max_rows=3), asks), asks, alone)
+    expect_all_equal(serve(build(step_tokens=step_tokens, max_num_seqs=3), asks), asks, alone)
 
 
 @pytest.mark.parametrize("hit", [64, 128, 192])
@@ -212,7 +212,7 @@ def test_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_through_preemptions(build: Build, alone: Alone, overlap: bool, prefix_cache: bool) -> None:
-    engine = build(kv_blocks=6, max_rows=4, overlap=overlap, prefix_cache=prefix_cache)
+    engine = build(kv_blocks=6, max_num_seqs=4, overlap=overlap, prefix_cache=prefix_cache)
     asks = [Ask(prompt(60, family), 100, priority=family % 2) for family in range(4)]
     answers = serve(engine, asks)
     assert engine.core.gauges().preemptions >= 2
@@ -229,7 +229,7 @@ def test_samples_that_share_the_prompt(build: Build, alone: Alone, length: int) 
 def test_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
     draw = random.Random(seed)
     engine = build(
-        max_rows=draw.choice([2, 4, 8]),
+        max_num_seqs=draw.choice([2, 4, 8]),
         step_tokens=draw.choice([8, 40, 100, 300]),
         kv_blocks=draw.choice([6, 9, 30]),
         overlap=draw.random() < 0.5,

@@ -68,7 +68,7 @@ def made(tmp_path: Path) -> Callable[[], LocalEngine]:
         model_path=str(tmp_path),
         load_format="dummy",
         device="cpu",
-        max_rows=4,
+        max_num_seqs=4,
         step_tokens=512,
         max_model_len=256,
         kv_blocks=16,

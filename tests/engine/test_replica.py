@@ -96,7 +96,7 @@ async def replica(folder: Path, **fields: object) -> AsyncIterator[Watched]:
         load_format="dummy",
         device="cpu",
         kv_blocks=64,
-        max_rows=16,
+        max_num_seqs=16,
         threads=1,
         **fields,  # type: ignore[arg-type]
     )

@@ -45,7 +45,7 @@ def main() -> None:
             weights="fp8" if fp8 else "auto",
             kv_dtype="fp8" if fp8 else "auto",
             max_model_len=8192,
-            max_rows=256,
+            max_num_seqs=256,
             step_tokens=8192,
             kv_blocks=3000,
         )

@@ -29,7 +29,7 @@ def run(*arguments: str, **environment: str) -> str:
 def test_after_a_build_no_kernel_is_compiled(tmp_path: Path, fp8: list[str]) -> None:
     cache = tmp_path / "cache"
     write_config(SHAPE, tmp_path)
-    served = ["--max-rows", "64", "--step-tokens", "2048", *fp8]
+    served = ["--max-num-seqs", "64", "--step-tokens", "2048", *fp8]
     run("kernels.build", "--config", str(tmp_path), "--cache", str(cache), *served)
     built = sorted(cache.rglob("*"))
     assert len(built) > 100
@@ -39,7 +39,7 @@ def test_after_a_build_no_kernel_is_compiled(tmp_path: Path, fp8: list[str]) -> 
 
 
 def test_a_profile_shows_every_gemm_with_its_limit() -> None:
-    table = run("engine.profile", "--shape", SHAPE, "--workload", "b8_decode", "--max-rows", "16")
+    table = run("engine.profile", "--shape", SHAPE, "--workload", "b8_decode", "--max-num-seqs", "16")
     shares = {line.split(" (")[0]: line.split()[-1] for line in table.splitlines() if "%" in line}
     for product in ("qkv", "o", "gate_up", "down", "lm_head"):
         assert 0.2 < float(shares[product].rstrip("%")) / 100 < 1.5, table
@@ -48,7 +48,7 @@ def test_a_profile_shows_every_gemm_with_its_limit() -> None:
 
 @pytest.mark.parametrize("workload", ["b1_decode", "ttft8k"])
 def test_a_profile_of_a_single_mixed_step_has_only_its_kernels(workload: str) -> None:
-    options = ["--kind", "mixed", "--max-rows", "16"]
+    options = ["--kind", "mixed", "--max-num-seqs", "16"]
     table = run("engine.profile", "--shape", SHAPE, "--workload", workload, *options)
     assert "recorded 1 step instead of 8" in table
     tokens = {"b1_decode": "512", "ttft8k": "8,192"}[workload]

@@ -67,7 +67,7 @@ def main() -> None:
     spec = ReplicaSpec(
         replica="r",
         model_path=str(folder),
-        max_rows=ROWS,
+        max_num_seqs=ROWS,
         step_tokens=STEP_TOKENS,
         tensor_parallel_size=ranks.size,
     )

@@ -105,9 +105,9 @@ def test_a_build_fills_the_cache_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_kernels_read_a_checkpoint_as_the_engine_does(tmp_path: Path, family: str) -> None:
     folder = folder_of(tmp_path, family)
-    spec = ReplicaSpec(replica="r", model_path=str(folder), max_rows=64, step_tokens=512)
+    spec = ReplicaSpec(replica="r", model_path=str(folder), max_num_seqs=64, step_tokens=512)
     theirs = dimensions(read_config(folder), spec, dtype="bfloat16", weights="fp8", kv_dtype="bfloat16")
-    assert read_dimensions(folder, fp8=True, max_rows=64, step_tokens=512) == theirs
+    assert read_dimensions(folder, fp8=True, max_num_seqs=64, step_tokens=512) == theirs
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -115,7 +115,7 @@ def test_the_kernels_read_public_shapes_as_the_engine_does(tmp_path: Path, shape
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     spec = ReplicaSpec(replica="r", model_path=str(tmp_path), tensor_parallel_size=2)
     theirs = dimensions(read_config(tmp_path), spec, dtype="bfloat16", weights="bfloat16", kv_dtype="fp8")
-    served = {"tensor_parallel": 2, "max_rows": spec.max_rows, "step_tokens": spec.step_tokens}
+    served = {"tensor_parallel": 2, "max_num_seqs": spec.max_num_seqs, "step_tokens": spec.step_tokens}
     assert read_dimensions(tmp_path, kv_fp8=True, **served) == theirs
 
 
@@ -270,7 +270,7 @@ def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(
     [
         (["--tensor-parallel", "0"], 1, "tensor_parallel is 0; at least 1 is needed"),
         (["--tensor-parallel", "-1"], 1, "tensor_parallel is -1; at least 1 is needed"),
-        (["--max-rows", "0"], 1, "max_rows is 0; at least 1 is needed"),
+        (["--max-num-seqs", "0"], 1, "max_num_seqs is 0; at least 1 is needed"),
         (["--step-tokens", "0"], 1, "step_tokens is 0; at least 1 is needed"),
         (["--processes", "0"], 2, "--processes is 0; at least 1 is needed"),
         (
@@ -354,7 +354,7 @@ def test_what_was_built_is_known_for_the_same_model_and_gpu(
     assert build.build(small, h200, 1).failures == failures
     assert build.is_built(small, h200) == (not failures)
     assert not build.is_built(small, other)
-    assert not build.is_built(replace(small, max_rows=7), h200)
+    assert not build.is_built(replace(small, max_num_seqs=7), h200)
 
 
 def test_dimensions_reach_the_process_that_builds(small: Dimensions) -> None:

@@ -49,8 +49,8 @@ class SimulatedStep:
 
 
 class SimulatedRunner:
-    def __init__(self, max_rows: int, blocks: int) -> None:
-        self.slots: list[SlotState | None] = [None] * max_rows
+    def __init__(self, max_num_seqs: int, blocks: int) -> None:
+        self.slots: list[SlotState | None] = [None] * max_num_seqs
         self.cache: list[list[tuple[int, int] | None]] = [[None] * BLOCK_TOKENS for _ in range(blocks)]
         self.plans: list[StepPlan] = []
         self.gap_us = 0.0

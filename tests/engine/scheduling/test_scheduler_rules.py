@@ -22,9 +22,9 @@ class House:
     """An engine on the simulated runner, with all of its outputs."""
 
     def __init__(self, *, overlap: bool = True, runner: Any = None, **sizes: Any) -> None:
-        sizes = {"max_rows": 4, "step_tokens": 256, "max_model_len": 512, "blocks": 64, **sizes}
+        sizes = {"max_num_seqs": 4, "step_tokens": 256, "max_model_len": 512, "blocks": 64, **sizes}
         self.scheduler = Scheduler(vocab_size=VOCAB, **sizes)
-        self.runner = runner or SimulatedRunner(sizes["max_rows"], sizes["blocks"])
+        self.runner = runner or SimulatedRunner(sizes["max_num_seqs"], sizes["blocks"])
         self.core = EngineCore(self.scheduler, self.runner, overlap=overlap)
         self.outputs: list[Output] = []
         self.finished: list[Finished] = []
@@ -269,25 +269,27 @@ def test_a_handle_in_use_is_refused() -> None:
 
 def test_inconsistent_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="step_tokens is 3, but 4 sequences"):
-        House(max_rows=4, step_tokens=3)
+        House(max_num_seqs=4, step_tokens=3)
     for mixed_tokens in (3, 65):
-        with pytest.raises(ValueError, match=f"mixed_tokens is {mixed_tokens}: it must be at least max_rows"):
-            House(max_rows=4, step_tokens=64, mixed_tokens=mixed_tokens)
+        with pytest.raises(
+            ValueError, match=f"mixed_tokens is {mixed_tokens}: it must be at least max_num_seqs"
+        ):
+            House(max_num_seqs=4, step_tokens=64, mixed_tokens=mixed_tokens)
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "step_tokens", "mixed_tokens"),
+    ("max_num_seqs", "step_tokens", "mixed_tokens"),
     [(64, 2048, 1024), (1024, 8192, 4096), (6000, 8192, 6000), (8192, 8192, 8192)],
 )
 def test_the_default_budget_of_mixed_steps_fits_the_other_sizes(
-    max_rows: int, step_tokens: int, mixed_tokens: int
+    max_num_seqs: int, step_tokens: int, mixed_tokens: int
 ) -> None:
-    assert House(max_rows=max_rows, step_tokens=step_tokens).scheduler.mixed_tokens == mixed_tokens
+    assert House(max_num_seqs=max_num_seqs, step_tokens=step_tokens).scheduler.mixed_tokens == mixed_tokens
 
 
 @pytest.mark.parametrize(("overlap", "cleared"), [(True, 2), (False, 0)])
 def test_blocks_written_by_a_step_in_flight_are_zeroed_when_reallocated(overlap: bool, cleared: int) -> None:
-    house = House(overlap=overlap, max_rows=1, step_tokens=100, blocks=8, prefix_cache=False)
+    house = House(overlap=overlap, max_num_seqs=1, step_tokens=100, blocks=8, prefix_cache=False)
     house.submit(64, max_tokens=100)
     house.drain()
     cancelled = house.submit(300)
@@ -302,9 +304,9 @@ def test_blocks_written_by_a_step_in_flight_are_zeroed_when_reallocated(overlap:
 
 
 def test_the_step_launched_before_a_stop_token_was_read_leaves_one_block_to_zero() -> None:
-    house = House(max_rows=1, blocks=8, prefix_cache=False)
+    house = House(max_num_seqs=1, blocks=8, prefix_cache=False)
     stop = first_tokens(house.submit(130, max_tokens=1), 4)[3]
-    house = House(max_rows=1, blocks=8, prefix_cache=False)
+    house = House(max_num_seqs=1, blocks=8, prefix_cache=False)
     house.submit(130, max_tokens=50, stop_token_ids=(stop,))
     house.drain()
     house.submit(400, max_tokens=1)
@@ -337,7 +339,7 @@ def test_a_step_with_decodes_has_the_smaller_token_budget() -> None:
 
 
 def test_prefills_make_progress_while_all_other_slots_decode() -> None:
-    house = House(max_rows=4, step_tokens=128, mixed_tokens=4)
+    house = House(max_num_seqs=4, step_tokens=128, mixed_tokens=4)
     for _ in range(3):
         house.submit(4, max_tokens=60)
     house.step()
@@ -357,7 +359,7 @@ def test_a_running_prefill_continues_before_new_admissions() -> None:
 
 
 def test_admission_is_by_class_then_arrival() -> None:
-    house = House(max_rows=1, step_tokens=64)
+    house = House(max_num_seqs=1, step_tokens=64)
     late, early, urgent = (house.submit(4, max_tokens=1, priority=p) for p in (3, 2, 0))
     second = house.submit(4, max_tokens=1, priority=2)
     house.drain()
@@ -375,7 +377,7 @@ def test_no_sequence_overtakes_the_head_of_the_queue_while_it_waits_for_blocks()
 
 
 def test_a_head_of_queue_starts_as_soon_as_its_blocks_are_free() -> None:
-    house = House(blocks=7, max_rows=3, overlap=False)
+    house = House(blocks=7, max_num_seqs=3, overlap=False)
     house.submit(2 * BLOCK_TOKENS - 30, max_tokens=10)
     long = house.submit(2 * BLOCK_TOKENS - 30, max_tokens=25)
     house.submit(4 * BLOCK_TOKENS, max_tokens=2)
@@ -401,7 +403,7 @@ def test_admission_keeps_the_watermark_of_free_blocks_while_sequences_run() -> N
 
 @both_overlaps
 def test_the_youngest_sequence_of_the_lowest_class_is_preempted_first(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=6, max_rows=4)
+    house = House(overlap=overlap, blocks=6, max_num_seqs=4)
     oldest = house.submit(50, max_tokens=100, priority=1)
     low = house.submit(50, max_tokens=100, priority=2)
     young = house.submit(50, max_tokens=100, priority=1)
@@ -415,7 +417,7 @@ def test_the_youngest_sequence_of_the_lowest_class_is_preempted_first(overlap: b
 
 @both_overlaps
 def test_a_preempted_sequence_is_admitted_before_new_ones_of_its_class(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=4, max_rows=2)
+    house = House(overlap=overlap, blocks=4, max_num_seqs=2)
     house.submit(60, max_tokens=80)
     victim = house.submit(60, max_tokens=120)
     new = house.submit(10, max_tokens=2)
@@ -432,7 +434,7 @@ def test_a_preempted_sequence_is_admitted_before_new_ones_of_its_class(overlap: 
 
 @both_overlaps
 def test_prompt_logprobs_survive_a_preemption_during_prefill(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=5, max_rows=2, step_tokens=3)
+    house = House(overlap=overlap, blocks=5, max_num_seqs=2, step_tokens=3)
     house.submit(60, max_tokens=80)
     while house.scheduler.waiting or not house.outputs:
         house.step()
@@ -462,7 +464,7 @@ def test_samples_share_one_prefill_and_copy_the_partial_block(overlap: bool, pro
 
 
 def test_samples_without_a_free_slot_run_later_with_the_cached_prompt() -> None:
-    house = House(max_rows=2)
+    house = House(max_num_seqs=2)
     submit = house.submit(130, n=3, temperature=1.0)
     house.drain()
     house.expect_alone(submit)
@@ -511,7 +513,7 @@ def test_a_fork_continues_the_prefill_of_its_cancelled_leader() -> None:
 
 
 def test_a_preempted_sequence_can_be_cancelled() -> None:
-    house = House(blocks=4, max_rows=2)
+    house = House(blocks=4, max_num_seqs=2)
     house.submit(60, max_tokens=100)
     victim = house.submit(60, max_tokens=100)
     house.step()
@@ -658,7 +660,7 @@ def test_ended_sequences_are_freed_by_reference_counting(overlap: bool) -> None:
     gc.collect()
     gc.disable()
     try:
-        house = House(overlap=overlap, max_rows=3, blocks=5)
+        house = House(overlap=overlap, max_num_seqs=3, blocks=5)
         for n in (1, 2, 3):
             house.submit(100, n=n, max_tokens=40)
         house.scheduler.cancel(FRONT, house.submit(100, n=2).handle)

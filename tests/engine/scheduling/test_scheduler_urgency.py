@@ -58,7 +58,7 @@ def test_urgency_does_not_overtake_a_higher_class() -> None:
 
 @both_overlaps
 def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap: bool) -> None:
-    house = House(overlap=overlap, max_rows=4)
+    house = House(overlap=overlap, max_num_seqs=4)
     background = [house.submit(20, max_tokens=60, priority=3) for _ in range(3)]
     batch = house.submit(20, max_tokens=60, priority=2)
     while not house.outputs:
@@ -78,7 +78,7 @@ def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap:
 
 @pytest.mark.parametrize("priority", [1, 2])
 def test_only_background_is_preempted_and_only_for_real_time(priority: int) -> None:
-    house = House(max_rows=2)
+    house = House(max_num_seqs=2)
     for other in (priority, priority):
         house.submit(20, max_tokens=30, priority=other)
     house.step()
@@ -94,7 +94,7 @@ def test_only_background_is_preempted_and_only_for_real_time(priority: int) -> N
 
 @both_overlaps
 def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=8, max_rows=4)
+    house = House(overlap=overlap, blocks=8, max_num_seqs=4)
     background = [house.submit(2 * BLOCK_TOKENS - 10, max_tokens=8, priority=3) for _ in range(2)]
     interactive = house.submit(2 * BLOCK_TOKENS - 10, max_tokens=40)
     while len(house.outputs) < 3:

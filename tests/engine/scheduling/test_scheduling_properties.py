@@ -91,7 +91,7 @@ ASKS = st.builds(Ask, **{name: st.sampled_from(choices) for name, choices in CHO
 
 class Traffic(RuleBasedStateMachine):
     @initialize(
-        max_rows=st.sampled_from([4, 3, 2, 1, 6]),
+        max_num_seqs=st.sampled_from([4, 3, 2, 1, 6]),
         extra_budget=st.sampled_from([100, 0, 1, 7, 64, 400]),
         mixed_share=st.sampled_from([1.0, 0.0, 0.5]),
         blocks=st.sampled_from([6, 5, 7, 9, 14, 4, 2]),
@@ -101,7 +101,7 @@ class Traffic(RuleBasedStateMachine):
     )
     def start(
         self,
-        max_rows: int,
+        max_num_seqs: int,
         extra_budget: int,
         mixed_share: float,
         blocks: int,
@@ -111,22 +111,22 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(
-            max_rows=max_rows,
-            step_tokens=max_rows + extra_budget,
-            mixed_tokens=max_rows + int(mixed_share * extra_budget),
+            max_num_seqs=max_num_seqs,
+            step_tokens=max_num_seqs + extra_budget,
+            mixed_tokens=max_num_seqs + int(mixed_share * extra_budget),
             max_model_len=max_model_len,
             vocab_size=VOCAB,
             blocks=blocks,
             prefix_cache=prefix_cache,
         )
-        self.core = EngineCore(self.scheduler, SimulatedRunner(max_rows, blocks), overlap=overlap)
+        self.core = EngineCore(self.scheduler, SimulatedRunner(max_num_seqs, blocks), overlap=overlap)
         self.submits: dict[tuple[str, int], Submit] = {}
         self.told: dict[tuple[str, int, int], Told] = {}
         self.finished: list[Finished] = []
         self.conversations: list[list[int]] = []
         """Prompts and outputs of ended samples without a cache salt."""
         self.spent_rows = self.spent_tokens = 0
-        self.initial = (max_rows, self.scheduler.accounting.credit_tokens)
+        self.initial = (max_num_seqs, self.scheduler.accounting.credit_tokens)
         self.next_handle = 0
 
     # ── what may happen ──────────────────────────────────────────────────────────────────────
@@ -313,7 +313,7 @@ def test_in_heavy_traffic_every_sample_ends_once_with_the_tokens_that_it_gets_al
     draw = random.Random(seed)
     traffic = Traffic()
     traffic.start(
-        max_rows=draw.choice([2, 3, 4, 8]),
+        max_num_seqs=draw.choice([2, 3, 4, 8]),
         extra_budget=draw.choice([0, 3, 64, 100, 500]),
         mixed_share=draw.choice([0.0, 0.3, 1.0]),
         blocks=draw.choice([5, 6, 8, 12, 24]),

@@ -41,7 +41,7 @@ def test_biases_and_stop_tokens_count_towards_the_setup_limit_but_prompts_do_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "MAX_SETUP_NUMBERS", 40)
-    house = House(max_rows=8)
+    house = House(max_num_seqs=8)
     biased: dict[str, Any] = {"logit_bias": dict.fromkeys(range(10), 1.0)}
     stopping: dict[str, Any] = {"stop_token_ids": tuple(range(20)), "ignore_eos": True}
     for fields in ({}, biased, stopping, stopping, {}):
