@@ -96,7 +96,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
-    credit_rows: int = 0
+    credit_seqs: int = 0
     """Available now."""
     credit_tokens: int = 0
     steps: int = 0

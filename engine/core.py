@@ -136,14 +136,14 @@ class EngineCore:
         return StepTiming(oldest.scheduled.plan, step_ms, idle_us)
 
     def _granted(self) -> tuple[int, int]:
-        return self.scheduler.accounting.credit_rows, self.scheduler.accounting.credit_tokens
+        return self.scheduler.accounting.credit_seqs, self.scheduler.accounting.credit_tokens
 
     def gauges(self) -> EngineGauges:
         """Return the current state of the engine."""
         scheduler, pool, accounting = self.scheduler, self.scheduler.pool, self.scheduler.accounting
         return EngineGauges(
             step=self._collected,
-            credit_rows=accounting.credit_rows,
+            credit_seqs=accounting.credit_seqs,
             credit_tokens=accounting.credit_tokens,
             running=scheduler.running,
             waiting=scheduler.waiting,

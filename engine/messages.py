@@ -280,7 +280,7 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     """The last step whose tokens were read."""
-    credit_rows: int
+    credit_seqs: int
     credit_tokens: int
     running: int = 0
     waiting: int = 0
@@ -303,7 +303,7 @@ class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
     longer pause.
 
     Credits are totals granted since the start: available credit is granted credit minus spent credit.
-    `credit_rows` starts at `max_num_seqs` and grows by one for each sample that ends. `credit_tokens` starts with
+    `credit_seqs` starts at `max_num_seqs` and grows by one for each sample that ends. `credit_tokens` starts with
     the token budget of two steps with decodes, or of one without if that is more. It grows by each
     submission's `credit_tokens` as these are computed, found in the prefix cache or dropped.
     """

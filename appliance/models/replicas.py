@@ -345,7 +345,7 @@ class Replica:
         _fill(status, self._report)
         status.steps = self._report.step if self._report else 0
         # The report's credits are totals; what is available now tells more.
-        status.credit_rows = self.account.available_rows if self.account else 0
+        status.credit_seqs = self.account.available_rows if self.account else 0
         status.credit_tokens = self.account.available_tokens if self.account else 0
         return status
 

@@ -36,8 +36,8 @@ class RequestAccounting:
     the submission closes.
     """
 
-    def __init__(self, credit_rows: int, credit_tokens: int) -> None:
-        self.credit_rows = credit_rows
+    def __init__(self, credit_seqs: int, credit_tokens: int) -> None:
+        self.credit_seqs = credit_seqs
         self.credit_tokens = credit_tokens
         self.totals = Totals()
         self._by_origin: dict[Hashable, dict[int, Submission]] = {}
@@ -73,7 +73,7 @@ class RequestAccounting:
 
     def end_sample(self, sequence: Sequence) -> None:
         """Count a sequence that has ended, and close its submission if it was the last one."""
-        self.credit_rows += 1
+        self.credit_seqs += 1
         submission = sequence.submission
         submission.unfinished -= 1
         if submission.unfinished:
@@ -92,7 +92,7 @@ class RequestAccounting:
         samples = submit.n if 1 <= submit.n <= MAX_SAMPLES else 1
         for sample in range(submit.first_sample, submit.first_sample + samples):
             self.emit(origin, Output(submit.handle, sample, [], "error", cached_tokens=0, error=reason))
-        self.credit_rows += max(submit.n, 0)
+        self.credit_seqs += max(submit.n, 0)
         self.credit_tokens += submit.credit_tokens
         self._finished.append(
             Finished(

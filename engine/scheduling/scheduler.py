@@ -96,7 +96,7 @@ class Scheduler:
         # Tokens of two steps with decodes, or of one without. Further requests are better kept in the core's
         # queue, which also considers quotas and fairness; the scheduler considers only class and arrival.
         self.accounting = RequestAccounting(
-            credit_rows=max_num_seqs, credit_tokens=max(step_tokens, 2 * mixed_tokens)
+            credit_seqs=max_num_seqs, credit_tokens=max(step_tokens, 2 * mixed_tokens)
         )
         totals, tables = self.accounting.totals, BlockTables(self.pool)
         self._waiting = WaitingQueue()

@@ -153,7 +153,7 @@ class FakeReplica:
             self.control.send(
                 Report(
                     step=self.steps,
-                    credit_rows=self.rows,
+                    credit_seqs=self.rows,
                     credit_tokens=self.tokens,
                     finished=self.finished,
                     fronts_gone=self.gone,

@@ -239,7 +239,7 @@ class Replica:
         self._steps = {False: [0, 0.0], True: [0, 0.0]}
         report = Report(
             step=gauges.step,
-            credit_rows=gauges.credit_rows,
+            credit_seqs=gauges.credit_seqs,
             credit_tokens=gauges.credit_tokens,
             finished=finished,
             running=gauges.running,

@@ -101,7 +101,7 @@ class Soak:
         self.known = Known(self.engine, self.limits, self.draw, self.near_tie)
         gauges = self.engine.core.gauges()
         self.credits_spent = (
-            gauges.credit_rows - self.limits.rows,
+            gauges.credit_seqs - self.limits.rows,
             gauges.credit_tokens - self.credit_tokens,
         )
 
@@ -210,7 +210,7 @@ class Soak:
         assert not self.books.open, f"never ended: {list(self.books.open.values())[:3]}"
         assert gauges.running == gauges.waiting == gauges.blocks_used == 0, gauges
         assert scheduler.pool.available == scheduler.pool.total
-        credits = (gauges.credit_rows - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
+        credits = (gauges.credit_seqs - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
         assert credits == self.credits_spent, f"credits {credits} came back for {self.credits_spent}"
         if scheduler.pool.total > self.limits.rows + scheduler.watermark:  # else some rows were not filled
             assert self.engine.runner.steps.tables.sampling.counts is None, (

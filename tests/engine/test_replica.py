@@ -188,7 +188,7 @@ def test_all_credit_is_granted_back_and_every_token_counted_once(tmp_path: Path)
             )
             after = await watched.settled(20)
             rows = sum(1 + i % 3 for i in range(20))
-            assert after.credit_rows - before.credit_rows == rows
+            assert after.credit_seqs - before.credit_seqs == rows
             assert after.credit_tokens - before.credit_tokens == 20 * 40
             assert after.blocks_used == 0
             assert sorted(entry.request_id for entry in watched.finished()) == sorted(

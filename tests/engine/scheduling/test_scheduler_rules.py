@@ -254,7 +254,7 @@ def test_an_invalid_submission_ends_with_an_error_that_names_the_field(
     (ledger,) = house.finished
     assert set(ledger.finish) == {"error"}
     after = house.core.gauges()
-    assert after.credit_rows - before.credit_rows == submit.n
+    assert after.credit_seqs - before.credit_seqs == submit.n
     assert after.credit_tokens - before.credit_tokens == submit.credit_tokens
 
 

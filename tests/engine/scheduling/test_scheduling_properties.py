@@ -270,7 +270,7 @@ class Traffic(RuleBasedStateMachine):
     def credit_is_never_granted_twice(self) -> None:
         if hasattr(self, "core"):
             gauges = self.core.gauges()
-            assert gauges.credit_rows - self.spent_rows <= self.initial[0]
+            assert gauges.credit_seqs - self.spent_rows <= self.initial[0]
             assert gauges.credit_tokens - self.spent_tokens <= self.initial[1]
             self.scheduler.check()
 
@@ -284,7 +284,7 @@ class Traffic(RuleBasedStateMachine):
         assert not self.core.has_work, "the engine does not come to rest"
         gauges = self.core.gauges()
         assert (gauges.running, gauges.waiting, gauges.blocks_used) == (0, 0, 0)
-        assert gauges.credit_rows - self.spent_rows == self.initial[0]
+        assert gauges.credit_seqs - self.spent_rows == self.initial[0]
         assert gauges.credit_tokens - self.spent_tokens == self.initial[1]
         assert len(self.finished) == len(self.submits)
         for key, told in self.told.items():
