@@ -89,7 +89,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     used_bytes: int = 0
     load_seconds: float = 0.0
     max_num_seqs: int = 0
-    step_tokens: int = 0
+    max_num_batched_tokens: int = 0
     running: int = 0
     waiting: int = 0
     """Sequences that the replica holds but does not run yet."""

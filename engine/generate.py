@@ -46,7 +46,7 @@ class LocalEngine:
         self.info = self.runner.info()
         self.scheduler = Scheduler(
             max_num_seqs=self.info.max_num_seqs,
-            step_tokens=self.info.step_tokens,
+            max_num_batched_tokens=self.info.max_num_batched_tokens,
             mixed_tokens=spec.mixed_tokens,
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,

@@ -97,5 +97,5 @@ def dimensions(
         kv_fp8=kv_dtype == FP8,
         tensor_parallel=spec.tensor_parallel_size,
         max_num_seqs=spec.max_num_seqs,
-        step_tokens=spec.step_tokens,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
     )

@@ -22,19 +22,23 @@ from kernels import AttentionInput, ChunkSpan, KvPool, Residual
 
 
 def load_kernels(
-    decoder: Decoder, kv: list[KvPool], block_table: torch.Tensor, step_tokens: int, max_num_seqs: int
+    decoder: Decoder,
+    kv: list[KvPool],
+    block_table: torch.Tensor,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
 ) -> None:
     """Run the products of steps of prompts, the attention of their ends at every number of rows that those
     pad to (`sizing.gemm_sizes`), and that of long prompts; all else is loaded by the graphs and by steps
     that nobody asked for (`engine.rehearsal`). Every rank must call it; nothing is kept of it, the cache
     stays as it is, and it does not wait for the device."""
-    load_products(decoder, step_tokens, max_num_seqs)
+    load_products(decoder, max_num_batched_tokens, max_num_seqs)
     load_attention(decoder, kv, block_table, max_num_seqs)
     load_long_prompts(decoder, kv, block_table)
 
 
-def load_products(decoder: Decoder, step_tokens: int, max_num_seqs: int) -> None:
-    """Run a layer's products for numbers of tokens up to `step_tokens`, and the output matrix for those up to
+def load_products(decoder: Decoder, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Run a layer's products for numbers of tokens up to `max_num_batched_tokens`, and the output matrix for those up to
     `max_num_seqs`, or as many as are scored at once. Every rank must call it; nothing is kept of it, and it does
     not wait for the device."""
     config, shard, layer = decoder.config, decoder.shard, decoder.layers[0]
@@ -43,7 +47,7 @@ def load_products(decoder: Decoder, step_tokens: int, max_num_seqs: int) -> None
     def zeros(rows: int, width: int) -> torch.Tensor:
         return torch.zeros((rows, width), dtype=decoder.dtype, device=decoder.device)
 
-    rows = {*_few(max_num_seqs), *gemm_sizes(step_tokens), *gemm_sizes(max_num_seqs)}
+    rows = {*_few(max_num_seqs), *gemm_sizes(max_num_batched_tokens), *gemm_sizes(max_num_seqs)}
     # The most first, so that torch's allocator finds room for all others in what it then has: upwards, each
     # would take memory of its own, some gigabytes together.
     for tokens in sorted(rows, reverse=True):

@@ -44,11 +44,11 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum length of a sequence, prompt and output together; None: the checkpoint's maximum."""
     max_num_seqs: int = 64
     """Maximum number of sequences that run at the same time."""
-    step_tokens: int = 2048
+    max_num_batched_tokens: int = 2048
     """Token budget of a step."""
     mixed_tokens: int | None = None
     """Token budget of a step in which sequences decode. The whole step delays each one's next token. None:
-    half of `step_tokens`, at most 4096."""
+    half of `max_num_batched_tokens`, at most 4096."""
     kv_blocks: int | None = None
     """Number of KV blocks; None: as many as fit into the memory left after a profiling step."""
     memory_fraction: float = 0.95
@@ -74,7 +74,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     block_tokens: int
     max_num_seqs: int
-    step_tokens: int
+    max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
     dtype: str

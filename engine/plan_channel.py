@@ -29,7 +29,9 @@ def plan_channel(descriptor: int) -> Channel[Any]:
     return Channel(socket.socket(fileno=descriptor), StepPlan, MAX_PLAN_BYTES)
 
 
-def largest_plan_bytes(*, max_num_seqs: int, max_model_len: int, step_tokens: int, kv_blocks: int) -> int:
+def largest_plan_bytes(
+    *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, kv_blocks: int
+) -> int:
     """Return an upper bound for the size of a plan's frame.
 
     The setups carry at most the lists of one sequence, which arrived in a front's frame except for its
@@ -39,13 +41,20 @@ def largest_plan_bytes(*, max_num_seqs: int, max_model_len: int, step_tokens: in
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES
-    return setups + max_num_seqs * (_SLOT_BYTES + table) + _NUMBER_BYTES * (step_tokens + kv_blocks)
+    return (
+        setups + max_num_seqs * (_SLOT_BYTES + table) + _NUMBER_BYTES * (max_num_batched_tokens + kv_blocks)
+    )
 
 
-def check_plan_size(*, max_num_seqs: int, max_model_len: int, step_tokens: int, kv_blocks: int) -> None:
+def check_plan_size(
+    *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, kv_blocks: int
+) -> None:
     """Raise UnsupportedError if a plan could exceed the limit of a plan channel."""
     largest = largest_plan_bytes(
-        max_num_seqs=max_num_seqs, max_model_len=max_model_len, step_tokens=step_tokens, kv_blocks=kv_blocks
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_blocks=kv_blocks,
     )
     if largest > MAX_PLAN_BYTES:
         raise UnsupportedError(

@@ -32,7 +32,7 @@ def profile_cuda(steps: StepExecutor, spec: ReplicaSpec) -> int:
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
     dtype = str(decoder.dtype).removeprefix("torch.")
-    graphs = graph_bytes(decoder.config, decoder.shard, dtype, spec.max_num_seqs, spec.step_tokens)
+    graphs = graph_bytes(decoder.config, decoder.shard, dtype, spec.max_num_seqs, spec.max_num_batched_tokens)
     graphs += logits_bytes(decoder, spec.max_num_seqs)
     return int(total * spec.memory_fraction) - outside_torch - peak - graphs
 
@@ -47,12 +47,12 @@ def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
         held = total - free - torch.cuda.memory_reserved(device) + torch.cuda.memory_allocated(device)
         blocks = "" if spec.kv_blocks is None else f" and kv_blocks {spec.kv_blocks}"
         lower = (
-            "step_tokens or max_num_seqs"
+            "max_num_batched_tokens or max_num_seqs"
             if spec.kv_blocks is None
-            else "kv_blocks, step_tokens or max_num_seqs"
+            else "kv_blocks, max_num_batched_tokens or max_num_seqs"
         )
         raise StepsTooLarge(
-            f"steps with step_tokens {spec.step_tokens} and max_num_seqs {spec.max_num_seqs}{blocks} do not fit on "
+            f"steps with max_num_batched_tokens {spec.max_num_batched_tokens} and max_num_seqs {spec.max_num_seqs}{blocks} do not fit on "
             f"{torch.cuda.get_device_name(device)}, where {held / 2**30:.1f} of {total / 2**30:.1f} GiB are "
             f"in use: lower {lower}, or use more GPUs (tensor_parallel_size)"
         ) from error

@@ -35,9 +35,11 @@ class PromptGraphs:
     """Captured passes of one rank without decodes. Call `capture` once, then `stage` and `forward` for each
     plan that `fits`."""
 
-    def __init__(self, decoder: Decoder, kv: list[KvPool], tables: SlotTables, step_tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, kv: list[KvPool], tables: SlotTables, max_num_batched_tokens: int
+    ) -> None:
         self._decoder, self._kv, self._tables = decoder, kv, tables
-        self.sizes = prompt_capture_sizes(step_tokens)
+        self.sizes = prompt_capture_sizes(max_num_batched_tokens)
         shard = decoder.shard
         self._heads = (shard.heads, shard.kv_heads)
         self._tile_tokens = tile_tokens(*self._heads)

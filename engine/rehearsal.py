@@ -43,9 +43,11 @@ def largest_steps(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     deep = _prompts(spec, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
     # Decodes share the pool: together they are about as long as the longest sequence or a step's budget.
-    length = max(1, min(max_model_len - 2, max(max_model_len, spec.step_tokens) // spec.max_num_seqs))
+    length = max(
+        1, min(max_model_len - 2, max(max_model_len, spec.max_num_batched_tokens) // spec.max_num_seqs)
+    )
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]
-    scored = Chunk(0, 0, [0] * min(longest, spec.step_tokens, LOGPROB_ROWS), [], 20, 0)
+    scored = Chunk(0, 0, [0] * min(longest, spec.max_num_batched_tokens, LOGPROB_ROWS), [], 20, 0)
     plans = [StepPlan(0, setups, [], [], [], deep)]
     if deep[0].start:
         plans.append(StepPlan(0, [], [], [], [], _prompts(spec, longest)))
@@ -61,10 +63,10 @@ def every_kind(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
     """A few rows in each kind of step (prompts that end, beside decodes, for several samples, and that go on;
     decodes alone) with each way to sample; prompts whose tokens are scored; copied and cleared blocks; and
     the whole token budget. All over block 0. Empty where no sequence, or no step, is long enough for that."""
-    if max_model_len < _LENGTH or spec.step_tokens < 2:
+    if max_model_len < _LENGTH or spec.max_num_batched_tokens < 2:
         return []
     # Beside the others' one token, the first may have two.
-    rows = list(range(min(spec.max_num_seqs, spec.step_tokens - 1, _ROWS)))
+    rows = list(range(min(spec.max_num_seqs, spec.max_num_batched_tokens - 1, _ROWS)))
     plans = []
     for params in _WAYS_TO_SAMPLE:
         setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
@@ -89,7 +91,7 @@ def every_kind(max_model_len: int, spec: ReplicaSpec) -> list[StepPlan]:
 
 def _prompts(spec: ReplicaSpec, longest: int) -> list[Chunk]:
     """Prompts of at most so many tokens that together take a step's budget, or every row; they go on."""
-    left, chunks = spec.step_tokens, list[Chunk]()
+    left, chunks = spec.max_num_batched_tokens, list[Chunk]()
     while left and len(chunks) < spec.max_num_seqs:
         count = min(left, longest)
         chunks.append(Chunk(len(chunks), 0, [0] * count, []))

@@ -93,12 +93,12 @@ def _lead(
         check_plan_size(
             max_num_seqs=info.max_num_seqs,
             max_model_len=info.max_model_len,
-            step_tokens=info.step_tokens,
+            max_num_batched_tokens=info.max_num_batched_tokens,
             kv_blocks=info.kv_blocks,
         )
     scheduler = Scheduler(
         max_num_seqs=info.max_num_seqs,
-        step_tokens=info.step_tokens,
+        max_num_batched_tokens=info.max_num_batched_tokens,
         mixed_tokens=start.spec.mixed_tokens,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,

@@ -179,7 +179,7 @@ class ModelRunner:
         blocks, slots = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_num_seqs
         padding = None
         if self.decoder.ops.name == "cuda":
-            padding = Padding(gemm_sizes(self.spec.step_tokens), gemm_sizes(slots))
+            padding = Padding(gemm_sizes(self.spec.max_num_batched_tokens), gemm_sizes(slots))
         tables = SlotTables(slots, blocks, self.config.vocab_size, self.device, padding)
         return StepExecutor(self.decoder, kv, tables, self._sampler)
 
@@ -255,11 +255,13 @@ class ModelRunner:
     def _warm_up(self, progress: ProgressCallback) -> None:
         """Load or capture all kernels that serving launches, and reserve pinned memory, so that no request
         waits."""
-        reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.step_tokens)
+        reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         if self.ranks.size == 1:
             self._capture_graphs(progress)
         table = self.steps.tables.block_table
-        load_kernels(self.decoder, self.steps.kv, table, self.spec.step_tokens, self.spec.max_num_seqs)
+        load_kernels(
+            self.decoder, self.steps.kv, table, self.spec.max_num_batched_tokens, self.spec.max_num_seqs
+        )
         scratch = self._executor(self.decoder.allocate_kv(1))
         for plan in every_kind(self.max_model_len, self.spec):
             to_host(scratch.run(plan))
@@ -273,7 +275,7 @@ class ModelRunner:
         steps, spec = self.steps, self.spec
         graphs = DecodeGraphs(steps.decoder, steps.kv, steps.tables, steps.sampler, spec.max_num_seqs)
         graphs.capture(progress)
-        prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.step_tokens)
+        prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.max_num_batched_tokens)
         prompts.capture()
         torch.cuda.empty_cache()  # memory of the uncaptured passes before each capture
         steps.graphs, steps.prompt_graphs = graphs, prompts
@@ -286,7 +288,7 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             tensor_parallel_size=self.ranks.size,
             max_num_seqs=self.spec.max_num_seqs,
-            step_tokens=self.spec.step_tokens,
+            max_num_batched_tokens=self.spec.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             blocks=blocks,
             on_gpu=self.device.type == "cuda",
@@ -316,7 +318,7 @@ class ModelRunner:
             kv_blocks=self.kv_blocks,
             block_tokens=BLOCK_TOKENS,
             max_num_seqs=self.spec.max_num_seqs,
-            step_tokens=self.spec.step_tokens,
+            max_num_batched_tokens=self.spec.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             vocab_size=self.config.vocab_size,
             dtype=self.dtype,

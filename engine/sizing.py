@@ -86,7 +86,7 @@ def predict(
     kv_dtype: str,
     tensor_parallel_size: int,
     max_num_seqs: int,
-    step_tokens: int,
+    max_num_batched_tokens: int,
     max_model_len: int,
     blocks: int | None,
     on_gpu: bool,
@@ -95,7 +95,7 @@ def predict(
     layers.
 
     dtype: the model's, one of engine.config.DTYPE_BYTES. weights, kv_dtype: one of these, or "fp8". max_num_seqs:
-    maximum number of running sequences. step_tokens: token budget of a step. blocks: size of the KV pool,
+    maximum number of running sequences. max_num_batched_tokens: token budget of a step. blocks: size of the KV pool,
     None if not known yet. Raises UnsupportedError if the model cannot be split over the ranks.
     """
     shard = config.shard(tensor_parallel_size, 0)
@@ -103,9 +103,9 @@ def predict(
         weight_bytes=weight_bytes(config, shard, dtype, weights),
         kv_bytes_per_block=kv_bytes_per_block(config, kv_dtype, tensor_parallel_size),
         kv_blocks=blocks or 0,
-        activation_bytes=_activations(config, shard, dtype, max(step_tokens, max_num_seqs))
+        activation_bytes=_activations(config, shard, dtype, max(max_num_batched_tokens, max_num_seqs))
         + (
-            _workspace_on_gpu(config, shard, dtype, kv_dtype, max_num_seqs, step_tokens)
+            _workspace_on_gpu(config, shard, dtype, kv_dtype, max_num_seqs, max_num_batched_tokens)
             if on_gpu
             else _workspace_on_cpu(config, shard, dtype, weights, max_num_seqs, max_model_len)
         ),
@@ -187,7 +187,12 @@ def _workspace_on_cpu(
 
 
 def _workspace_on_gpu(
-    config: ModelConfig, shard: Shard, dtype: str, kv_dtype: str, max_num_seqs: int, step_tokens: int
+    config: ModelConfig,
+    shard: Shard,
+    dtype: str,
+    kv_dtype: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
 ) -> int:
     """Return the bytes of a GPU's buffers.
 
@@ -198,31 +203,33 @@ def _workspace_on_gpu(
     logits = max_num_seqs * shard.vocab * (2 * width + 8)
     block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * width
     expansion = 2 * EXPANSION_BLOCKS * block if kv_dtype == FP8 else 0
-    graphs = graph_bytes(config, shard, dtype, max_num_seqs, step_tokens)
+    graphs = graph_bytes(config, shard, dtype, max_num_seqs, max_num_batched_tokens)
     return logits + expansion + graphs + _CUDA_BYTES
 
 
-def graph_bytes(config: ModelConfig, shard: Shard, dtype: str, max_num_seqs: int, step_tokens: int) -> int:
+def graph_bytes(
+    config: ModelConfig, shard: Shard, dtype: str, max_num_seqs: int, max_num_batched_tokens: int
+) -> int:
     """Return the bytes that the driver and the memory pools keep for CUDA graphs, without the logits of
     decode steps.
 
     Measured with 32 layers: 8 to 9 MiB for the four graphs of a batch size. A prompt pass has one graph with
     as many kernels. The activations of the largest prompt pass are added.
     """
-    prompts = prompt_capture_sizes(step_tokens)
+    prompts = prompt_capture_sizes(max_num_batched_tokens)
     working = _activations(config, shard, dtype, prompts[-1]) if prompts else 0
     return (
         len(decode_capture_sizes(max_num_seqs)) + len(prompts)
     ) * config.layers * _GRAPH_LAYER_BYTES + working
 
 
-def prompt_capture_sizes(step_tokens: int) -> list[int]:
+def prompt_capture_sizes(max_num_batched_tokens: int) -> list[int]:
     """Return the numbers of tokens for which prompt passes are captured as CUDA graphs.
 
     Above 1,024 tokens the device takes longer to compute a pass than the host takes to launch it.
     """
     sizes = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
-    return [size for size in sizes if size <= step_tokens]
+    return [size for size in sizes if size <= max_num_batched_tokens]
 
 
 def gemm_sizes(largest: int) -> list[int]:

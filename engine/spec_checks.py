@@ -18,15 +18,18 @@ def check_spec(spec: ReplicaSpec) -> None:
     for name, value in (("weights", spec.weights), ("kv_dtype", spec.kv_dtype)):
         if value not in ("auto", FP8):
             raise UnsupportedError(f'{name} is {value!r}: use "auto" or "{FP8}"')
-    if spec.step_tokens < spec.max_num_seqs:
+    if spec.max_num_batched_tokens < spec.max_num_seqs:
         raise UnsupportedError(
-            f"step_tokens is {spec.step_tokens}, but {spec.max_num_seqs} sequences decode one token each in a "
-            "step: raise step_tokens or lower max_num_seqs"
+            f"max_num_batched_tokens is {spec.max_num_batched_tokens}, but {spec.max_num_seqs} sequences decode one token each in a "
+            "step: raise max_num_batched_tokens or lower max_num_seqs"
         )
-    if spec.mixed_tokens is not None and not spec.max_num_seqs <= spec.mixed_tokens <= spec.step_tokens:
+    if (
+        spec.mixed_tokens is not None
+        and not spec.max_num_seqs <= spec.mixed_tokens <= spec.max_num_batched_tokens
+    ):
         raise UnsupportedError(
             f"mixed_tokens is {spec.mixed_tokens}: it must be at least max_num_seqs ({spec.max_num_seqs}) and at "
-            f"most step_tokens ({spec.step_tokens}), or left out"
+            f"most max_num_batched_tokens ({spec.max_num_batched_tokens}), or left out"
         )
     if not 0.0 < spec.memory_fraction <= 1.0:
         raise UnsupportedError(f"memory_fraction is {spec.memory_fraction}: it must be above 0 and at most 1")

@@ -145,7 +145,7 @@ def _arguments() -> Any:
     parser.add_argument("--kv-fp8", action="store_true", help="so is the KV cache")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that the model is split over")
     parser.add_argument("--max-num-seqs", type=int, default=1024, help="most sequences at once")
-    parser.add_argument("--step-tokens", type=int, default=8192, help="most tokens of a step")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192, help="most tokens of a step")
     parser.add_argument("--cache", type=Path, help="Triton's cache, instead of TRITON_CACHE_DIR")
     parser.add_argument(
         "--processes", type=int, default=compiling.default_processes(), help="that compile (%(default)s)"
@@ -165,7 +165,7 @@ def _arguments() -> Any:
     arguments.chosen = None
     if arguments.gpu is not None:
         arguments.chosen = compiling.Gpu.of(arguments.gpu, arguments.capability)
-    names = ("fp8", "kv_fp8", "tensor_parallel", "max_num_seqs", "step_tokens")
+    names = ("fp8", "kv_fp8", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens")
     arguments.served = {name: getattr(arguments, name) for name in names}
     if arguments.dtype is not None:
         arguments.served["dtype"] = arguments.dtype

@@ -68,7 +68,7 @@ class Dimensions:
     tensor_parallel: int = 1
     max_num_seqs: int = 1024
     """Most sequences at once."""
-    step_tokens: int = 8192
+    max_num_batched_tokens: int = 8192
     """Most tokens of a pass."""
 
     @property
@@ -177,7 +177,7 @@ def read_dimensions(folder: Path, **served: Any) -> Dimensions:
         raise DimensionsError(f"{file}: cannot be read: {error}; give the folder of a checkpoint") from None
     if not isinstance(values, dict):
         raise DimensionsError(f"{file}: is no object but {values!r:.40}; give the folder of a checkpoint")
-    for name in ("tensor_parallel", "max_num_seqs", "step_tokens"):
+    for name in ("tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
         if (given := served.get(name, 1)) < 1:
             raise DimensionsError(f"{name} is {given}; at least 1 is needed")
 

@@ -60,7 +60,7 @@ def launch_all(dimensions: Dimensions, table: Table, gpu: Gpu) -> None:
 
 def _token_counts(dimensions: Dimensions) -> list[int]:
     """Beyond the small ones, powers of two and the numbers after them."""
-    most = max(dimensions.max_num_seqs, dimensions.step_tokens)
+    most = max(dimensions.max_num_seqs, dimensions.max_num_batched_tokens)
     powers = [1 << bits for bits in range(most.bit_length())]
     counts = {*range(1, _EVERY), *powers, *(power + 1 for power in powers), most, dimensions.max_num_seqs}
     return sorted(count for count in counts if count <= most)

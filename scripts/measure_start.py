@@ -79,7 +79,7 @@ def start(arguments: argparse.Namespace) -> None:
             kv_dtype=arguments.kv_dtype,
             max_model_len=arguments.max_model_len,
             max_num_seqs=arguments.max_num_seqs,
-            step_tokens=8192,
+            max_num_batched_tokens=8192,
         )
         try:
             # Here, since the process that writes it loads no torch: the first run would find torch's files

@@ -86,7 +86,9 @@ def serve(
         int | None, typer.Option(metavar="N", help="Longest sequence, prompt and output, in tokens.")
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="Sequences that run at once.")] = None,
-    step_tokens: Annotated[int | None, typer.Option(metavar="N", help="Token budget of one step.")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Token budget of one step.")
+    ] = None,
     kv_blocks: Annotated[
         int | None, typer.Option(metavar="N", help="Blocks of 64 tokens in the KV cache.")
     ] = None,
@@ -113,7 +115,7 @@ def serve(
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        step_tokens=step_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
         kv_blocks=kv_blocks,
         load_format=load_format and load_format.value,
     )

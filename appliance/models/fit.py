@@ -77,7 +77,7 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
             kv_dtype=kv_dtype,
             tensor_parallel_size=ranks,
             max_num_seqs=model.max_num_seqs,
-            step_tokens=model.step_tokens,
+            max_num_batched_tokens=model.max_num_batched_tokens,
             max_model_len=longest,
             blocks=None,
             on_gpu=on_gpu,

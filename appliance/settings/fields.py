@@ -48,11 +48,11 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Longest sequence in tokens, prompt and output together; without it, the checkpoint's."""
     max_num_seqs: Positive = 64
     """Sequences that run at once in one replica."""
-    step_tokens: Positive = 2048
+    max_num_batched_tokens: Positive = 2048
     """Token budget of one step."""
     mixed_tokens: Positive | None = None
     """Token budget of a step in which sequences decode: less makes the time between tokens shorter while
-    prompts are computed, and these slower; without it half of `step_tokens`, at most 4096."""
+    prompts are computed, and these slower; without it half of `max_num_batched_tokens`, at most 4096."""
     kv_blocks: Positive | None = None
     """Blocks of 64 tokens in the KV cache; without it, sized from memory."""
     memory_fraction: Fraction = 0.95
@@ -77,7 +77,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             tensor_parallel_size=self.tensor_parallel_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
-            step_tokens=self.step_tokens,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             mixed_tokens=self.mixed_tokens,
             kv_blocks=self.kv_blocks,
             memory_fraction=self.memory_fraction,
@@ -221,7 +221,7 @@ class Flags(msgspec.Struct, kw_only=True):
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    step_tokens: int | None = None
+    max_num_batched_tokens: int | None = None
     kv_blocks: int | None = None
     load_format: str | None = None
 

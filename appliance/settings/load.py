@@ -24,7 +24,7 @@ _FLAGS_OF_MODELS = (
     "tensor_parallel_size",
     "max_model_len",
     "max_num_seqs",
-    "step_tokens",
+    "max_num_batched_tokens",
     "kv_blocks",
     "load_format",
 )

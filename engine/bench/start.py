@@ -38,7 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-num-seqs", type=int, default=1024, help="maximum number of running sequences (%(default)s)"
     )
-    parser.add_argument("--step-tokens", type=int, default=8192, help="token budget of a step (%(default)s)")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, help="token budget of a step (%(default)s)"
+    )
     parser.add_argument("--max-model-len", type=int, help="default: the length that the workloads need")
     parser.add_argument("--kv-blocks", type=int, help="default: as many as fit into memory")
 
@@ -61,7 +63,7 @@ def start(
         dtype=arguments.dtype,
         max_model_len=_max_model_len(arguments, model, workloads),
         max_num_seqs=arguments.max_num_seqs,
-        step_tokens=arguments.step_tokens,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
         kv_blocks=arguments.kv_blocks,
         weights="fp8" if arguments.fp8 else "auto",
         kv_dtype="fp8" if arguments.kv_fp8 else "auto",

@@ -53,8 +53,8 @@ for a model of 8 B parameters in bfloat16."""
 class Scheduler:
     """Plans steps and collects their results. Single-threaded; no method blocks.
 
-    max_num_seqs: maximum number of running sequences. step_tokens: token budget of a step. mixed_tokens: token
-    budget of a step with decodes, these included; None: half of step_tokens, at most MIXED_TOKENS, since a
+    max_num_seqs: maximum number of running sequences. max_num_batched_tokens: token budget of a step. mixed_tokens: token
+    budget of a step with decodes, these included; None: half of max_num_batched_tokens, at most MIXED_TOKENS, since a
     new request waits for one running and one launched step, which together are then a full step. blocks: size
     of the KV pool.
 
@@ -65,7 +65,7 @@ class Scheduler:
         self,
         *,
         max_num_seqs: int,
-        step_tokens: int,
+        max_num_batched_tokens: int,
         mixed_tokens: int | None = None,
         max_model_len: int,
         vocab_size: int,
@@ -74,20 +74,20 @@ class Scheduler:
     ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}: it must be at least 1")
-        if step_tokens < max_num_seqs:
+        if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
-                f"step_tokens is {step_tokens}, but {max_num_seqs} sequences decode one token each in a step: "
-                f"raise step_tokens or lower max_num_seqs"
+                f"max_num_batched_tokens is {max_num_batched_tokens}, but {max_num_seqs} sequences decode one token each in a step: "
+                f"raise max_num_batched_tokens or lower max_num_seqs"
             )
         if mixed_tokens is None:
-            mixed_tokens = max(max_num_seqs, min(step_tokens // 2, MIXED_TOKENS))
-        elif not max_num_seqs <= mixed_tokens <= step_tokens:
+            mixed_tokens = max(max_num_seqs, min(max_num_batched_tokens // 2, MIXED_TOKENS))
+        elif not max_num_seqs <= mixed_tokens <= max_num_batched_tokens:
             raise ValueError(
                 f"mixed_tokens is {mixed_tokens}: it must be at least max_num_seqs ({max_num_seqs}), so that "
-                f"prefills make progress while all other slots decode, and at most step_tokens "
-                f"({step_tokens})"
+                f"prefills make progress while all other slots decode, and at most max_num_batched_tokens "
+                f"({max_num_batched_tokens})"
             )
-        self.step_tokens = step_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_tokens = mixed_tokens
         self.limits = SequenceLimits(max_model_len=max_model_len, vocab_size=vocab_size, blocks=blocks)
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
@@ -96,7 +96,7 @@ class Scheduler:
         # Tokens of two steps with decodes, or of one without. Further requests are better kept in the core's
         # queue, which also considers quotas and fairness; the scheduler considers only class and arrival.
         self.accounting = RequestAccounting(
-            credit_seqs=max_num_seqs, credit_tokens=max(step_tokens, 2 * mixed_tokens)
+            credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * mixed_tokens)
         )
         totals, tables = self.accounting.totals, BlockTables(self.pool)
         self._waiting = WaitingQueue()
@@ -189,7 +189,7 @@ class Scheduler:
         if self._waiting.real_time:
             admission.preempt_for_real_time()
         preempted = self._decodes.schedule(step)
-        budget = (self.mixed_tokens if plan.decodes else self.step_tokens) - len(plan.decodes)
+        budget = (self.mixed_tokens if plan.decodes else self.max_num_batched_tokens) - len(plan.decodes)
         for sequence in sorted(self._running.prefilling.values(), key=service_order):
             if not preempted:
                 budget -= admission.admit(step, budget, sequence.order)

@@ -297,7 +297,7 @@ def test_flags_of_serve_reach_the_core(
         *("--run-dir", run_dir, "--state-dir", tmp_path, "--fronts", 2, "--device", "cpu"),
         *("--dtype", "bfloat16", "--load-format", "dummy", "--tensor-parallel-size", 2, "--max-num-seqs", 8),
         *("--weights", "fp8", "--kv-dtype", "fp8"),
-        *("--step-tokens", 256, "--kv-blocks", 99, "--max-model-len", 512, "--log-level", "debug"),
+        *("--max-num-batched-tokens", 256, "--kv-blocks", 99, "--max-model-len", 512, "--log-level", "debug"),
     )
     assert outcome.code == 0
     (flags,) = started
@@ -311,7 +311,7 @@ def test_flags_of_serve_reach_the_core(
         assert (model.device, model.dtype, model.load_format) == ("cpu", "bfloat16", "dummy")
         spec = model.spec("a-0")
         assert (spec.dtype, spec.weights, spec.kv_dtype) == ("bfloat16", "fp8", "fp8")
-        assert (model.tensor_parallel_size, model.max_num_seqs, model.step_tokens) == (2, 8, 256)
+        assert (model.tensor_parallel_size, model.max_num_seqs, model.max_num_batched_tokens) == (2, 8, 256)
         assert (model.kv_blocks, model.max_model_len) == (99, 512)
 
 

@@ -87,7 +87,7 @@ class FakeReplica:
             self.control.send(Fatal(*does["fatal"]))
         if does:
             os._exit(does.get("exit", 1))
-        self.rows, self.tokens = spec.max_num_seqs, 2 * spec.step_tokens
+        self.rows, self.tokens = spec.max_num_seqs, 2 * spec.max_num_batched_tokens
         self.control.send(Ready(info(spec)))
         asyncio.get_running_loop().create_task(self.step())
 
@@ -177,7 +177,7 @@ def info(spec: ReplicaSpec) -> ReplicaInfo:
     known: dict[str, Any] = {
         "replica": spec.replica,
         "max_num_seqs": spec.max_num_seqs,
-        "step_tokens": spec.step_tokens,
+        "max_num_batched_tokens": spec.max_num_batched_tokens,
         "devices": ["fake"] * spec.tensor_parallel_size,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "load_seconds": 0.1,

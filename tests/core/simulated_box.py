@@ -170,7 +170,7 @@ class Replica:
         name: str,
         *,
         rows: int,
-        step_tokens: int,
+        max_num_batched_tokens: int,
         mixed_tokens: int | None,
         blocks: int,
         speed: Speed,
@@ -180,7 +180,7 @@ class Replica:
         self.device = _Device(box, speed)
         self.scheduler = Scheduler(
             max_num_seqs=rows,
-            step_tokens=step_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             mixed_tokens=mixed_tokens,
             max_model_len=131_072,
             vocab_size=10,
@@ -301,7 +301,7 @@ class Box:
         self,
         *,
         rows: int = 256,
-        step_tokens: int = 8192,
+        max_num_batched_tokens: int = 8192,
         mixed_tokens: int | None = None,
         blocks: int = 20_000,
         speed: Speed = Speed(),  # noqa: B008
@@ -313,7 +313,7 @@ class Box:
             self,
             name,
             rows=rows,
-            step_tokens=step_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             mixed_tokens=mixed_tokens,
             blocks=blocks,
             speed=speed,

@@ -24,7 +24,7 @@ def engine(device: str, dtype: str, kv_dtype: str = "auto", weights: str = "auto
             weights=weights,
             kv_dtype=kv_dtype,
             max_num_seqs=256,
-            step_tokens=4096,
+            max_num_batched_tokens=4096,
             kv_blocks=2048,
         )
     )

@@ -125,7 +125,7 @@ def _run(device: str, dtype: str, form: Form, asked: int | None, windows: int | 
             weights=form.weights,
             kv_dtype=form.kv_dtype,
             max_num_seqs=256,
-            step_tokens=4096,
+            max_num_batched_tokens=4096,
             kv_blocks=2048,
         )
     )

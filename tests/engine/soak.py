@@ -40,10 +40,10 @@ from tests.engine.soak_known import Known
 from tests.engine.soak_traffic import Cancelled, Limits, Rhythm, draw_submit
 from tests.engine.tiny import TINY
 
-TINY_SIZES = {"max_num_seqs": 8, "step_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
-SIZES = {"max_num_seqs": 64, "step_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
+TINY_SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
+SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
 """Pools that are smaller than the sequences need."""
-FILL_SIZES = {"max_num_seqs": 1024, "step_tokens": 8192, "kv_blocks": None, "max_model_len": 4096}
+FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks": None, "max_model_len": 4096}
 """A pool sized from the available memory."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
@@ -286,7 +286,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
         write_config(arguments.shape, folder)
     given = {
         name: getattr(arguments, name)
-        for name in ("max_num_seqs", "step_tokens", "kv_blocks", "max_model_len")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_blocks", "max_model_len")
         if getattr(arguments, name) is not None
     }
     defaults: dict[str, Any] = TINY_SIZES if tiny else FILL_SIZES if arguments.fill else SIZES
@@ -316,7 +316,7 @@ def main(given: list[str] | None = None) -> int:
             return 1
         info = msgspec.to_builtins(engine.info)
         print(f"{arguments.shape} on {info['devices'][0]}, {info['dtype']}: {info['kv_blocks']} blocks, "
-              f"{info['max_num_seqs']} rows, {info['step_tokens']} tokens a step", flush=True)  # fmt: skip
+              f"{info['max_num_seqs']} rows, {info['max_num_batched_tokens']} tokens a step", flush=True)  # fmt: skip
         if arguments.fill:
             from tests.engine.soak_fill import fill
 
@@ -377,7 +377,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--near-tie", type=float, help="nats; 1e-4, or 0.15 in 16 bits and 0.5 in 8 (largest error: reported)"
     )
-    for name in ("max-num-seqs", "step-tokens", "kv-blocks", "max-model-len"):
+    for name in ("max-num-seqs", "max-num-batched-tokens", "kv-blocks", "max-model-len"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--spec", action="append", default=[], metavar="FIELD=VALUE", help="of ReplicaSpec")
     parser.add_argument("--fill", action="store_true", help="fill every block once, and report the memory")

@@ -20,7 +20,7 @@ class Limits:
 
     vocab: int
     rows: int
-    step_tokens: int
+    max_num_batched_tokens: int
     max_model_len: int
     longest_prompt: int
 
@@ -32,8 +32,10 @@ class Limits:
     @classmethod
     def of(cls, info: ReplicaInfo) -> Limits:
         """Maximum length of a prompt: it may take several steps and leaves room for some output tokens."""
-        longest = min(info.max_model_len - 40, 5 * info.step_tokens // 2)
-        return cls(info.vocab_size, info.max_num_seqs, info.step_tokens, info.max_model_len, longest)
+        longest = min(info.max_model_len - 40, 5 * info.max_num_batched_tokens // 2)
+        return cls(
+            info.vocab_size, info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len, longest
+        )
 
 
 def draw_submit(
@@ -77,7 +79,7 @@ def _sound(draw: random.Random, handle: int, limits: Limits) -> Submit:
 def _prompt(draw: random.Random, limits: Limits) -> list[int]:
     """Return a prompt of one token up to several steps' budgets; half of the prompts share the first tokens
     of their family."""
-    lengths = [1, 2, 63, 64, 65, 127, 128, 129, draw.randint(1, 200), limits.step_tokens + 1]
+    lengths = [1, 2, 63, 64, 65, 127, 128, 129, draw.randint(1, 200), limits.max_num_batched_tokens + 1]
     length = draw.choice(lengths) if draw.random() < 0.9 else limits.longest_prompt
     length = min(length, limits.longest_prompt)
     shared = min(length, draw.choice([0, 0, 64, 100, 128, length]))

@@ -155,7 +155,7 @@ def test_a_run_needs_few_packages_and_writes_its_results(tmp_path: Path) -> None
         "dummy",
         "--max-num-seqs",
         "8",
-        "--step-tokens",
+        "--max-num-batched-tokens",
         "1024",
         "--kv-blocks",
         "128",

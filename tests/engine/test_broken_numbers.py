@@ -30,7 +30,7 @@ def engine(tmp_path: Path) -> LocalEngine:
             load_format="dummy",
             device="cpu",
             max_num_seqs=8,
-            step_tokens=512,
+            max_num_batched_tokens=512,
             max_model_len=128,
             kv_blocks=10,
             threads=1,
@@ -64,7 +64,7 @@ def test_a_long_prompt_ends_at_its_first_non_finite_chunk_and_leaves_the_prefix_
 ) -> None:
     """Values of masked tokens can reach earlier tokens of a chunk, because zero times a non-finite value is
     not zero."""
-    short = LocalEngine(msgspec.structs.replace(engine.runner.spec, step_tokens=80))
+    short = LocalEngine(msgspec.structs.replace(engine.runner.spec, max_num_batched_tokens=80))
     with torch.inference_mode():
         short.runner.decoder.embedding[POISON] = float("nan")
     prompt = PROMPTS[0][:70]

@@ -61,7 +61,13 @@ def build(model: Path) -> Iterator[Build]:
     engines: list[LocalEngine] = []
 
     def make(**changes: object) -> LocalEngine:
-        sizes = {"max_num_seqs": 8, "step_tokens": 512, "max_model_len": 320, "kv_blocks": 64, **changes}
+        sizes = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 512,
+            "max_model_len": 320,
+            "kv_blocks": 64,
+            **changes,
+        }
         spec = ReplicaSpec(
             replica="tiny-0", model_path=str(model), load_format="dummy", device="cpu", threads=1, **sizes
         )
@@ -85,7 +91,7 @@ class Alone:
                 load_format="dummy",
                 device="cpu",
                 max_num_seqs=1,
-                step_tokens=512,
+                max_num_batched_tokens=512,
                 max_model_len=320,
                 kv_blocks=8,
                 prefix_cache=False,
@@ -193,10 +199,12 @@ def test_in_a_batch(build: Build, alone: Alone, overlap: bool) -> None:
     expect_all_equal(serve(build(overlap=overlap), asks), asks, alone)
 
 
-@pytest.mark.parametrize("step_tokens", [3, 16, 63, 64, 65, 130])
-def test_at_any_chunk_size(build: Build, alone: Alone, step_tokens: int) -> None:
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 63, 64, 65, 130])
+def test_at_any_chunk_size(build: Build, alone: Alone, max_num_batched_tokens: int) -> None:
     asks = [Ask(prompt(length, length), 6, scored=length > 64) for length in (65, 129, 200)]
-    expect_all_equal(serve(build(step_tokens=step_tokens, max_num_seqs=3), asks), asks, alone)
+    expect_all_equal(
+        serve(build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3), asks), asks, alone
+    )
 
 
 @pytest.mark.parametrize("hit", [64, 128, 192])
@@ -230,7 +238,7 @@ def test_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
     draw = random.Random(seed)
     engine = build(
         max_num_seqs=draw.choice([2, 4, 8]),
-        step_tokens=draw.choice([8, 40, 100, 300]),
+        max_num_batched_tokens=draw.choice([8, 40, 100, 300]),
         kv_blocks=draw.choice([6, 9, 30]),
         overlap=draw.random() < 0.5,
         prefix_cache=draw.random() < 0.8,

@@ -75,7 +75,7 @@ def build(model: Path, held: dict[str, str]) -> Iterator[Build]:
     def make(**changes: object) -> LocalEngine:
         sizes = {
             "max_num_seqs": 8,
-            "step_tokens": 512,
+            "max_num_batched_tokens": 512,
             "max_model_len": 320,
             "kv_blocks": 64,
             **held,
@@ -117,10 +117,12 @@ def test_in_a_batch(build: Build, alone: Alone, overlap: bool) -> None:
     expect_the_same(serve(build(overlap=overlap), asks), asks, alone)
 
 
-@pytest.mark.parametrize("step_tokens", [3, 16, 63, 64, 65, 130])
-def test_at_any_chunk_size(build: Build, alone: Alone, step_tokens: int) -> None:
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 63, 64, 65, 130])
+def test_at_any_chunk_size(build: Build, alone: Alone, max_num_batched_tokens: int) -> None:
     asks = [Ask(prompt(length, length), 6, scored=length > 64) for length in (65, 129, 200)]
-    expect_the_same(serve(build(step_tokens=step_tokens, max_num_seqs=3), asks), asks, alone)
+    expect_the_same(
+        serve(build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3), asks), asks, alone
+    )
 
 
 @pytest.mark.parametrize("hit", [64, 128])
@@ -153,7 +155,7 @@ def test_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
     draw = random.Random(seed)
     engine = build(
         max_num_seqs=draw.choice([2, 4, 8]),
-        step_tokens=draw.choice([8, 40, 100]),
+        max_num_batched_tokens=draw.choice([8, 40, 100]),
         kv_blocks=draw.choice([6, 9]),
         overlap=draw.random() < 0.5,
     )

@@ -69,7 +69,7 @@ def made(tmp_path: Path) -> Callable[[], LocalEngine]:
         load_format="dummy",
         device="cpu",
         max_num_seqs=4,
-        step_tokens=512,
+        max_num_batched_tokens=512,
         max_model_len=256,
         kv_blocks=16,
         threads=1,

@@ -33,7 +33,9 @@ EVERYTHING = SamplingParams(
 
 def test_no_plan_exceeds_the_computed_upper_bound() -> None:
     rows, length, tokens, blocks = 1000, 3 * BLOCK_TOKENS, 4000, 50_000
-    bound = largest_plan_bytes(max_num_seqs=rows, max_model_len=length, step_tokens=tokens, kv_blocks=blocks)
+    bound = largest_plan_bytes(
+        max_num_seqs=rows, max_model_len=length, max_num_batched_tokens=tokens, kv_blocks=blocks
+    )
     lists = MAX_FRAME_BYTES + 5 * length
     plan = StepPlan(
         LARGE,
@@ -50,8 +52,10 @@ def test_no_plan_exceeds_the_computed_upper_bound() -> None:
 
 
 def test_sizes_whose_plans_exceed_a_frame_are_refused_with_a_remedy() -> None:
-    check_plan_size(max_num_seqs=1024, max_model_len=131_072, step_tokens=8192, kv_blocks=100_000)
+    check_plan_size(max_num_seqs=1024, max_model_len=131_072, max_num_batched_tokens=8192, kv_blocks=100_000)
     with pytest.raises(
         UnsupportedError, match=rf"max_num_seqs is 4096 and max_model_len is 999999: .* {MAX_PLAN_BYTES} "
     ):
-        check_plan_size(max_num_seqs=4096, max_model_len=999_999, step_tokens=8192, kv_blocks=100_000)
+        check_plan_size(
+            max_num_seqs=4096, max_model_len=999_999, max_num_batched_tokens=8192, kv_blocks=100_000
+        )

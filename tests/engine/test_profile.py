@@ -229,7 +229,16 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(small | {"bos_token_id": 1, "eos_token_id": 2}))
     trace = tmp_path / "out" / "trace.json"
     command = [sys.executable, "-m", "engine.profile", "--model", str(tmp_path), "--load-format", "dummy"]
-    options = ["--max-num-seqs", "8", "--step-tokens", "1024", "--kv-blocks", "128", "--device", "cpu"]
+    options = [
+        "--max-num-seqs",
+        "8",
+        "--max-num-batched-tokens",
+        "1024",
+        "--kv-blocks",
+        "128",
+        "--device",
+        "cpu",
+    ]
 
     def profile(*wanted: str) -> subprocess.CompletedProcess[str]:
         whole = [*command, *options, "--workload", "b8_decode", *wanted]

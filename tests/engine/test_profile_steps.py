@@ -36,7 +36,7 @@ TURNS = EngineWorkload(2 * ROWS, 20, 6, "output_tok_s")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(TINY))
-    sizes = {"max_num_seqs": ROWS, "step_tokens": BUDGET, "mixed_tokens": BUDGET, "kv_blocks": 40}
+    sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET, "mixed_tokens": BUDGET, "kv_blocks": 40}
     spec = ReplicaSpec(
         replica="test-0", model_path=str(folder), load_format="dummy", device="cpu", threads=1, **sizes
     )
@@ -155,7 +155,7 @@ def test_on_a_gpu_only_the_recorded_steps_run_during_the_recording(
     monkeypatch.setattr(steps, "_synchronize", lambda gpu: events.append("wait"))
     monkeypatch.setattr(steps, "profile", lambda **options: Recording(events))
     limits = {"max_model_len": 200, "vocab_size": VOCAB, "blocks": 40}
-    scheduler = Scheduler(max_num_seqs=ROWS, step_tokens=BUDGET, **limits)
+    scheduler = Scheduler(max_num_seqs=ROWS, max_num_batched_tokens=BUDGET, **limits)
     info = SimpleNamespace(vocab_size=VOCAB)
     engine: Any = SimpleNamespace(runner=Told(events), scheduler=scheduler, info=info)
     record(engine, workload, kind, asked, None, tmp_path / "trace.json")

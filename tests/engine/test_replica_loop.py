@@ -153,7 +153,9 @@ def a_forecast() -> StepForecast:
 
 def engine_of_four_slots() -> EngineCore:
     """Return an engine on a simulated device."""
-    scheduler = Scheduler(max_num_seqs=4, step_tokens=64, max_model_len=2000, vocab_size=VOCAB, blocks=80)
+    scheduler = Scheduler(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=2000, vocab_size=VOCAB, blocks=80
+    )
     return EngineCore(scheduler, SimulatedRunner(4, 80))
 
 

@@ -46,7 +46,7 @@ def main() -> None:
             kv_dtype="fp8" if fp8 else "auto",
             max_model_len=8192,
             max_num_seqs=256,
-            step_tokens=8192,
+            max_num_batched_tokens=8192,
             kv_blocks=3000,
         )
         torch.ones(1, device="cuda")  # a recording that begins before CUDA does may miss what follows

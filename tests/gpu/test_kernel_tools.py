@@ -29,7 +29,7 @@ def run(*arguments: str, **environment: str) -> str:
 def test_after_a_build_no_kernel_is_compiled(tmp_path: Path, fp8: list[str]) -> None:
     cache = tmp_path / "cache"
     write_config(SHAPE, tmp_path)
-    served = ["--max-num-seqs", "64", "--step-tokens", "2048", *fp8]
+    served = ["--max-num-seqs", "64", "--max-num-batched-tokens", "2048", *fp8]
     run("kernels.build", "--config", str(tmp_path), "--cache", str(cache), *served)
     built = sorted(cache.rglob("*"))
     assert len(built) > 100

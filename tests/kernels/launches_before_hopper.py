@@ -16,7 +16,7 @@ from kernels.tune import search
 
 
 def main() -> None:
-    dimensions = read_dimensions(Path(sys.argv[1]), max_num_seqs=8, step_tokens=64)
+    dimensions = read_dimensions(Path(sys.argv[1]), max_num_seqs=8, max_num_batched_tokens=64)
     found = {}
     for capability in (80, 90):
         gpu = compiling.Gpu.of("any", capability)

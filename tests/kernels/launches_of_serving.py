@@ -68,7 +68,7 @@ def main() -> None:
         replica="r",
         model_path=str(folder),
         max_num_seqs=ROWS,
-        step_tokens=STEP_TOKENS,
+        max_num_batched_tokens=STEP_TOKENS,
         tensor_parallel_size=ranks.size,
     )
     foreseen = dimensions(
@@ -128,7 +128,7 @@ def _print_others(word: str, jobs: list[compiling.Job], known: list[compiling.Jo
 
 def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> StepExecutor:
     """Do the launches of a starting replica, and return the executor that serves afterwards."""
-    padding = Padding(gemm_sizes(spec.step_tokens), gemm_sizes(ROWS))
+    padding = Padding(gemm_sizes(spec.max_num_batched_tokens), gemm_sizes(ROWS))
 
     def steps() -> StepExecutor:
         tables = SlotTables(ROWS, COLUMNS, decoder.config.vocab_size, META, padding)
@@ -140,7 +140,7 @@ def start(decoder: Decoder, sampler: Sampler, spec: ReplicaSpec) -> StepExecutor
     serving = steps()
     if spec.tensor_parallel_size == 1:
         capture(serving, spec)
-    load_kernels(decoder, serving.kv, serving.tables.block_table, spec.step_tokens, ROWS)
+    load_kernels(decoder, serving.kv, serving.tables.block_table, spec.max_num_batched_tokens, ROWS)
     apart = steps()
     for plan in every_kind(decoder.max_model_len, spec):
         apart.run(plan)
@@ -155,7 +155,7 @@ def capture(serving: StepExecutor, spec: ReplicaSpec) -> None:
         graphs._forward(size)
         for variant in Variant:
             graphs._sample(size, variant)
-    prompts = PromptGraphs(decoder, serving.kv, serving.tables, spec.step_tokens)
+    prompts = PromptGraphs(decoder, serving.kv, serving.tables, spec.max_num_batched_tokens)
     for size in prompts.sizes:
         prompts._run(size)
 

@@ -105,9 +105,9 @@ def test_a_build_fills_the_cache_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_kernels_read_a_checkpoint_as_the_engine_does(tmp_path: Path, family: str) -> None:
     folder = folder_of(tmp_path, family)
-    spec = ReplicaSpec(replica="r", model_path=str(folder), max_num_seqs=64, step_tokens=512)
+    spec = ReplicaSpec(replica="r", model_path=str(folder), max_num_seqs=64, max_num_batched_tokens=512)
     theirs = dimensions(read_config(folder), spec, dtype="bfloat16", weights="fp8", kv_dtype="bfloat16")
-    assert read_dimensions(folder, fp8=True, max_num_seqs=64, step_tokens=512) == theirs
+    assert read_dimensions(folder, fp8=True, max_num_seqs=64, max_num_batched_tokens=512) == theirs
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -115,7 +115,11 @@ def test_the_kernels_read_public_shapes_as_the_engine_does(tmp_path: Path, shape
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     spec = ReplicaSpec(replica="r", model_path=str(tmp_path), tensor_parallel_size=2)
     theirs = dimensions(read_config(tmp_path), spec, dtype="bfloat16", weights="bfloat16", kv_dtype="fp8")
-    served = {"tensor_parallel": 2, "max_num_seqs": spec.max_num_seqs, "step_tokens": spec.step_tokens}
+    served = {
+        "tensor_parallel": 2,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": spec.max_num_batched_tokens,
+    }
     assert read_dimensions(tmp_path, kv_fp8=True, **served) == theirs
 
 
@@ -271,7 +275,7 @@ def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(
         (["--tensor-parallel", "0"], 1, "tensor_parallel is 0; at least 1 is needed"),
         (["--tensor-parallel", "-1"], 1, "tensor_parallel is -1; at least 1 is needed"),
         (["--max-num-seqs", "0"], 1, "max_num_seqs is 0; at least 1 is needed"),
-        (["--step-tokens", "0"], 1, "step_tokens is 0; at least 1 is needed"),
+        (["--max-num-batched-tokens", "0"], 1, "max_num_batched_tokens is 0; at least 1 is needed"),
         (["--processes", "0"], 2, "--processes is 0; at least 1 is needed"),
         (
             ["--capability", "9"],

@@ -135,15 +135,15 @@ def test_ranks_on_a_cpu_share_the_host(tiny: ModelConfig, monkeypatch: pytest.Mo
 def test_steps_that_run_out_of_memory_are_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, free=2, total=24, reserved=21)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 16 * GIB)
-    spec = ReplicaSpec(replica="r", model_path="m", max_num_seqs=1024, step_tokens=8192)
+    spec = ReplicaSpec(replica="r", model_path="m", max_num_seqs=1024, max_num_batched_tokens=8192)
     with pytest.raises(StepsTooLarge) as refused, steps_fit(spec, CUDA):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert str(refused.value) == (
-        "steps of step_tokens 8192 and max_num_seqs 1024 take more memory than NVIDIA Z9 has beside the 17.0 GiB "
-        "that are taken of its 24.0: lower step_tokens or max_num_seqs, or use more GPUs (tensor_parallel_size)"
+        "steps of max_num_batched_tokens 8192 and max_num_seqs 1024 take more memory than NVIDIA Z9 has beside the 17.0 GiB "
+        "that are taken of its 24.0: lower max_num_batched_tokens or max_num_seqs, or use more GPUs (tensor_parallel_size)"
     )
     given = msgspec.structs.replace(spec, kv_blocks=9)
-    lower = r"kv_blocks 9 take .* lower kv_blocks, step_tokens or max_num_seqs"
+    lower = r"kv_blocks 9 take .* lower kv_blocks, max_num_batched_tokens or max_num_seqs"
     with pytest.raises(StepsTooLarge, match=lower), steps_fit(given, CUDA):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

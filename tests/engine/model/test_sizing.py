@@ -25,7 +25,12 @@ CASES = [
     Case("qwen2", "qwen2"),
     Case("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 ]
-STEP: dict[str, Any] = {"max_num_seqs": 16, "step_tokens": 256, "max_model_len": 512, "on_gpu": False}
+STEP: dict[str, Any] = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 512,
+    "on_gpu": False,
+}
 
 
 class FirstRank:

@@ -25,8 +25,10 @@ BUDGETS = [(8, 256), (96, 256), (4096, 256), (8, 1), (8, 2), (8, 3), (96, 8), (9
 
 @pytest.fixture(params=BUDGETS, ids=str)
 def runner(folder: Path, request: pytest.FixtureRequest) -> Iterator[ModelRunner]:
-    step_tokens, longest = request.param
-    runner = ModelRunner(spec_of(folder, step_tokens=step_tokens, max_model_len=longest), single(), quiet)
+    max_num_batched_tokens, longest = request.param
+    runner = ModelRunner(
+        spec_of(folder, max_num_batched_tokens=max_num_batched_tokens, max_model_len=longest), single(), quiet
+    )
     yield runner
     runner.close()
 
@@ -57,7 +59,7 @@ def test_the_largest_steps_run_and_use_every_slot(runner: ModelRunner) -> None:
 def test_the_first_step_uses_the_whole_budget_and_the_maximum_length(runner: ModelRunner) -> None:
     first = largest_steps(runner.max_model_len, runner.spec)[0]
     longest = max(1, runner.max_model_len - 1)
-    most = min(runner.spec.step_tokens, runner.spec.max_num_seqs * longest)
+    most = min(runner.spec.max_num_batched_tokens, runner.spec.max_num_seqs * longest)
     assert sum(len(chunk.token_ids) for chunk in first.chunks) == most
     assert first.chunks[0].start + len(first.chunks[0].token_ids) == longest
 
@@ -66,13 +68,13 @@ def test_one_step_uses_the_whole_budget_at_the_start_of_prompts(runner: ModelRun
     plans = largest_steps(runner.max_model_len, runner.spec)
     tokens = [sum(len(chunk.token_ids) for chunk in plan.chunks if not chunk.start) for plan in plans]
     longest = max(1, runner.max_model_len - 1)
-    assert max(tokens) == min(runner.spec.step_tokens, runner.spec.max_num_seqs * longest)
+    assert max(tokens) == min(runner.spec.max_num_batched_tokens, runner.spec.max_num_seqs * longest)
 
 
 def test_one_step_scores_as_many_prompt_tokens_as_are_computed_at_once(runner: ModelRunner) -> None:
     plans = largest_steps(runner.max_model_len, runner.spec)
     scored = [len(result.prompts[0][0].targets) for result in run(runner, plans) if result.prompts]
-    assert scored == [min(LOGPROB_ROWS, runner.spec.step_tokens, max(1, runner.max_model_len - 1))]
+    assert scored == [min(LOGPROB_ROWS, runner.spec.max_num_batched_tokens, max(1, runner.max_model_len - 1))]
 
 
 def test_every_kind_of_step_runs_with_every_sampling_variant(runner: ModelRunner) -> None:
@@ -100,7 +102,9 @@ def test_every_kind_of_step_runs_with_every_sampling_variant(runner: ModelRunner
     assert any(result.prompts for result in results) and any(result.finite for result in results)
     assert any(plan.copies for plan in plans) and any(plan.clears for plan in plans)
     most = max(sum(len(chunk.token_ids) for chunk in plan.chunks) for plan in plans)
-    assert most == min(runner.spec.step_tokens, runner.spec.max_num_seqs * (runner.max_model_len - 1))
+    assert most == min(
+        runner.spec.max_num_batched_tokens, runner.spec.max_num_seqs * (runner.max_model_len - 1)
+    )
     needed = {variant_of(runner, plan) for plan in plans}
     assert needed >= set(Variant)
 
@@ -110,10 +114,12 @@ def test_every_kind_of_step_runs_with_every_sampling_variant(runner: ModelRunner
 )
 def test_no_warm_up_step_exceeds_the_budget(sizes: tuple[int, int]) -> None:
     """A larger step could not be padded to any loaded size."""
-    max_num_seqs, step_tokens = sizes
-    spec = spec_of(Path("unread"), max_num_seqs=max_num_seqs, step_tokens=step_tokens)
+    max_num_seqs, max_num_batched_tokens = sizes
+    spec = spec_of(Path("unread"), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     for plan in every_kind(256, spec) + largest_steps(256, spec):
-        assert len(plan.decodes) + sum(len(chunk.token_ids) for chunk in plan.chunks) <= step_tokens
+        assert (
+            len(plan.decodes) + sum(len(chunk.token_ids) for chunk in plan.chunks) <= max_num_batched_tokens
+        )
         assert len(plan.decodes) + len(plan.chunks) <= max_num_seqs
         assert all(row < max_num_seqs for setup in plan.setups for row, _ in setup.members)
 

@@ -59,7 +59,7 @@ def spec_of(folder: Path, **changes: object) -> ReplicaSpec:
         "load_format": "dummy",
         "device": "cpu",
         "max_num_seqs": 8,
-        "step_tokens": 96,
+        "max_num_batched_tokens": 96,
         "kv_blocks": 40,
         "threads": 1,
     }
@@ -186,7 +186,7 @@ def test_a_sampled_output_does_not_depend_on_the_batch_or_on_overlap(
     ]
     again = engine.generate(crowd, mixed)[0][0]
     assert again.token_ids == alone.token_ids
-    plain = LocalEngine(spec_of(folder, overlap=False, step_tokens=32))
+    plain = LocalEngine(spec_of(folder, overlap=False, max_num_batched_tokens=32))
     [[stepwise]] = plain.generate([prompt], params)
     plain.close()
     assert stepwise.token_ids == alone.token_ids
@@ -418,7 +418,11 @@ def test_the_maximum_length_is_lowered_to_what_memory_holds(
         ({"load_format": "gguf"}, UnsupportedError, "load_format is 'gguf'"),
         ({"threads": 0}, UnsupportedError, "threads is 0"),
         ({"max_num_seqs": 0}, UnsupportedError, "max_num_seqs is 0"),
-        ({"max_num_seqs": 65, "step_tokens": 64}, UnsupportedError, "step_tokens is 64, but 65 sequences"),
+        (
+            {"max_num_seqs": 65, "max_num_batched_tokens": 64},
+            UnsupportedError,
+            "max_num_batched_tokens is 64, but 65 sequences",
+        ),
         (
             {"max_num_seqs": 2, "mixed_tokens": 1},
             UnsupportedError,

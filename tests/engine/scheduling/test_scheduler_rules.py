@@ -22,7 +22,13 @@ class House:
     """An engine on the simulated runner, with all of its outputs."""
 
     def __init__(self, *, overlap: bool = True, runner: Any = None, **sizes: Any) -> None:
-        sizes = {"max_num_seqs": 4, "step_tokens": 256, "max_model_len": 512, "blocks": 64, **sizes}
+        sizes = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 256,
+            "max_model_len": 512,
+            "blocks": 64,
+            **sizes,
+        }
         self.scheduler = Scheduler(vocab_size=VOCAB, **sizes)
         self.runner = runner or SimulatedRunner(sizes["max_num_seqs"], sizes["blocks"])
         self.core = EngineCore(self.scheduler, self.runner, overlap=overlap)
@@ -178,7 +184,7 @@ def test_a_request_without_tokens_to_generate_ends_without_a_step() -> None:
 
 
 def test_prompt_logprobs_are_returned_without_generating_tokens() -> None:
-    house = House(step_tokens=50)
+    house = House(max_num_batched_tokens=50)
     submit = house.submit(120, max_tokens=0, prompt_logprobs=0)
     house.drain()
     (output,) = house.outputs
@@ -268,28 +274,31 @@ def test_a_handle_in_use_is_refused() -> None:
 
 
 def test_inconsistent_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="step_tokens is 3, but 4 sequences"):
-        House(max_num_seqs=4, step_tokens=3)
+    with pytest.raises(ValueError, match="max_num_batched_tokens is 3, but 4 sequences"):
+        House(max_num_seqs=4, max_num_batched_tokens=3)
     for mixed_tokens in (3, 65):
         with pytest.raises(
             ValueError, match=f"mixed_tokens is {mixed_tokens}: it must be at least max_num_seqs"
         ):
-            House(max_num_seqs=4, step_tokens=64, mixed_tokens=mixed_tokens)
+            House(max_num_seqs=4, max_num_batched_tokens=64, mixed_tokens=mixed_tokens)
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "step_tokens", "mixed_tokens"),
+    ("max_num_seqs", "max_num_batched_tokens", "mixed_tokens"),
     [(64, 2048, 1024), (1024, 8192, 4096), (6000, 8192, 6000), (8192, 8192, 8192)],
 )
 def test_the_default_budget_of_mixed_steps_fits_the_other_sizes(
-    max_num_seqs: int, step_tokens: int, mixed_tokens: int
+    max_num_seqs: int, max_num_batched_tokens: int, mixed_tokens: int
 ) -> None:
-    assert House(max_num_seqs=max_num_seqs, step_tokens=step_tokens).scheduler.mixed_tokens == mixed_tokens
+    assert (
+        House(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens).scheduler.mixed_tokens
+        == mixed_tokens
+    )
 
 
 @pytest.mark.parametrize(("overlap", "cleared"), [(True, 2), (False, 0)])
 def test_blocks_written_by_a_step_in_flight_are_zeroed_when_reallocated(overlap: bool, cleared: int) -> None:
-    house = House(overlap=overlap, max_num_seqs=1, step_tokens=100, blocks=8, prefix_cache=False)
+    house = House(overlap=overlap, max_num_seqs=1, max_num_batched_tokens=100, blocks=8, prefix_cache=False)
     house.submit(64, max_tokens=100)
     house.drain()
     cancelled = house.submit(300)
@@ -318,7 +327,7 @@ def test_the_step_launched_before_a_stop_token_was_read_leaves_one_block_to_zero
 
 
 def test_decodes_come_first_and_a_long_prompt_fills_the_rest_of_each_step() -> None:
-    house = House(step_tokens=64, mixed_tokens=64, blocks=32)
+    house = House(max_num_batched_tokens=64, mixed_tokens=64, blocks=32)
     house.submit(10, max_tokens=100)
     house.step()
     house.submit(300)
@@ -328,7 +337,7 @@ def test_decodes_come_first_and_a_long_prompt_fills_the_rest_of_each_step() -> N
 
 
 def test_a_step_with_decodes_has_the_smaller_token_budget() -> None:
-    house = House(step_tokens=128, mixed_tokens=40, blocks=32)
+    house = House(max_num_batched_tokens=128, mixed_tokens=40, blocks=32)
     house.submit(128, max_tokens=100)
     house.submit(300)
     # The whole budget until a sequence decodes; from then on the smaller one, decodes included.
@@ -339,7 +348,7 @@ def test_a_step_with_decodes_has_the_smaller_token_budget() -> None:
 
 
 def test_prefills_make_progress_while_all_other_slots_decode() -> None:
-    house = House(max_num_seqs=4, step_tokens=128, mixed_tokens=4)
+    house = House(max_num_seqs=4, max_num_batched_tokens=128, mixed_tokens=4)
     for _ in range(3):
         house.submit(4, max_tokens=60)
     house.step()
@@ -349,7 +358,7 @@ def test_prefills_make_progress_while_all_other_slots_decode() -> None:
 
 
 def test_a_running_prefill_continues_before_new_admissions() -> None:
-    house = House(step_tokens=100)
+    house = House(max_num_batched_tokens=100)
     house.submit(150, priority=3)
     house.step()
     house.submit(80, priority=0)
@@ -359,7 +368,7 @@ def test_a_running_prefill_continues_before_new_admissions() -> None:
 
 
 def test_admission_is_by_class_then_arrival() -> None:
-    house = House(max_num_seqs=1, step_tokens=64)
+    house = House(max_num_seqs=1, max_num_batched_tokens=64)
     late, early, urgent = (house.submit(4, max_tokens=1, priority=p) for p in (3, 2, 0))
     second = house.submit(4, max_tokens=1, priority=2)
     house.drain()
@@ -434,7 +443,7 @@ def test_a_preempted_sequence_is_admitted_before_new_ones_of_its_class(overlap: 
 
 @both_overlaps
 def test_prompt_logprobs_survive_a_preemption_during_prefill(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=5, max_num_seqs=2, step_tokens=3)
+    house = House(overlap=overlap, blocks=5, max_num_seqs=2, max_num_batched_tokens=3)
     house.submit(60, max_tokens=80)
     while house.scheduler.waiting or not house.outputs:
         house.step()
@@ -485,7 +494,7 @@ def test_samples_without_a_free_slot_run_later_with_the_cached_prompt() -> None:
 def test_a_cancel_ends_only_the_given_sample_or_submission_at_any_time(
     overlap: bool, after_steps: int, sample: int | None
 ) -> None:
-    house = House(overlap=overlap, step_tokens=40)
+    house = House(overlap=overlap, max_num_batched_tokens=40)
     submit = house.submit(100, n=3, temperature=1.0, max_tokens=90)
     other = house.submit(30, max_tokens=20)
     for _ in range(after_steps):
@@ -504,7 +513,7 @@ def test_a_cancel_ends_only_the_given_sample_or_submission_at_any_time(
 
 
 def test_a_fork_continues_the_prefill_of_its_cancelled_leader() -> None:
-    house = House(step_tokens=40, overlap=False)
+    house = House(max_num_batched_tokens=40, overlap=False)
     submit = house.submit(100, n=3)
     house.step()
     house.scheduler.cancel(FRONT, submit.handle, 0)
@@ -602,7 +611,7 @@ def test_the_last_token_is_never_cached_since_it_was_not_fed(overlap: bool) -> N
 
 
 def test_token_credit_comes_back_with_each_chunk() -> None:
-    house = House(step_tokens=50)
+    house = House(max_num_batched_tokens=50)
     before = house.core.gauges().credit_tokens
     house.submit(120)
     granted = []

@@ -26,7 +26,7 @@ def started(house: House, submit: Submit) -> int:
 
 
 def test_an_urgent_submission_starts_before_waiting_ones_of_its_class() -> None:
-    house = House(step_tokens=64)
+    house = House(max_num_batched_tokens=64)
     crowd = [house.submit(64, max_tokens=1) for _ in range(3)]
     urgent = house.submit(64, max_tokens=1, urgent=True)
     house.drain()
@@ -34,7 +34,7 @@ def test_an_urgent_submission_starts_before_waiting_ones_of_its_class() -> None:
 
 
 def test_an_urgent_submission_is_served_before_a_running_long_prefill() -> None:
-    house = House(step_tokens=64, overlap=False)
+    house = House(max_num_batched_tokens=64, overlap=False)
     long = house.submit(300, max_tokens=1)
     assert computed(house.step()) == [64]
     urgent = house.submit(100, max_tokens=1, urgent=True)
@@ -46,7 +46,7 @@ def test_an_urgent_submission_is_served_before_a_running_long_prefill() -> None:
 
 
 def test_urgency_does_not_overtake_a_higher_class() -> None:
-    house = House(step_tokens=64, overlap=False)
+    house = House(max_num_batched_tokens=64, overlap=False)
     house.submit(300, max_tokens=1, priority=1)
     house.step()
     house.submit(100, max_tokens=1, priority=2, urgent=True)
@@ -113,7 +113,7 @@ def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(over
 
 
 def test_an_urgent_prompts_step_leaves_out_other_prompts_but_never_twice_in_a_row() -> None:
-    house = House(step_tokens=64)
+    house = House(max_num_batched_tokens=64)
     house.submit(400, max_tokens=1)
     assert computed(house.step()) == [64]
     house.submit(10, max_tokens=1, urgent=True)
