@@ -47,7 +47,7 @@ class LocalEngine:
         self.scheduler = Scheduler(
             max_num_seqs=self.info.max_num_seqs,
             max_num_batched_tokens=self.info.max_num_batched_tokens,
-            mixed_tokens=spec.mixed_tokens,
+            max_mixed_tokens=spec.max_mixed_tokens,
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             blocks=self.info.kv_blocks,

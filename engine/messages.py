@@ -46,7 +46,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of sequences that run at the same time."""
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
-    mixed_tokens: int | None = None
+    max_mixed_tokens: int | None = None
     """Token budget of a step in which sequences decode. The whole step delays each one's next token. None:
     half of `max_num_batched_tokens`, at most 4096."""
     kv_blocks: int | None = None

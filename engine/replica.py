@@ -99,7 +99,7 @@ def _lead(
     scheduler = Scheduler(
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
-        mixed_tokens=start.spec.mixed_tokens,
+        max_mixed_tokens=start.spec.max_mixed_tokens,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         blocks=info.kv_blocks,

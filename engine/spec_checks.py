@@ -24,11 +24,11 @@ def check_spec(spec: ReplicaSpec) -> None:
             "step: raise max_num_batched_tokens or lower max_num_seqs"
         )
     if (
-        spec.mixed_tokens is not None
-        and not spec.max_num_seqs <= spec.mixed_tokens <= spec.max_num_batched_tokens
+        spec.max_mixed_tokens is not None
+        and not spec.max_num_seqs <= spec.max_mixed_tokens <= spec.max_num_batched_tokens
     ):
         raise UnsupportedError(
-            f"mixed_tokens is {spec.mixed_tokens}: it must be at least max_num_seqs ({spec.max_num_seqs}) and at "
+            f"max_mixed_tokens is {spec.max_mixed_tokens}: it must be at least max_num_seqs ({spec.max_num_seqs}) and at "
             f"most max_num_batched_tokens ({spec.max_num_batched_tokens}), or left out"
         )
     if not 0.0 < spec.memory_fraction <= 1.0:

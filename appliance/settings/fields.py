@@ -50,7 +50,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Sequences that run at once in one replica."""
     max_num_batched_tokens: Positive = 2048
     """Token budget of one step."""
-    mixed_tokens: Positive | None = None
+    max_mixed_tokens: Positive | None = None
     """Token budget of a step in which sequences decode: less makes the time between tokens shorter while
     prompts are computed, and these slower; without it half of `max_num_batched_tokens`, at most 4096."""
     kv_blocks: Positive | None = None
@@ -78,7 +78,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            mixed_tokens=self.mixed_tokens,
+            max_mixed_tokens=self.max_mixed_tokens,
             kv_blocks=self.kv_blocks,
             memory_fraction=self.memory_fraction,
             prefix_cache=self.prefix_cache,

@@ -10,7 +10,7 @@ A step is filled by these rules, in this order:
    The oldest sequence of the highest class is never preempted for others, so the engine always makes
    progress.
 2. *Running prefills*, in order of service: their next chunks, up to the budget (chunked prefill, as in
-   Sarathi-Serve). A step with decodes has the smaller budget `mixed_tokens`, because every decode waits for
+   Sarathi-Serve). A step with decodes has the smaller budget `max_mixed_tokens`, because every decode waits for
    the step's prompts. An urgent submission is admitted before the prefills that come after it in order, and
    its step leaves out prompts that are not urgent, but never in two steps in a row.
 3. *Admissions*, by class, then urgent submissions, then arrival, so preempted sequences come before new ones.
@@ -46,14 +46,14 @@ from engine.scheduling.validation import SequenceLimits, refusal
 from engine.scheduling.waiting import WaitingQueue
 
 MIXED_TOKENS = 4096
-"""Maximum default of `mixed_tokens`: enough to saturate the GEMMs of a large GPU, and about 0.1 s on an H200
+"""Maximum default of `max_mixed_tokens`: enough to saturate the GEMMs of a large GPU, and about 0.1 s on an H200
 for a model of 8 B parameters in bfloat16."""
 
 
 class Scheduler:
     """Plans steps and collects their results. Single-threaded; no method blocks.
 
-    max_num_seqs: maximum number of running sequences. max_num_batched_tokens: token budget of a step. mixed_tokens: token
+    max_num_seqs: maximum number of running sequences. max_num_batched_tokens: token budget of a step. max_mixed_tokens: token
     budget of a step with decodes, these included; None: half of max_num_batched_tokens, at most MIXED_TOKENS, since a
     new request waits for one running and one launched step, which together are then a full step. blocks: size
     of the KV pool.
@@ -66,7 +66,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        mixed_tokens: int | None = None,
+        max_mixed_tokens: int | None = None,
         max_model_len: int,
         vocab_size: int,
         blocks: int,
@@ -79,16 +79,16 @@ class Scheduler:
                 f"max_num_batched_tokens is {max_num_batched_tokens}, but {max_num_seqs} sequences decode one token each in a step: "
                 f"raise max_num_batched_tokens or lower max_num_seqs"
             )
-        if mixed_tokens is None:
-            mixed_tokens = max(max_num_seqs, min(max_num_batched_tokens // 2, MIXED_TOKENS))
-        elif not max_num_seqs <= mixed_tokens <= max_num_batched_tokens:
+        if max_mixed_tokens is None:
+            max_mixed_tokens = max(max_num_seqs, min(max_num_batched_tokens // 2, MIXED_TOKENS))
+        elif not max_num_seqs <= max_mixed_tokens <= max_num_batched_tokens:
             raise ValueError(
-                f"mixed_tokens is {mixed_tokens}: it must be at least max_num_seqs ({max_num_seqs}), so that "
+                f"max_mixed_tokens is {max_mixed_tokens}: it must be at least max_num_seqs ({max_num_seqs}), so that "
                 f"prefills make progress while all other slots decode, and at most max_num_batched_tokens "
                 f"({max_num_batched_tokens})"
             )
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.mixed_tokens = mixed_tokens
+        self.max_mixed_tokens = max_mixed_tokens
         self.limits = SequenceLimits(max_model_len=max_model_len, vocab_size=vocab_size, blocks=blocks)
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
         self.watermark = max(1, blocks // 100)
@@ -96,7 +96,7 @@ class Scheduler:
         # Tokens of two steps with decodes, or of one without. Further requests are better kept in the core's
         # queue, which also considers quotas and fairness; the scheduler considers only class and arrival.
         self.accounting = RequestAccounting(
-            credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * mixed_tokens)
+            credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * max_mixed_tokens)
         )
         totals, tables = self.accounting.totals, BlockTables(self.pool)
         self._waiting = WaitingQueue()
@@ -189,7 +189,7 @@ class Scheduler:
         if self._waiting.real_time:
             admission.preempt_for_real_time()
         preempted = self._decodes.schedule(step)
-        budget = (self.mixed_tokens if plan.decodes else self.max_num_batched_tokens) - len(plan.decodes)
+        budget = (self.max_mixed_tokens if plan.decodes else self.max_num_batched_tokens) - len(plan.decodes)
         for sequence in sorted(self._running.prefilling.values(), key=service_order):
             if not preempted:
                 budget -= admission.admit(step, budget, sequence.order)

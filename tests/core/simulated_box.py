@@ -171,7 +171,7 @@ class Replica:
         *,
         rows: int,
         max_num_batched_tokens: int,
-        mixed_tokens: int | None,
+        max_mixed_tokens: int | None,
         blocks: int,
         speed: Speed,
     ) -> None:
@@ -181,7 +181,7 @@ class Replica:
         self.scheduler = Scheduler(
             max_num_seqs=rows,
             max_num_batched_tokens=max_num_batched_tokens,
-            mixed_tokens=mixed_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             max_model_len=131_072,
             vocab_size=10,
             blocks=blocks,
@@ -302,7 +302,7 @@ class Box:
         *,
         rows: int = 256,
         max_num_batched_tokens: int = 8192,
-        mixed_tokens: int | None = None,
+        max_mixed_tokens: int | None = None,
         blocks: int = 20_000,
         speed: Speed = Speed(),  # noqa: B008
     ) -> Replica:
@@ -314,7 +314,7 @@ class Box:
             name,
             rows=rows,
             max_num_batched_tokens=max_num_batched_tokens,
-            mixed_tokens=mixed_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             blocks=blocks,
             speed=speed,
         )

@@ -81,7 +81,7 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
     rows = info.max_num_seqs
     # The last block of a sequence is half full on average, and the watermark stays free for decodes.
     tokens = ((info.kv_blocks - scheduler.watermark) / rows - 0.5) * BLOCK_TOKENS
-    of_prompts = max(1, scheduler.mixed_tokens - rows // 2)
+    of_prompts = max(1, scheduler.max_mixed_tokens - rows // 2)
     length = int(tokens / (1 + rows / (2 * of_prompts)))
     steps = rows * length // of_prompts
     most = steps + 4 * BLOCK_TOKENS

@@ -36,7 +36,12 @@ TURNS = EngineWorkload(2 * ROWS, 20, 6, "output_tok_s")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(TINY))
-    sizes = {"max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET, "mixed_tokens": BUDGET, "kv_blocks": 40}
+    sizes = {
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": BUDGET,
+        "max_mixed_tokens": BUDGET,
+        "kv_blocks": 40,
+    }
     spec = ReplicaSpec(
         replica="test-0", model_path=str(folder), load_format="dummy", device="cpu", threads=1, **sizes
     )

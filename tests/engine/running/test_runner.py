@@ -424,9 +424,9 @@ def test_the_maximum_length_is_lowered_to_what_memory_holds(
             "max_num_batched_tokens is 64, but 65 sequences",
         ),
         (
-            {"max_num_seqs": 2, "mixed_tokens": 1},
+            {"max_num_seqs": 2, "max_mixed_tokens": 1},
             UnsupportedError,
-            "mixed_tokens is 1: it must be at least max_num_seqs",
+            "max_mixed_tokens is 1: it must be at least max_num_seqs",
         ),
         ({"memory_fraction": float("nan")}, UnsupportedError, "memory_fraction is nan"),
         ({"memory_fraction": 1.5}, UnsupportedError, "memory_fraction is 1.5"),

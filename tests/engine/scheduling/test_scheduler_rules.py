@@ -276,23 +276,25 @@ def test_a_handle_in_use_is_refused() -> None:
 def test_inconsistent_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens is 3, but 4 sequences"):
         House(max_num_seqs=4, max_num_batched_tokens=3)
-    for mixed_tokens in (3, 65):
+    for max_mixed_tokens in (3, 65):
         with pytest.raises(
-            ValueError, match=f"mixed_tokens is {mixed_tokens}: it must be at least max_num_seqs"
+            ValueError, match=f"max_mixed_tokens is {max_mixed_tokens}: it must be at least max_num_seqs"
         ):
-            House(max_num_seqs=4, max_num_batched_tokens=64, mixed_tokens=mixed_tokens)
+            House(max_num_seqs=4, max_num_batched_tokens=64, max_mixed_tokens=max_mixed_tokens)
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "max_num_batched_tokens", "mixed_tokens"),
+    ("max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens"),
     [(64, 2048, 1024), (1024, 8192, 4096), (6000, 8192, 6000), (8192, 8192, 8192)],
 )
 def test_the_default_budget_of_mixed_steps_fits_the_other_sizes(
-    max_num_seqs: int, max_num_batched_tokens: int, mixed_tokens: int
+    max_num_seqs: int, max_num_batched_tokens: int, max_mixed_tokens: int
 ) -> None:
     assert (
-        House(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens).scheduler.mixed_tokens
-        == mixed_tokens
+        House(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        ).scheduler.max_mixed_tokens
+        == max_mixed_tokens
     )
 
 
@@ -327,7 +329,7 @@ def test_the_step_launched_before_a_stop_token_was_read_leaves_one_block_to_zero
 
 
 def test_decodes_come_first_and_a_long_prompt_fills_the_rest_of_each_step() -> None:
-    house = House(max_num_batched_tokens=64, mixed_tokens=64, blocks=32)
+    house = House(max_num_batched_tokens=64, max_mixed_tokens=64, blocks=32)
     house.submit(10, max_tokens=100)
     house.step()
     house.submit(300)
@@ -337,7 +339,7 @@ def test_decodes_come_first_and_a_long_prompt_fills_the_rest_of_each_step() -> N
 
 
 def test_a_step_with_decodes_has_the_smaller_token_budget() -> None:
-    house = House(max_num_batched_tokens=128, mixed_tokens=40, blocks=32)
+    house = House(max_num_batched_tokens=128, max_mixed_tokens=40, blocks=32)
     house.submit(128, max_tokens=100)
     house.submit(300)
     # The whole budget until a sequence decodes; from then on the smaller one, decodes included.
@@ -348,7 +350,7 @@ def test_a_step_with_decodes_has_the_smaller_token_budget() -> None:
 
 
 def test_prefills_make_progress_while_all_other_slots_decode() -> None:
-    house = House(max_num_seqs=4, max_num_batched_tokens=128, mixed_tokens=4)
+    house = House(max_num_seqs=4, max_num_batched_tokens=128, max_mixed_tokens=4)
     for _ in range(3):
         house.submit(4, max_tokens=60)
     house.step()

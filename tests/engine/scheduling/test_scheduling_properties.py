@@ -113,7 +113,7 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + extra_budget,
-            mixed_tokens=max_num_seqs + int(mixed_share * extra_budget),
+            max_mixed_tokens=max_num_seqs + int(mixed_share * extra_budget),
             max_model_len=max_model_len,
             vocab_size=VOCAB,
             blocks=blocks,
