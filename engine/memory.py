@@ -70,7 +70,7 @@ def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: b
     raise PoolTooSmall(
         f"the available memory holds {max(0, blocks)} KV blocks of {bytes_per_block} bytes per rank, but one "
         f"sequence of max_model_len {max_model_len} tokens needs {needed}: {remedy}free memory, raise "
-        "memory_fraction or kv_blocks, or use more ranks"
+        "gpu_memory_utilization or kv_blocks, or use more ranks"
     )
 
 

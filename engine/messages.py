@@ -51,7 +51,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     half of `max_num_batched_tokens`, at most 4096."""
     kv_blocks: int | None = None
     """Number of KV blocks; None: as many as fit into the memory left after a profiling step."""
-    memory_fraction: float = 0.95
+    gpu_memory_utilization: float = 0.95
     """Fraction of the device's memory to use (on CPU: of the free memory, with at most 2 GiB for the KV
     cache)."""
     prefix_cache: bool = True

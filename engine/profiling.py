@@ -34,7 +34,7 @@ def profile_cuda(steps: StepExecutor, spec: ReplicaSpec) -> int:
     dtype = str(decoder.dtype).removeprefix("torch.")
     graphs = graph_bytes(decoder.config, decoder.shard, dtype, spec.max_num_seqs, spec.max_num_batched_tokens)
     graphs += logits_bytes(decoder, spec.max_num_seqs)
-    return int(total * spec.memory_fraction) - outside_torch - peak - graphs
+    return int(total * spec.gpu_memory_utilization) - outside_torch - peak - graphs
 
 
 @contextlib.contextmanager

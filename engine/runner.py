@@ -227,7 +227,7 @@ class ModelRunner:
             budget = profile_cuda(self._executor(self.decoder.allocate_kv(1)), self.spec)
         else:
             activations = self._predict(None).activation_bytes
-            share = int(memory.available_host_bytes() * self.spec.memory_fraction) // self.ranks.size
+            share = int(memory.available_host_bytes() * self.spec.gpu_memory_utilization) // self.ranks.size
             budget = min(share - activations, memory.CPU_MAX_KV_BYTES // self.ranks.size)
         mine = torch.tensor([budget // per_block], device=self.device)
         return int(self.ranks.all_gather_stack(mine).min())

@@ -31,7 +31,9 @@ def check_spec(spec: ReplicaSpec) -> None:
             f"max_mixed_tokens is {spec.max_mixed_tokens}: it must be at least max_num_seqs ({spec.max_num_seqs}) and at "
             f"most max_num_batched_tokens ({spec.max_num_batched_tokens}), or left out"
         )
-    if not 0.0 < spec.memory_fraction <= 1.0:
-        raise UnsupportedError(f"memory_fraction is {spec.memory_fraction}: it must be above 0 and at most 1")
+    if not 0.0 < spec.gpu_memory_utilization <= 1.0:
+        raise UnsupportedError(
+            f"gpu_memory_utilization is {spec.gpu_memory_utilization}: it must be above 0 and at most 1"
+        )
     if spec.threads is not None and spec.threads < 1:
         raise UnsupportedError(f"threads is {spec.threads}: it must be at least 1, or left out")

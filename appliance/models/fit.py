@@ -63,7 +63,7 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
             f"lower it to {len(gpus)}" if gpus else 'set device = "cpu"',
         )
     memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
-    usable = int(memory * model.memory_fraction)
+    usable = int(memory * model.gpu_memory_utilization)
     try:
         config = sizing.read_config(model.folder)
         longest = config.resolve_length(model.max_model_len)

@@ -55,7 +55,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompts are computed, and these slower; without it half of `max_num_batched_tokens`, at most 4096."""
     kv_blocks: Positive | None = None
     """Blocks of 64 tokens in the KV cache; without it, sized from memory."""
-    memory_fraction: Fraction = 0.95
+    gpu_memory_utilization: Fraction = 0.95
     """Part of the device's memory that may be used."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """"dummy" makes random weights: for measuring speed without a checkpoint's files."""
@@ -80,7 +80,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_mixed_tokens=self.max_mixed_tokens,
             kv_blocks=self.kv_blocks,
-            memory_fraction=self.memory_fraction,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             prefix_cache=self.prefix_cache,
             threads=self.threads,
         )

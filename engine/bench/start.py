@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
     parser.add_argument("--kv-fp8", action="store_true", help="quantise the KV cache")
-    parser.add_argument("--memory-fraction", type=float, help="fraction of the device's memory to use")
+    parser.add_argument("--gpu-memory-utilization", type=float, help="fraction of the device's memory to use")
     parser.add_argument(
         "--max-num-seqs", type=int, default=1024, help="maximum number of running sequences (%(default)s)"
     )
@@ -68,8 +68,8 @@ def start(
         weights="fp8" if arguments.fp8 else "auto",
         kv_dtype="fp8" if arguments.kv_fp8 else "auto",
     )
-    if arguments.memory_fraction is not None:
-        spec = msgspec.structs.replace(spec, memory_fraction=arguments.memory_fraction)
+    if arguments.gpu_memory_utilization is not None:
+        spec = msgspec.structs.replace(spec, gpu_memory_utilization=arguments.gpu_memory_utilization)
     engine = LocalEngine(spec, _show if sys.stderr.isatty() else lambda stage, fraction: None)
     settle_garbage()
     return engine

@@ -369,15 +369,17 @@ def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
     big.close()
     working = big._predict(None).activation_bytes
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 7 * per_block))
-    small = ModelRunner(spec_of(folder, kv_blocks=None, memory_fraction=0.5), single(), quiet)
+    small = ModelRunner(spec_of(folder, kv_blocks=None, gpu_memory_utilization=0.5), single(), quiet)
     assert small.kv_blocks == 7
     small.close()
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 3 * per_block))
     with pytest.raises(PoolTooSmall, match=r"3 KV blocks .* 256 tokens needs 4.*at most 192"):
-        ModelRunner(spec_of(folder, kv_blocks=None, memory_fraction=0.5, max_model_len=256), single(), quiet)
+        ModelRunner(
+            spec_of(folder, kv_blocks=None, gpu_memory_utilization=0.5, max_model_len=256), single(), quiet
+        )
     said: list[str] = []
     short = ModelRunner(
-        spec_of(folder, kv_blocks=None, memory_fraction=0.5),
+        spec_of(folder, kv_blocks=None, gpu_memory_utilization=0.5),
         single(),
         lambda stage, fraction: said.append(stage),
     )
@@ -428,8 +430,8 @@ def test_the_maximum_length_is_lowered_to_what_memory_holds(
             UnsupportedError,
             "max_mixed_tokens is 1: it must be at least max_num_seqs",
         ),
-        ({"memory_fraction": float("nan")}, UnsupportedError, "memory_fraction is nan"),
-        ({"memory_fraction": 1.5}, UnsupportedError, "memory_fraction is 1.5"),
+        ({"gpu_memory_utilization": float("nan")}, UnsupportedError, "gpu_memory_utilization is nan"),
+        ({"gpu_memory_utilization": 1.5}, UnsupportedError, "gpu_memory_utilization is 1.5"),
         (
             {"kv_blocks": 10**12},
             PoolTooLarge,
