@@ -41,7 +41,13 @@ class KernelBuild:
 
 
 def start_build(
-    config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str, device: torch.device
+    config: ModelConfig,
+    spec: ReplicaSpec,
+    *,
+    dtype: str,
+    weights: str,
+    kv_cache_dtype: str,
+    device: torch.device,
 ) -> KernelBuild:
     """Compile what is not in Triton's cache yet, in other processes. float32 has no kernels of ours."""
     if device.type != "cuda" or dtype == "float32":
@@ -50,12 +56,18 @@ def start_build(
     from kernels import build, compiling
 
     gpu = compiling.current_gpu(device)
-    wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype)
+    wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_cache_dtype=kv_cache_dtype)
     return KernelBuild() if build.is_built(wanted, gpu) else KernelBuild(build.start(wanted, gpu))
 
 
 def check_kernels(
-    config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str, device: torch.device
+    config: ModelConfig,
+    spec: ReplicaSpec,
+    *,
+    dtype: str,
+    weights: str,
+    kv_cache_dtype: str,
+    device: torch.device,
 ) -> None:
     """Raises UnsupportedError for a model that cannot be split over the ranks, or that the kernels of a GPU,
     or of this one, cannot serve; float32 and the CPU have none."""
@@ -65,7 +77,7 @@ def check_kernels(
     from kernels import compiling
     from kernels.dimensions import DimensionsError, check, check_gpu
 
-    wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype)
+    wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_cache_dtype=kv_cache_dtype)
     try:
         check(wanted)
         gpu = compiling.current_gpu(device)
@@ -75,7 +87,7 @@ def check_kernels(
 
 
 def dimensions(
-    config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str
+    config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_cache_dtype: str
 ) -> Dimensions:
     """Of the kernels that a replica needs; those that `kernels.dimensions` reads from the same file."""
     from kernels.dimensions import Dimensions
@@ -94,7 +106,7 @@ def dimensions(
         windows=tuple(sorted(set(config.sliding_windows), key=lambda window: window or 0)),
         dtype=dtype,
         fp8=weights == FP8,
-        kv_fp8=kv_dtype == FP8,
+        kv_fp8=kv_cache_dtype == FP8,
         tensor_parallel=spec.tensor_parallel_size,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=spec.max_num_batched_tokens,

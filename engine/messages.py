@@ -37,7 +37,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = "auto"
     """How the layers' matrices are stored: "auto" (as in the checkpoint) or "fp8" (quantised while loading,
     with one scale per output)."""
-    kv_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     """The KV cache's dtype: "auto" (the model's) or "fp8" (e4m3, with one scale per token and head)."""
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
@@ -80,7 +80,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     weights: str
     """The dtype of the layers' matrices; "fp8" if they are quantised."""
-    kv_dtype: str
+    kv_cache_dtype: str
     """The dtype of the KV cache, or "fp8"."""
     backend: str
     """"cpu" or "cuda"."""

@@ -76,7 +76,7 @@ class ModelRunner:
         self.config = read_config(spec.model_path)
         self.dtype = _dtype_name(spec.dtype, self.config, self.device)
         self.weights = FP8 if spec.weights == FP8 or self.config.fp8 else self.dtype
-        self.kv_dtype = FP8 if spec.kv_dtype == FP8 else self.dtype
+        self.kv_cache_dtype = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()
         self._failed: BaseException | None = None
         self._ended_at: float | None = None
@@ -92,7 +92,7 @@ class ModelRunner:
                 self.device,
                 max_model_len=self.max_model_len,
                 fp8=self.weights == FP8,
-                kv_fp8=self.kv_dtype == FP8,
+                kv_fp8=self.kv_cache_dtype == FP8,
             )
             self._barrier()  # every rank must measure free memory before any rank fills it
             self._load(progress)
@@ -197,7 +197,7 @@ class ModelRunner:
             limit = memory.CPU_MAX_KV_BYTES // self.ranks.size
             if self.device.type == "cuda":
                 _, limit = torch.cuda.mem_get_info(self.device)
-            blocks = limit // kv_bytes_per_block(self.config, self.kv_dtype, self.ranks.size)
+            blocks = limit // kv_bytes_per_block(self.config, self.kv_cache_dtype, self.ranks.size)
         return min(longest, max(1, blocks) * BLOCK_TOKENS)
 
     def _size_pool(self, progress: ProgressCallback) -> int:
@@ -235,7 +235,7 @@ class ModelRunner:
     def _start_build(self) -> KernelBuild:
         """Start compiling kernels on rank 0, for all ranks, since all run the same kernels. Raises
         UnsupportedError for a model that the kernels cannot run."""
-        dtypes = {"dtype": self.dtype, "weights": self.weights, "kv_dtype": self.kv_dtype}
+        dtypes = {"dtype": self.dtype, "weights": self.weights, "kv_cache_dtype": self.kv_cache_dtype}
         check_kernels(self.config, self.spec, device=self.device, **dtypes)
         if self.ranks.rank:
             return KernelBuild()
@@ -285,7 +285,7 @@ class ModelRunner:
             self.config,
             dtype=self.dtype,
             weights=self.weights,
-            kv_dtype=self.kv_dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             tensor_parallel_size=self.ranks.size,
             max_num_seqs=self.spec.max_num_seqs,
             max_num_batched_tokens=self.spec.max_num_batched_tokens,
@@ -323,7 +323,7 @@ class ModelRunner:
             vocab_size=self.config.vocab_size,
             dtype=self.dtype,
             weights=self.weights,
-            kv_dtype=self.kv_dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             backend=self.device.type,
             devices=[device_name(self.device.type, rank) for rank in range(size)],
             tensor_parallel_size=size,

@@ -67,14 +67,14 @@ def parameters(config: ModelConfig) -> int:
     return _parameters(config, config.shard(1, 0))
 
 
-def kv_bytes_per_block(config: ModelConfig, kv_dtype: str, tensor_parallel_size: int) -> int:
+def kv_bytes_per_block(config: ModelConfig, kv_cache_dtype: str, tensor_parallel_size: int) -> int:
     """Return the bytes of one KV block on each rank: keys and values of BLOCK_TOKENS tokens in all layers.
 
     These are `2 × layers × KV heads on the rank × 64 × head_dim` elements, and with "fp8" a float32 scale per
     token and head.
     """
     shard = config.shard(tensor_parallel_size, 0)
-    head = config.head_dim + 4 if kv_dtype == FP8 else config.head_dim * DTYPE_BYTES[kv_dtype]
+    head = config.head_dim + 4 if kv_cache_dtype == FP8 else config.head_dim * DTYPE_BYTES[kv_cache_dtype]
     return 2 * config.layers * shard.kv_heads * BLOCK_TOKENS * head
 
 
@@ -83,7 +83,7 @@ def predict(
     *,
     dtype: str,
     weights: str,
-    kv_dtype: str,
+    kv_cache_dtype: str,
     tensor_parallel_size: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -94,18 +94,18 @@ def predict(
     """Predict the memory of rank 0, which needs the most: only rank 0 has the biases of all-reduced linear
     layers.
 
-    dtype: the model's, one of engine.config.DTYPE_BYTES. weights, kv_dtype: one of these, or "fp8". max_num_seqs:
+    dtype: the model's, one of engine.config.DTYPE_BYTES. weights, kv_cache_dtype: one of these, or "fp8". max_num_seqs:
     maximum number of running sequences. max_num_batched_tokens: token budget of a step. blocks: size of the KV pool,
     None if not known yet. Raises UnsupportedError if the model cannot be split over the ranks.
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(
         weight_bytes=weight_bytes(config, shard, dtype, weights),
-        kv_bytes_per_block=kv_bytes_per_block(config, kv_dtype, tensor_parallel_size),
+        kv_bytes_per_block=kv_bytes_per_block(config, kv_cache_dtype, tensor_parallel_size),
         kv_blocks=blocks or 0,
         activation_bytes=_activations(config, shard, dtype, max(max_num_batched_tokens, max_num_seqs))
         + (
-            _workspace_on_gpu(config, shard, dtype, kv_dtype, max_num_seqs, max_num_batched_tokens)
+            _workspace_on_gpu(config, shard, dtype, kv_cache_dtype, max_num_seqs, max_num_batched_tokens)
             if on_gpu
             else _workspace_on_cpu(config, shard, dtype, weights, max_num_seqs, max_model_len)
         ),
@@ -190,7 +190,7 @@ def _workspace_on_gpu(
     config: ModelConfig,
     shard: Shard,
     dtype: str,
-    kv_dtype: str,
+    kv_cache_dtype: str,
     max_num_seqs: int,
     max_num_batched_tokens: int,
 ) -> int:
@@ -202,7 +202,7 @@ def _workspace_on_gpu(
     width = DTYPE_BYTES[dtype]
     logits = max_num_seqs * shard.vocab * (2 * width + 8)
     block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * width
-    expansion = 2 * EXPANSION_BLOCKS * block if kv_dtype == FP8 else 0
+    expansion = 2 * EXPANSION_BLOCKS * block if kv_cache_dtype == FP8 else 0
     graphs = graph_bytes(config, shard, dtype, max_num_seqs, max_num_batched_tokens)
     return logits + expansion + graphs + _CUDA_BYTES
 

@@ -157,8 +157,8 @@ def check_gpu(dimensions: Dimensions, name: str, capability: int) -> None:
             f"shared memory for a program; attention needs {WIDE_HEADS_SHARED >> 10}: {elsewhere}"
         )
     if capability < FP8_FROM and (dimensions.fp8 or dimensions.kv_fp8):
-        what = "weights are" if dimensions.fp8 else "kv_dtype is"
-        whole = "weights that are not FP8" if dimensions.fp8 else 'kv_dtype "auto"'
+        what = "weights are" if dimensions.fp8 else "kv_cache_dtype is"
+        whole = "weights that are not FP8" if dimensions.fp8 else 'kv_cache_dtype "auto"'
         raise DimensionsError(
             f"{what} fp8, but {gpu}; FP8 needs {FP8_FROM / 10} at least: serve this model with {whole}, or "
             "on another GPU"

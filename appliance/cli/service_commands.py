@@ -73,7 +73,7 @@ def serve(
     weights: Annotated[
         Quantised | None, typer.Option(help="fp8: quantise the layers' weights.", show_default=False)
     ] = None,
-    kv_dtype: Annotated[
+    kv_cache_dtype: Annotated[
         Quantised | None, typer.Option(help="fp8: quantise the KV cache.", show_default=False)
     ] = None,
     load_format: Annotated[
@@ -111,7 +111,7 @@ def serve(
         device=device and device.value,
         dtype=dtype and dtype.value,
         weights=weights and weights.value,
-        kv_dtype=kv_dtype and kv_dtype.value,
+        kv_cache_dtype=kv_cache_dtype and kv_cache_dtype.value,
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

@@ -215,7 +215,7 @@ def _on(replica: ReplicaStatus) -> str:
         return printable(replica.detail)
     devices = list(dict.fromkeys(replica.devices))
     ranks = f"{len(replica.devices)} ranks on " if len(replica.devices) > 1 else ""
-    held = precision(replica.dtype, replica.weights, replica.kv_dtype)
+    held = precision(replica.dtype, replica.weights, replica.kv_cache_dtype)
     return printable(f"{ranks}{', '.join(devices)}, {held}")
 
 

@@ -30,7 +30,7 @@ class Fit:
     on_gpu: bool
     dtype: str
     weights: str
-    kv_dtype: str
+    kv_cache_dtype: str
     longest: int
     """The longest sequence that the settings or the checkpoint allow, in tokens."""
     blocks: int
@@ -69,12 +69,12 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
         longest = config.resolve_length(model.max_model_len)
         dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
         weights = sizing.FP8 if config.fp8 or model.weights == sizing.FP8 else dtype
-        kv_dtype = model.kv_dtype if model.kv_dtype != "auto" else dtype
+        kv_cache_dtype = model.kv_cache_dtype if model.kv_cache_dtype != "auto" else dtype
         predicted = sizing.predict(
             config,
             dtype=dtype,
             weights=weights,
-            kv_dtype=kv_dtype,
+            kv_cache_dtype=kv_cache_dtype,
             tensor_parallel_size=ranks,
             max_num_seqs=model.max_num_seqs,
             max_num_batched_tokens=model.max_num_batched_tokens,
@@ -95,7 +95,7 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
         on_gpu=on_gpu,
         dtype=dtype,
         weights=weights,
-        kv_dtype=kv_dtype,
+        kv_cache_dtype=kv_cache_dtype,
         longest=longest,
         blocks=model.kv_blocks if model.kv_blocks is not None else most // predicted.kv_bytes_per_block,
         usable_bytes=usable,

@@ -290,7 +290,7 @@ class Replica:
             "%s is ready in %.1f s: %s on %s, %d rows, %d blocks of KV cache",
             self.name,
             self._ready_at - self._started_at,
-            precision(info.dtype, info.weights, info.kv_dtype),
+            precision(info.dtype, info.weights, info.kv_cache_dtype),
             ", ".join(info.devices),
             info.max_num_seqs,
             info.kv_blocks,

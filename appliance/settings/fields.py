@@ -40,7 +40,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """"auto" is the checkpoint's on CUDA, float32 on the CPU."""
     weights: Literal["auto", "fp8"] = "auto"
     """Of the layers' matrices: "auto" is as the checkpoint has them, "fp8" quantises them while they load."""
-    kv_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Of the KV cache: "auto" is the model's, "fp8" halves it."""
     tensor_parallel_size: Positive = 1
     """Ranks (GPUs) that hold one replica together."""
@@ -73,7 +73,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             device=self.device,
             dtype=self.dtype,
             weights=self.weights,
-            kv_dtype=self.kv_dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             tensor_parallel_size=self.tensor_parallel_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
@@ -217,7 +217,7 @@ class Flags(msgspec.Struct, kw_only=True):
     """These change every model."""
     dtype: str | None = None
     weights: str | None = None
-    kv_dtype: str | None = None
+    kv_cache_dtype: str | None = None
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None

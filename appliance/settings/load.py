@@ -20,7 +20,7 @@ _FLAGS_OF_MODELS = (
     "device",
     "dtype",
     "weights",
-    "kv_dtype",
+    "kv_cache_dtype",
     "tensor_parallel_size",
     "max_model_len",
     "max_num_seqs",

@@ -57,7 +57,7 @@ def main() -> int:
             runs = [run(engine, workload, seed) for seed in range(arguments.runs)]
             upper_bound = None
             if device is not None:
-                upper_bound = limit(engine.runner.config, workload, device, info.weights, info.kv_dtype)
+                upper_bound = limit(engine.runner.config, workload, device, info.weights, info.kv_cache_dtype)
             print(line(name, workload, runs, upper_bound), flush=True)
             results["workloads"][name] = {
                 "result": median_run(workload, runs).result,
@@ -95,7 +95,7 @@ def _arguments() -> argparse.Namespace:
 def _describe(info: ReplicaInfo, start_s: float) -> str:
     gib = 2**30
     return (
-        f"{info.dtype} (weights {info.weights}, KV {info.kv_dtype}) on {info.devices[0]}, "
+        f"{info.dtype} (weights {info.weights}, KV {info.kv_cache_dtype}) on {info.devices[0]}, "
         f"ready in {start_s:.1f} s; weights {info.weight_bytes / gib:.1f} GiB, "
         f"KV {info.kv_bytes / gib:.1f} in {info.kv_blocks} blocks, "
         f"all {info.used_bytes / gib:.1f}, predicted {info.predicted_bytes / gib:.1f}"

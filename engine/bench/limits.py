@@ -44,11 +44,11 @@ def ceilings(device: str) -> Ceilings | None:
 
 
 def limit(
-    config: ModelConfig, workload: EngineWorkload, device: Ceilings, weights: str, kv_dtype: str
+    config: ModelConfig, workload: EngineWorkload, device: Ceilings, weights: str, kv_cache_dtype: str
 ) -> float:
     """Return the best possible result of a workload on one device, in the workload's unit.
 
-    weights, kv_dtype: dtypes of the layers' matrices and of the cache, from DTYPE_BYTES or "fp8". Embeddings,
+    weights, kv_cache_dtype: dtypes of the layers' matrices and of the cache, from DTYPE_BYTES or "fp8". Embeddings,
     the output matrix and the arithmetic of attention always have 16 bits.
     """
     fp8 = weights == FP8
@@ -66,7 +66,7 @@ def limit(
     # Every matrix is read at least once.
     prefill_s = max(prefill_s, (matrices * weight_bytes + head * 2) / device.bytes_per_s)
 
-    kv_per_token = kv_bytes_per_block(config, kv_dtype, 1) / BLOCK_TOKENS
+    kv_per_token = kv_bytes_per_block(config, kv_cache_dtype, 1) / BLOCK_TOKENS
     mean_context = prompt + output / 2
     step_s = max(
         (matrices * weight_bytes + head * 2) / device.bytes_per_s,

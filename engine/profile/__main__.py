@@ -42,7 +42,7 @@ def main() -> int:
             return 1
         info, config = engine.info, engine.runner.config
         model_name = arguments.model or arguments.shape
-        dtypes = f"weights {info.weights}, KV {info.kv_dtype}"
+        dtypes = f"weights {info.weights}, KV {info.kv_cache_dtype}"
         print(f"{model_name}: {arguments.workload}, {kind} steps; {dtypes} on {info.devices[0]}")
         run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)  # warm
         try:

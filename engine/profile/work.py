@@ -108,7 +108,7 @@ def _of_step(
     fp8, number = info.weights == FP8, DTYPE_BYTES[info.dtype]
     weight = 1 if fp8 else number
     # Bytes of a token's key or value in one head; with FP8, including the scale.
-    of_kv = config.head_dim + 4 if info.kv_dtype == FP8 else config.head_dim * number
+    of_kv = config.head_dim + 4 if info.kv_cache_dtype == FP8 else config.head_dim * number
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q, both = config.heads * config.head_dim, 2 * config.kv_heads
     fast = slow = attention = None
@@ -168,7 +168,7 @@ def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, wind
 
     heads = (config.heads, config.kv_heads)
     chunks = [ChunkSpan(0, count, context, 0) for context, count in shape.chunks]
-    if info.kv_dtype == FP8:
+    if info.kv_cache_dtype == FP8:
         tiles = plan_expansion(chunks, *heads, window, EXPANSION_BLOCKS).expanded
     else:
         tiles = plan_tiles(chunks, *heads, window)

@@ -177,7 +177,7 @@ def a_status(run_dir: Path) -> Status:
         devices=["cpu", "cpu"],
         dtype="float32",
         weights="float32",
-        kv_dtype="float32",
+        kv_cache_dtype="float32",
         tensor_parallel_size=2,
         predicted_bytes=1 << 30,
         used_bytes=1200 << 20,

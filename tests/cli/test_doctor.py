@@ -169,7 +169,7 @@ def test_a_running_model_tells_what_it_is_held_in(run_dir: Path) -> None:
     status = a_status(run_dir)
     replica = status.models[0].replicas[0]
     replica.dtype = replica.weights = "bfloat16"
-    replica.kv_dtype = "fp8"
+    replica.kv_cache_dtype = "fp8"
     finding = next(iter(running_models(status.models)))
     assert "demo-0 runs on cpu in bfloat16, KV fp8: 1.2 GiB used" in finding.text
 

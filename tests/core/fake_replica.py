@@ -182,7 +182,9 @@ def info(spec: ReplicaSpec) -> ReplicaInfo:
         "tensor_parallel_size": spec.tensor_parallel_size,
         "load_seconds": 0.1,
     }
-    texts = dict.fromkeys(("model_type", "dtype", "weights", "kv_dtype", "backend", "torch_version"), "fake")
+    texts = dict.fromkeys(
+        ("model_type", "dtype", "weights", "kv_cache_dtype", "backend", "torch_version"), "fake"
+    )
     numbers = dict.fromkeys(ReplicaInfo.__struct_fields__, 100)
     return ReplicaInfo(**(numbers | texts | known))
 

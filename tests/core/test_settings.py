@@ -82,9 +82,9 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
 def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_replica(tmp_path: Path) -> None:
     text = '[models.a]\nfolder = "."\nkv_dtype = "fp8"\n'
     spec = load(tmp_path, text).models["a"].spec("a-0")
-    assert (spec.dtype, spec.weights, spec.kv_dtype) == ("auto", "auto", "fp8")
-    spec = load(tmp_path, text, weights="fp8", kv_dtype="auto").models["a"].spec("a-0")
-    assert (spec.weights, spec.kv_dtype) == ("fp8", "auto")
+    assert (spec.dtype, spec.weights, spec.kv_cache_dtype) == ("auto", "auto", "fp8")
+    spec = load(tmp_path, text, weights="fp8", kv_cache_dtype="auto").models["a"].spec("a-0")
+    assert (spec.weights, spec.kv_cache_dtype) == ("fp8", "auto")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_repli
         ("[models.a]\nfolder = '.'\nmax_row = 3", "models.a.max_row is not a setting: did you mean"),
         ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' cannot be used: it can be 'auto', "),
         ("[models.a]\nfolder = '.'\nweights = 'int8'", "weights = 'int8' cannot be used: it can be 'auto', "),
-        ("[models.a]\nfolder = '.'\nkv_dtype = 'e5m2'", "a.kv_dtype = 'e5m2' cannot be used: it can "),
+        ("[models.a]\nfolder = '.'\nkv_dtype = 'e5m2'", "a.kv_cache_dtype = 'e5m2' cannot be used: it can "),
         ("[models.a]\nmax_rows = 3", "models.a lacks 'folder': add it"),
         ("[models.a]\nfolder = '/nope'", "models.a.folder = '/nope' is not a folder"),
         ("[models.'a b']\nfolder = '.'", "a model's name begins with a letter"),

@@ -14,7 +14,7 @@ END = 6
 """The demo model's end of turn."""
 
 
-def engine(device: str, dtype: str, kv_dtype: str = "auto", weights: str = "auto") -> LocalEngine:
+def engine(device: str, dtype: str, kv_cache_dtype: str = "auto", weights: str = "auto") -> LocalEngine:
     return LocalEngine(
         ReplicaSpec(
             replica=f"{device}-0",
@@ -22,7 +22,7 @@ def engine(device: str, dtype: str, kv_dtype: str = "auto", weights: str = "auto
             device=device,
             dtype=dtype,
             weights=weights,
-            kv_dtype=kv_dtype,
+            kv_cache_dtype=kv_cache_dtype,
             max_num_seqs=256,
             max_num_batched_tokens=4096,
             kv_blocks=2048,

@@ -79,7 +79,7 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
             model_path=str(DEMO),
             device="cpu",
             weights="fp8",
-            kv_dtype="fp8",
+            kv_cache_dtype="fp8",
             tensor_parallel_size=2,
             kv_blocks=256,
             threads=1,
@@ -107,5 +107,5 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
             await group.stop()
 
     info, said = asyncio.run(answers())
-    assert (info.weights, info.kv_dtype, info.tensor_parallel_size) == ("fp8", "fp8", 2)
+    assert (info.weights, info.kv_cache_dtype, info.tensor_parallel_size) == ("fp8", "fp8", 2)
     assert all(text.startswith(line) for text, line in zip(said, expected[::20], strict=True)), said

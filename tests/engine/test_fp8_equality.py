@@ -27,8 +27,8 @@ from kernels import reference
 from tests.engine.test_engine_equality import LENGTHS, Alone, Answer, Ask, prompt, serve
 from tests.engine.tiny import TINY
 
-KV = {"kv_dtype": "fp8"}
-BOTH = {"weights": "fp8", "kv_dtype": "fp8"}
+KV = {"kv_cache_dtype": "fp8"}
+BOTH = {"weights": "fp8", "kv_cache_dtype": "fp8"}
 
 Build = Callable[..., LocalEngine]
 

@@ -144,7 +144,7 @@ def test_a_decode_step_reads_every_weight_once_and_the_cache_once(llama: ModelCo
 
 def test_fp8_halves_the_layers_weights_and_the_cache_but_not_the_output_matrix(llama: ModelConfig) -> None:
     wide = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
-    half = work_by_kernel(llama, info(weights="fp8", kv_dtype="fp8"), [ONE_TOKEN], H200)
+    half = work_by_kernel(llama, info(weights="fp8", kv_cache_dtype="fp8"), [ONE_TOKEN], H200)
     assert half["down"].bytes / wide["down"].bytes == pytest.approx(0.5, rel=0.01)
     assert half["decode_kernel"].bytes / wide["decode_kernel"].bytes == pytest.approx(132 / 256, rel=0.01)
     assert half["lm_head"].bytes == wide["lm_head"].bytes
@@ -188,7 +188,7 @@ def test_chunks_that_read_an_fp8_cache_directly_do_not_affect_the_kernel_choice_
 ) -> None:
     pytest.importorskip("triton")
     shape = StepShape([], [(0, 2048), *[(0, 32)] * 100], 101)
-    works = work_by_kernel(llama, info(kv_dtype=cache), [shape], H200, hopper=True)
+    works = work_by_kernel(llama, info(kv_cache_dtype=cache), [shape], H200, hopper=True)
     kernels = ("_prefill_hopper", "_prefill_kernel")
     assert [name for name in kernels if works[name].operations] == [kernel]
 

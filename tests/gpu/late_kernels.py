@@ -43,7 +43,7 @@ def main() -> None:
             load_format="dummy",
             device="cuda",
             weights="fp8" if fp8 else "auto",
-            kv_dtype="fp8" if fp8 else "auto",
+            kv_cache_dtype="fp8" if fp8 else "auto",
             max_model_len=8192,
             max_num_seqs=256,
             max_num_batched_tokens=8192,

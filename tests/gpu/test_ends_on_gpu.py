@@ -20,13 +20,13 @@ def _chunk(row: int, start: int, count: int) -> Chunk:
     return Chunk(row, start, [(7 * at + row) % 900 + 3 for at in range(start, start + count)], [row])
 
 
-@pytest.mark.parametrize(("kv_dtype", "allowed"), [("auto", 0.03), ("fp8", 0.1)])
+@pytest.mark.parametrize(("kv_cache_dtype", "allowed"), [("auto", 0.03), ("fp8", 0.1)])
 def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
-    kv_dtype: str, allowed: float
+    kv_cache_dtype: str, allowed: float
 ) -> None:
     """Slots 0 and 1 decode beside chunks, one of which continues in the cache. The last layer's GEMMs have
     four rows instead of hundreds, and so use other kernels; keys and values are computed as before."""
-    made = engine("cuda", "bfloat16", kv_dtype=kv_dtype)
+    made = engine("cuda", "bfloat16", kv_cache_dtype=kv_cache_dtype)
     runner = made.runner
     setups = [SlotSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in range(4)]
     blocks = [(row, index, 8 * row + index) for row in range(4) for index in range(500 // BLOCK_TOKENS + 1)]

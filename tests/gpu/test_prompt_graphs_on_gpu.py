@@ -29,7 +29,7 @@ tested with ALLOWED without FP8."""
 
 @pytest.fixture(params=["auto", "fp8"])
 def made(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
-    made = engine("cuda", "bfloat16", kv_dtype=request.param)
+    made = engine("cuda", "bfloat16", kv_cache_dtype=request.param)
     yield made
     made.close()
 

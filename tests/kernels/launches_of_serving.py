@@ -76,7 +76,7 @@ def main() -> None:
         spec,
         dtype=config.dtype,
         weights=FP8 if fp8 else config.dtype,
-        kv_dtype=FP8 if kv_fp8 else config.dtype,
+        kv_cache_dtype=FP8 if kv_fp8 else config.dtype,
     )
     table = load_table(GPU.name)
     built = compiling.record(GPU.target, lambda: rehearsal.launch_all(foreseen, table, GPU))

@@ -106,7 +106,7 @@ def test_a_build_fills_the_cache_once(tmp_path: Path) -> None:
 def test_the_kernels_read_a_checkpoint_as_the_engine_does(tmp_path: Path, family: str) -> None:
     folder = folder_of(tmp_path, family)
     spec = ReplicaSpec(replica="r", model_path=str(folder), max_num_seqs=64, max_num_batched_tokens=512)
-    theirs = dimensions(read_config(folder), spec, dtype="bfloat16", weights="fp8", kv_dtype="bfloat16")
+    theirs = dimensions(read_config(folder), spec, dtype="bfloat16", weights="fp8", kv_cache_dtype="bfloat16")
     assert read_dimensions(folder, fp8=True, max_num_seqs=64, max_num_batched_tokens=512) == theirs
 
 
@@ -114,7 +114,9 @@ def test_the_kernels_read_a_checkpoint_as_the_engine_does(tmp_path: Path, family
 def test_the_kernels_read_public_shapes_as_the_engine_does(tmp_path: Path, shape: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     spec = ReplicaSpec(replica="r", model_path=str(tmp_path), tensor_parallel_size=2)
-    theirs = dimensions(read_config(tmp_path), spec, dtype="bfloat16", weights="bfloat16", kv_dtype="fp8")
+    theirs = dimensions(
+        read_config(tmp_path), spec, dtype="bfloat16", weights="bfloat16", kv_cache_dtype="fp8"
+    )
     served = {
         "tensor_parallel": 2,
         "max_num_seqs": spec.max_num_seqs,
@@ -181,7 +183,7 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         replica="r", model_path=str(folder), tensor_parallel_size=served.get("tensor_parallel", 1)
     )
     weights = "fp8" if served.get("fp8") else "bfloat16"
-    held = {"weights": weights, "kv_dtype": "bfloat16"}
+    held = {"weights": weights, "kv_cache_dtype": "bfloat16"}
     config, gpu = read_config(folder), torch.device("cuda")
     with pytest.raises(UnsupportedError, match=f"^{words}.*"):
         check_kernels(config, spec, dtype="bfloat16", **held, device=gpu)
@@ -199,14 +201,14 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         ),
         (
             ("NVIDIA A100-SXM4-80GB", 80),
-            {"weights": "fp8", "kv_dtype": "fp8"},
+            {"weights": "fp8", "kv_cache_dtype": "fp8"},
             "weights are fp8, but NVIDIA A100-SXM4-80GB has compute capability 8.0; FP8 needs 8.9 at least: "
             "serve this model with weights that are not FP8, or on another GPU$",
         ),
         (
             ("NVIDIA A10", 86),
-            {"kv_dtype": "fp8"},
-            'kv_dtype is fp8, but NVIDIA A10 .*: serve this model with kv_dtype "auto", or on another GPU$',
+            {"kv_cache_dtype": "fp8"},
+            'kv_cache_dtype is fp8, but NVIDIA A10 .*: serve this model with kv_cache_dtype "auto", or on another GPU$',
         ),
         (
             ("NVIDIA L4", 89),
@@ -215,7 +217,7 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         ),
         (("NVIDIA A100-SXM4-80GB", 80), {"head_dim": 256}, ""),
         (("NVIDIA A10", 86), {}, ""),
-        (("NVIDIA L4", 89), {"weights": "fp8", "kv_dtype": "fp8"}, ""),
+        (("NVIDIA L4", 89), {"weights": "fp8", "kv_cache_dtype": "fp8"}, ""),
     ],
     ids=str,
 )
@@ -227,7 +229,7 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    held = {"weights": "bfloat16", "kv_dtype": "bfloat16", "head_dim": 64, **held}
+    held = {"weights": "bfloat16", "kv_cache_dtype": "bfloat16", "head_dim": 64, **held}
     folder = folder_of(tmp_path, "llama", head_dim=held.pop("head_dim"))
     config, spec = read_config(folder), ReplicaSpec(replica="r", model_path=str(folder))
     monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of(*gpu))
@@ -236,7 +238,7 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     check_kernels(config, spec, dtype="float32", **held, device=torch.device("cuda"))
     if not words:
         return
-    options = [*["--fp8"] * (held["weights"] == "fp8"), *["--kv-fp8"] * (held["kv_dtype"] == "fp8")]
+    options = [*["--fp8"] * (held["weights"] == "fp8"), *["--kv-fp8"] * (held["kv_cache_dtype"] == "fp8")]
     monkeypatch.setattr(sys, "argv", ["kernels.build", "--config", str(folder), *options])
     monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of(*gpu))
     assert build.main() == 1

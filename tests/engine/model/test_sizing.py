@@ -64,7 +64,7 @@ def test_weights_and_blocks_are_exact(
         config,
         dtype=dtype,
         weights=sizing.FP8 if fp8 else dtype,
-        kv_dtype=sizing.FP8 if kv_fp8 else dtype,
+        kv_cache_dtype=sizing.FP8 if kv_fp8 else dtype,
         tensor_parallel_size=size,
         blocks=5,
         **STEP,
