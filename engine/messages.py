@@ -34,7 +34,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """"auto" (CUDA if available, otherwise CPU), "cuda" or "cpu"."""
     dtype: str = "auto"
     """"auto" (the checkpoint's dtype on CUDA, float32 on CPU), "float32", "bfloat16" or "float16"."""
-    weights: str = "auto"
+    quantization: str = "auto"
     """How the layers' matrices are stored: "auto" (as in the checkpoint) or "fp8" (quantised while loading,
     with one scale per output)."""
     kv_cache_dtype: str = "auto"

@@ -75,7 +75,7 @@ class ModelRunner:
         resident = memory.resident_bytes()
         self.config = read_config(spec.model_path)
         self.dtype = _dtype_name(spec.dtype, self.config, self.device)
-        self.weights = FP8 if spec.weights == FP8 or self.config.fp8 else self.dtype
+        self.weights = FP8 if spec.quantization == FP8 or self.config.fp8 else self.dtype
         self.kv_cache_dtype = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()
         self._failed: BaseException | None = None

@@ -15,7 +15,7 @@ def check_spec(spec: ReplicaSpec) -> None:
         raise UnsupportedError(f"dtype is {spec.dtype!r}: use auto, {', '.join(DTYPE_BYTES)}")
     if spec.max_num_seqs < 1:
         raise UnsupportedError(f"max_num_seqs is {spec.max_num_seqs}: it must be at least 1")
-    for name, value in (("weights", spec.weights), ("kv_cache_dtype", spec.kv_cache_dtype)):
+    for name, value in (("quantization", spec.quantization), ("kv_cache_dtype", spec.kv_cache_dtype)):
         if value not in ("auto", FP8):
             raise UnsupportedError(f'{name} is {value!r}: use "auto" or "{FP8}"')
     if spec.max_num_batched_tokens < spec.max_num_seqs:

@@ -70,7 +70,7 @@ def serve(
     fronts: Annotated[int | None, typer.Option(metavar="N", help="Front processes.")] = None,
     device: Annotated[Device | None, typer.Option(help="Where models run.", show_default=False)] = None,
     dtype: Annotated[DType | None, typer.Option(help="Of the model.", show_default=False)] = None,
-    weights: Annotated[
+    quantization: Annotated[
         Quantised | None, typer.Option(help="fp8: quantise the layers' weights.", show_default=False)
     ] = None,
     kv_cache_dtype: Annotated[
@@ -110,7 +110,7 @@ def serve(
         log_level=log_level and log_level.value,
         device=device and device.value,
         dtype=dtype and dtype.value,
-        weights=weights and weights.value,
+        quantization=quantization and quantization.value,
         kv_cache_dtype=kv_cache_dtype and kv_cache_dtype.value,
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,

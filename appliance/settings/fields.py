@@ -38,7 +38,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """"auto" is CUDA where there is one, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """"auto" is the checkpoint's on CUDA, float32 on the CPU."""
-    weights: Literal["auto", "fp8"] = "auto"
+    quantization: Literal["auto", "fp8"] = "auto"
     """Of the layers' matrices: "auto" is as the checkpoint has them, "fp8" quantises them while they load."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Of the KV cache: "auto" is the model's, "fp8" halves it."""
@@ -72,7 +72,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             load_format=self.load_format,
             device=self.device,
             dtype=self.dtype,
-            weights=self.weights,
+            quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             tensor_parallel_size=self.tensor_parallel_size,
             max_model_len=self.max_model_len,
@@ -216,7 +216,7 @@ class Flags(msgspec.Struct, kw_only=True):
     device: str | None = None
     """These change every model."""
     dtype: str | None = None
-    weights: str | None = None
+    quantization: str | None = None
     kv_cache_dtype: str | None = None
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None

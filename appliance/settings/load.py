@@ -19,7 +19,7 @@ _FLAGS_OF_SERVICE = ("listen", "fronts", "run_dir", "state_dir", "log_level")
 _FLAGS_OF_MODELS = (
     "device",
     "dtype",
-    "weights",
+    "quantization",
     "kv_cache_dtype",
     "tensor_parallel_size",
     "max_model_len",

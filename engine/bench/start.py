@@ -65,7 +65,7 @@ def start(
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         kv_blocks=arguments.kv_blocks,
-        weights="fp8" if arguments.fp8 else "auto",
+        quantization="fp8" if arguments.fp8 else "auto",
         kv_cache_dtype="fp8" if arguments.kv_fp8 else "auto",
     )
     if arguments.gpu_memory_utilization is not None:

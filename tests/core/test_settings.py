@@ -82,9 +82,9 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
 def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_replica(tmp_path: Path) -> None:
     text = '[models.a]\nfolder = "."\nkv_dtype = "fp8"\n'
     spec = load(tmp_path, text).models["a"].spec("a-0")
-    assert (spec.dtype, spec.weights, spec.kv_cache_dtype) == ("auto", "auto", "fp8")
-    spec = load(tmp_path, text, weights="fp8", kv_cache_dtype="auto").models["a"].spec("a-0")
-    assert (spec.weights, spec.kv_cache_dtype) == ("fp8", "auto")
+    assert (spec.dtype, spec.quantization, spec.kv_cache_dtype) == ("auto", "auto", "fp8")
+    spec = load(tmp_path, text, quantization="fp8", kv_cache_dtype="auto").models["a"].spec("a-0")
+    assert (spec.quantization, spec.kv_cache_dtype) == ("fp8", "auto")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def engine(device: str, dtype: str, kv_cache_dtype: str = "auto", weights: str =
             model_path=str(DEMO),
             device=device,
             dtype=dtype,
-            weights=weights,
+            quantization=weights,
             kv_cache_dtype=kv_cache_dtype,
             max_num_seqs=256,
             max_num_batched_tokens=4096,

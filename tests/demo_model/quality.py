@@ -122,7 +122,7 @@ def _run(device: str, dtype: str, form: Form, asked: int | None, windows: int | 
             model_path=str(DEMO),
             device=device,
             dtype=dtype,
-            weights=form.weights,
+            quantization=form.weights,
             kv_cache_dtype=form.kv_cache_dtype,
             max_num_seqs=256,
             max_num_batched_tokens=4096,

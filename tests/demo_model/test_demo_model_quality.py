@@ -78,7 +78,7 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
             replica="demo-0",
             model_path=str(DEMO),
             device="cpu",
-            weights="fp8",
+            quantization="fp8",
             kv_cache_dtype="fp8",
             tensor_parallel_size=2,
             kv_blocks=256,

@@ -7,7 +7,7 @@ slots, blocks and credits are free, and that memory use has not grown. Requests 
 between (`soak_known`).
 
 On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`, and for FP8 with
-`--spec weights=fp8 --spec kv_cache_dtype=fp8`. With --fill, one wave of long sequences takes every block of a pool
+`--spec quantization=fp8 --spec kv_cache_dtype=fp8`. With --fill, one wave of long sequences takes every block of a pool
 sized from memory (`soak_fill`).
 """
 

@@ -28,7 +28,7 @@ from tests.engine.test_engine_equality import LENGTHS, Alone, Answer, Ask, promp
 from tests.engine.tiny import TINY
 
 KV = {"kv_cache_dtype": "fp8"}
-BOTH = {"weights": "fp8", "kv_cache_dtype": "fp8"}
+BOTH = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 
 Build = Callable[..., LocalEngine]
 

@@ -42,7 +42,7 @@ def main() -> None:
             model_path=scratch,
             load_format="dummy",
             device="cuda",
-            weights="fp8" if fp8 else "auto",
+            quantization="fp8" if fp8 else "auto",
             kv_cache_dtype="fp8" if fp8 else "auto",
             max_model_len=8192,
             max_num_seqs=256,
