@@ -71,7 +71,7 @@ class ReplicaClient:
             sink = sinks.get(output.handle)
             if sink is None:
                 continue
-            if output.finish:
+            if output.finish_reason:
                 self._open_samples[output.handle] -= 1
                 if not self._open_samples[output.handle]:
                     del self._sinks[output.handle], self._open_samples[output.handle]

@@ -28,7 +28,7 @@ class GeneratedSample:
     """A complete sample."""
 
     token_ids: list[int] = field(default_factory=list)
-    finish: FinishReason = ""
+    finish_reason: FinishReason = ""
     error: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -104,7 +104,7 @@ class LocalEngine:
 
 def _append(sample: GeneratedSample, output: Output) -> None:
     sample.token_ids.extend(output.token_ids)
-    sample.finish = output.finish
+    sample.finish_reason = output.finish_reason
     sample.error = output.error
     sample.logprobs.extend(output.logprobs or [])
     if output.prompt_logprobs is not None:

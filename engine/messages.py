@@ -184,12 +184,12 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct, array_like=True):
-    """New tokens of one sample. The last output of a sample has a non-empty `finish`."""
+    """New tokens of one sample. The last output of a sample has a non-empty `finish_reason`."""
 
     handle: int
     sample: int
     token_ids: list[int]
-    finish: FinishReason = ""
+    finish_reason: FinishReason = ""
     logprobs: list[TokenLogprob] | None = None
     """One entry per token in `token_ids`, if requested."""
     cached_tokens: int | None = None
@@ -198,7 +198,7 @@ class Output(msgspec.Struct, array_like=True):
     """One entry per prompt token, None for the first token. Only in the first output of sample
     `first_sample`, and only if requested."""
     error: str | None = None
-    """The reason, if `finish` is "error"."""
+    """The reason, if `finish_reason` is "error"."""
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):
@@ -269,7 +269,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     preemptions: int
     batch_size: int
     """Number of sequences in the step that started the submission."""
-    finish: list[FinishReason]
+    finish_reason: list[FinishReason]
     """One entry per sample."""
     credit_tokens: int
     """The submission's token credit, all of which has been granted back."""

@@ -56,11 +56,11 @@ def _choice(generation: Generation, sample: Sample) -> dict[str, Any]:
             "index": sample.index,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": sample.finish,
+            "finish_reason": sample.finish_reason,
         }
     return {
         "index": sample.index,
         "text": sample.prompt.echo_text + text,
         "logprobs": logprobs,
-        "finish_reason": sample.finish,
+        "finish_reason": sample.finish_reason,
     }

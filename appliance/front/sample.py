@@ -18,7 +18,7 @@ class LogprobEntry(NamedTuple):
 
 
 class Sample:
-    """`finish` is "" while it runs, then "stop" or "length". What `pieces` and `entries` hold has not been
+    """`finish_reason` is "" while it runs, then "stop" or "length". What `pieces` and `entries` hold has not been
     handed to the client yet."""
 
     __slots__ = (
@@ -29,7 +29,7 @@ class Sample:
         "counted",
         "delivered",
         "entries",
-        "finish",
+        "finish_reason",
         "index",
         "number",
         "pieces",
@@ -64,7 +64,7 @@ class Sample:
         """Tokens that the answer needed: up to the one that completed a stop string, end tokens included."""
         self.counted = 0
         """Of these, what a stream has handed over."""
-        self.finish = ""
+        self.finish_reason = ""
         self.begun = False
         """The stream's first chunk for it has been made."""
         self.waiting = False
@@ -74,13 +74,13 @@ class Sample:
         self._discard = discard
 
     def take(self, output: Output) -> None:
-        """Take an output that ends with neither "error" nor "cancelled". Then `finish` may be set though
+        """Take an output that ends with neither "error" nor "cancelled". Then `finish_reason` may be set though
         the output's is not: a stop string was found."""
         token_ids = output.token_ids
-        finish = output.finish
+        finish = output.finish_reason
         self.token_ids += token_ids
         if self._discard:
-            self.finish = "length"
+            self.finish_reason = "length"
             return
         # A stop token is generated, counted and billed, but no part of the text.
         visible = token_ids[:-1] if finish == "stop" else token_ids
@@ -92,7 +92,7 @@ class Sample:
         else:
             stopped = self._push_each(visible, output.logprobs or [])
         if stopped is not None:
-            self.finish = "stop"
+            self.finish_reason = "stop"
         elif finish:
             self._end(finish)
 
@@ -101,7 +101,7 @@ class Sample:
         self._say(tail.text)
         if tail.stopped is None and finish == "stop":
             self.delivered += 1
-        self.finish = "stop" if tail.stopped is not None else finish
+        self.finish_reason = "stop" if tail.stopped is not None else finish
 
     def _say(self, text: str) -> None:
         if text:

@@ -165,13 +165,13 @@ class EventStream:
             text = pieces[0] if len(pieces) == 1 else "".join(pieces)
             pieces.clear()
             events.append(self._before_text[sample.index] + _encode(text) + self._after_text)
-        if sample.finish:
+        if sample.finish_reason:
             self._unfinished -= 1
             events.append(
                 self._head
                 + b'{"index":%d' % sample.index
                 + (b',"delta":{}' if self._job.chat else b',"text":""')
-                + b',"logprobs":null,"finish_reason":"%b"}' % sample.finish.encode()
+                + b',"logprobs":null,"finish_reason":"%b"}' % sample.finish_reason.encode()
                 + self._tail
             )
 

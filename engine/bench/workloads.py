@@ -131,7 +131,7 @@ def _generate(engine: LocalEngine, prompts: list[list[int]], workload: EngineWor
         if len(samples[0].token_ids) != workload.output_tokens:
             raise RuntimeError(
                 f"a request ended after {len(samples[0].token_ids)} of {workload.output_tokens} tokens "
-                f"({samples[0].finish}): {samples[0].error}"
+                f"({samples[0].finish_reason}): {samples[0].error}"
             )
 
 

@@ -104,7 +104,7 @@ class RequestAccounting:
                 generated_tokens=0,
                 preemptions=0,
                 batch_size=0,
-                finish=["error"] * samples,
+                finish_reason=["error"] * samples,
                 credit_tokens=submit.credit_tokens,
             )
         )

@@ -134,7 +134,7 @@ class Submission:
             generated_tokens=sum(sequence.output_tokens - known for sequence in self.sequences),
             preemptions=self.preemptions,
             batch_size=self.batch_size,
-            finish=[sequence.finish_reason for sequence in self.sequences] or ["error"],
+            finish_reason=[sequence.finish_reason for sequence in self.sequences] or ["error"],
             credit_tokens=submit.credit_tokens,
         )
 

@@ -449,7 +449,7 @@ class Box:
                 served[asked.tenant] = served.get(asked.tenant, 0.0) + asked.shape.prompt
             asked.tokens += tokens
             served[asked.tenant] = served.get(asked.tenant, 0.0) + weight * tokens
-            if output.finish:
+            if output.finish_reason:
                 del self._handles[output.handle]
                 asked.ended_at = self.now
                 self._settle(asked)

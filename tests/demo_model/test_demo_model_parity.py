@@ -20,7 +20,7 @@ def answer(*tokens: int, gap: float = 3.0) -> GeneratedSample:
     top = [(BEST, -0.1), (SECOND, -0.1 - gap)]
     known = dict(top)
     logprobs = [TokenLogprob(token, known.get(token, -20.0), top) for token in tokens]
-    return GeneratedSample(token_ids=list(tokens), finish="stop", logprobs=logprobs)
+    return GeneratedSample(token_ids=list(tokens), finish_reason="stop", logprobs=logprobs)
 
 
 def test_equal_answers_pass_at_any_gap() -> None:

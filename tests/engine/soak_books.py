@@ -19,7 +19,7 @@ class Told:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     outputs: int = 0
-    finish: str = ""
+    finish_reason: str = ""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Books:
         assert entry is not None, f"told of a request that had ended: {output}"
         assert not entry.deaf and entry.origin == origin, f"told to {origin}, not to {entry.origin}: {output}"
         told = entry.samples[output.sample]
-        assert not told.finish, f"told after its {told.finish!r}: {output}"
+        assert not told.finish_reason, f"told after its {told.finish_reason!r}: {output}"
         submit = entry.submit
         if not told.outputs:
             assert output.cached_tokens is not None
@@ -89,9 +89,9 @@ class Books:
             self._scored(entry, output)
         told.outputs += 1
         self._tokens(entry, told, output)
-        told.finish = output.finish
-        if output.finish:
-            self.counts[output.finish] += 1
+        told.finish_reason = output.finish_reason
+        if output.finish_reason:
+            self.counts[output.finish_reason] += 1
             self._ended(entry, output.sample, told, output.error)
 
     def _scored(self, entry: Entry, output: Output) -> None:
@@ -99,7 +99,7 @@ class Books:
         asked = submit.sampling.prompt_logprobs
         if asked is None or output.sample != submit.first_sample:
             assert scores is None
-        elif output.finish not in ("cancelled", "error"):
+        elif output.finish_reason not in ("cancelled", "error"):
             assert scores is not None and len(scores) == len(submit.prompt_token_ids) and scores[0] is None
             for token, score in zip(submit.prompt_token_ids[1:], scores[1:], strict=True):
                 assert score is not None
@@ -132,21 +132,21 @@ class Books:
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
         places = [place for place, token in enumerate(known) if token in stops]
         assert all(place >= sampling.min_tokens for place in places), f"{name} stopped early: {known}"
-        if told.finish == "stop":
+        if told.finish_reason == "stop":
             assert places == [len(known) - 1], f"{name} ended with 'stop' after {known}"
         else:
             assert not places, f"{name} went on after a stop token: {known}"
-        if told.finish == "length":
+        if told.finish_reason == "length":
             most = min(sampling.max_tokens, self._max_model_len - len(submit.prompt_token_ids))
             assert len(known) == max(most, len(submit.output_token_ids)), f"{name}: {len(known)} of {most}"
-        if told.finish == "cancelled":
+        if told.finish_reason == "cancelled":
             assert sample in entry.cancelled, f"{name} was cancelled by nobody"
         poisoned = self._poison in submit.prompt_token_ids or self._poison in known
-        if told.finish == "error":
+        if told.finish_reason == "error":
             assert error and (entry.wrong or poisoned), f"{name} failed: {error}: {submit}, {told.token_ids}"
         else:
-            assert entry.wrong != "refused", f"{name} should have been refused: {told.finish}"
-            assert entry.wrong != "banned" or told.finish == "cancelled", f"{name} has tokens: {told}"
+            assert entry.wrong != "refused", f"{name} should have been refused: {told.finish_reason}"
+            assert entry.wrong != "banned" or told.finish_reason == "cancelled", f"{name} has tokens: {told}"
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,8 +158,8 @@ class Books:
         if entry.deaf:
             self.counts["unheard"] += len(entry.samples)
         else:
-            finishes = [told.finish for told in entry.samples.values()]
-            assert finished.finish == finishes and all(finishes), f"{finished}, told {finishes}"
+            finishes = [told.finish_reason for told in entry.samples.values()]
+            assert finished.finish_reason == finishes and all(finishes), f"{finished}, told {finishes}"
             told_tokens = sum(len(told.token_ids) for told in entry.samples.values())
             assert finished.generated_tokens == told_tokens, f"{finished}, told {told_tokens} tokens"
         self.done.append(entry)

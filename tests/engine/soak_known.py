@@ -51,7 +51,9 @@ class Known:
             prompt, params = _ask(draw, limits, len(self._asks))
             asked = msgspec.structs.replace(params, logprobs=listed)
             ((sample,),) = engine.generate([prompt], asked, cache_salt=f"reference-{len(self._asks)}")
-            assert sample.finish == "length", f"a reference ended with {sample.finish!r}: {sample.error}"
+            assert sample.finish_reason == "length", (
+                f"a reference ended with {sample.finish_reason!r}: {sample.error}"
+            )
             # The poison token would end the sequence in traffic in which it is active.
             if limits.poison not in sample.token_ids:
                 self._asks.append((prompt, params))
@@ -78,7 +80,9 @@ class Known:
         submit, reference = entry.submit, self._answers[entry.submit.index]
         told = entry.samples[0]
         poisoned = self._poison in told.token_ids
-        assert told.finish == "length" or poisoned, f"{submit.request_id} ended with {told.finish!r}"
+        assert told.finish_reason == "length" or poisoned, (
+            f"{submit.request_id} ended with {told.finish_reason!r}"
+        )
         for place, (token, expected) in enumerate(
             zip(told.token_ids, reference.token_ids, strict=not poisoned)
         ):

@@ -45,7 +45,7 @@ class StreamingClient(ReplicaClient):
                 output = await queue.get()
                 if output is None:
                     raise ReplicaLost(f"the channel closed while request {submit.request_id} was running")
-                left -= bool(output.finish)
+                left -= bool(output.finish_reason)
                 yield output
         finally:
             del self._queues[submit.handle]

@@ -47,7 +47,7 @@ def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engin
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
     for _ in range(5):
         answers = engine.generate([PROMPTS[1], poisoned, PROMPTS[2]], GREEDY)
-        assert answers[1][0].finish == "error"
+        assert answers[1][0].finish_reason == "error"
         assert "computed NaN or infinity" in (answers[1][0].error or "")
         assert [answers[0][0].token_ids, answers[2][0].token_ids] == [expected[1], expected[2]]
         engine.scheduler.check()
@@ -55,7 +55,7 @@ def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engin
         again = engine.generate(PROMPTS, GREEDY)
         assert [answer[0].token_ids for answer in again] == expected
     assert engine.core.gauges().blocks_used == 0
-    assert sum(entry.finish == ["error"] for entry in engine.finished) == 5
+    assert sum(entry.finish_reason == ["error"] for entry in engine.finished) == 5
     engine.close()
 
 
@@ -78,7 +78,7 @@ def test_a_long_prompt_ends_at_its_first_non_finite_chunk_and_leaves_the_prefix_
         )
         short.scheduler.add("front", first)
         told = [output for _ in range(3) for output in short.core.step().outputs.get("front", [])]
-        assert [output.finish for output in told] == ["error"] * n
+        assert [output.finish_reason for output in told] == ["error"] * n
         assert "NaN or infinity at position 80" in (told[0].error or "")
         (found,) = short.generate([prompt], GREEDY, cache_salt=salt)
         assert found[0].token_ids == expected[0].token_ids
@@ -97,7 +97,7 @@ def test_scoring_a_non_finite_prompt_is_an_error_that_does_not_affect_the_next_o
         answers = engine.generate(
             [poisoned, PROMPTS[1][:60], poisoned], [scored, short, scored], cache_salt=salt
         )
-        assert [answer[0].finish for answer in answers] == ["error", "length", "error"]
+        assert [answer[0].finish_reason for answer in answers] == ["error", "length", "error"]
         assert "computed NaN or infinity" in (answers[0][0].error or "")
         again = engine.generate(PROMPTS, GREEDY, cache_salt=salt)
         assert [answer[0].token_ids for answer in again] == expected
@@ -107,7 +107,7 @@ def test_scoring_a_non_finite_prompt_is_an_error_that_does_not_affect_the_next_o
 def test_a_bias_that_bans_every_token_ends_the_sequence_with_an_error(engine: LocalEngine) -> None:
     banned = SamplingParams(max_tokens=5, logit_bias=dict.fromkeys(range(157), float("-inf")))
     (answer,) = engine.generate([PROMPTS[0]], banned)
-    assert (answer[0].finish, answer[0].token_ids) == ("error", [])
+    assert (answer[0].finish_reason, answer[0].token_ids) == ("error", [])
     engine.close()
 
 

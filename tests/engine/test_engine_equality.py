@@ -42,7 +42,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
-    finish: str = ""
+    finish_reason: str = ""
 
 
 Build = Callable[..., LocalEngine]
@@ -154,16 +154,16 @@ def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lamb
 
 
 def take(answer: Answer, output: Output) -> None:
-    assert not answer.finish and not output.error
+    assert not answer.finish_reason and not output.error
     answer.token_ids += output.token_ids
     answer.logprobs += output.logprobs or []
     answer.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
     answer.cached_tokens += output.cached_tokens or 0
-    answer.finish = output.finish
+    answer.finish_reason = output.finish_reason
 
 
 def expect_equal(answer: Answer, reference: Answer) -> None:
-    assert answer.finish == reference.finish == "length"
+    assert answer.finish_reason == reference.finish_reason == "length"
     assert len(answer.token_ids) == len(reference.token_ids)
     if answer.prompt_logprobs is not None and reference.prompt_logprobs is not None:
         assert len(answer.prompt_logprobs) == len(reference.prompt_logprobs)

@@ -214,7 +214,7 @@ def test_requests_of_a_dead_front_are_cancelled_and_others_continue(tmp_path: Pa
             assert [name for r in watched.reports for name in r.fronts_gone] == ["front-0"]
             assert report.blocks_used == 0
             dead = [entry for entry in watched.finished() if entry.request_id.startswith("dead")]
-            assert [entry.finish for entry in dead] == [["cancelled"]] * 4
+            assert [entry.finish_reason for entry in dead] == [["cancelled"]] * 4
 
     asyncio.run(scenario())
 
@@ -359,7 +359,7 @@ def test_ranks_ignore_sigint_and_sigterm(tmp_path: Path) -> None:
                     os.kill(pid, number)
             client = watched.client("front")
             outputs = [output async for output in client.generate(ask(client, "after"))]
-            assert outputs[-1].finish == "length"
+            assert outputs[-1].finish_reason == "length"
             assert not watched.end.done()
 
     asyncio.run(scenario())

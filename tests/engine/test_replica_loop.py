@@ -226,11 +226,11 @@ def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled
     finished = [entry for each in served.reports for entry in each.finished]
     # Submissions still unread in the channel never arrived; the core takes that credit back itself.
     assert 1 <= len(finished) <= 3
-    assert all(entry.finish == ["cancelled"] for entry in finished)
+    assert all(entry.finish_reason == ["cancelled"] for entry in finished)
     # The descriptor's number is free again; the next front gets it and must be served.
     follower: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
     follower.send(submit(1, 5))
-    outputs = receive(follower, lambda outputs: bool(outputs and outputs[-1].finish))
+    outputs = receive(follower, lambda outputs: bool(outputs and outputs[-1].finish_reason))
     assert sum(len(output.token_ids) for output in outputs) == 5
     served.stop()
 

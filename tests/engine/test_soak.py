@@ -62,12 +62,18 @@ def first(tokens: list[int], finish: str = "", **more: Any) -> Output:
     ("results", "complaint"),
     [
         ([said(first([5, 6], "length")), said(Output(1, 0, [], "length"))], "told after its 'length'"),
-        ([said(first([5, 6], "length"), finish=["length"]), said(finish=["length"])], "closed twice"),
-        ([said(first([5, 6], "length"), finish=["length"]), said(Output(1, 0, [7]))], "that had ended"),
+        (
+            [said(first([5, 6], "length"), finish_reason=["length"]), said(finish_reason=["length"])],
+            "closed twice",
+        ),
+        (
+            [said(first([5, 6], "length"), finish_reason=["length"]), said(Output(1, 0, [7]))],
+            "that had ended",
+        ),
         ([said(first([5], "length"))], "1 of 2"),
         ([said(first([5, 6], "cancelled"))], "cancelled by nobody"),
         ([said(first([5, 6], "error", error="why"))], "failed: why"),
-        ([said(first([5], finish="")), said(finish=["length"])], "told"),
+        ([said(first([5], finish_reason="")), said(finish_reason=["length"])], "told"),
     ],
 )
 def test_the_bookkeeping_detects_defects(results: list[StepResult], complaint: str) -> None:
@@ -101,6 +107,6 @@ def test_a_changed_reference_output_is_detected() -> None:
     known._vocab, known._near_tie, known._poison, known._draw = 10, 1e-4, 9, random.Random(0)
     known._answers = [Answer([1], [TokenLogprob(1, -0.5, [(1, -0.5), (2, -1.0)])])]
     known.counts, known.largest_error = soak.Counter(), 0.0
-    entry = Entry("known", SUBMIT, "", {0: Told(token_ids=[2], finish="length")})
+    entry = Entry("known", SUBMIT, "", {0: Told(token_ids=[2], finish_reason="length")})
     with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the choice was not close"):
         known.check(entry)

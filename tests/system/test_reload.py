@@ -89,7 +89,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     ]
     for stream in streams:
         stream.join(60)
-        assert (stream.error, stream.finish) == (None, "length")
+        assert (stream.error, stream.finish_reason) == (None, "length")
     running.wait_until(lambda: box.pids("new"), 60, "the new model")
     running.wait_until(lambda: not set(changed) & set(box.pids("other") or changed), 60, "its successor")
     running.wait_until(lambda: len(running.descendants()) == 4, 60, "a front and three replicas")

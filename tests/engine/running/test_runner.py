@@ -221,7 +221,10 @@ def test_stop_tokens_are_suppressed_until_min_tokens(engine: LocalEngine) -> Non
     stop = (free.token_ids[2],)
     assert stop[0] not in free.token_ids[:2], "choose another prompt"
     [[early]] = engine.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=stop))
-    assert early.finish == "stop" and early.token_ids == free.token_ids[: early.token_ids.index(stop[0]) + 1]
+    assert (
+        early.finish_reason == "stop"
+        and early.token_ids == free.token_ids[: early.token_ids.index(stop[0]) + 1]
+    )
     [[late]] = engine.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=stop, min_tokens=6))
     assert stop[0] not in late.token_ids[:6]
     assert late.token_ids[:2] == free.token_ids[:2]
@@ -230,7 +233,7 @@ def test_stop_tokens_are_suppressed_until_min_tokens(engine: LocalEngine) -> Non
 def test_a_stop_token_is_allowed_right_after_min_tokens(engine: LocalEngine) -> None:
     params = SamplingParams(max_tokens=12, min_tokens=4, stop_token_ids=(9,), logit_bias={9: 100.0})
     [[sample]] = engine.generate([prompt_of(10, seed=6)], params)
-    assert sample.finish == "stop" and len(sample.token_ids) == 5 and sample.token_ids[4] == 9
+    assert sample.finish_reason == "stop" and len(sample.token_ids) == 5 and sample.token_ids[4] == 9
 
 
 def test_a_block_is_copied_in_every_layer(folder: Path) -> None:

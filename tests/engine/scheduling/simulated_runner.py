@@ -181,7 +181,7 @@ class Expected:
     """The expected output of one sample."""
 
     tokens: list[int]
-    finish: str
+    finish_reason: str
     prompt_logprobs: list[TokenLogprob | None] | None
 
 

@@ -81,12 +81,12 @@ class House:
     def told(self, submit: Submit, sample: int = 0) -> tuple[list[int], str]:
         """Return the tokens and the finish reason of a sample."""
         mine = [o for o in self.outputs if (o.handle, o.sample) == (submit.handle, sample)]
-        return [token for o in mine for token in o.token_ids], mine[-1].finish
+        return [token for o in mine for token in o.token_ids], mine[-1].finish_reason
 
     def expect_alone(self, submit: Submit) -> None:
         for sample in range(submit.first_sample, submit.first_sample + submit.n):
             expected = alone(submit, sample, self.scheduler.limits.max_model_len)
-            assert self.told(submit, sample) == (expected.tokens, expected.finish)
+            assert self.told(submit, sample) == (expected.tokens, expected.finish_reason)
 
 
 def first_tokens(submit_like: Submit, count: int) -> list[int]:
@@ -190,7 +190,7 @@ def test_prompt_logprobs_are_returned_without_generating_tokens() -> None:
     (output,) = house.outputs
     assert output.prompt_logprobs == alone(submit, 0, 512).prompt_logprobs
     assert len(output.prompt_logprobs or ()) == 120
-    assert (output.token_ids, output.finish) == ([], "length")
+    assert (output.token_ids, output.finish_reason) == ([], "length")
 
 
 def test_a_resubmitted_sample_continues_after_its_known_output() -> None:
@@ -256,9 +256,11 @@ def test_an_invalid_submission_ends_with_an_error_that_names_the_field(
     assert house.core.has_work
     house.drain()
     assert house.runner.plans == []
-    assert all(output.finish == "error" and message in (output.error or "") for output in house.outputs)
+    assert all(
+        output.finish_reason == "error" and message in (output.error or "") for output in house.outputs
+    )
     (ledger,) = house.finished
-    assert set(ledger.finish) == {"error"}
+    assert set(ledger.finish_reason) == {"error"}
     after = house.core.gauges()
     assert after.credit_seqs - before.credit_seqs == submit.n
     assert after.credit_tokens - before.credit_tokens == submit.credit_tokens
@@ -270,7 +272,7 @@ def test_a_handle_in_use_is_refused() -> None:
     house.scheduler.add(FRONT, submit)
     house.scheduler.add("front-1", submit)
     house.drain()
-    assert sorted(f.finish[0] for f in house.finished) == ["error", "length", "length"]
+    assert sorted(f.finish_reason[0] for f in house.finished) == ["error", "length", "length"]
 
 
 def test_inconsistent_sizes_are_refused() -> None:
@@ -406,7 +408,7 @@ def test_admission_keeps_the_watermark_of_free_blocks_while_sequences_run() -> N
     assert house.scheduler.pool.available == 3, "it would fit, without the watermark"
     assert (house.scheduler.running, house.scheduler.waiting) == (1, 1)
     house.drain()
-    assert [ledger.finish for ledger in house.finished] == [["length"], ["length"]]
+    assert [ledger.finish_reason for ledger in house.finished] == [["length"], ["length"]]
 
 
 # ── preemption ───────────────────────────────────────────────────────────────────────────────────
@@ -484,7 +486,7 @@ def test_samples_without_a_free_slot_run_later_with_the_cached_prompt() -> None:
     computed = sum(len(chunk.token_ids) for plan in house.runner.plans for chunk in plan.chunks)
     assert computed == 130 + 2
     (ledger,) = house.finished
-    assert (ledger.cached_tokens, ledger.generated_tokens, ledger.finish) == (0, 24, ["length"] * 3)
+    assert (ledger.cached_tokens, ledger.generated_tokens, ledger.finish_reason) == (0, 24, ["length"] * 3)
 
 
 # ── cancel ───────────────────────────────────────────────────────────────────────────────────────
@@ -569,7 +571,7 @@ def test_a_closed_channel_gets_no_outputs_but_its_final_counts_are_reported() ->
     house.scheduler.cancel_origin("gone")
     house.drain()
     assert {output.handle for output in house.outputs} == {stays.handle}
-    assert [ledger.finish for ledger in house.finished] == [["cancelled"], ["length"]]
+    assert [ledger.finish_reason for ledger in house.finished] == [["cancelled"], ["length"]]
 
 
 # ── the ledger ───────────────────────────────────────────────────────────────────────────────────

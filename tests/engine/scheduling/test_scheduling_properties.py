@@ -30,7 +30,7 @@ class Told:
     expected: Expected
     tokens: list[int] = field(default_factory=list)
     outputs: int = 0
-    finish: str = ""
+    finish_reason: str = ""
     cancelled: bool = False
 
 
@@ -203,9 +203,9 @@ class Traffic(RuleBasedStateMachine):
     def front_dies(self, front: str) -> None:
         self.scheduler.cancel_origin(front)
         for key, told in self.told.items():
-            if key[0] == front and not told.finish:
+            if key[0] == front and not told.finish_reason:
                 told.cancelled = True
-                told.finish = "lost"
+                told.finish_reason = "lost"
 
     @rule(turns=st.sampled_from([1, 1, 2, 5, 20, 80]))
     def steps(self, turns: int) -> None:
@@ -227,10 +227,10 @@ class Traffic(RuleBasedStateMachine):
 
     def take(self, front: str, output: Output) -> None:
         told = self.told[front, output.handle, output.sample]
-        assert not told.finish, f"an output after the end, {told.finish}: {output}"
+        assert not told.finish_reason, f"an output after the end, {told.finish_reason}: {output}"
         told.outputs += 1
         told.tokens += output.token_ids
-        told.finish = output.finish
+        told.finish_reason = output.finish_reason
         assert (output.cached_tokens is not None) == (told.outputs == 1)
         submit = self.submits[front, output.handle]
         if told.outputs == 1:
@@ -244,15 +244,15 @@ class Traffic(RuleBasedStateMachine):
             assert (output.logprobs is not None) == (submit.sampling.logprobs is not None)
             for chosen, token in zip(output.logprobs or (), output.token_ids, strict=False):
                 assert chosen.token_id == token
-        if output.finish == "length" and not told.tokens and told.expected.prompt_logprobs is not None:
+        if output.finish_reason == "length" and not told.tokens and told.expected.prompt_logprobs is not None:
             assert output.prompt_logprobs == told.expected.prompt_logprobs
         assert told.tokens == told.expected.tokens[: len(told.tokens)]
-        if output.finish == "cancelled":
+        if output.finish_reason == "cancelled":
             assert told.cancelled
-        elif output.finish == "error":
+        elif output.finish_reason == "error":
             assert output.error
-        elif output.finish:
-            assert (told.tokens, told.finish) == (told.expected.tokens, told.expected.finish)
+        elif output.finish_reason:
+            assert (told.tokens, told.finish_reason) == (told.expected.tokens, told.expected.finish_reason)
             if not submit.cache_salt:
                 self.conversations.append(submit.prompt_token_ids + submit.output_token_ids + told.tokens)
         else:
@@ -288,10 +288,10 @@ class Traffic(RuleBasedStateMachine):
         assert gauges.credit_tokens - self.spent_tokens == self.initial[1]
         assert len(self.finished) == len(self.submits)
         for key, told in self.told.items():
-            assert told.finish, f"{key} never ended"
+            assert told.finish_reason, f"{key} never ended"
         emitted = sum(len(told.tokens) for told in self.told.values())
         generated = sum(entry.generated_tokens for entry in self.finished)
-        lost = any(told.finish == "lost" for told in self.told.values())
+        lost = any(told.finish_reason == "lost" for told in self.told.values())
         assert generated == emitted or (lost and generated > emitted)
         assert gauges.generated_tokens == generated
         assert gauges.preemptions == sum(entry.preemptions for entry in self.finished)
