@@ -74,9 +74,9 @@ class Padding:
 class SlotTables:
     """The sequence slots of one rank.
 
-    max_num_seqs: number of slots. max_blocks_per_slot: blocks of the longest sequence. vocab_size: of the whole
-    model, not of the rank's shard. padding: None if passes are not padded. Memory: 8 bytes × slots × blocks,
-    and that of `SamplingTables`.
+    max_num_seqs: number of slots. max_blocks_per_slot: blocks of the longest sequence. vocab_size: of the
+    whole model, not of the rank's shard. padding: None if passes are not padded. Memory: 8 bytes × slots ×
+    blocks, and that of `SamplingTables`.
     """
 
     def __init__(

@@ -38,9 +38,9 @@ def load_kernels(
 
 
 def load_products(decoder: Decoder, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    """Run a layer's products for numbers of tokens up to `max_num_batched_tokens`, and the output matrix for those up to
-    `max_num_seqs`, or as many as are scored at once. Every rank must call it; nothing is kept of it, and it does
-    not wait for the device."""
+    """Run a layer's products for numbers of tokens up to `max_num_batched_tokens`, and the output matrix for
+    those up to `max_num_seqs`, or as many as are scored at once. Every rank must call it; nothing is kept of
+    it, and it does not wait for the device."""
     config, shard, layer = decoder.config, decoder.shard, decoder.layers[0]
     eps, ranks = config.rms_norm_eps, decoder.ranks
 

@@ -303,8 +303,8 @@ class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
     longer pause.
 
     Credits are totals granted since the start: available credit is granted credit minus spent credit.
-    `credit_seqs` starts at `max_num_seqs` and grows by one for each sample that ends. `credit_tokens` starts with
-    the token budget of two steps with decodes, or of one without if that is more. It grows by each
+    `credit_seqs` starts at `max_num_seqs` and grows by one for each sample that ends. `credit_tokens` starts
+    with the token budget of two steps with decodes, or of one without if that is more. It grows by each
     submission's `credit_tokens` as these are computed, found in the prefix cache or dropped.
     """
 

@@ -52,7 +52,8 @@ def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
             else "kv_blocks, max_num_batched_tokens or max_num_seqs"
         )
         raise StepsTooLarge(
-            f"steps with max_num_batched_tokens {spec.max_num_batched_tokens} and max_num_seqs {spec.max_num_seqs}{blocks} do not fit on "
+            f"steps with max_num_batched_tokens {spec.max_num_batched_tokens} and max_num_seqs "
+            f"{spec.max_num_seqs}{blocks} do not fit on "
             f"{torch.cuda.get_device_name(device)}, where {held / 2**30:.1f} of {total / 2**30:.1f} GiB are "
             f"in use: lower {lower}, or use more GPUs (tensor_parallel_size)"
         ) from error

@@ -61,7 +61,8 @@ class _CachedMetadata:
 
 
 class SamplingTables:
-    """Sampling parameters of `max_num_seqs` slots over a vocabulary of `vocab_size` tokens (of the whole model).
+    """Sampling parameters of `max_num_seqs` slots over a vocabulary of `vocab_size` tokens (of the whole
+    model).
 
     Penalty counts take 4 bytes × vocabulary for each slot with penalties. Their number of rows is rounded up
     to a power of two. A row is in use until its slot's next setup.

@@ -94,9 +94,10 @@ def predict(
     """Predict the memory of rank 0, which needs the most: only rank 0 has the biases of all-reduced linear
     layers.
 
-    dtype: the model's, one of engine.config.DTYPE_BYTES. weights, kv_cache_dtype: one of these, or "fp8". max_num_seqs:
-    maximum number of running sequences. max_num_batched_tokens: token budget of a step. blocks: size of the KV pool,
-    None if not known yet. Raises UnsupportedError if the model cannot be split over the ranks.
+    dtype: the model's, one of engine.config.DTYPE_BYTES. weights, kv_cache_dtype: one of these, or "fp8".
+    max_num_seqs: maximum number of running sequences. max_num_batched_tokens: token budget of a step. blocks:
+    size of the KV pool, None if not known yet. Raises UnsupportedError if the model cannot be split over the
+    ranks.
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(

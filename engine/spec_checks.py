@@ -20,16 +20,17 @@ def check_spec(spec: ReplicaSpec) -> None:
             raise UnsupportedError(f'{name} is {value!r}: use "auto" or "{FP8}"')
     if spec.max_num_batched_tokens < spec.max_num_seqs:
         raise UnsupportedError(
-            f"max_num_batched_tokens is {spec.max_num_batched_tokens}, but {spec.max_num_seqs} sequences decode one token each in a "
-            "step: raise max_num_batched_tokens or lower max_num_seqs"
+            f"max_num_batched_tokens is {spec.max_num_batched_tokens}, but {spec.max_num_seqs} sequences "
+            "decode one token each in a step: raise max_num_batched_tokens or lower max_num_seqs"
         )
     if (
         spec.max_mixed_tokens is not None
         and not spec.max_num_seqs <= spec.max_mixed_tokens <= spec.max_num_batched_tokens
     ):
         raise UnsupportedError(
-            f"max_mixed_tokens is {spec.max_mixed_tokens}: it must be at least max_num_seqs ({spec.max_num_seqs}) and at "
-            f"most max_num_batched_tokens ({spec.max_num_batched_tokens}), or left out"
+            f"max_mixed_tokens is {spec.max_mixed_tokens}: it must be at least max_num_seqs "
+            f"({spec.max_num_seqs}) and at most max_num_batched_tokens "
+            f"({spec.max_num_batched_tokens}), or left out"
         )
     if not 0.0 < spec.gpu_memory_utilization <= 1.0:
         raise UnsupportedError(

@@ -1,6 +1,7 @@
 """Prints when each stage of an engine's start began, in seconds since its process was started.
 
-    python scripts/measure_start.py --shape llama-3.1-8b [--quantization fp8 --kv-cache-dtype fp8] [--runs 3 --json OUT]
+    python scripts/measure_start.py --shape llama-3.1-8b [--quantization fp8 --kv-cache-dtype fp8] [--runs 3
+    --json OUT]
 
 Random weights, made on the device. With an empty TRITON_CACHE_DIR: how long a start takes where
 `python -m kernels.build` has not run; the second of several runs then finds what the first has built.

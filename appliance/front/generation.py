@@ -32,8 +32,8 @@ CLIENT_LEFT = 499
 class Generation:
     """Driven by events: the core's answers, the replica's outputs, the client's leaving.
 
-    Its end shows in `ended`: then either all samples have a `finish_reason`, or there is a `failure`, or the client
-    has `left`. Who answers the client calls `settle` when the answer is out.
+    Its end shows in `ended`: then either all samples have a `finish_reason`, or there is a `failure`, or the
+    client has `left`. Who answers the client calls `settle` when the answer is out.
     """
 
     def __init__(self, box: Box, call: Call, job: Job) -> None:

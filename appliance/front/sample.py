@@ -18,8 +18,8 @@ class LogprobEntry(NamedTuple):
 
 
 class Sample:
-    """`finish_reason` is "" while it runs, then "stop" or "length". What `pieces` and `entries` hold has not been
-    handed to the client yet."""
+    """`finish_reason` is "" while it runs, then "stop" or "length". What `pieces` and `entries` hold has not
+    been handed to the client yet."""
 
     __slots__ = (
         "_discard",
@@ -74,8 +74,8 @@ class Sample:
         self._discard = discard
 
     def take(self, output: Output) -> None:
-        """Take an output that ends with neither "error" nor "cancelled". Then `finish_reason` may be set though
-        the output's is not: a stop string was found."""
+        """Take an output that ends with neither "error" nor "cancelled". Then `finish_reason` may be set
+        though the output's is not: a stop string was found."""
         token_ids = output.token_ids
         finish = output.finish_reason
         self.token_ids += token_ids

@@ -106,7 +106,8 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
     ranks, longest = model.tensor_parallel_size, found.longest
     text = (
         f"{found.model_type}, {found.parameters / 1e6:,.1f} M parameters in "
-        f"{precision(found.dtype, found.weights, found.kv_cache_dtype)}: weights {of_bytes(found.weight_bytes)}, "
+        f"{precision(found.dtype, found.weights, found.kv_cache_dtype)}: "
+        f"weights {of_bytes(found.weight_bytes)}, "
         f"working memory {of_bytes(found.fixed_bytes - found.weight_bytes)}, {found.blocks:,} KV blocks "
         f"{of_bytes(found.kv_bytes)}; {of_bytes(found.usable_bytes)} usable"
         f"{f' on each of {ranks} ranks' if ranks > 1 else ''}"

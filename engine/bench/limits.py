@@ -48,8 +48,8 @@ def limit(
 ) -> float:
     """Return the best possible result of a workload on one device, in the workload's unit.
 
-    weights, kv_cache_dtype: dtypes of the layers' matrices and of the cache, from DTYPE_BYTES or "fp8". Embeddings,
-    the output matrix and the arithmetic of attention always have 16 bits.
+    weights, kv_cache_dtype: dtypes of the layers' matrices and of the cache, from DTYPE_BYTES or "fp8".
+    Embeddings, the output matrix and the arithmetic of attention always have 16 bits.
     """
     fp8 = weights == FP8
     weight_bytes = 1 if fp8 else DTYPE_BYTES[weights]

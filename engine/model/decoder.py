@@ -128,7 +128,8 @@ class Decoder:
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 
     def weight_shards(self) -> list[WeightShard]:
-        """Every tensor that a checkpoint of this model has, in the order of a pass. Before `finish_reason` only."""
+        """Every tensor that a checkpoint of this model has, in the order of a pass. Before `finish_reason`
+        only."""
         config, shard = self.config, self.shard
         whole = (config.vocab_size, config.hidden_size)
         start, real = shard.first_vocab, shard.vocab_real

@@ -10,9 +10,9 @@ A step is filled by these rules, in this order:
    The oldest sequence of the highest class is never preempted for others, so the engine always makes
    progress.
 2. *Running prefills*, in order of service: their next chunks, up to the budget (chunked prefill, as in
-   Sarathi-Serve). A step with decodes has the smaller budget `max_mixed_tokens`, because every decode waits for
-   the step's prompts. An urgent submission is admitted before the prefills that come after it in order, and
-   its step leaves out prompts that are not urgent, but never in two steps in a row.
+   Sarathi-Serve). A step with decodes has the smaller budget `max_mixed_tokens`, because every decode waits
+   for the step's prompts. An urgent submission is admitted before the prefills that come after it in order,
+   and its step leaves out prompts that are not urgent, but never in two steps in a row.
 3. *Admissions*, by class, then urgent submissions, then arrival, so preempted sequences come before new ones.
    The head of the queue waits for a slot, for blocks for its whole prefill, and for the watermark of free
    blocks. No sequence overtakes the head, so long prompts cannot starve. A step whose decodes preempted a
@@ -46,17 +46,17 @@ from engine.scheduling.validation import SequenceLimits, refusal
 from engine.scheduling.waiting import WaitingQueue
 
 MIXED_TOKENS = 4096
-"""Maximum default of `max_mixed_tokens`: enough to saturate the GEMMs of a large GPU, and about 0.1 s on an H200
-for a model of 8 B parameters in bfloat16."""
+"""Maximum default of `max_mixed_tokens`: enough to saturate the GEMMs of a large GPU, and about 0.1 s on an
+H200 for a model of 8 B parameters in bfloat16."""
 
 
 class Scheduler:
     """Plans steps and collects their results. Single-threaded; no method blocks.
 
-    max_num_seqs: maximum number of running sequences. max_num_batched_tokens: token budget of a step. max_mixed_tokens: token
-    budget of a step with decodes, these included; None: half of max_num_batched_tokens, at most MIXED_TOKENS, since a
-    new request waits for one running and one launched step, which together are then a full step. blocks: size
-    of the KV pool.
+    max_num_seqs: maximum number of running sequences. max_num_batched_tokens: token budget of a step.
+    max_mixed_tokens: token budget of a step with decodes, these included; None: half of
+    max_num_batched_tokens, at most MIXED_TOKENS, since a new request waits for one running and one launched
+    step, which together are then a full step. blocks: size of the KV pool.
 
     Raises ValueError if the sizes do not fit together.
     """
@@ -76,16 +76,16 @@ class Scheduler:
             raise ValueError(f"max_num_seqs is {max_num_seqs}: it must be at least 1")
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens is {max_num_batched_tokens}, but {max_num_seqs} sequences decode one token each in a step: "
-                f"raise max_num_batched_tokens or lower max_num_seqs"
+                f"max_num_batched_tokens is {max_num_batched_tokens}, but {max_num_seqs} sequences decode "
+                f"one token each in a step: raise max_num_batched_tokens or lower max_num_seqs"
             )
         if max_mixed_tokens is None:
             max_mixed_tokens = max(max_num_seqs, min(max_num_batched_tokens // 2, MIXED_TOKENS))
         elif not max_num_seqs <= max_mixed_tokens <= max_num_batched_tokens:
             raise ValueError(
-                f"max_mixed_tokens is {max_mixed_tokens}: it must be at least max_num_seqs ({max_num_seqs}), so that "
-                f"prefills make progress while all other slots decode, and at most max_num_batched_tokens "
-                f"({max_num_batched_tokens})"
+                f"max_mixed_tokens is {max_mixed_tokens}: it must be at least max_num_seqs ({max_num_seqs}), "
+                f"so that prefills make progress while all other slots decode, and at most "
+                f"max_num_batched_tokens ({max_num_batched_tokens})"
             )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_mixed_tokens = max_mixed_tokens

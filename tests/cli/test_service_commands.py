@@ -75,7 +75,7 @@ def test_status_shows_what_an_operator_looks_for(cli: Run, admin: AdminService, 
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kv_cache_dtype", "shown"),
+    ("weights", "kv_cache_dtype", "shown"),
     [
         ("fp8", "bfloat16", "bfloat16, weights fp8\n"),
         ("bfloat16", "fp8", "bfloat16, KV fp8\n"),
@@ -83,13 +83,13 @@ def test_status_shows_what_an_operator_looks_for(cli: Run, admin: AdminService, 
     ],
 )
 def test_status_shows_what_is_quantised(
-    cli: Run, admin: AdminService, run_dir: Path, quantization: str, kv_cache_dtype: str, shown: str
+    cli: Run, admin: AdminService, run_dir: Path, weights: str, kv_cache_dtype: str, shown: str
 ) -> None:
     replica = admin.status.models[0].replicas[0]
     replica.dtype, replica.weights, replica.kv_cache_dtype = "bfloat16", weights, kv_cache_dtype
     assert f"2 ranks on cpu, {shown}" in cli("status", "--run-dir", run_dir).out
     written = json.loads(cli("status", "--run-dir", run_dir, "--json").out)["models"][0]["replicas"][0]
-    assert (written["quantization"], written["kv_cache_dtype"]) == (quantization, kv_cache_dtype)
+    assert (written["weights"], written["kv_cache_dtype"]) == (weights, kv_cache_dtype)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ slots, blocks and credits are free, and that memory use has not grown. Requests 
 between (`soak_known`).
 
 On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`, and for FP8 with
-`--spec quantization=fp8 --spec kv_cache_dtype=fp8`. With --fill, one wave of long sequences takes every block of a pool
-sized from memory (`soak_fill`).
+`--spec quantization=fp8 --spec kv_cache_dtype=fp8`. With --fill, one wave of long sequences takes every block
+of a pool sized from memory (`soak_fill`).
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def main(given: list[str] | None = None) -> int:
             return 1
         info = msgspec.to_builtins(engine.info)
         print(f"{arguments.shape} on {info['devices'][0]}, {info['dtype']}: {info['kv_blocks']} blocks, "
-              f"{info['max_num_seqs']} rows, {info['max_num_batched_tokens']} tokens a step", flush=True)  # fmt: skip
+              f"{info['max_num_seqs']} slots, {info['max_num_batched_tokens']} tokens/step", flush=True)  # fmt: skip
         if arguments.fill:
             from tests.engine.soak_fill import fill
 

@@ -208,7 +208,8 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         (
             ("NVIDIA A10", 86),
             {"kv_cache_dtype": "fp8"},
-            'kv_cache_dtype is fp8, but NVIDIA A10 .*: serve this model with kv_cache_dtype "auto", or on another GPU$',
+            "kv_cache_dtype is fp8, but NVIDIA A10 .*: "
+            'serve this model with kv_cache_dtype "auto", or on another GPU$',
         ),
         (
             ("NVIDIA L4", 89),

@@ -139,11 +139,12 @@ def test_steps_that_run_out_of_memory_are_reported_with_a_remedy(monkeypatch: py
     with pytest.raises(StepsTooLarge) as refused, steps_fit(spec, CUDA):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert str(refused.value) == (
-        "steps of max_num_batched_tokens 8192 and max_num_seqs 1024 take more memory than NVIDIA Z9 has beside the 17.0 GiB "
-        "that are taken of its 24.0: lower max_num_batched_tokens or max_num_seqs, or use more GPUs (tensor_parallel_size)"
+        "steps with max_num_batched_tokens 8192 and max_num_seqs 1024 do not fit on NVIDIA Z9, where 17.0 of "
+        "24.0 GiB are in use: lower max_num_batched_tokens or max_num_seqs, or use more GPUs "
+        "(tensor_parallel_size)"
     )
     given = msgspec.structs.replace(spec, kv_blocks=9)
-    lower = r"kv_blocks 9 take .* lower kv_blocks, max_num_batched_tokens or max_num_seqs"
+    lower = r"kv_blocks 9 do not fit .* lower kv_blocks, max_num_batched_tokens or max_num_seqs"
     with pytest.raises(StepsTooLarge, match=lower), steps_fit(given, CUDA):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
