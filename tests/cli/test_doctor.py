@@ -160,7 +160,7 @@ def test_what_is_quantised_is_told_and_takes_less(doctor: Doctor, model: Path) -
 
     plain = told("")
     assert "M parameters in float32: weights 41.3 MiB" in plain and "64 KV blocks 40.0 MiB" in plain
-    both = told('weights = "fp8"\nkv_cache_dtype = "fp8"\n')
+    both = told('quantization = "fp8"\nkv_cache_dtype = "fp8"\n')
     assert "M parameters in float32, weights fp8, KV fp8: weights 16.0 MiB" in both
     assert "64 KV blocks 10.6 MiB" in both
 

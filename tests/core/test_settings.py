@@ -99,10 +99,10 @@ def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_repli
         ("[unix]\nuids = [1, 'x']", "unix.uids[1] = 'x' cannot be used"),
         ("[limits]\nmax_body_byte = 3", "max_body_byte is not a setting: did you mean 'max_body_bytes'?"),
         ("[models.a]\nfolder = '.'\nmax_num_seqs = 0", "models.a.max_num_seqs = 0 cannot be used"),
-        ("[models.a]\nfolder = '.'\nmax_row = 3", "models.a.max_row is not a setting: did you mean"),
+        ("[models.a]\nfolder = '.'\nmax_num_seq = 3", "models.a.max_num_seq is not a setting: did you mean"),
         ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' cannot be used: it can be 'auto', "),
-        ("[models.a]\nfolder = '.'\nquantization = 'int8'", "quantization = 'int8' cannot be used: it can be 'auto', "),
-        ("[models.a]\nfolder = '.'\nkv_cache_dtype = 'e5m2'", "a.kv_cache_dtype = 'e5m2' cannot be used: it can "),
+        ("[models.a]\nfolder = '.'\nquantization = 'int8'", "quantization = 'int8' cannot be used: it can "),
+        ("[models.a]\nfolder = '.'\nkv_cache_dtype = 'e5m2'", "kv_cache_dtype = 'e5m2' cannot be used: "),
         ("[models.a]\nmax_num_seqs = 3", "models.a lacks 'folder': add it"),
         ("[models.a]\nfolder = '/nope'", "models.a.folder = '/nope' is not a folder"),
         ("[models.'a b']\nfolder = '.'", "a model's name begins with a letter"),
@@ -194,7 +194,8 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
     extra = tmp_path / "conf.d" / "x.toml"
     extra.write_text("[limits]\nmax_body_bytes = 'much'\nmax_conections = 3\n")
     main = tmp_path / "appliance.toml"
-    text = "fronts = 0\nfrnts = 1\nlisten = 'x'\n[models.a]\nmax_num_seqs = 'x'\n[unix]\nuids = [\n 1,\n 'x',\n]\n"
+    text = "fronts = 0\nfrnts = 1\nlisten = 'x'\n[models.a]\nmax_num_seqs = 'x'\n"
+    text += "[unix]\nuids = [\n 1,\n 'x',\n]\n"
     with pytest.raises(SettingsError) as error:
         load(tmp_path, text)
     assert sorted((str(fault.place), fault.field) for fault in error.value.faults) == sorted(

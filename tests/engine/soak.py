@@ -316,7 +316,8 @@ def main(given: list[str] | None = None) -> int:
             return 1
         info = msgspec.to_builtins(engine.info)
         print(f"{arguments.shape} on {info['devices'][0]}, {info['dtype']}: {info['kv_blocks']} blocks, "
-              f"{info['max_num_seqs']} slots, {info['max_num_batched_tokens']} tokens/step", flush=True)  # fmt: skip
+              f"{info['max_num_seqs']} slots, "
+              f"{info['max_num_batched_tokens']} tokens/step", flush=True)  # fmt: skip
         if arguments.fill:
             from tests.engine.soak_fill import fill
 

@@ -49,13 +49,13 @@ SUBMIT = Submit(
 )
 
 
-def said(*outputs: Output, finish: list[str] | None = None) -> StepResult:
-    ledger = Finished("request-1", 0, 0, 2, 0, 2, 0, 1, finish or [], 2)
-    return StepResult(1, {"front": list(outputs)}, [ledger] if finish else [], False, None)
+def said(*outputs: Output, finish_reason: list[str] | None = None) -> StepResult:
+    ledger = Finished("request-1", 0, 0, 2, 0, 2, 0, 1, finish_reason or [], 2)
+    return StepResult(1, {"front": list(outputs)}, [ledger] if finish_reason else [], False, None)
 
 
-def first(tokens: list[int], finish: str = "", **more: Any) -> Output:
-    return Output(1, 0, tokens, finish, cached_tokens=0, **more)
+def first(tokens: list[int], finish_reason: str = "", **more: Any) -> Output:
+    return Output(1, 0, tokens, finish_reason, cached_tokens=0, **more)
 
 
 @pytest.mark.parametrize(
