@@ -9,7 +9,7 @@ from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 from engine import sizing
 
-CPU_MOST_KV_BYTES = 2 << 30
+CPU_MAX_KV_BYTES = 2 << 30
 """The engine's own bound for KV on a CPU, all ranks together (`engine.memory`)."""
 
 
@@ -88,7 +88,7 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
             text or str(error), remedy if text else "mend the model's folder or settings"
         ) from error
     room = max(0, usable - predicted.fixed_bytes)
-    most = room if on_gpu else min(room, CPU_MOST_KV_BYTES // ranks)
+    most = room if on_gpu else min(room, CPU_MAX_KV_BYTES // ranks)
     return Fit(
         model_type=config.model_type,
         parameters=sizing.parameters(config),

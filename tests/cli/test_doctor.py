@@ -20,7 +20,7 @@ from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
 from appliance.gpus import Gpu, GpuReport
 from appliance.listeners import bind_unix
-from appliance.models.fit import CPU_MOST_KV_BYTES
+from appliance.models.fit import CPU_MAX_KV_BYTES
 from appliance.protocol import CurrentProblem, Problem
 from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
@@ -185,7 +185,7 @@ def test_where_memory_limits_the_length_that_nobody_asked_for_it_is_a_warning(
 
 
 def test_the_doctor_predicts_with_the_engines_bound_for_kv_on_a_cpu() -> None:
-    assert CPU_MOST_KV_BYTES == memory.CPU_MOST_KV_BYTES
+    assert CPU_MAX_KV_BYTES == memory.CPU_MAX_KV_BYTES
 
 
 def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:

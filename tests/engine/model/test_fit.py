@@ -70,8 +70,8 @@ def test_a_model_that_exactly_fits_the_host_is_allocated_and_a_larger_one_is_ref
 @pytest.mark.parametrize(
     ("available", "remedy"),
     [
-        (20, 'free memory, or set weights = "fp8" (10.4 GiB), or set dtype = "bfloat16" (15.0 GiB)'),
-        (12, 'free memory, or set weights = "fp8" (10.4 GiB)'),
+        (20, 'free memory, or set quantization = "fp8" (10.4 GiB), or set dtype = "bfloat16" (15.0 GiB)'),
+        (12, 'free memory, or set quantization = "fp8" (10.4 GiB)'),
         (8, "free memory"),
     ],
 )
@@ -96,7 +96,7 @@ def test_weights_are_compared_with_the_total_memory_of_a_gpu(
         fit(big, "bfloat16").check()
     assert str(refused.value) == (
         "the weights take 131.4 GiB a rank (bfloat16), but NVIDIA Z9 has 79.2 GiB: use more GPUs "
-        '(tensor_parallel_size), or set weights = "fp8" (67.7 GiB)'
+        '(tensor_parallel_size), or set quantization = "fp8" (67.7 GiB)'
     )
     fit(big, "bfloat16", fp8=True).check()
     fit(big, "bfloat16", ranks=2).check()
@@ -117,7 +117,7 @@ def test_running_out_of_memory_is_reported_with_sizes(
     assert str(refused.value) == (
         "the weights take 131.4 GiB a rank (bfloat16), and making them more than the 139.5 GiB that are free "
         "of the 140.4 GiB of NVIDIA Z9: use more GPUs (tensor_parallel_size), or set "
-        'weights = "fp8" (67.7 GiB)'
+        'quantization = "fp8" (67.7 GiB)'
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import msgspec
@@ -12,13 +11,12 @@ from engine.core import EngineCore
 from engine.messages import BLOCK_TOKENS, Finished, Output, SamplingParams, Submit
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence, Submission
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, SimulatedStep, alone
 
 FRONT = "front-0"
 
 
-class House:
+class SimulatedEngine:
     """An engine on the simulated runner, with all of its outputs."""
 
     def __init__(self, *, overlap: bool = True, runner: Any = None, **sizes: Any) -> None:
@@ -104,21 +102,21 @@ both_overlaps = pytest.mark.parametrize("overlap", [False, True])
 
 @both_overlaps
 def test_a_stop_token_ends_the_sequence_and_is_its_last_token(overlap: bool) -> None:
-    house = House(overlap=overlap)
-    stop = first_tokens(house.submit(10, max_tokens=1), 4)[3]
-    house = House(overlap=overlap)
-    submit = house.submit(10, max_tokens=50, stop_token_ids=(stop,))
-    house.drain()
-    tokens, finish = house.told(submit)
+    engine = SimulatedEngine(overlap=overlap)
+    stop = first_tokens(engine.submit(10, max_tokens=1), 4)[3]
+    engine = SimulatedEngine(overlap=overlap)
+    submit = engine.submit(10, max_tokens=50, stop_token_ids=(stop,))
+    engine.drain()
+    tokens, finish = engine.told(submit)
     assert finish == "stop" and tokens[-1] == stop and stop not in tokens[:-1]
 
 
 @both_overlaps
 def test_ignore_eos_runs_to_max_tokens(overlap: bool) -> None:
-    house = House(overlap=overlap)
-    submit = house.submit(10, max_tokens=50, stop_token_ids=tuple(range(VOCAB)), ignore_eos=True)
-    house.drain()
-    tokens, finish = house.told(submit)
+    engine = SimulatedEngine(overlap=overlap)
+    submit = engine.submit(10, max_tokens=50, stop_token_ids=tuple(range(VOCAB)), ignore_eos=True)
+    engine.drain()
+    tokens, finish = engine.told(submit)
     assert (len(tokens), finish) == (50, "length")
 
 
@@ -136,11 +134,11 @@ class AlwaysStop:
 
 @both_overlaps
 def test_no_stop_token_ends_a_sequence_before_min_tokens(overlap: bool) -> None:
-    house = House(overlap=overlap, runner=AlwaysStop())
-    submit = house.submit(10, max_tokens=50, min_tokens=5, stop_token_ids=(0,))
-    house.drain()
+    engine = SimulatedEngine(overlap=overlap, runner=AlwaysStop())
+    submit = engine.submit(10, max_tokens=50, min_tokens=5, stop_token_ids=(0,))
+    engine.drain()
     # Five tokens must not be a stop token; the sixth may.
-    assert house.told(submit) == ([0] * 6, "stop")
+    assert engine.told(submit) == ([0] * 6, "stop")
 
 
 @both_overlaps
@@ -148,13 +146,13 @@ def test_no_stop_token_ends_a_sequence_before_min_tokens(overlap: bool) -> None:
 def test_a_sequence_generates_exactly_max_tokens_and_no_step_is_scheduled_after(
     overlap: bool, max_tokens: int
 ) -> None:
-    house = House(overlap=overlap)
-    submit = house.submit(5, max_tokens=max_tokens)
-    house.drain()
-    house.expect_alone(submit)
-    assert house.told(submit)[1] == "length"
+    engine = SimulatedEngine(overlap=overlap)
+    submit = engine.submit(5, max_tokens=max_tokens)
+    engine.drain()
+    engine.expect_alone(submit)
+    assert engine.told(submit)[1] == "length"
     sampled = sum(
-        len(plan.decodes) + sum(len(c.sample_slots) for c in plan.chunks) for plan in house.runner.plans
+        len(plan.decodes) + sum(len(c.sample_slots) for c in plan.chunks) for plan in engine.runner.plans
     )
     assert sampled == max_tokens
 
@@ -162,43 +160,43 @@ def test_a_sequence_generates_exactly_max_tokens_and_no_step_is_scheduled_after(
 @both_overlaps
 @pytest.mark.parametrize("prompt", [99, 98, 64, 63])
 def test_the_models_length_ends_a_sequence(overlap: bool, prompt: int) -> None:
-    house = House(overlap=overlap, max_model_len=100, blocks=2)
-    submit = house.submit(prompt, max_tokens=1000)
-    house.drain()
-    tokens, finish = house.told(submit)
+    engine = SimulatedEngine(overlap=overlap, max_model_len=100, blocks=2)
+    submit = engine.submit(prompt, max_tokens=1000)
+    engine.drain()
+    tokens, finish = engine.told(submit)
     assert (prompt + len(tokens), finish) == (100, "length")
 
 
 def test_a_request_without_tokens_to_generate_ends_without_a_step() -> None:
-    house = House()
-    submit = house.submit(10, max_tokens=0)
-    resumed = house.submit(10, max_tokens=2, output_token_ids=[1, 2])
-    stopped = house.submit(10, max_tokens=9, output_token_ids=[1, 2], stop_token_ids=(2,))
-    house.drain()
-    assert [house.told(s) for s in (submit, resumed, stopped)] == [
+    engine = SimulatedEngine()
+    submit = engine.submit(10, max_tokens=0)
+    resumed = engine.submit(10, max_tokens=2, output_token_ids=[1, 2])
+    stopped = engine.submit(10, max_tokens=9, output_token_ids=[1, 2], stop_token_ids=(2,))
+    engine.drain()
+    assert [engine.told(s) for s in (submit, resumed, stopped)] == [
         ([], "length"),
         ([], "length"),
         ([], "stop"),
     ]
-    assert house.runner.plans == []
+    assert engine.runner.plans == []
 
 
 def test_prompt_logprobs_are_returned_without_generating_tokens() -> None:
-    house = House(max_num_batched_tokens=50)
-    submit = house.submit(120, max_tokens=0, prompt_logprobs=0)
-    house.drain()
-    (output,) = house.outputs
+    engine = SimulatedEngine(max_num_batched_tokens=50)
+    submit = engine.submit(120, max_tokens=0, prompt_logprobs=0)
+    engine.drain()
+    (output,) = engine.outputs
     assert output.prompt_logprobs == alone(submit, 0, 512).prompt_logprobs
     assert len(output.prompt_logprobs or ()) == 120
     assert (output.token_ids, output.finish_reason) == ([], "length")
 
 
 def test_a_resubmitted_sample_continues_after_its_known_output() -> None:
-    whole = House()
+    whole = SimulatedEngine()
     submit = whole.submit(70, max_tokens=40, temperature=1.0, seed=3, presence_penalty=0.5)
     whole.drain()
     tokens, _ = whole.told(submit)
-    resumed = House()
+    resumed = SimulatedEngine()
     rest = resumed.submit(
         submit.prompt_token_ids,
         output_token_ids=tokens[:25],
@@ -213,7 +211,7 @@ def test_a_resubmitted_sample_continues_after_its_known_output() -> None:
     assert ledger.generated_tokens == 15
 
 
-# ── what cannot be computed ──────────────────────────────────────────────────────────────────────
+# ── invalid submissions ──────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -250,39 +248,39 @@ def test_a_resubmitted_sample_continues_after_its_known_output() -> None:
 def test_an_invalid_submission_ends_with_an_error_that_names_the_field(
     prompt: list[int], fields: dict[str, Any], message: str
 ) -> None:
-    house = House(blocks=4)
-    before = house.core.gauges()
-    submit = house.submit(prompt, **fields)
-    assert house.core.has_work
-    house.drain()
-    assert house.runner.plans == []
+    engine = SimulatedEngine(blocks=4)
+    before = engine.core.gauges()
+    submit = engine.submit(prompt, **fields)
+    assert engine.core.has_work
+    engine.drain()
+    assert engine.runner.plans == []
     assert all(
-        output.finish_reason == "error" and message in (output.error or "") for output in house.outputs
+        output.finish_reason == "error" and message in (output.error or "") for output in engine.outputs
     )
-    (ledger,) = house.finished
+    (ledger,) = engine.finished
     assert set(ledger.finish_reason) == {"error"}
-    after = house.core.gauges()
+    after = engine.core.gauges()
     assert after.credit_seqs - before.credit_seqs == submit.n
     assert after.credit_tokens - before.credit_tokens == submit.credit_tokens
 
 
 def test_a_handle_in_use_is_refused() -> None:
-    house = House()
-    submit = house.submit(10)
-    house.scheduler.add(FRONT, submit)
-    house.scheduler.add("front-1", submit)
-    house.drain()
-    assert sorted(f.finish_reason[0] for f in house.finished) == ["error", "length", "length"]
+    engine = SimulatedEngine()
+    submit = engine.submit(10)
+    engine.scheduler.add(FRONT, submit)
+    engine.scheduler.add("front-1", submit)
+    engine.drain()
+    assert sorted(f.finish_reason[0] for f in engine.finished) == ["error", "length", "length"]
 
 
 def test_inconsistent_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens is 3, but 4 sequences"):
-        House(max_num_seqs=4, max_num_batched_tokens=3)
+        SimulatedEngine(max_num_seqs=4, max_num_batched_tokens=3)
     for max_mixed_tokens in (3, 65):
         with pytest.raises(
             ValueError, match=f"max_mixed_tokens is {max_mixed_tokens}: it must be at least max_num_seqs"
         ):
-            House(max_num_seqs=4, max_num_batched_tokens=64, max_mixed_tokens=max_mixed_tokens)
+            SimulatedEngine(max_num_seqs=4, max_num_batched_tokens=64, max_mixed_tokens=max_mixed_tokens)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +291,7 @@ def test_the_default_budget_of_mixed_steps_fits_the_other_sizes(
     max_num_seqs: int, max_num_batched_tokens: int, max_mixed_tokens: int
 ) -> None:
     assert (
-        House(
+        SimulatedEngine(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         ).scheduler.max_mixed_tokens
         == max_mixed_tokens
@@ -302,28 +300,30 @@ def test_the_default_budget_of_mixed_steps_fits_the_other_sizes(
 
 @pytest.mark.parametrize(("overlap", "cleared"), [(True, 2), (False, 0)])
 def test_blocks_written_by_a_step_in_flight_are_zeroed_when_reallocated(overlap: bool, cleared: int) -> None:
-    house = House(overlap=overlap, max_num_seqs=1, max_num_batched_tokens=100, blocks=8, prefix_cache=False)
-    house.submit(64, max_tokens=100)
-    house.drain()
-    cancelled = house.submit(300)
-    house.step()
-    house.scheduler.cancel(FRONT, cancelled.handle)
-    house.submit(400, max_tokens=1)
-    plans = [house.step() for _ in range(4)]
+    engine = SimulatedEngine(
+        overlap=overlap, max_num_seqs=1, max_num_batched_tokens=100, blocks=8, prefix_cache=False
+    )
+    engine.submit(64, max_tokens=100)
+    engine.drain()
+    cancelled = engine.submit(300)
+    engine.step()
+    engine.scheduler.cancel(FRONT, cancelled.handle)
+    engine.submit(400, max_tokens=1)
+    plans = [engine.step() for _ in range(4)]
     # The 100 tokens of the cancelled prompt need zeroing; the sequence that ended normally leaves nothing to
     # zero.
     assert [len(plan.clears) for plan in plans if plan] == [cleared, 0, 0, 0]
-    house.drain()
+    engine.drain()
 
 
 def test_the_step_launched_before_a_stop_token_was_read_leaves_one_block_to_zero() -> None:
-    house = House(max_num_seqs=1, blocks=8, prefix_cache=False)
-    stop = first_tokens(house.submit(130, max_tokens=1), 4)[3]
-    house = House(max_num_seqs=1, blocks=8, prefix_cache=False)
-    house.submit(130, max_tokens=50, stop_token_ids=(stop,))
-    house.drain()
-    house.submit(400, max_tokens=1)
-    plan = house.step()
+    engine = SimulatedEngine(max_num_seqs=1, blocks=8, prefix_cache=False)
+    stop = first_tokens(engine.submit(130, max_tokens=1), 4)[3]
+    engine = SimulatedEngine(max_num_seqs=1, blocks=8, prefix_cache=False)
+    engine.submit(130, max_tokens=50, stop_token_ids=(stop,))
+    engine.drain()
+    engine.submit(400, max_tokens=1)
+    plan = engine.step()
     assert plan is not None and len(plan.clears) == 1
 
 
@@ -331,84 +331,84 @@ def test_the_step_launched_before_a_stop_token_was_read_leaves_one_block_to_zero
 
 
 def test_decodes_come_first_and_a_long_prompt_fills_the_rest_of_each_step() -> None:
-    house = House(max_num_batched_tokens=64, max_mixed_tokens=64, blocks=32)
-    house.submit(10, max_tokens=100)
-    house.step()
-    house.submit(300)
-    plans = [house.step() for _ in range(5)]
+    engine = SimulatedEngine(max_num_batched_tokens=64, max_mixed_tokens=64, blocks=32)
+    engine.submit(10, max_tokens=100)
+    engine.step()
+    engine.submit(300)
+    plans = [engine.step() for _ in range(5)]
     assert all(plan is not None and len(plan.decodes) == 1 for plan in plans)
     assert [len(chunk.token_ids) for plan in plans if plan for chunk in plan.chunks] == [63, 63, 63, 63, 48]
 
 
 def test_a_step_with_decodes_has_the_smaller_token_budget() -> None:
-    house = House(max_num_batched_tokens=128, max_mixed_tokens=40, blocks=32)
-    house.submit(128, max_tokens=100)
-    house.submit(300)
+    engine = SimulatedEngine(max_num_batched_tokens=128, max_mixed_tokens=40, blocks=32)
+    engine.submit(128, max_tokens=100)
+    engine.submit(300)
     # The whole budget until a sequence decodes; from then on the smaller one, decodes included.
-    plans = [house.step() for _ in range(9)]
+    plans = [engine.step() for _ in range(9)]
     assert [
         (len(plan.decodes), sum(len(chunk.token_ids) for chunk in plan.chunks)) for plan in plans if plan
     ] == [(0, 128), *[(1, 39)] * 7, (1, 27)]
 
 
 def test_prefills_make_progress_while_all_other_slots_decode() -> None:
-    house = House(max_num_seqs=4, max_num_batched_tokens=128, max_mixed_tokens=4)
+    engine = SimulatedEngine(max_num_seqs=4, max_num_batched_tokens=128, max_mixed_tokens=4)
     for _ in range(3):
-        house.submit(4, max_tokens=60)
-    house.step()
-    house.submit(10)
-    plans = [house.step() for _ in range(10)]
+        engine.submit(4, max_tokens=60)
+    engine.step()
+    engine.submit(10)
+    plans = [engine.step() for _ in range(10)]
     assert [len(chunk.token_ids) for plan in plans if plan for chunk in plan.chunks] == [1] * 10
 
 
 def test_a_running_prefill_continues_before_new_admissions() -> None:
-    house = House(max_num_batched_tokens=100)
-    house.submit(150, priority=3)
-    house.step()
-    house.submit(80, priority=0)
-    plan = house.step()
+    engine = SimulatedEngine(max_num_batched_tokens=100)
+    engine.submit(150, priority=3)
+    engine.step()
+    engine.submit(80, priority=0)
+    plan = engine.step()
     assert plan is not None
     assert [(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks] == [(100, 50), (0, 50)]
 
 
 def test_admission_is_by_class_then_arrival() -> None:
-    house = House(max_num_seqs=1, max_num_batched_tokens=64)
-    late, early, urgent = (house.submit(4, max_tokens=1, priority=p) for p in (3, 2, 0))
-    second = house.submit(4, max_tokens=1, priority=2)
-    house.drain()
-    assert [o.handle for o in house.outputs] == [s.handle for s in (urgent, early, second, late)]
+    engine = SimulatedEngine(max_num_seqs=1, max_num_batched_tokens=64)
+    late, early, urgent = (engine.submit(4, max_tokens=1, priority=p) for p in (3, 2, 0))
+    second = engine.submit(4, max_tokens=1, priority=2)
+    engine.drain()
+    assert [o.handle for o in engine.outputs] == [s.handle for s in (urgent, early, second, late)]
 
 
 def test_no_sequence_overtakes_the_head_of_the_queue_while_it_waits_for_blocks() -> None:
-    house = House(blocks=6)
-    house.submit(4 * BLOCK_TOKENS, max_tokens=20)
-    house.step()
-    large, small = house.submit(3 * BLOCK_TOKENS, max_tokens=2), house.submit(5, max_tokens=2)
-    house.drain()
-    started = list(dict.fromkeys(output.handle for output in house.outputs))
+    engine = SimulatedEngine(blocks=6)
+    engine.submit(4 * BLOCK_TOKENS, max_tokens=20)
+    engine.step()
+    large, small = engine.submit(3 * BLOCK_TOKENS, max_tokens=2), engine.submit(5, max_tokens=2)
+    engine.drain()
+    started = list(dict.fromkeys(output.handle for output in engine.outputs))
     assert started.index(large.handle) < started.index(small.handle)
 
 
 def test_a_head_of_queue_starts_as_soon_as_its_blocks_are_free() -> None:
-    house = House(blocks=7, max_num_seqs=3, overlap=False)
-    house.submit(2 * BLOCK_TOKENS - 30, max_tokens=10)
-    long = house.submit(2 * BLOCK_TOKENS - 30, max_tokens=25)
-    house.submit(4 * BLOCK_TOKENS, max_tokens=2)
-    house.drain()
-    started = {s.prompt_tokens: plan.step for plan in house.runner.plans for s in plan.setups}
+    engine = SimulatedEngine(blocks=7, max_num_seqs=3, overlap=False)
+    engine.submit(2 * BLOCK_TOKENS - 30, max_tokens=10)
+    long = engine.submit(2 * BLOCK_TOKENS - 30, max_tokens=25)
+    engine.submit(4 * BLOCK_TOKENS, max_tokens=2)
+    engine.drain()
+    started = {s.prompt_tokens: plan.step for plan in engine.runner.plans for s in plan.setups}
     assert started == {len(long.prompt_token_ids): 1, 4 * BLOCK_TOKENS: 11}
 
 
 def test_admission_keeps_the_watermark_of_free_blocks_while_sequences_run() -> None:
-    house = House(blocks=4, max_model_len=256)
-    house.submit(10, max_tokens=3)
-    house.step()
-    house.submit(3 * BLOCK_TOKENS, max_tokens=2)
-    assert house.step() is not None
-    assert house.scheduler.pool.available == 3, "it would fit, without the watermark"
-    assert (house.scheduler.running, house.scheduler.waiting) == (1, 1)
-    house.drain()
-    assert [ledger.finish_reason for ledger in house.finished] == [["length"], ["length"]]
+    engine = SimulatedEngine(blocks=4, max_model_len=256)
+    engine.submit(10, max_tokens=3)
+    engine.step()
+    engine.submit(3 * BLOCK_TOKENS, max_tokens=2)
+    assert engine.step() is not None
+    assert engine.scheduler.pool.available == 3, "it would fit, without the watermark"
+    assert (engine.scheduler.running, engine.scheduler.waiting) == (1, 1)
+    engine.drain()
+    assert [ledger.finish_reason for ledger in engine.finished] == [["length"], ["length"]]
 
 
 # ── preemption ───────────────────────────────────────────────────────────────────────────────────
@@ -416,48 +416,48 @@ def test_admission_keeps_the_watermark_of_free_blocks_while_sequences_run() -> N
 
 @both_overlaps
 def test_the_youngest_sequence_of_the_lowest_class_is_preempted_first(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=6, max_num_seqs=4)
-    oldest = house.submit(50, max_tokens=100, priority=1)
-    low = house.submit(50, max_tokens=100, priority=2)
-    young = house.submit(50, max_tokens=100, priority=1)
-    house.drain()
+    engine = SimulatedEngine(overlap=overlap, blocks=6, max_num_seqs=4)
+    oldest = engine.submit(50, max_tokens=100, priority=1)
+    low = engine.submit(50, max_tokens=100, priority=2)
+    young = engine.submit(50, max_tokens=100, priority=1)
+    engine.drain()
     for submit in (oldest, low, young):
-        house.expect_alone(submit)
-    preempted = {ledger.request_id: ledger.preemptions for ledger in house.finished}
+        engine.expect_alone(submit)
+    preempted = {ledger.request_id: ledger.preemptions for ledger in engine.finished}
     assert preempted[low.request_id] >= 1
     assert preempted[oldest.request_id] == preempted[young.request_id] == 0
 
 
 @both_overlaps
 def test_a_preempted_sequence_is_admitted_before_new_ones_of_its_class(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=4, max_num_seqs=2)
-    house.submit(60, max_tokens=80)
-    victim = house.submit(60, max_tokens=120)
-    new = house.submit(10, max_tokens=2)
-    house.drain()
-    ledgers = {ledger.request_id: ledger for ledger in house.finished}
+    engine = SimulatedEngine(overlap=overlap, blocks=4, max_num_seqs=2)
+    engine.submit(60, max_tokens=80)
+    victim = engine.submit(60, max_tokens=120)
+    new = engine.submit(10, max_tokens=2)
+    engine.drain()
+    ledgers = {ledger.request_id: ledger for ledger in engine.finished}
     assert ledgers[victim.request_id].preemptions == 1
     readmitted = [
-        plan.step for plan in house.runner.plans for s in plan.setups if s.sampling.max_tokens == 120
+        plan.step for plan in engine.runner.plans for s in plan.setups if s.sampling.max_tokens == 120
     ]
-    started = [plan.step for plan in house.runner.plans for s in plan.setups if s.sampling.max_tokens == 2]
+    started = [plan.step for plan in engine.runner.plans for s in plan.setups if s.sampling.max_tokens == 2]
     assert len(readmitted) == 2 and started[0] >= readmitted[1]
-    house.expect_alone(new)
+    engine.expect_alone(new)
 
 
 @both_overlaps
 def test_prompt_logprobs_survive_a_preemption_during_prefill(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=5, max_num_seqs=2, max_num_batched_tokens=3)
-    house.submit(60, max_tokens=80)
-    while house.scheduler.waiting or not house.outputs:
-        house.step()
-    scored = house.submit(180, max_tokens=60, prompt_logprobs=0, priority=2)
-    house.drain()
-    ledger = next(f for f in house.finished if f.request_id == scored.request_id)
+    engine = SimulatedEngine(overlap=overlap, blocks=5, max_num_seqs=2, max_num_batched_tokens=3)
+    engine.submit(60, max_tokens=80)
+    while engine.scheduler.waiting or not engine.outputs:
+        engine.step()
+    scored = engine.submit(180, max_tokens=60, prompt_logprobs=0, priority=2)
+    engine.drain()
+    ledger = next(f for f in engine.finished if f.request_id == scored.request_id)
     assert ledger.preemptions == 1
-    first = next(output for output in house.outputs if output.handle == scored.handle)
+    first = next(output for output in engine.outputs if output.handle == scored.handle)
     assert first.prompt_logprobs == alone(scored, 0, 512).prompt_logprobs
-    house.expect_alone(scored)
+    engine.expect_alone(scored)
 
 
 # ── samples ──────────────────────────────────────────────────────────────────────────────────────
@@ -466,26 +466,26 @@ def test_prompt_logprobs_survive_a_preemption_during_prefill(overlap: bool) -> N
 @both_overlaps
 @pytest.mark.parametrize("prompt", [1, 63, 64, 65, 130])
 def test_samples_share_one_prefill_and_copy_the_partial_block(overlap: bool, prompt: int) -> None:
-    house = House(overlap=overlap)
-    submit = house.submit(prompt, n=3, temperature=1.0, max_tokens=70, first_sample=2)
-    house.drain()
-    house.expect_alone(submit)
-    assert len({tuple(house.told(submit, sample)[0]) for sample in (2, 3, 4)}) == 3
-    plans = house.runner.plans
+    engine = SimulatedEngine(overlap=overlap)
+    submit = engine.submit(prompt, n=3, temperature=1.0, max_tokens=70, first_sample=2)
+    engine.drain()
+    engine.expect_alone(submit)
+    assert len({tuple(engine.told(submit, sample)[0]) for sample in (2, 3, 4)}) == 3
+    plans = engine.runner.plans
     assert sum(len(chunk.token_ids) for plan in plans for chunk in plan.chunks) == prompt
     assert sum(len(plan.copies) for plan in plans) == (2 if prompt % BLOCK_TOKENS else 0)
 
 
 def test_samples_without_a_free_slot_run_later_with_the_cached_prompt() -> None:
-    house = House(max_num_seqs=2)
-    submit = house.submit(130, n=3, temperature=1.0)
-    house.drain()
-    house.expect_alone(submit)
-    cached = [output.cached_tokens for output in house.outputs if output.cached_tokens is not None]
+    engine = SimulatedEngine(max_num_seqs=2)
+    submit = engine.submit(130, n=3, temperature=1.0)
+    engine.drain()
+    engine.expect_alone(submit)
+    cached = [output.cached_tokens for output in engine.outputs if output.cached_tokens is not None]
     assert cached == [0, 0, 128]
-    computed = sum(len(chunk.token_ids) for plan in house.runner.plans for chunk in plan.chunks)
+    computed = sum(len(chunk.token_ids) for plan in engine.runner.plans for chunk in plan.chunks)
     assert computed == 130 + 2
-    (ledger,) = house.finished
+    (ledger,) = engine.finished
     assert (ledger.cached_tokens, ledger.generated_tokens, ledger.finish_reason) == (0, 24, ["length"] * 3)
 
 
@@ -498,211 +498,128 @@ def test_samples_without_a_free_slot_run_later_with_the_cached_prompt() -> None:
 def test_a_cancel_ends_only_the_given_sample_or_submission_at_any_time(
     overlap: bool, after_steps: int, sample: int | None
 ) -> None:
-    house = House(overlap=overlap, max_num_batched_tokens=40)
-    submit = house.submit(100, n=3, temperature=1.0, max_tokens=90)
-    other = house.submit(30, max_tokens=20)
+    engine = SimulatedEngine(overlap=overlap, max_num_batched_tokens=40)
+    submit = engine.submit(100, n=3, temperature=1.0, max_tokens=90)
+    other = engine.submit(30, max_tokens=20)
     for _ in range(after_steps):
-        house.step()
-    house.scheduler.cancel(FRONT, submit.handle, sample)
+        engine.step()
+    engine.scheduler.cancel(FRONT, submit.handle, sample)
     if sample is None:
-        assert house.scheduler.pool.used <= 1, "a cancelled submission's blocks are free at once"
-    house.drain()
-    house.expect_alone(other)
+        assert engine.scheduler.pool.used <= 1, "a cancelled submission's blocks are free at once"
+    engine.drain()
+    engine.expect_alone(other)
     for index in range(3):
         expected = alone(submit, index, 512)
-        tokens, finish = house.told(submit, index)
+        tokens, finish = engine.told(submit, index)
         assert tokens == expected.tokens[: len(tokens)]
         assert finish == ("cancelled" if sample in (None, index) else "length")
-    assert len(house.finished) == 2
+    assert len(engine.finished) == 2
 
 
 def test_a_fork_continues_the_prefill_of_its_cancelled_leader() -> None:
-    house = House(max_num_batched_tokens=40, overlap=False)
-    submit = house.submit(100, n=3)
-    house.step()
-    house.scheduler.cancel(FRONT, submit.handle, 0)
-    house.drain()
-    assert sum(len(chunk.token_ids) for plan in house.runner.plans for chunk in plan.chunks) == 100
+    engine = SimulatedEngine(max_num_batched_tokens=40, overlap=False)
+    submit = engine.submit(100, n=3)
+    engine.step()
+    engine.scheduler.cancel(FRONT, submit.handle, 0)
+    engine.drain()
+    assert sum(len(chunk.token_ids) for plan in engine.runner.plans for chunk in plan.chunks) == 100
 
 
 def test_a_preempted_sequence_can_be_cancelled() -> None:
-    house = House(blocks=4, max_num_seqs=2)
-    house.submit(60, max_tokens=100)
-    victim = house.submit(60, max_tokens=100)
-    house.step()
-    while not house.scheduler.waiting:
-        house.step()
-    house.scheduler.cancel(FRONT, victim.handle)
-    assert (house.scheduler.waiting, house.scheduler.running) == (0, 1)
-    house.drain()
-    assert house.told(victim)[1] == "cancelled"
+    engine = SimulatedEngine(blocks=4, max_num_seqs=2)
+    engine.submit(60, max_tokens=100)
+    victim = engine.submit(60, max_tokens=100)
+    engine.step()
+    while not engine.scheduler.waiting:
+        engine.step()
+    engine.scheduler.cancel(FRONT, victim.handle)
+    assert (engine.scheduler.waiting, engine.scheduler.running) == (0, 1)
+    engine.drain()
+    assert engine.told(victim)[1] == "cancelled"
 
 
 def test_cancelling_an_ended_or_unknown_submission_has_no_effect() -> None:
-    house = House()
-    submit = house.submit(5, n=2)
-    house.scheduler.cancel(FRONT, 99)
-    house.scheduler.cancel("nobody", 1)
-    house.scheduler.cancel(FRONT, submit.handle, 17)
-    house.scheduler.cancel_request("nobody's")
-    house.drain()
-    house.scheduler.cancel(FRONT, submit.handle)
-    assert not house.core.has_work
-    house.expect_alone(submit)
+    engine = SimulatedEngine()
+    submit = engine.submit(5, n=2)
+    engine.scheduler.cancel(FRONT, 99)
+    engine.scheduler.cancel("nobody", 1)
+    engine.scheduler.cancel(FRONT, submit.handle, 17)
+    engine.scheduler.cancel_request("nobody's")
+    engine.drain()
+    engine.scheduler.cancel(FRONT, submit.handle)
+    assert not engine.core.has_work
+    engine.expect_alone(submit)
 
 
 def test_a_request_is_cancelled_on_every_channel() -> None:
-    house = House()
-    one = house.submit(5, max_tokens=90, request_id="r", front="front-0")
-    two = house.submit(5, max_tokens=90, request_id="r", front="front-1", index=1)
-    house.step()
-    house.scheduler.cancel_request("r")
-    house.drain()
-    assert house.told(one)[1] == house.told(two)[1] == "cancelled"
+    engine = SimulatedEngine()
+    one = engine.submit(5, max_tokens=90, request_id="r", front="front-0")
+    two = engine.submit(5, max_tokens=90, request_id="r", front="front-1", index=1)
+    engine.step()
+    engine.scheduler.cancel_request("r")
+    engine.drain()
+    assert engine.told(one)[1] == engine.told(two)[1] == "cancelled"
 
 
 def test_a_closed_channel_gets_no_outputs_but_its_final_counts_are_reported() -> None:
-    house = House()
-    house.submit(5, max_tokens=90, front="gone")
-    stays = house.submit(5, max_tokens=90, front="stays")
+    engine = SimulatedEngine()
+    engine.submit(5, max_tokens=90, front="gone")
+    stays = engine.submit(5, max_tokens=90, front="stays")
     for _ in range(5):
-        house.step()
-    house.outputs.clear()
-    house.scheduler.cancel_origin("gone")
-    house.drain()
-    assert {output.handle for output in house.outputs} == {stays.handle}
-    assert [ledger.finish_reason for ledger in house.finished] == [["cancelled"], ["length"]]
+        engine.step()
+    engine.outputs.clear()
+    engine.scheduler.cancel_origin("gone")
+    engine.drain()
+    assert {output.handle for output in engine.outputs} == {stays.handle}
+    assert [ledger.finish_reason for ledger in engine.finished] == [["cancelled"], ["length"]]
 
 
-# ── the ledger ───────────────────────────────────────────────────────────────────────────────────
+# ── final counts and credit ──────────────────────────────────────────────────────────────────────
 
 
 def test_the_first_output_carries_the_cached_tokens_and_the_final_counts_the_batch_size() -> None:
-    house = House()
-    warm = house.submit(130, max_tokens=1)
-    house.drain()
-    house.outputs.clear()
-    house.submit(5, max_tokens=40)
-    house.step()
-    house.submit(warm.prompt_token_ids, max_tokens=3)
-    house.drain()
-    cached = {o.handle: o.cached_tokens for o in house.outputs if o.cached_tokens is not None}
+    engine = SimulatedEngine()
+    warm = engine.submit(130, max_tokens=1)
+    engine.drain()
+    engine.outputs.clear()
+    engine.submit(5, max_tokens=40)
+    engine.step()
+    engine.submit(warm.prompt_token_ids, max_tokens=3)
+    engine.drain()
+    cached = {o.handle: o.cached_tokens for o in engine.outputs if o.cached_tokens is not None}
     assert cached == {2: 0, 3: 128}
-    ledger = next(f for f in house.finished if f.request_id == "request-3")
+    ledger = next(f for f in engine.finished if f.request_id == "request-3")
     assert (ledger.prompt_tokens, ledger.cached_tokens, ledger.batch_size) == (130, 128, 2)
 
 
 def test_generated_tokens_are_cached_too() -> None:
-    house = House()
-    submit = house.submit(60, max_tokens=10)
-    house.drain()
-    turn = submit.prompt_token_ids + house.told(submit)[0]
-    follow_up = house.submit([*turn, 1, 2], max_tokens=2)
-    house.drain()
-    house.expect_alone(follow_up)
-    assert next(o for o in house.outputs if o.handle == follow_up.handle).cached_tokens == BLOCK_TOKENS
+    engine = SimulatedEngine()
+    submit = engine.submit(60, max_tokens=10)
+    engine.drain()
+    turn = submit.prompt_token_ids + engine.told(submit)[0]
+    follow_up = engine.submit([*turn, 1, 2], max_tokens=2)
+    engine.drain()
+    engine.expect_alone(follow_up)
+    assert next(o for o in engine.outputs if o.handle == follow_up.handle).cached_tokens == BLOCK_TOKENS
 
 
 @both_overlaps
 def test_the_last_token_is_never_cached_since_it_was_not_fed(overlap: bool) -> None:
-    house = House(overlap=overlap)
-    submit = house.submit(60, max_tokens=BLOCK_TOKENS - 60)
-    house.drain()
-    follow_up = house.submit([*submit.prompt_token_ids, *house.told(submit)[0], 1, 2])
-    house.drain()
-    house.expect_alone(follow_up)
-    assert next(o for o in house.outputs if o.handle == follow_up.handle).cached_tokens == 0
+    engine = SimulatedEngine(overlap=overlap)
+    submit = engine.submit(60, max_tokens=BLOCK_TOKENS - 60)
+    engine.drain()
+    follow_up = engine.submit([*submit.prompt_token_ids, *engine.told(submit)[0], 1, 2])
+    engine.drain()
+    engine.expect_alone(follow_up)
+    assert next(o for o in engine.outputs if o.handle == follow_up.handle).cached_tokens == 0
 
 
 def test_token_credit_comes_back_with_each_chunk() -> None:
-    house = House(max_num_batched_tokens=50)
-    before = house.core.gauges().credit_tokens
-    house.submit(120)
+    engine = SimulatedEngine(max_num_batched_tokens=50)
+    before = engine.core.gauges().credit_tokens
+    engine.submit(120)
     granted = []
     for _ in range(3):
-        house.step()
-        granted.append(house.core.gauges().credit_tokens - before)
+        engine.step()
+        granted.append(engine.core.gauges().credit_tokens - before)
     assert granted == [50, 100, 120]
-
-
-def test_an_exception_of_the_runner_propagates() -> None:
-    class Broken(AlwaysStop):
-        def launch(self, plan: StepPlan) -> SimulatedStep:
-            raise RuntimeError("device lost")
-
-    house = House(runner=Broken())
-    house.submit(5)
-    with pytest.raises(RuntimeError, match="device lost"):
-        house.core.step()
-
-
-def test_with_overlap_the_next_step_is_launched_before_tokens_are_read() -> None:
-    reads: list[tuple[int, int]] = []
-
-    class Watched(SimulatedRunner):
-        def launch(self, plan: StepPlan) -> SimulatedStep:
-            step = super().launch(plan)
-            launched = self
-
-            class Read(SimulatedStep):
-                def wait(self) -> StepTokens:
-                    reads.append((plan.step, len(launched.plans)))
-                    return super().wait()
-
-            return Read(step.tokens)
-
-    house = House(runner=Watched(4, 64))
-    house.submit(5, max_tokens=4)
-    house.drain()
-    assert reads == [(1, 2), (2, 3), (3, 4), (4, 4)]
-
-
-def test_the_plan_of_a_steady_decode_step_has_only_slots() -> None:
-    house = House()
-    for _ in range(3):
-        house.submit(5, max_tokens=30)
-    house.step()
-    plan = house.step()
-    assert plan is not None
-    assert (plan.setups, plan.blocks, plan.copies, plan.chunks) == ([], [], [], [])
-    assert len(plan.decodes) == 3
-
-
-@both_overlaps
-def test_ended_sequences_are_freed_by_reference_counting(overlap: bool) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        house = House(overlap=overlap, max_num_seqs=3, blocks=5)
-        for n in (1, 2, 3):
-            house.submit(100, n=n, max_tokens=40)
-        house.scheduler.cancel(FRONT, house.submit(100, n=2).handle)
-        house.drain()
-        assert house.core.gauges().preemptions
-        left = [one for one in gc.get_objects() if type(one) in (Sequence, Submission)]
-        assert not left
-    finally:
-        gc.enable()
-
-
-def test_idle_time_counts_only_if_a_sequence_was_waiting() -> None:
-    """Before a step that only has new sequences, the engine may have been idle for hours."""
-    house = House(overlap=False)
-    house.submit(40, max_tokens=1)
-    assert not house.waited_for(), "nobody was there before the first step"
-    house.submit(40, max_tokens=2)
-    assert not house.waited_for(), "it came after the step before"
-    assert house.waited_for(), "it decodes"
-    house.submit(600 - 100, max_tokens=1)
-    assert not house.waited_for()
-    assert house.waited_for(), "the rest of its prompt"
-    for _ in range(6):
-        house.submit(250, max_tokens=1)
-    assert not house.waited_for()
-    assert house.waited_for(), "newcomers that the step before had no room for"
-    house.drain()
-    waiting = [house.submit(250, max_tokens=1) for _ in range(2)]
-    assert not house.waited_for()
-    house.scheduler.cancel(FRONT, waiting[1].handle)
-    house.submit(40, max_tokens=1)
-    assert not house.waited_for(), "who was left waiting has gone"

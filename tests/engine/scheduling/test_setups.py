@@ -8,43 +8,43 @@ import pytest
 
 from engine.plan import SlotSetup
 from engine.scheduling import admission
-from tests.engine.scheduling.test_scheduler_rules import House
+from tests.engine.scheduling.test_scheduler_rules import SimulatedEngine
 
 
-def setups_by_step(house: House) -> list[list[SlotSetup]]:
-    return [plan.setups for plan in house.runner.plans if plan.setups]
+def setups_by_step(engine: SimulatedEngine) -> list[list[SlotSetup]]:
+    return [plan.setups for plan in engine.runner.plans if plan.setups]
 
 
 def test_forks_share_one_setup_in_the_plan() -> None:
-    house = House()
-    submit = house.submit(150, n=4, first_sample=3, temperature=1.0, presence_penalty=0.5)
-    house.drain()
-    ((setup,),) = setups_by_step(house)
+    engine = SimulatedEngine()
+    submit = engine.submit(150, n=4, first_sample=3, temperature=1.0, presence_penalty=0.5)
+    engine.drain()
+    ((setup,),) = setups_by_step(engine)
     assert setup.history == submit.prompt_token_ids
     assert [sample for _, sample in setup.members] == [3, 4, 5, 6]
-    house.expect_alone(submit)
+    engine.expect_alone(submit)
 
 
 def test_the_setups_of_a_step_are_bounded_and_every_sequence_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "MAX_SETUP_NUMBERS", 100)
-    house = House()
+    engine = SimulatedEngine()
     lengths = [120, 40, 40, 40]
-    submits = [house.submit(length, presence_penalty=0.5, max_tokens=50) for length in lengths]
-    house.drain()
-    told = [[len(setup.history) for setup in setups] for setups in setups_by_step(house)]
+    submits = [engine.submit(length, presence_penalty=0.5, max_tokens=50) for length in lengths]
+    engine.drain()
+    told = [[len(setup.history) for setup in setups] for setups in setups_by_step(engine)]
     assert told == [[120], [40, 40], [40]]
     for submit in submits:
-        house.expect_alone(submit)
+        engine.expect_alone(submit)
 
 
 def test_biases_and_stop_tokens_count_towards_the_setup_limit_but_prompts_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "MAX_SETUP_NUMBERS", 40)
-    house = House(max_num_seqs=8)
+    engine = SimulatedEngine(max_num_seqs=8)
     biased: dict[str, Any] = {"logit_bias": dict.fromkeys(range(10), 1.0)}
     stopping: dict[str, Any] = {"stop_token_ids": tuple(range(20)), "ignore_eos": True}
     for fields in ({}, biased, stopping, stopping, {}):
-        house.submit(50, **fields)
-    house.drain()
-    assert [len(setups) for setups in setups_by_step(house)] == [2, 3]
+        engine.submit(50, **fields)
+    engine.drain()
+    assert [len(setups) for setups in setups_by_step(engine)] == [2, 3]

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import engine.core
+from engine import core
 from engine.plan import StepPlan, StepTokens
 from tests.engine.scheduling.simulated_runner import SimulatedRunner, SimulatedStep
-from tests.engine.scheduling.test_scheduler_rules import House, both_overlaps
+from tests.engine.scheduling.test_scheduler_rules import SimulatedEngine, both_overlaps
 
 LAUNCH_S, STEP_S = 0.015, 0.1
 
@@ -49,13 +49,13 @@ def test_a_step_of_an_idle_engine_is_timed_from_the_start_of_its_launch(
     """A step behind another is timed from the end of that one, so that together the times are the working
     time of the device."""
     clock = Clock()
-    monkeypatch.setattr(engine.core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
-    house = House(overlap=overlap, runner=Device(clock))
+    monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    engine = SimulatedEngine(overlap=overlap, runner=Device(clock))
     for _ in range(2):
         clock.now += 60
-        house.submit(40, max_tokens=3)
+        engine.submit(40, max_tokens=3)
         lasted = []
-        while house.core.has_work:
-            timing = house.core.step().timing
+        while engine.core.has_work:
+            timing = engine.core.step().timing
             lasted += [timing.ms] if timing is not None else []
         assert lasted == pytest.approx([1e3 * STEP_S] * 3)
