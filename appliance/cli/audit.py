@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TextIO
 from appliance.cli.audit_journal import JOURNAL, JournalHeads, heads_in_journal
 from appliance.cli.failure import Failure, told
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
-from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.cli.service import check_databases, find_run_dir, find_state_dir
 from appliance.cli.times import local_short, moment
 from store import audit, exports
 from store.audit import Head
@@ -169,7 +169,9 @@ def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -
 def _place(run_dir: str | None, state_dir: str | None, file: str | None) -> Place:
     if file is not None:
         return Place(Path(file).absolute(), None)
-    folder = find_state_dir(state_dir, find_run_dir(run_dir))
+    run = find_run_dir(run_dir)
+    folder = find_state_dir(state_dir, run)
+    check_databases(folder, None if state_dir else run, "control.db", KEY_FILE)
     return Place(folder / "control.db", folder)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from msgspec import structs
 
 from appliance.bench.document import document
 from appliance.bench.messages import Target
@@ -22,7 +23,9 @@ from appliance.bench.workloads import WORKLOADS, Shape, Workload
 from appliance.cli.bench_report import ProgressBar, Report
 from appliance.cli.failure import Failure, told
 from appliance.cli.output import printable
-from appliance.cli.service import find_run_dir, not_there
+from appliance.cli.service import find_run_dir
+from appliance.ownership import trusted_directory
+from appliance.rundir import start_remedy
 from appliance.watch.versions import product_version
 
 _INTERRUPTED = 130
@@ -241,9 +244,13 @@ def _target(options: Options) -> Target:
         return target_of(None, options.socket, options.api_key)
     run_dir = find_run_dir(options.run_dir)
     socket = run_dir / "api.sock"
+    uids = trusted_directory(run_dir, "--run-dir")
     if not os.path.lexists(socket):
-        raise Failure(f"{not_there(socket, run_dir)}, or name another server with --base-url or --socket")
-    return target_of(None, str(socket), options.api_key)
+        raise Failure(
+            f"no service is running at {socket}: name another server with --base-url or --socket, or "
+            f"{start_remedy(run_dir)}"
+        )
+    return structs.replace(target_of(None, str(socket), options.api_key), trusted_uids=sorted(uids))
 
 
 def _check_writable(path: str | None) -> None:

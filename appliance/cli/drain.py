@@ -114,7 +114,6 @@ def line(status: DrainStatus) -> str:
 
 def _interrupted(client: AdminClient, model: str | None) -> int:
     """Ctrl-C: the drain goes on unless the person says otherwise."""
-    client.close()  # an answer may have been on its way
     name, option = _name(model), "" if model is None else f" --model {model}"
     try:
         answer = ""

@@ -20,7 +20,7 @@ from appliance.cli.output import (
     printable,
     terminal_width,
 )
-from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.cli.service import check_databases, find_run_dir, find_state_dir
 from appliance.cli.times import local, local_short, moment
 from store.errors import CorruptDatabaseError, MissingDatabaseError, SchemaVersionError, StoreError
 from store.requests import LoggedRequest, RequestFilter, RequestReader
@@ -78,7 +78,9 @@ def show_requests(
 ) -> None:
     """Print matching rows, oldest first; with `follow`, go on with those that end."""
     wanted = _filter(request_id, tenant, model, status, failed, since)
-    folder = find_state_dir(state_dir, find_run_dir(run_dir))
+    run = find_run_dir(run_dir)
+    folder = find_state_dir(state_dir, run)
+    check_databases(folder, None if state_dir else run, "history.db")
     reader = RequestReader(folder / "history.db")
     try:
         last = reader.last_sequence() if follow else 0

@@ -212,7 +212,7 @@ def test_what_is_wrong_is_said_before_the_run(cli: Run, fake: FakeServer, run_di
         (("--base-url", fake.url, "--json", run_dir / "file" / "below"), "cannot be written"),
         (("--socket", run_dir / "none.sock"), "there is no socket"),
         (("--socket", run_dir / "file"), "nobody answers at"),
-        (("--run-dir", run_dir), "no service answers at"),
+        (("--run-dir", run_dir), "no service is running at"),
     ):
         outcome = cli("bench", *words)
         assert outcome.code == 1, words

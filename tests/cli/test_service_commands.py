@@ -38,7 +38,7 @@ def test_without_a_service_a_command_says_how_to_start_one(
     outcome = cli(*words, "--run-dir", run_dir)
     assert outcome.code == 1 and outcome.out == ""
     assert outcome.err == (
-        f"appliance: no service answers at {run_dir}/admin.sock; "
+        f"appliance: no service is running at {run_dir}/admin.sock: "
         f"start one with: appliance serve --run-dir {run_dir}\n"
     )
 
@@ -47,7 +47,7 @@ def test_a_socket_that_was_left_behind_is_no_service(cli: Run, run_dir: Path) ->
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(run_dir / "admin.sock"))
     outcome = cli("status", "--run-dir", run_dir)
-    assert outcome.code == 1 and "no service answers" in outcome.err
+    assert outcome.code == 1 and "no service is running" in outcome.err
 
 
 def test_a_run_directory_of_the_settings_file_is_found_though_a_model_is_gone(
