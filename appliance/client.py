@@ -152,7 +152,14 @@ class AdminClient:
         finally:
             connection.close()
         if 200 <= response.status < 300:
-            return msgspec.json.decode(content, type=result)
+            try:
+                return msgspec.json.decode(content, type=result)
+            except msgspec.DecodeError as error:
+                raise AdminError(
+                    response.status,
+                    f"{self.socket} answered {method} {path} in a form that this version does not know "
+                    f"({error}): restart the service after an update",
+                ) from error
         try:
             message = msgspec.json.decode(content, type=ErrorBody).message
         except msgspec.DecodeError:

@@ -20,7 +20,8 @@ def main() -> int:
         sys.stdout.flush()
     except OSError as error:
         if error.filename is not None:
-            raise
+            print(f"appliance: {_shortened(error.filename)}: {error.strerror}", file=sys.stderr)
+            return 1
         # Standard output failed. What is buffered is dropped, or the interpreter would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # the reader has left on purpose, as `head` does
@@ -41,4 +42,15 @@ def _run() -> int:
         sys.stdout.flush()
         print(f"appliance: {failure}", file=sys.stderr)
         return failure.code if isinstance(failure, Failure) else 1
+    except UnicodeEncodeError as error:
+        # The bytes of a command line need not be UTF-8, but everything that leaves the command must be.
+        print(
+            f"appliance: {_shortened(error.object)!r} is not UTF-8 text: write it in UTF-8", file=sys.stderr
+        )
+        return 2
     return 0
+
+
+def _shortened(value: object) -> str:
+    text = os.fsdecode(value) if isinstance(value, bytes) else str(value)
+    return text if len(text) <= 200 else f"{text[:100]}…{text[-99:]}"

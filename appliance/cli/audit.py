@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from appliance.cli.audit_journal import JOURNAL, JournalHeads, heads_in_journal
-from appliance.cli.failure import Failure, told
+from appliance.cli.failure import CommandLineError, Failure, told
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import check_databases, find_run_dir, find_state_dir
 from appliance.cli.times import local_short, moment
@@ -112,7 +112,7 @@ def verify(
                 raise Failure(
                     f"--heads {name} does not exist: name a text that has heads, such as a journal's"
                 )
-            recorded += recorded_in(sys.stdin, "standard input") if name == "-" else read_heads(Path(name))
+            recorded += recorded_in(sys.stdin or (), "standard input") if name == "-" else read_heads(Path(name))
         from_journal = _from_journal(place, journal)
         recorded += from_journal.heads
         if place.folder is not None:
@@ -207,8 +207,8 @@ def _output(target: str | None) -> Iterator[TextIO]:
 def _noted(text: str) -> Recorded:
     found = _HEAD.fullmatch(text.strip())
     if not found:
-        raise Failure(
-            f"--head {text!r} is no head: write the row's number, a colon and its hash, all 64 digits of it"
+        raise CommandLineError(
+            f"--head {text[:100]!r} is not a head: write the row's number, a colon and its hash of 64 digits"
         )
     return Recorded(Head(int(found[1]), found[2].lower()), "--head")
 

@@ -62,7 +62,7 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
 
 def reload(run_dir: str | None, *, as_json: bool) -> None:
     """Have the service reload, and print what it did. Raises Failure when it refuses."""
-    perform(run_dir, ReloadConfig(), yes=True, as_json=as_json, show=_show_reloaded)
+    perform(run_dir, ReloadConfig(), as_json=as_json, show=_show_reloaded)
 
 
 def toml_lines(

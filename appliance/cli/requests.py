@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from itertools import chain
 
 import msgspec
 
-from appliance.cli.failure import Failure
+from appliance.cli.failure import CommandLineError, Failure
 from appliance.cli.output import (
     Column,
     Layout,
@@ -123,9 +124,11 @@ def _filter(
         return msgspec.structs.replace(wanted, state="open")
     if status == "ended":
         return msgspec.structs.replace(wanted, state="ended")
-    if status.isdecimal() and 100 <= int(status) <= 599:
+    if re.fullmatch("[1-5][0-9][0-9]", status):
         return msgspec.structs.replace(wanted, status=int(status))
-    raise Failure(f"--status {status!r} cannot be used: it can be open, ended, or an HTTP status such as 503")
+    raise CommandLineError(
+        f"--status {status[:40]!r} cannot be used: it can be open, ended, or an HTTP status such as 503"
+    )
 
 
 def _show_as_they_come(

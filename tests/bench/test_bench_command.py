@@ -277,7 +277,8 @@ def test_a_number_that_cannot_be_is_refused_with_what_can(cli: Run, flag: str, v
     outcome = cli("bench", "--base-url", "http://127.0.0.1:1", flag, value)
     said = " ".join(outcome.err.split())
     assert outcome.code == 2 and outcome.out == ""
-    assert re.search(rf"{flag} {re.escape(value)}(\.0)? cannot be: give [\d.,]+ to [\d.,]+$", said), said
+    expected = rf"'{flag}': '{re.escape(value)}' cannot be used: write a (whole )?number, [\d.,]+ to [\d.,]+$"
+    assert re.search(expected, said), said
 
 
 def test_more_requests_than_memory_holds_are_refused(cli: Run) -> None:
