@@ -112,7 +112,9 @@ def verify(
                 raise Failure(
                     f"--heads {name} does not exist: name a text that has heads, such as a journal's"
                 )
-            recorded += recorded_in(sys.stdin or (), "standard input") if name == "-" else read_heads(Path(name))
+            recorded += (
+                recorded_in(sys.stdin or (), "standard input") if name == "-" else read_heads(Path(name))
+            )
         from_journal = _from_journal(place, journal)
         recorded += from_journal.heads
         if place.folder is not None:

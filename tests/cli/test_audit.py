@@ -251,7 +251,7 @@ def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name
 @pytest.mark.parametrize("head", ["", "5", "5:abc", "x:" + "0" * 64])
 def test_a_head_that_is_none_is_refused_with_what_to_write(cli: Run, state: Path, head: str) -> None:
     outcome = cli("audit", "verify", "--state-dir", state, "--head", head)
-    assert outcome.code == 1 and "write the row's number, a colon and its hash" in outcome.err
+    assert outcome.code == 2 and "write the row's number, a colon and its hash" in outcome.err
 
 
 def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, tmp_path: Path) -> None:

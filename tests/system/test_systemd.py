@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -273,6 +275,29 @@ def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box)
     assert "Watchdog timeout" in journal
     assert "Fatal Python error: Aborted" in journal  # and where each thread was
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
+
+
+def test_commands_find_the_units_service_and_nothing_in_tmp(box: Box) -> None:
+    inside = box.inside
+    inside.run("useradd", "--system", "--groups", "appliance", "appliance-operator")
+    trap = inside.root / "tmp/appliance-0"
+    trap.mkdir()
+    (trap / "admin.sock").touch()
+    os.chown(trap, 65534, 65534)
+    as_operator = ("setpriv", "--reuid=appliance-operator", "--regid=appliance-operator", "--init-groups")
+    command = "/opt/appliance/bin/appliance"
+
+    assert box.complete() == 200
+    assert inside.appliance("status")["run_dir"] == "/run/appliance"
+    seen = inside.run(*as_operator, command, "status", "--json")
+    assert json.loads(seen.stdout)["run_dir"] == "/run/appliance"
+    assert json.loads(inside.run(*as_operator, command, "requests", "--json").stdout)
+
+    inside.systemctl("stop", "appliance.socket", SERVICE)
+    stopped = inside.run(command, "status", check=False)
+    assert stopped.returncode == 1
+    assert stopped.stderr.endswith("start it with: systemctl start appliance\n")
+    shutil.rmtree(trap)
 
 
 def test_stop_drains_and_leaves_nothing(box: Box) -> None:
