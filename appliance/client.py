@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
+_ACTION_TIMEOUT_S = 30.0
+"""The service answers every action that waits for its database within 25 s, with success or failure."""
+
 
 class ServiceNotRunningError(Exception):
     """No service answers on the socket; the message says why, and how to start it."""
@@ -135,7 +138,8 @@ class AdminClient:
         if body is not None:
             headers["content-type"] = "application/json"
         # One connection a call: the service closes idle ones, and may do so while a request is on its way.
-        connection = unix_connection(self.socket, self._timeout_s)
+        timeout_s = self._timeout_s if body is None else max(self._timeout_s, _ACTION_TIMEOUT_S)
+        connection = unix_connection(self.socket, timeout_s)
         try:
             try:
                 connection.connect()
@@ -148,6 +152,7 @@ class AdminClient:
             raise ServiceNotRunningError(
                 f"the service behind {self.socket} did not answer {method} {path} "
                 f"({error or type(error).__name__}): see its log"
+                + ("" if body is None else ", and whether it was done: appliance audit list")
             ) from error
         finally:
             connection.close()
