@@ -122,6 +122,8 @@ class _Family:
     kv_heads: int | None = None
     """Where the file has none: this, or num_attention_heads."""
     max_position_embeddings: int = 2048
+    layer_kind: str = "dense"
+    """The kind of its layers: a key of `engine.model.layers.LAYER_KINDS`."""
 
 
 def _never(_fields: _Fields) -> bool:
@@ -251,6 +253,7 @@ def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
         o_bias=family.o_bias(fields),
         mlp_bias=family.mlp_bias(fields),
         qk_norm=family.qk_norm,
+        layer_kinds=(family.layer_kind,) * layers,
         sliding_windows=family.windows(fields, layers),
         dtype=_dtype(fields),
         fp8=_quantised(fields),
