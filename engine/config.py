@@ -6,7 +6,7 @@ Every family is the same decoder (pre-norm, rotary, grouped-query attention, SiL
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -134,6 +134,15 @@ class ModelConfig:
         if kinds[min(chosen)] != kinds[0]:
             chosen.add(0)
         return sorted(chosen)
+
+    def with_layers(self, indices: list[int]) -> ModelConfig:
+        """Return the configuration of a model that has only some of the layers."""
+        return replace(
+            self,
+            layers=len(indices),
+            layer_kinds=tuple(self.layer_kinds[index] for index in indices),
+            sliding_windows=tuple(self.sliding_windows[index] for index in indices),
+        )
 
     def resolve_length(self, requested: int | None) -> int:
         """The longest sequence to serve, from what was asked for. Raises UnfitError beyond

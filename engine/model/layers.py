@@ -172,8 +172,8 @@ class Attention:
         self.k_norm = place.empty(config.head_dim) if config.qk_norm else None
 
     def __call__(self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool) -> torch.Tensor:
-        """Return the attention of `qkv [tokens, (heads + 2 kv_heads) × head_dim]`: `[rows, heads × head_dim]`
-        of this rank's heads, the input of `o`. There is a row for each token, or for each of `inputs.kept`."""
+        """Return the attention of `qkv [tokens, (heads + 2 kv_heads) × head_dim]`, which is the input of `o`:
+        `[rows, heads × head_dim]` of this rank's heads, a row for each token or for each of `inputs.kept`."""
         attended = self.ops.attend(
             qkv,
             inputs.positions,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from kernels import PAGE_TOKENS, KvPool, Rotation
-from kernels.dimensions import LARGEST_ROW
+from kernels.limits import LARGEST_ROW
 
 FP8 = torch.float8_e4m3fn
 """What quantised values are. Launchers take another dtype for them only where an

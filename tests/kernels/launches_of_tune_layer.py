@@ -1,5 +1,5 @@
 """Runs scripts/tune_layer.py with a GPU that is made up: prints, as JSON, what it launched that it had not
-compiled, and what it did to the table. A process of its own, as `launches_of_serving`.
+compiled, and what it did to the table. A process of its own, as `tests.engine.launches_of_serving`.
 
 Layers run on meta tensors. One takes 100 µs, and 10 less by tiles of 128 rows of gate_up's weight, of which
 the table that it begins with knows nothing, whatever ships.

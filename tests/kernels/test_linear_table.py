@@ -13,7 +13,6 @@ import torch
 
 from engine.bench.shapes import SHAPES
 from kernels import compiling
-from kernels.dimensions import read_dimensions
 from kernels.triton import linear_plans, linear_table
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Entry, Product, Table, TableError, read_table
