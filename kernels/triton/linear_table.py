@@ -1,6 +1,6 @@
 """The products that were measured: for each shape and number of rows the plan that won, or the library.
 
-A table belongs to one GPU. `python -m kernels.tune` writes it, to `kernels/tuned/<gpu>.json`; whoever owns
+A table belongs to one GPU. `python -m engine.tune` writes it, to `kernels/tuned/<gpu>.json`; whoever owns
 the kernels of a device loads it once and hands it to every product. Shapes and rows that it lacks follow the
 rules of `linear_plans`. No Triton here, and no device.
 """
@@ -28,7 +28,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn":
 _LIBRARY = "library"
 _FORMS = ("gemv", "stream", "dot", "tiles")
 _NUMBERS = ("rows", "block_n", "block_k", "warps", "stages", "split")
-_REMEDY = "make the table again with python -m kernels.tune"
+_REMEDY = "make the table again with python -m engine.tune"
 
 
 class TableError(ValueError):
