@@ -91,25 +91,23 @@ class _Watched:
 
     def __init__(self, backend: _Backend) -> None:
         self._backend = backend
-        self.products: list[Product] = []
-        """The linears that were found, those that write the residual first."""
         self.without: Product | None = None
         self.errors: list[float] | None = None
         """The error of each operation of a linear; None: nothing is compared."""
-        self._results: dict[tuple[str, Product], Any] = {}
-        """What operations of a linear returned when it was found."""
+        self._results: dict[tuple[str, Product | None], Any] = {}
+        """What each operation of a linear returned when it was found, by the operation's name."""
         self._finding = False
 
     def find(self, run: Callable[[], object]) -> list[Product]:
-        """Return the linears that ask for a plan while `run` runs."""
+        """Return the linears that ask for a plan while `run` runs, those that write the residual first."""
         self.without, self._finding = None, True
         self._results.clear()
         self._backend.asked.clear()
         run()
         self._finding = False
-        writers = [product for (_, product), result in self._results.items() if isinstance(result, Stream)]
-        self.products = list(dict.fromkeys([*writers, *self._backend.asked]))
-        return self.products
+        results = self._results.items()
+        writers = [product for (_, product), result in results if product and isinstance(result, Stream)]
+        return list(dict.fromkeys([*writers, *self._backend.asked]))
 
     def compare(self, run: Callable[[], object]) -> float:
         """Return the largest error of an operation of `run`; NaN if a result has any."""
@@ -126,7 +124,7 @@ class _Watched:
             return operation
 
         def watched(*arguments: Any, **options: Any) -> Any:
-            products = [one for one in map(_product_of, arguments) if one in self.products]
+            products = [one for one in map(_product_of, arguments) if (name, one) in self._results]
             if self.without is not None and self.without in products:
                 streams = [one for one in arguments if isinstance(one, Stream)]
                 result = self._results[name, self.without]

@@ -1,5 +1,5 @@
-"""Runs both searches of `python -m engine.tune` with a GPU that is made up: prints, as JSON, what they launched
-that they had not compiled, and what they did to the table. A process of its own, as
+"""Runs both searches of `python -m engine.tune` with a GPU that is made up: prints, as JSON, what they
+launched without having compiled it, and what they did to the table. A process of its own, as
 `tests.engine.launches_of_serving`.
 
 Layers run on meta tensors. The first search takes the library everywhere. In the descent, a layer takes 100
@@ -94,7 +94,9 @@ def run(*options: str) -> tuple[list[compiling.Job], set[tuple[str, str]], str]:
 
 
 def entries_of(table: Table) -> dict[tuple[str, int], Entry]:
-    return {(str(one), rows): entry for one, rows_of in table.products.items() for rows, entry in rows_of.items()}
+    return {
+        (str(one), rows): entry for one, rows_of in table.products.items() for rows, entry in rows_of.items()
+    }
 
 
 def main() -> None:

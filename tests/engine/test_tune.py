@@ -1,57 +1,32 @@
-"""The search takes the fastest plan that is right; what it measures is a GPU's to say."""
+"""The tuner finds the linears that a decoder runs, and compares them with the reference implementation. Times
+are measured on a GPU only."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from kernels import compiling, dimensions
-from kernels.triton import linear_plans
+from engine.build import read_served
+from engine.tune import chain as chain_module
+from engine.tune.__main__ import main
+from engine.tune.chain import HeadChain, LayerChain
+from kernels import Stream, compiling
 from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table, problem
-from kernels.tune import search
-from kernels.tune.__main__ import main
-from kernels.tune.candidates import BUCKETS, candidates
-from kernels.tune.layers import Layers
-from tests.kernels import test_build
+from kernels.triton.linear_table import Product, Table
+from kernels.tune.search import table_of
+from tests.engine.test_build import FAMILIES, SMALL, folder_of
+from tests.kernels.test_compiling import compiled
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-LIBRARY_US = 20.0
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP8])
-@pytest.mark.parametrize("rows", BUCKETS)
-@pytest.mark.parametrize("hopper", [True, False])
-def test_every_candidate_can_be_run(dtype: torch.dtype, rows: int, hopper: bool) -> None:
-    for n, k in [*SHAPES.values(), (128256, 4096), (3072, 2048)]:
-        product = Product(dtype, n, k)
-        plans = candidates(product, rows, hopper)
-        assert len(plans) == len(set(plans))
-        assert not [wrong for plan in plans if (wrong := problem(plan, rows, product))]
-        assert plans or rows >= 128
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP8])
-def test_tiles_of_weights_that_come_early_are_tried_beside_those_of_the_next_product(
-    dtype: torch.dtype,
-) -> None:
-    for shape in SHAPES.values():
-        for rows in (8, 16, 32, 64):
-            tiles = [plan for plan in candidates(Product(dtype, *shape), rows, True) if plan.form == "tiles"]
-            assert len(tiles) >= 2
-            for plan in tiles:
-                stage = (plan.block_n + plan.rows) * plan.block_k * dtype.itemsize
-                assert 2 * (plan.stages * stage + 1024) <= 228 << 10
-    for rows, hopper in ((128, True), (8, False)):
-        others = candidates(Product(dtype, *SHAPES["o"]), rows, hopper)
-        assert others and not [plan for plan in others if plan.form == "tiles"]
+GPU = compiling.Gpu.of("NVIDIA A100-SXM4-80GB", 80)
+PLAN = Plan("dot", 16, 64, 64, 4, 3)
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
@@ -62,7 +37,7 @@ def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
     (tmp_path / "config.json").write_text(json.dumps(config | more))
     table = tmp_path / "table.json"
     table.write_text("[]")
-    monkeypatch.setattr(sys, "argv", ["kernels.tune", "--config", str(tmp_path), "--out", str(table)])
+    monkeypatch.setattr(sys, "argv", ["engine.tune", "--config", str(tmp_path), "--out", str(table)])
     monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
     assert main() == 1
     assert "no NVIDIA GPU can be used here: see nvidia-smi" in capsys.readouterr().err
@@ -74,115 +49,107 @@ def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
 def test_what_a_search_would_fail_on_at_its_end_is_said_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(test_build.SMALL))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
     monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
     monkeypatch.setattr(compiling, "record", lambda target, run: pytest.fail("the search began"))
 
     def said(*options: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["kernels.tune", "--config", str(tmp_path), *options])
+        monkeypatch.setattr(sys, "argv", ["engine.tune", "--config", str(tmp_path), *options])
         assert main() == 1
         [line] = capsys.readouterr().err.splitlines()
         return line
 
     assert said("--json", str(tmp_path)).startswith(f"--json is {tmp_path}, which cannot be written (Is a")
     assert said("--out", str(tmp_path)).startswith(f"--out is {tmp_path}, which cannot be written (Is a")
-    assert said("--tensor-parallel", "0") == "tensor_parallel is 0; at least 1 is needed"
+    assert said("--tensor-parallel", "0").endswith("tensor_parallel_size is 0; it must be at least 1")
     with pytest.raises(SystemExit) as ended:
         said("--rows", "8", "1000")
     assert ended.value.code == 2
-    assert "--rows has 1000; numbers from 1 to 256 are needed" in capsys.readouterr().err
+    assert "--rows has 1000; give numbers from 1 to 256" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("[]")
-    assert said() == f"{tmp_path}/config.json: is no object but []; give the folder of a checkpoint"
+    assert said() == f"{tmp_path}/config.json: is not a JSON object; copy the file again"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 products are the interpreter's")
-def test_a_product_is_compared_with_its_twin_and_shares_its_norm(
+def test_a_search_launches_nothing_that_was_not_compiled_and_writes_a_table() -> None:
+    done = compiled("tests.engine.launches_of_tuning")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["late"] == [] and min(found["launched"]) > 40
+    shapes = ("128256x4096", "28672x4096", "4096x14336", "4096x4096", "6144x4096")
+    assert found["found"] == [[f"bfloat16 {shape}", rows] for shape in shapes for rows in (1, 8)]
+    assert found["changed"] == [["bfloat16 28672x4096", 1], ["bfloat16 28672x4096", 8]]
+    assert found["judged"] == 4 * 2 and found["kept_128"]
+    assert "bfloat16 28672x4096: tiles 8 128 64 8 6 1" in found["printed"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_linears_of_every_family_are_found_those_that_write_the_residual_first(
+    tmp_path: Path, family: str
+) -> None:
+    served = replace(read_served(folder_of(tmp_path, family)), dtype="float32")
+    config = served.config
+    heads, kv_heads, hidden = config.heads * config.head_dim, config.kv_heads * config.head_dim, 256
+    shapes = [(hidden, heads), (hidden, 512), (heads + 2 * kv_heads, hidden), (1024, hidden)]
+    with torch.inference_mode():
+        layers = LayerChain(served, CPU, GPU)
+        layers.set_rows(3)
+        assert layers.products == list(dict.fromkeys(Product(torch.float32, n, k) for n, k in shapes))
+        assert HeadChain(served, CPU, GPU).products == [Product(torch.float32, 1000, hidden)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
+def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    (tmp_path / "config.json").write_text(json.dumps(test_build.SMALL | shape))
-    monkeypatch.setitem(dimensions.DTYPES, "float32", torch.float32)
-    found = replace(dimensions.read_dimensions(tmp_path), dtype="float32")
-    layers = Layers(found, torch.device("cpu"), pdl=False)
-    layers.set_rows(5)
-    plan = Plan("dot", 16, 64, 64, 4, 3)
-    gained = layers._gained
-    for name, product in layers.products().items():
-        table = Table().with_entry(product, 5, Entry(plan, 0.0, 0.0))
-        monkeypatch.setattr(layers, "_gained", gained)
-        assert layers.error(name, table, 5) < 1e-5
-        # Half of what the norm makes of x: only a product that shares its norm reads these squares.
-        monkeypatch.setattr(layers, "_gained", lambda x: replace(gained(x), squares=4 * gained(x).squares))
-        assert (layers.error(name, table, 5) > 0.1) == (name in ("qkv", "gate_up"))
+    served = replace(read_served(folder_of(tmp_path, "qwen3", **shape)), dtype="float32")
+    with torch.inference_mode():
+        for chain in (LayerChain(served, CPU, GPU), HeadChain(served, CPU, GPU)):
+            chain.set_rows(5)
+            table = table_of(dict.fromkeys(chain.products, PLAN), 5)
+            assert chain.error(table, 5) < 1e-5 and chain.error(table, 3) < 1e-5
+            library = table_of(dict.fromkeys(chain.products), 5)
+            with monkeypatch.context() as broken:
+                broken.setattr(chain_module.CudaOps, "_product", nonsense(chain_module.CudaOps._product))
+                assert chain.error(library, 5) > 0.05
+        layers = LayerChain(served, CPU, GPU)
+        layers.set_rows(5)
+        add = chain_module.CudaOps.linear_add
+
+        def add_with_wrong_squares(*arguments: Any) -> Stream:
+            made = add(*arguments)
+            gained = made.gained and replace(made.gained, squares=4 * made.gained.squares)
+            return Stream(made.values, gained)
+
+        # The residual is right, and what is wrong is half of the norm that the next linear shares.
+        monkeypatch.setattr(chain_module.CudaOps, "linear_add", add_with_wrong_squares)
+        assert layers.error(table_of(dict.fromkeys(layers.products), 5), 5) < 1e-5
+        assert layers.error(table_of(dict.fromkeys(layers.products, PLAN), 5), 5) > 0.1
 
 
-class FakeLayers:
-    """Products that take what `us` says, LIBRARY_US where it says nothing; `wrong` plans compute nonsense."""
-
-    def __init__(self, us: dict[tuple[str, Plan], float], wrong: set[Plan], broken: set[Plan]) -> None:
-        self.us, self.wrong, self.broken = us, wrong, broken
-
-    def products(self) -> dict[str, Product]:
-        return {name: Product(BF16, n, k) for name, (n, k) in SHAPES.items()}
-
-    def microseconds(self, table: Table, without: str | None = None) -> float:
-        total = 5.0
-        for name, product in self.products().items():
-            plan = table.choose(16, product.n, product.k, product.dtype)
-            if plan in self.broken:
-                raise RuntimeError("out of shared memory")
-            if name != without:
-                total += LIBRARY_US if plan is None else self.us.get((name, plan), 30.0)
-        return total
-
-    def error(self, name: str, table: Table, rows: int) -> float:
-        product = self.products()[name]
-        return math.nan if table.choose(16, product.n, product.k, product.dtype) in self.wrong else 3e-3
+def nonsense(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return results that are wrong by a tenth."""
+    return lambda *arguments, **options: product(*arguments, **options).mul_(1.1)
 
 
-def searched(
-    us: dict[tuple[str, Plan], float],
-    known: Table | None = None,
-    wrong: set[Plan] = frozenset(),
-    **plans: set[Plan],
-) -> dict[str, Entry]:
-    layers = FakeLayers(us, wrong, plans.get("broken", set()))
-    names = {product: name for name, product in layers.products().items()}
-    found = search._search_layer(layers, 16, known or Table(), lambda line: None, False)  # type: ignore[arg-type]
-    return {names[one.product]: one.entry for one in found}
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
+def test_operations_of_a_linear_can_be_left_out_of_a_chain(tmp_path: Path) -> None:
+    served = replace(read_served(folder_of(tmp_path, "mistral", num_key_value_heads=4)), dtype="float32")
+    with torch.inference_mode():
+        chain = LayerChain(served, CPU, GPU)
+        chain.set_rows(2)
+        for product in chain.products:
+            chain.use(Table(), product)
+            chain._backend.asked.clear()
+            assert chain.run().shape == (2, 256)
+            assert set(chain._backend.asked) == {*chain.products} - {product}
 
 
-def plans_of(name: str) -> list[Plan]:
-    """Those that no product's rule names."""
-    rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
-    return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16, False) if plan not in rules]
-
-
-def test_the_fastest_plan_wins_with_its_own_and_the_librarys_time() -> None:
-    slow, fast, *_ = plans_of("qkv")
-    found = searched({("qkv", slow): 15.0, ("qkv", fast): 12.0})
-    assert found["qkv"].plan == fast
-    assert found["qkv"].us == pytest.approx(12.0)
-    assert found["qkv"].library_us == pytest.approx(LIBRARY_US)
-    assert found["down"].plan is None
-
-
-def test_a_fast_plan_that_is_wrong_or_does_not_start_loses() -> None:
-    wrong, broken, right, *_ = plans_of("o")
-    us = {("o", wrong): 1.0, ("o", broken): 2.0, ("o", right): 9.0}
-    assert searched(us, wrong={wrong}, broken={broken})["o"].plan == right
-
-
-def test_the_rules_plan_stays_where_no_difference_can_be_told() -> None:
-    n, k = SHAPES["down"]
-    rule, other = linear_plans.choose(16, n, k, BF16), plans_of("down")[0]
-    assert rule is not None
-    assert searched({("down", rule): 10.05, ("down", other): 10.0})["down"].plan == rule
-    assert searched({("down", rule): 11.0, ("down", other): 10.0})["down"].plan == other
-
-
-def test_what_the_table_has_is_kept_and_not_measured_again() -> None:
-    kept, faster, *_ = plans_of("qkv")
-    known = Table().with_entry(Product(BF16, *SHAPES["qkv"]), 16, Entry(kept, 14.0, 20.0))
-    found = searched({("qkv", kept): 14.0, ("qkv", faster): 3.0}, known)
-    assert set(found) == {"o", "gate_up", "down"}
+@pytest.mark.parametrize("attention", [False, True])
+def test_every_copy_of_a_layer_has_weights_of_its_own(tmp_path: Path, attention: bool) -> None:
+    served = read_served(folder_of(tmp_path, "qwen2"))
+    chain = LayerChain(served, META, GPU, 640 if attention else None)
+    weights = [layer.attention.qkv.weight for layer in chain._layers]
+    assert len(weights) == len({id(weight) for weight in weights}) == 2 * 2  # of each kind of layer two
+    assert [layer.attention.window for layer in chain._layers] == [None, 100, None, 100]

@@ -1,5 +1,5 @@
 """Compiles decode attention of new tokens for Hopper and prints, as JSON, what each kernel does to memory in
-which order; a process of its own, as `tests.engine.launches_of_serving`."""
+which order; a process of its own, as `launches_of_serving`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles one kernel for a GPU that need not be here; a process of its own, as `tests.engine.launches_of_serving`."""
+"""Compiles one kernel for a GPU that need not be here; a process of its own, as `launches_of_serving`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Compiles prefill attention of Hopper and prints, as JSON, in which order it computes and waits, and how it
-tells its warps what they run; a process of its own, as `tests.engine.launches_of_serving`."""
+tells its warps what they run; a process of its own, as `launches_of_serving`."""
 
 from __future__ import annotations
 

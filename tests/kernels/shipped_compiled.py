@@ -1,5 +1,5 @@
 """Compiles for Hopper, of each form, the shipped plan that takes most shared memory, with all that it may do
-on the way, and prints, as JSON, how much that is; a process of its own, as `tests.engine.launches_of_serving`."""
+on the way, and prints, as JSON, how much that is; a process of its own, as `launches_of_serving`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Compiles some products by `linear_tiles` for Hopper and prints, as JSON, what each does in which order; a
-process of its own, as `tests.engine.launches_of_serving`."""
+process of its own, as `launches_of_serving`."""
 
 from __future__ import annotations
 

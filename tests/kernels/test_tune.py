@@ -1,0 +1,127 @@
+"""The search takes the fastest plan that is right; what it measures is a GPU's to say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernels.triton import linear_plans
+from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_table import Entry, Product, Table, problem
+from kernels.tune import search
+from kernels.tune.candidates import BUCKETS, candidates
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+LIBRARY_US = 20.0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+@pytest.mark.parametrize("rows", BUCKETS)
+@pytest.mark.parametrize("hopper", [True, False])
+def test_every_candidate_can_be_run(dtype: torch.dtype, rows: int, hopper: bool) -> None:
+    for n, k in [*SHAPES.values(), (128256, 4096), (3072, 2048)]:
+        product = Product(dtype, n, k)
+        plans = candidates(product, rows, hopper)
+        assert len(plans) == len(set(plans))
+        assert not [wrong for plan in plans if (wrong := problem(plan, rows, product))]
+        assert plans or rows >= 128
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8])
+def test_tiles_of_weights_that_come_early_are_tried_beside_those_of_the_next_product(
+    dtype: torch.dtype,
+) -> None:
+    for shape in SHAPES.values():
+        for rows in (8, 16, 32, 64):
+            tiles = [plan for plan in candidates(Product(dtype, *shape), rows, True) if plan.form == "tiles"]
+            assert len(tiles) >= 2
+            for plan in tiles:
+                stage = (plan.block_n + plan.rows) * plan.block_k * dtype.itemsize
+                assert 2 * (plan.stages * stage + 1024) <= 228 << 10
+    for rows, hopper in ((128, True), (8, False)):
+        others = candidates(Product(dtype, *SHAPES["o"]), rows, hopper)
+        assert others and not [plan for plan in others if plan.form == "tiles"]
+
+
+class FakeChain:
+    """Linears that take the microseconds that `us` says, LIBRARY_US if it says nothing; `wrong` plans compute
+    nonsense, `broken` ones do not start."""
+
+    rows = 16
+
+    def __init__(self, us: dict[tuple[str, Plan], float], wrong: set[Plan], broken: set[Plan]) -> None:
+        self.us, self.wrong, self.broken = us, wrong, broken
+        self.names = {Product(BF16, n, k): name for name, (n, k) in SHAPES.items()}
+        self.products = list(self.names)
+
+    def microseconds(self, table: Table, without: Product | None = None) -> float:
+        total = 5.0
+        for product, name in self.names.items():
+            plan = table.choose(16, product.n, product.k, product.dtype)
+            if plan in self.broken:
+                raise RuntimeError("out of shared memory")
+            if product != without:
+                total += LIBRARY_US if plan is None else self.us.get((name, plan), 30.0)
+        return total
+
+    def error(self, table: Table, rows: int) -> float:
+        plans = {table.choose(16, product.n, product.k, product.dtype) for product in self.products}
+        return math.nan if plans & self.wrong else 3e-3
+
+
+def searched(
+    us: dict[tuple[str, Plan], float],
+    known: Table | None = None,
+    wrong: set[Plan] = frozenset(),
+    **plans: set[Plan],
+) -> dict[str, Entry]:
+    chain = FakeChain(us, wrong, plans.get("broken", set()))
+    found = search.search(chain, known or Table(), lambda line: None, False)
+    return {chain.names[one.product]: one.entry for one in found}
+
+
+def plans_of(name: str) -> list[Plan]:
+    """Candidates that are not the rules' plan of any linear."""
+    rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
+    return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16, False) if plan not in rules]
+
+
+def test_the_fastest_plan_wins_with_its_own_and_the_librarys_time() -> None:
+    slow, fast, *_ = plans_of("qkv")
+    found = searched({("qkv", slow): 15.0, ("qkv", fast): 12.0})
+    assert found["qkv"].plan == fast
+    assert found["qkv"].us == pytest.approx(12.0)
+    assert found["qkv"].library_us == pytest.approx(LIBRARY_US)
+    assert found["down"].plan is None
+
+
+def test_a_fast_plan_that_is_wrong_or_does_not_start_loses() -> None:
+    wrong, broken, right, *_ = plans_of("o")
+    us = {("o", wrong): 1.0, ("o", broken): 2.0, ("o", right): 9.0}
+    assert searched(us, wrong={wrong}, broken={broken})["o"].plan == right
+
+
+def test_the_rules_plan_stays_where_no_difference_can_be_told() -> None:
+    n, k = SHAPES["down"]
+    rule, other = linear_plans.choose(16, n, k, BF16), plans_of("down")[0]
+    assert rule is not None
+    assert searched({("down", rule): 10.05, ("down", other): 10.0})["down"].plan == rule
+    assert searched({("down", rule): 11.0, ("down", other): 10.0})["down"].plan == other
+
+
+def test_what_the_table_has_is_kept_and_not_measured_again() -> None:
+    kept, faster, *_ = plans_of("qkv")
+    known = Table().with_entry(Product(BF16, *SHAPES["qkv"]), 16, Entry(kept, 14.0, 20.0))
+    found = searched({("qkv", kept): 14.0, ("qkv", faster): 3.0}, known)
+    assert set(found) == {"o", "gate_up", "down"}
+
+
+def test_a_chain_of_one_linear_is_timed_as_it_is() -> None:
+    chain = FakeChain({}, set(), set())
+    chain.products = chain.products[-1:]
+    chain.names = {product: chain.names[product] for product in chain.products}
+    [found] = search.search(chain, Table(), lambda line: None, False)
+    assert found.entry.us == pytest.approx(5.0 + LIBRARY_US)
