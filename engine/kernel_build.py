@@ -91,6 +91,7 @@ def build(served: ServedModel, gpu: compiling.Gpu, processes: int) -> BuildResul
     from kernels.triton.linear_table import load_table
 
     began = time.perf_counter()
+    torch.set_num_threads(1)  # so that there are no threads of OpenMP when this process forks
     table = load_table(gpu.name, gpu.shared_bytes)
     jobs = compiling.record(gpu.target, lambda: launch_all(served, gpu, table))
     failures = compiling.compile_jobs(gpu.target, jobs, processes)

@@ -109,6 +109,7 @@ def _descend(
 def _compile(gpu: compiling.Gpu, launch: Callable[[], object]) -> None:
     """Compile what will be launched, in as many processes as there are cores."""
     began = time.perf_counter()
+    torch.set_num_threads(1)  # so that there are no threads of OpenMP when this process forks
     jobs = compiling.record(gpu.target, launch)
     # Plans that the compiler refuses fail again when they are tried, and are passed over.
     failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())

@@ -193,10 +193,11 @@ class _Timer:
 
     def __call__(self, choices: Sequence[Choice]) -> list[float]:
         captured, where, failure = [], [], None
+        count = min(_COMPARED_LAYERS, len(self._layers))
         for index, choice in enumerate(choices):
             try:
                 self._layers.use(table_of(choice, self._layers.rows))
-                graph = self._graphs.capture(lambda: self._layers.run(_COMPARED_LAYERS), self._layers.run_few)
+                graph = self._graphs.capture(lambda: self._layers.run(count), self._layers.run_few)
             except Exception as error:
                 failure = error
                 continue
@@ -207,7 +208,7 @@ class _Timer:
         times = [math.inf] * len(choices)
         medians = descent.race(lambda order: self._graphs.microseconds(captured, order), len(captured))
         for index, us in zip(where, medians, strict=True):
-            times[index] = us / _COMPARED_LAYERS
+            times[index] = us / count
         return times
 
 
