@@ -100,8 +100,6 @@ class ModelConfig:
     """The checkpoint's own, one of DTYPE_BYTES."""
     fp8: bool
     """Whether the checkpoint's matrices are e4m3, with a scale for each output or for all."""
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
 
     @property
     def context_length(self) -> int:

@@ -56,6 +56,8 @@ def main() -> int:
             for folder in arguments.config
             for fp8 in arguments.dtypes
         ]
+        for served in models if arguments.whole_layer else []:
+            served.config.resolve_length(arguments.context)
         gpu = compiling.this_gpu()
         path = arguments.out or table_path(gpu.name)
         check_writable("--out", path)

@@ -9,10 +9,8 @@ dependent launch) are part of its cost; so are the norms that it does not share 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -22,11 +20,9 @@ from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load_dummy
 from engine.served_model import ServedModel
-from kernels import AttentionInput, Fp8Activation, Fp8Weight, KvPool, Ops, Rotation, Stream, reference
+from engine.tune.operations import TunedOps, WatchedOps
+from kernels import AttentionInput, KvPool, Ops
 from kernels.compiling import Gpu
-from kernels.cuda import CudaOps
-from kernels.triton import fused
-from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Product, Table
 from kernels.tune.graphs import graph_microseconds
 
@@ -37,142 +33,6 @@ _CHAIN_BYTES = 5 << 30
 _VOCABULARY = 1024
 """Tokens of a decoder whose layers are timed. The embedding and the output matrix are no part of them."""
 _SEED = 1
-
-
-class _Backend(CudaOps):
-    """Operations whose table can be exchanged, and which note the linears that ask it for a plan."""
-
-    def __init__(self, gpu: Gpu, attention: bool) -> None:
-        super().__init__(0, pdl=gpu.pdl)
-        self._attention = attention
-        self.asked: list[Product] = []
-        """The linears that asked, in order."""
-
-    def use(self, table: Table) -> None:
-        """Go by the plans of `table` from now on."""
-        self.asked.clear()
-        self._table = cast(Table, _NotingTable(table, self.asked))
-
-    def forget_workspaces(self) -> None:
-        """Free the workspaces of attention, which depend on the number of rows."""
-        self._decode_workspaces = {}
-
-    def attend(
-        self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        rotation: Rotation,
-        pool: KvPool,
-        heads: int,
-        *others: Any,
-    ) -> torch.Tensor:
-        """As `Ops.attend`. Without attention: RoPE and the cache write, whose queries take the place of the
-        result."""
-        if self._attention:
-            return super().attend(qkv, positions, slots, rotation, pool, heads, *others)
-        return fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self._pdl)
-
-
-class _NotingTable:
-    """Passes questions on to a table, and notes the linears."""
-
-    def __init__(self, table: Table, asked: list[Product]) -> None:
-        self._table, self._asked = table, asked
-
-    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
-        self._asked.append(Product(dtype, n, k))
-        return self._table.choose(rows, n, k, dtype)
-
-
-class _Watched:
-    """Passes operations on to a backend, whatever they are called, and can leave out those of one linear or
-    compare them with the reference implementation."""
-
-    def __init__(self, backend: _Backend) -> None:
-        self._backend = backend
-        self.without: Product | None = None
-        self.errors: list[float] | None = None
-        """The error of each operation of a linear; None: nothing is compared."""
-        self._results: dict[tuple[str, Product | None], Any] = {}
-        """What each operation of a linear returned when it was found, by the operation's name."""
-        self._finding = False
-
-    def find(self, run: Callable[[], object]) -> list[Product]:
-        """Return the linears that ask for a plan while `run` runs, those that write the residual first."""
-        self.without, self._finding = None, True
-        self._results.clear()
-        self._backend.asked.clear()
-        run()
-        self._finding = False
-        results = self._results.items()
-        writers = [product for (_, product), result in results if product and isinstance(result, Stream)]
-        return list(dict.fromkeys([*writers, *self._backend.asked]))
-
-    def compare(self, run: Callable[[], object]) -> float:
-        """Return the largest error of an operation of `run`; NaN if a result has any."""
-        self.without, self.errors = None, []
-        try:
-            run()
-            return max(self.errors, key=lambda error: (math.isnan(error), error), default=math.nan)
-        finally:
-            self.errors = None
-
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self._backend, name)
-        if not callable(operation):
-            return operation
-
-        def watched(*arguments: Any, **options: Any) -> Any:
-            products = [one for one in map(_product_of, arguments) if (name, one) in self._results]
-            if self.without is not None and self.without in products:
-                streams = [one for one in arguments if isinstance(one, Stream)]
-                result = self._results[name, self.without]
-                # What adds to the residual leaves it as it is.
-                return streams[0] if isinstance(result, Stream) else result
-            if self.errors is not None and products:
-                expected = _reference(name, arguments, options)
-                result = operation(*arguments, **options)
-                # Only the library's linears are followed by a quantisation, and those are taken as they are.
-                if not isinstance(result, Fp8Activation):
-                    self.errors.append(_difference(result, expected))
-                return result
-            asked = len(self._backend.asked)
-            result = operation(*arguments, **options)
-            if self._finding:
-                self._results |= {(name, product): result for product in self._backend.asked[asked:]}
-            return result
-
-        return watched
-
-
-def _reference(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Return the result of the reference implementation: in float32, unless weights are e4m3, for which
-    activations are quantised from the rounded numbers that the kernels quantise."""
-    exact = not any(isinstance(one, Fp8Weight) for one in arguments)
-    return getattr(reference, name)(*(_copied(one, exact) for one in arguments), **options)
-
-
-def _product_of(argument: Any) -> Product | None:
-    """Return the linear whose weight an argument is; None if it cannot be one."""
-    weight = argument.values if isinstance(argument, Fp8Weight) else argument
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
-        return None
-    return Product(weight.dtype, *weight.shape)
-
-
-def _copied(argument: Any, exact: bool) -> Any:
-    """Return a copy of an argument that an operation may overwrite, in float32 if `exact`."""
-    if isinstance(argument, Stream):
-        return Stream(_copied(argument.values, exact).clone())
-    if isinstance(argument, torch.Tensor) and argument.is_floating_point() and exact:
-        return argument.float()
-    return argument
-
-
-def _difference(result: torch.Tensor | Stream, expected: torch.Tensor | Stream) -> float:
-    got, wanted = (one.values if isinstance(one, Stream) else one for one in (result, expected))
-    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 class LayerChain:
@@ -190,9 +50,7 @@ class LayerChain:
         self.products: list[Product] = []
         """The linears that were found, those that write the residual first."""
         self._context = context
-        self._backend = _Backend(gpu, context is not None)
-        self._ops = _Watched(self._backend)
-        self._backend.use(Table())
+        self._ops = WatchedOps(TunedOps(gpu, attention=context is not None))
         kinds = _kinds(served)
         small = replace(served.config.with_layers(kinds), vocab_size=_VOCABULARY, tie_word_embeddings=True)
         # One copy first, to know how many bytes it has.
@@ -215,7 +73,7 @@ class LayerChain:
         """Make the input and the cache of a number of sequences, and find the linears."""
         self.rows = rows
         self._kv: list[KvPool] = []  # freed before the next cache is made
-        self._backend.forget_workspaces()
+        self._ops.backend.forget_workspaces()
         self._decoder.layers = self._layers
         blocks = -(-(self._context or 1) // BLOCK_TOKENS)
         self._kv = self._decoder.allocate_kv(rows * blocks)
@@ -239,7 +97,7 @@ class LayerChain:
 
     def use(self, table: Table, without: Product | None = None) -> None:
         """Go by the plans of `table` from now on, and leave out the operations of one linear."""
-        self._backend.use(table)
+        self._ops.backend.use(table)
         self._ops.without = without
 
     def run(self, layers: int | None = None, rows: int | None = None) -> torch.Tensor:
@@ -269,9 +127,7 @@ class HeadChain:
     def __init__(self, served: ServedModel, device: torch.device, gpu: Gpu) -> None:
         self.device = device
         self.rows = 0
-        self._backend = _Backend(gpu, attention=False)
-        self._ops = _Watched(self._backend)
-        self._backend.use(Table())
+        self._ops = WatchedOps(TunedOps(gpu, attention=False))
         config = replace(served.config.with_layers([]), tie_word_embeddings=True)
         self._decoder = _decoder(replace(served, config=config), self._ops, device, None)
         if device.type != "meta":
@@ -304,7 +160,7 @@ class HeadChain:
 
     def use(self, table: Table) -> None:
         """Go by the plans of `table` from now on."""
-        self._backend.use(table)
+        self._ops.backend.use(table)
 
     def run(self) -> None:
         """Compute the logits of every row with each copy of the matrix."""
@@ -317,7 +173,7 @@ class HeadChain:
         self._decoder.logits(self._hidden, self._logits)
 
 
-def _decoder(served: ServedModel, ops: _Watched, device: torch.device, context: int | None) -> Decoder:
+def _decoder(served: ServedModel, ops: WatchedOps, device: torch.device, context: int | None) -> Decoder:
     return Decoder(
         served.config,
         UnconnectedRanks(served.tensor_parallel_size, 0),

@@ -22,7 +22,7 @@ import torch
 
 from engine.bench.shapes import SHAPES
 from engine.tune import __main__ as command
-from engine.tune import chain, tuning
+from engine.tune import chain, operations, tuning
 from kernels import compiling
 from kernels.triton import linear_plans
 from kernels.triton.linear_table import Entry, Product, Table, load_table, read_table
@@ -83,7 +83,7 @@ def run(*options: str) -> tuple[list[compiling.Job], set[tuple[str, str]], str]:
             (tuning, "Graphs", Graphs),
             (tuning, "_difference", lambda *_: 0.0),
             (chain.LayerChain, "use", noted),
-            (chain._Watched, "compare", lambda self, run: run() is None),
+            (operations.WatchedOps, "compare", lambda self, run: run() is None),
             (chain, "graph_microseconds", time_chain),
             (sys, "argv", ["engine.tune", *options]),
         ):

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from engine.build import read_served
-from engine.tune import chain as chain_module
 from engine.tune.__main__ import main
 from engine.tune.chain import HeadChain, LayerChain
 from kernels import Stream, compiling
+from kernels.cuda import CudaOps
 from kernels.triton.linear_plans import Plan
 from kernels.triton.linear_table import Product, Table
 from kernels.tune.search import table_of
@@ -111,11 +111,11 @@ def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
             assert chain.error(table, 5) < 1e-5 and chain.error(table, 3) < 1e-5
             library = table_of(dict.fromkeys(chain.products), 5)
             with monkeypatch.context() as broken:
-                broken.setattr(chain_module.CudaOps, "_product", nonsense(chain_module.CudaOps._product))
+                broken.setattr(CudaOps, "_product", nonsense(CudaOps._product))
                 assert chain.error(library, 5) > 0.05
         layers = LayerChain(served, CPU, GPU)
         layers.set_rows(5)
-        add = chain_module.CudaOps.linear_add
+        add = CudaOps.linear_add
 
         def add_with_wrong_squares(*arguments: Any) -> Stream:
             made = add(*arguments)
@@ -123,7 +123,7 @@ def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
             return Stream(made.values, gained)
 
         # The residual is right, and what is wrong is half of the norm that the next linear shares.
-        monkeypatch.setattr(chain_module.CudaOps, "linear_add", add_with_wrong_squares)
+        monkeypatch.setattr(CudaOps, "linear_add", add_with_wrong_squares)
         assert layers.error(table_of(dict.fromkeys(layers.products), 5), 5) < 1e-5
         assert layers.error(table_of(dict.fromkeys(layers.products, PLAN), 5), 5) > 0.1
 
@@ -141,9 +141,9 @@ def test_operations_of_a_linear_can_be_left_out_of_a_chain(tmp_path: Path) -> No
         chain.set_rows(2)
         for product in chain.products:
             chain.use(Table(), product)
-            chain._backend.asked.clear()
+            chain._ops.backend.asked.clear()
             assert chain.run().shape == (2, 256)
-            assert set(chain._backend.asked) == {*chain.products} - {product}
+            assert set(chain._ops.backend.asked) == {*chain.products} - {product}
 
 
 @pytest.mark.parametrize("attention", [False, True])
