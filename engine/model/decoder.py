@@ -19,7 +19,7 @@ from engine.model.fit import Fit
 from engine.model.layers import LAYER_KINDS, LayerInput, Piece, Place
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
-from kernels import KvPool, Ops, Stream
+from kernels import KvPool, Ops, Residual
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtypes of `engine.config.DTYPE_BYTES`."""
@@ -85,7 +85,7 @@ class Decoder:
         that is given."""
         ops, ranks, ends = self.ops, self.ranks, inputs.ends
         first = self.shard.first_vocab if ranks.size > 1 else None
-        residual = Stream(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
+        residual = Residual(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
         plan = ops.plan_attention(inputs.attention)
         every = LayerInput(ranks, self.cos_sin, inputs.positions, inputs.slots, plan)
         last = every
@@ -106,7 +106,7 @@ class Decoder:
         (`all_gather_last_dim`), cut at `config.vocab_size`, are the whole logits.
         """
         eps = self.config.rms_norm_eps
-        return self.ops.norm_linear(Stream(hidden), self.final_norm, eps, self.head, None, out)
+        return self.ops.norm_linear(Residual(hidden), self.final_norm, eps, self.head, None, out)
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 

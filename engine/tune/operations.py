@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from kernels import Fp8Activation, Fp8Weight, KvPool, Rotation, Stream, reference
+from kernels import Fp8Activation, Fp8Weight, KvPool, Residual, Rotation, reference
 from kernels.compiling import Gpu
 from kernels.cuda import CudaOps
 from kernels.triton import fused
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product, Table
 
 
@@ -62,7 +62,7 @@ class _NotingTable:
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
 
-    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
+    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
         self._asked.append(Product(dtype, n, k))
         return self._table.choose(rows, n, k, dtype)
 
@@ -88,7 +88,7 @@ class WatchedOps:
         run()
         self._finding = False
         results = self._results.items()
-        writers = [product for (_, product), result in results if product and isinstance(result, Stream)]
+        writers = [product for (_, product), result in results if product and isinstance(result, Residual)]
         return list(dict.fromkeys([*writers, *self.backend.asked]))
 
     def compare(self, run: Callable[[], object]) -> float:
@@ -108,10 +108,10 @@ class WatchedOps:
         def watched(*arguments: Any, **options: Any) -> Any:
             products = [one for one in map(_product_of, arguments) if (name, one) in self._results]
             if self.without is not None and self.without in products:
-                streams = [one for one in arguments if isinstance(one, Stream)]
+                streams = [one for one in arguments if isinstance(one, Residual)]
                 result = self._results[name, self.without]
                 # What adds to the residual leaves it as it is.
-                return streams[0] if isinstance(result, Stream) else result
+                return streams[0] if isinstance(result, Residual) else result
             if self.errors is not None and products:
                 expected = _reference(name, arguments, options)
                 result = operation(*arguments, **options)
@@ -145,13 +145,13 @@ def _product_of(argument: Any) -> Product | None:
 
 def _copied(argument: Any, exact: bool) -> Any:
     """Return a copy of an argument that an operation may overwrite, in float32 if `exact`."""
-    if isinstance(argument, Stream):
-        return Stream(_copied(argument.values, exact).clone())
+    if isinstance(argument, Residual):
+        return Residual(_copied(argument.values, exact).clone())
     if isinstance(argument, torch.Tensor) and argument.is_floating_point() and exact:
         return argument.float()
     return argument
 
 
-def _difference(result: torch.Tensor | Stream, expected: torch.Tensor | Stream) -> float:
-    got, wanted = (one.values if isinstance(one, Stream) else one for one in (result, expected))
+def _difference(result: torch.Tensor | Residual, expected: torch.Tensor | Residual) -> float:
+    got, wanted = (one.values if isinstance(one, Residual) else one for one in (result, expected))
     return float((got.float() - wanted.float()).norm() / wanted.float().norm())

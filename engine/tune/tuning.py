@@ -17,7 +17,7 @@ import torch
 from engine.served_model import ServedModel
 from engine.tune.chain import HeadChain, LayerChain
 from kernels.compiling import Gpu
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product, Table
 from kernels.tune import descent
 from kernels.tune.descent import Choice
@@ -41,7 +41,7 @@ _META = torch.device("meta")
 _COMPARED_LAYERS = 12
 """Layers of a graph that a descent compares: few, since there are hundreds of graphs."""
 
-Options = dict[Product, list[Plan | None]]
+Options = dict[Product, list[GemmPlan | None]]
 
 
 # ── each linear in turn ──────────────────────────────────────────────────────────────────────────────

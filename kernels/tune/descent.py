@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product
 
-Choice = Mapping[Product, Plan | None]
+Choice = Mapping[Product, GemmPlan | None]
 """A plan for each linear; None: the library."""
 Compare = Callable[[Sequence[Choice]], list[float]]
 """Returns the microseconds of a layer with each choice, measured in turns; infinite for one that does not
@@ -53,7 +53,7 @@ def race(replay: Replay, runners: int) -> list[float]:
     return [median(one) for one in times]
 
 
-def descend(start: Choice, options: Mapping[Product, Sequence[Plan | None]], compare: Compare) -> Choice:
+def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare) -> Choice:
     """Return the local minimum that a descent from `start` reaches. Linears are tried in the order of
     `options`; a plan stays if it is faster than the one before when all are compared, and again when the two
     are. A linear whose surroundings have not changed since its plans were tried is not tried again."""
@@ -77,7 +77,7 @@ def descend(start: Choice, options: Mapping[Product, Sequence[Plan | None]], com
 
 
 def search(
-    starts: Sequence[Choice], options: Mapping[Product, Sequence[Plan | None]], compare: Compare
+    starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
     """Return the fastest of the local minima that descents from some starts reach, its microseconds, and
     those of the first start. The first start is the present choice: it stays if no minimum is faster by more

@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 from kernels.triton import linear_plans
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import PlanEntry, Product, Table
 from kernels.tune.candidates import candidates
 from kernels.tune.descent import Choice
 
@@ -32,8 +32,8 @@ _NOISE = 0.002
 """The relative difference between two measurements of the same plan."""
 
 Report = Callable[[str], None]
-Microseconds = Callable[[Plan | None], float]
-Timed = list[tuple[Plan | None, float]]
+Microseconds = Callable[[GemmPlan | None], float]
+Timed = list[tuple[GemmPlan | None, float]]
 """Plans (None: the library) and microseconds, fastest first."""
 
 
@@ -60,7 +60,7 @@ class Measured:
 
     product: Product
     rows: int
-    entry: Entry
+    entry: PlanEntry
     raw: dict[str, Any]
 
 
@@ -97,7 +97,7 @@ def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Mea
 
 def measure_entries(
     chain: Chain, plans: Choice, products: Iterable[Product]
-) -> dict[Product, tuple[Entry, float]]:
+) -> dict[Product, tuple[PlanEntry, float]]:
     """Return, for each of `products`, its entry in a table (what it adds to a layer that goes by `plans`) and
     the time of the layer without it."""
     found = {}
@@ -105,11 +105,11 @@ def measure_entries(
     for product in products:
         without_us = _least(chain, plans, product) if len(chain.products) > 1 else 0.0
         library_us = layer_us if plans[product] is None else _least(chain, {**plans, product: None})
-        found[product] = Entry(plans[product], layer_us - without_us, library_us - without_us), without_us
+        found[product] = PlanEntry(plans[product], layer_us - without_us, library_us - without_us), without_us
     return found
 
 
-def is_right(chain: Chain, product: Product, plan: Plan | None, hopper: bool) -> bool:
+def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> bool:
     """Return whether a plan computes what the reference implementation does, for the most rows that it is for
     and for fewer. The library's plan is taken as it is. Raises what a launch raises."""
     if plan is None:
@@ -118,29 +118,29 @@ def is_right(chain: Chain, product: Product, plan: Plan | None, hopper: bool) ->
     return all(chain.error(table, rows) < MAX_ERROR for rows in {chain.rows, chain.rows // 2 + 1})
 
 
-def check_table(chain: Chain, product: Product, plan: Plan | None, hopper: bool) -> Table:
+def check_table(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> Table:
     """Return the table with which a plan is checked: beside plans that share norms, so that the plan is
     checked with a norm that it shares."""
     others = {one: _sharing_plan(one, chain.rows, hopper) for one in chain.products}
     return table_of({**others, product: plan}, chain.rows)
 
 
-def rule_plans(products: Iterable[Product], rows: int) -> dict[Product, Plan | None]:
+def rule_plans(products: Iterable[Product], rows: int) -> dict[Product, GemmPlan | None]:
     """Return the plans of linears for which a table has no entry."""
     return {one: linear_plans.choose(rows, one.n, one.k, one.dtype) for one in products}
 
 
-def tried_plans(product: Product, rows: int, hopper: bool) -> list[Plan | None]:
+def tried_plans(product: Product, rows: int, hopper: bool) -> list[GemmPlan | None]:
     """Return the plans that `search` tries: the library, the rules' plan, and the candidates."""
     rule = linear_plans.choose(rows, product.n, product.k, product.dtype)
     return list(dict.fromkeys([None, rule, *candidates(product, rows, hopper)]))
 
 
-def table_of(plans: Mapping[Product, Plan | None], rows: int) -> Table:
+def table_of(plans: Mapping[Product, GemmPlan | None], rows: int) -> Table:
     """Return a table with these plans for up to `rows` rows."""
     table = Table()
     for product, plan in plans.items():
-        table = table.with_entry(product, rows, Entry(plan, 0.0, 0.0))
+        table = table.with_entry(product, rows, PlanEntry(plan, 0.0, 0.0))
     return table
 
 
@@ -149,12 +149,12 @@ def is_known(known: Table, products: Iterable[Product], rows: int) -> bool:
     return all(rows in known.products.get(product, {}) for product in products)
 
 
-def plan_text(plan: Plan | None) -> str:
+def plan_text(plan: GemmPlan | None) -> str:
     """Return a plan as text: form, rows, block_n, block_k, warps, stages, split."""
     return "library" if plan is None else " ".join(str(getattr(plan, one.name)) for one in fields(plan))
 
 
-def _sharing_plan(product: Product, rows: int, hopper: bool) -> Plan | None:
+def _sharing_plan(product: Product, rows: int, hopper: bool) -> GemmPlan | None:
     """Return a plan that may share a norm with another linear; None if there is none that runs."""
     rule = linear_plans.choose(max(rows, 8), product.n, product.k, product.dtype)
     if rule is not None and rule.tiled:
@@ -170,10 +170,10 @@ def _least(chain: Chain, plans: Choice, without: Product | None = None) -> float
     return min(_microseconds(chain, plans, without) for _ in range(_ROUNDS))
 
 
-def _time(plans: Sequence[Plan | None], us: Microseconds, rounds: int = 1) -> Timed:
+def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -> Timed:
     """Return the least time of each plan over some rounds. Plans that do not start on this GPU are left out;
     the library must start."""
-    timed: dict[Plan | None, float] = {}
+    timed: dict[GemmPlan | None, float] = {}
     for plan in [plan for _ in range(rounds) for plan in plans]:
         try:
             timed[plan] = min(us(plan), timed.get(plan, math.inf))
@@ -183,7 +183,7 @@ def _time(plans: Sequence[Plan | None], us: Microseconds, rounds: int = 1) -> Ti
     return sorted(timed.items(), key=lambda one: one[1])
 
 
-def _prefer(plan: Plan | None, timed: Timed) -> Plan | None:
+def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
     """Return the fastest plan, or `plan` if the difference is noise: so a table changes for a reason only."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 
@@ -192,7 +192,7 @@ def _line(one: Measured) -> str:
     return f"{one.product!s:28} {one.entry.us:6.1f} {one.entry.library_us:6.1f}  {plan_text(one.entry.plan)}"
 
 
-def _raw(product: Product, rows: int, entry: Entry, timed: Timed, without_us: float) -> dict[str, Any]:
+def _raw(product: Product, rows: int, entry: PlanEntry, timed: Timed, without_us: float) -> dict[str, Any]:
     return {
         "shape": str(product),
         "rows": rows,

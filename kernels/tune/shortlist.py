@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product
 from kernels.tune.candidates import candidates
 from kernels.tune.descent import Choice
 from kernels.tune.search import rule_plans
 
-Tried = Mapping[tuple[str, int], Sequence[Plan | None]]
+Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
 """The plans that a search tried, fastest first, by the linear (as text) and the rows."""
 
 _PROGRAMS = 200
@@ -47,8 +47,8 @@ def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
 
 
 def shortlist(
-    product: Product, rows: int, hopper: bool, known: Iterable[Plan | None], tried: Tried, most: int
-) -> list[Plan | None]:
+    product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
+) -> list[GemmPlan | None]:
     """Return `known` and further plans, `most` in all: those that a search found fastest or, if it did not
     try this linear, `tiles` that fill the GPU about once and the plans most like the first known one."""
     known, tiles = list(known), _tiles(product, rows, hopper)
@@ -67,7 +67,7 @@ def shortlist(
     return _some([*known, *library, *tiles[:half], *others, *tiles[half:]], most)
 
 
-def covering(options: Mapping[Product, Sequence[Plan | None]]) -> Iterator[Choice]:
+def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
     """Yield choices that between them launch every kernel that any choice launches. Which kernel a linear
     launches depends on its plan, and on what the linear in front of it leaves of a norm that they share."""
     left = {product: _sharers(plans) for product, plans in options.items()}
@@ -78,22 +78,22 @@ def covering(options: Mapping[Product, Sequence[Plan | None]]) -> Iterator[Choic
                 yield {**others, product: plan}
 
 
-def _sharers(plans: Iterable[Plan | None]) -> dict[int | None, Plan | None]:
+def _sharers(plans: Iterable[GemmPlan | None]) -> dict[int | None, GemmPlan | None]:
     """Return one plan for each thing that some plans may leave of a shared norm: sums of squares of `block_n`
     outputs, or nothing (None)."""
     return {plan.block_n if plan is not None and plan.tiled else None: plan for plan in plans}
 
 
-def _some(plans: Iterable[Plan | None], most: int) -> list[Plan | None]:
+def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
     return list(dict.fromkeys(plans))[:most]
 
 
-def _tiles(product: Product, rows: int, hopper: bool) -> list[Plan]:
+def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
     """Return the candidates of the form `tiles`, the smallest first, and of these the ones that fill the GPU
     best. One row has some too: a tile of 8 rows shares norms with its neighbours, which plans of one row do
     not."""
 
-    def order(plan: Plan) -> tuple[int, float, int, int]:
+    def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
         return plan.rows, abs(math.log2(programs / _PROGRAMS)), plan.block_n, -plan.block_k
 
@@ -101,13 +101,13 @@ def _tiles(product: Product, rows: int, hopper: bool) -> list[Plan]:
     return sorted((plan for plan in plans if plan.form == "tiles"), key=order)
 
 
-def _differences(plan: Plan, other: Plan) -> int:
+def _differences(plan: GemmPlan, other: GemmPlan) -> int:
     return sum(getattr(plan, one.name) != getattr(other, one.name) for one in fields(plan))
 
 
-def _parse(text: str) -> Plan | None:
+def _parse(text: str) -> GemmPlan | None:
     """Undoes `search.plan_text`."""
     if text == "library":
         return None
     form, *numbers = text.split()
-    return Plan(form, *map(int, numbers))  # type: ignore[arg-type]
+    return GemmPlan(form, *map(int, numbers))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from engine.tune import __main__ as command
 from engine.tune import chain, operations, tuning
 from kernels import compiling
 from kernels.triton import linear_plans
-from kernels.triton.linear_table import Entry, Product, Table, load_table, read_table
+from kernels.triton.linear_table import PlanEntry, Product, Table, load_table, read_table
 
 GPU = compiling.Gpu.of("NVIDIA H200", 90)
 META = torch.device("meta")
@@ -38,7 +38,7 @@ def table_before() -> Table:
     table = load_table(GPU.name)
     for rows in ROWS:
         rule = linear_plans.choose(rows, GATE_UP.n, GATE_UP.k, GATE_UP.dtype)
-        table = table.with_entry(GATE_UP, rows, Entry(rule, 99.0, 99.0))
+        table = table.with_entry(GATE_UP, rows, PlanEntry(rule, 99.0, 99.0))
     return table
 
 
@@ -93,7 +93,7 @@ def run(*options: str) -> tuple[list[compiling.Job], set[tuple[str, str]], str]:
     return launched, {(job.name, job.specialisation) for job in compiled}, printed.getvalue()
 
 
-def entries_of(table: Table) -> dict[tuple[str, int], Entry]:
+def entries_of(table: Table) -> dict[tuple[str, int], PlanEntry]:
     return {
         (str(one), rows): entry for one, rows_of in table.products.items() for rows, entry in rows_of.items()
     }

@@ -16,16 +16,16 @@ import torch
 from engine.build import read_served
 from engine.tune.__main__ import main
 from engine.tune.chain import HeadChain, LayerChain
-from kernels import Stream, compiling
+from kernels import Residual, compiling
 from kernels.cuda import CudaOps
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product, Table
 from kernels.tune.search import table_of
 from tests.engine.test_build import FAMILIES, SMALL, folder_of
 from tests.kernels.test_compiling import compiled
 
 GPU = compiling.Gpu.of("NVIDIA A100-SXM4-80GB", 80)
-PLAN = Plan("dot", 16, 64, 64, 4, 3)
+PLAN = GemmPlan("dot", 16, 64, 64, 4, 3)
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -117,10 +117,12 @@ def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
         layers.set_rows(5)
         add = CudaOps.linear_add
 
-        def add_with_wrong_squares(*arguments: Any) -> Stream:
+        def add_with_wrong_squares(*arguments: Any) -> Residual:
             made = add(*arguments)
-            gained = made.gained and replace(made.gained, squares=4 * made.gained.squares)
-            return Stream(made.values, gained)
+            deferred = made.deferred_norm and replace(
+                made.deferred_norm, squares=4 * made.deferred_norm.squares
+            )
+            return Residual(made.values, deferred)
 
         # The residual is right, and what is wrong is half of the norm that the next linear shares.
         monkeypatch.setattr(CudaOps, "linear_add", add_with_wrong_squares)

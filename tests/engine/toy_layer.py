@@ -24,7 +24,7 @@ from engine import build, families, kernel_build
 from engine.config import ModelConfig, Shard
 from engine.launch_enumeration import MetaReplica
 from engine.model.layers import LAYER_KINDS, Layer, LayerInput, Linear, Piece, Place
-from kernels import KvPool, Stream, compiling, reference
+from kernels import KvPool, Residual, compiling, reference
 from kernels.cuda import CudaOps
 from kernels.triton.linear_table import Table, read_table
 from tests.engine import launches_of_tuning
@@ -45,8 +45,8 @@ class ToyLayer(Layer):
         self.gate = Linear(place, config.hidden_size, config.hidden_size, bias=False)
 
     def __call__(
-        self, residual: Stream, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
-    ) -> Stream:
+        self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
+    ) -> Residual:
         residual = super().__call__(residual, inputs, kv, self.gate_norm)
         return self.ops.gated_add(residual, self.gate_norm, self.eps, self.gate.weight)  # type: ignore[attr-defined]
 
@@ -68,15 +68,15 @@ def _toy_gate(x, gate, count, BLOCK: tl.constexpr):
     tl.store(x + at, value * (1 + scale), mask=inside)
 
 
-def gated_add(self: CudaOps, x: Stream, gain: torch.Tensor, eps: float, weight: torch.Tensor) -> Stream:
+def gated_add(self: CudaOps, x: Residual, gain: torch.Tensor, eps: float, weight: torch.Tensor) -> Residual:
     gate = self._norm_product(x, gain, eps, weight)
     _toy_gate[(triton.cdiv(gate.numel(), 256),)](x.values, gate, gate.numel(), BLOCK=256)
-    return Stream(x.values)
+    return Residual(x.values)
 
 
-def reference_gated_add(x: Stream, gain: torch.Tensor, eps: float, weight: torch.Tensor) -> Stream:
+def reference_gated_add(x: Residual, gain: torch.Tensor, eps: float, weight: torch.Tensor) -> Residual:
     gate = reference.norm_linear(x, gain, eps, weight, None)
-    return Stream(x.values + x.values * gate.sigmoid())
+    return Residual(x.values + x.values * gate.sigmoid())
 
 
 # ── what the commands make of it ─────────────────────────────────────────────────────────────────────

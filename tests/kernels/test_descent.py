@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product, problem
 from kernels.tune.candidates import candidates
 from kernels.tune.descent import ENOUGH, Choice, descend, race, search
@@ -19,7 +19,7 @@ from kernels.tune.search import plan_text
 from kernels.tune.shortlist import covering, read_tried, shortlist, starts
 from tests.kernels.test_tune import BF16, FP8, SHAPES
 
-A, B, C = (Plan("dot", 16, 64, 128, 4, stages) for stages in (4, 5, 6))
+A, B, C = (GemmPlan("dot", 16, 64, 128, 4, stages) for stages in (4, 5, 6))
 
 
 class Timer:
@@ -129,10 +129,10 @@ def test_a_shortlist_has_what_is_known_and_other_plans_that_can_run(dtype: torch
 def test_the_first_tiles_are_those_that_won_in_a_layer() -> None:
     products = {name: Product(BF16, *shape) for name, shape in SHAPES.items()}
     assert starts(dict.fromkeys(products.values()), 8, True)[-1] == {
-        products["qkv"]: Plan("tiles", 8, 64, 128, 4, 6, 2),
-        products["o"]: Plan("tiles", 8, 64, 128, 4, 6, 4),
-        products["gate_up"]: Plan("tiles", 8, 128, 64, 8, 6, 1),
-        products["down"]: Plan("tiles", 8, 64, 128, 4, 6, 4),
+        products["qkv"]: GemmPlan("tiles", 8, 64, 128, 4, 6, 2),
+        products["o"]: GemmPlan("tiles", 8, 64, 128, 4, 6, 4),
+        products["gate_up"]: GemmPlan("tiles", 8, 128, 64, 8, 6, 1),
+        products["down"]: GemmPlan("tiles", 8, 64, 128, 4, 6, 4),
     }
 
 

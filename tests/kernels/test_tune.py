@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels.triton import linear_plans
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table, problem
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import PlanEntry, Product, Table, problem
 from kernels.tune import search
 from kernels.tune.candidates import BUCKETS, candidates
 
@@ -52,7 +52,9 @@ class FakeChain:
 
     rows = 16
 
-    def __init__(self, us: dict[tuple[str, Plan], float], wrong: set[Plan], broken: set[Plan]) -> None:
+    def __init__(
+        self, us: dict[tuple[str, GemmPlan], float], wrong: set[GemmPlan], broken: set[GemmPlan]
+    ) -> None:
         self.us, self.wrong, self.broken = us, wrong, broken
         self.names = {Product(BF16, n, k): name for name, (n, k) in SHAPES.items()}
         self.products = list(self.names)
@@ -73,17 +75,17 @@ class FakeChain:
 
 
 def searched(
-    us: dict[tuple[str, Plan], float],
+    us: dict[tuple[str, GemmPlan], float],
     known: Table | None = None,
-    wrong: set[Plan] = frozenset(),
-    **plans: set[Plan],
-) -> dict[str, Entry]:
+    wrong: set[GemmPlan] = frozenset(),
+    **plans: set[GemmPlan],
+) -> dict[str, PlanEntry]:
     chain = FakeChain(us, wrong, plans.get("broken", set()))
     found = search.search(chain, known or Table(), lambda line: None, False)
     return {chain.names[one.product]: one.entry for one in found}
 
 
-def plans_of(name: str) -> list[Plan]:
+def plans_of(name: str) -> list[GemmPlan]:
     """Candidates that are not the rules' plan of any linear."""
     rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
     return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16, False) if plan not in rules]
@@ -114,7 +116,7 @@ def test_the_rules_plan_stays_where_no_difference_can_be_told() -> None:
 
 def test_what_the_table_has_is_kept_and_not_measured_again() -> None:
     kept, faster, *_ = plans_of("qkv")
-    known = Table().with_entry(Product(BF16, *SHAPES["qkv"]), 16, Entry(kept, 14.0, 20.0))
+    known = Table().with_entry(Product(BF16, *SHAPES["qkv"]), 16, PlanEntry(kept, 14.0, 20.0))
     found = searched({("qkv", kept): 14.0, ("qkv", faster): 3.0}, known)
     assert set(found) == {"o", "gate_up", "down"}
 

@@ -17,7 +17,7 @@ from engine.parallel import single
 from engine.runner import Runner
 from engine.sizing import product_ladder
 from engine.warmup import run_padded_passes
-from kernels import AttentionInput, Stream
+from kernels import AttentionInput, Residual
 from tests.engine.running.test_runner import folder, quiet, spec_of
 
 __all__ = ["folder"]
@@ -48,10 +48,10 @@ class RecordingOps:
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._ops, name)
 
-        def recorded(x: torch.Tensor | Stream, *others: Any, **options: Any) -> Any:
+        def recorded(x: torch.Tensor | Residual, *others: Any, **options: Any) -> Any:
             weights = [one for one in others if isinstance(one, torch.Tensor) and one.dim() == 2]
             if weights and name != "embedding":
-                self.rows[id(weights[0])].append(len(x.values if isinstance(x, Stream) else x))
+                self.rows[id(weights[0])].append(len(x.values if isinstance(x, Residual) else x))
             return operation(x, *others, **options)
 
         return recorded
