@@ -61,7 +61,7 @@ class StepBatch:
 @dataclass(frozen=True, slots=True)
 class Padding:
     """Numbers of rows, rising, to which passes with prompts are padded, since the kernels for them are loaded
-    (`engine.kernel_loading`)."""
+    (`engine.warmup`)."""
 
     tokens: list[int]
     """The last: a step's tokens."""
