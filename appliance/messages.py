@@ -254,6 +254,8 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """What the client asked for, "" for the default."""
     retry_of: str = ""
     """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
+    user: str = ""
+    """The body's `user`, for the log; "" where there is none."""
     deadline_ms: float | None = None
     """After `arrived_at`, when the whole answer must be there; None: no matter when."""
 
@@ -327,6 +329,8 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
     prompt_tokens: int
     arrived_at: float
     e2e_ms: float
+    user: str = ""
+    """As `Admit.user`."""
 
 
 class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
@@ -349,6 +353,8 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
     arrived_at: float
     ttft_ms: float | None
     e2e_ms: float
+    user: str = ""
+    """As `Admit.user`."""
 
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):

@@ -19,8 +19,8 @@ from kernels.draws import Bans, Biases, Draws, Variant
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
 """Output tokens of a sequence that bad words are compared with."""
 _ANY, _NONE = -1, -2
-"""In place of token ids: before a shorter bad word's prefix, where every token matches; before the first output
-token, where none does."""
+"""In place of token ids: before a shorter bad word's prefix, where every token matches; before the first
+output token, where none does."""
 
 
 @dataclass(slots=True)

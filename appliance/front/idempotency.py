@@ -169,6 +169,7 @@ class RecordedResponse(Response):
                 arrived_at=call.arrived_at,
                 ttft_ms=None if follower.first_bytes_at is None else call.elapsed_ms(follower.first_bytes_at),
                 e2e_ms=call.elapsed_ms(),
+                user=call.user,
             )
         )
 

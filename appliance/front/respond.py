@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from appliance.front.answers import whole_answer
+from appliance.front.answers import is_long, whole_answer
 from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.errors import ApiError
@@ -62,7 +64,10 @@ class GenerationResponse(Response):
         if generation.failure is not None:
             await self._fail(generation, generation.failure, scope, receive, send)
             return generation.failure
-        answer = whole_answer(generation)
+        if is_long(generation):
+            answer = await asyncio.to_thread(whole_answer, generation)
+        else:
+            answer = whole_answer(generation)
         response = Response(answer, headers=generation.headers, media_type="application/json")
         await response(scope, receive, send)
         if not generation.left:

@@ -18,7 +18,8 @@ from appliance.front.call import call_of
 from appliance.front.errors import invalid
 from appliance.front.idempotency import answer
 from appliance.front.models import allows
-from appliance.front.prepare import chat_job, chat_tokens, check_token_ids, completion_job, named_model
+from appliance.front.prepare import chat_job, chat_tokens, completion_job, named_model
+from appliance.front.sampling import check_token_ids
 from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from appliance.messages import ServedModel
 from appliance.scopes import routes_for
@@ -142,8 +143,13 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None:
+            continues = bool(body.continue_final_message)
             tokens = await chat_tokens(
-                model, body.messages, body.add_generation_prompt is not False, bool(body.add_special_tokens)
+                model,
+                body.messages,
+                body.add_generation_prompt is not False and not continues,
+                bool(body.add_special_tokens),
+                continue_final_message=continues,
             )
         else:
             try:

@@ -224,6 +224,7 @@ def row_of(request: Request, now: float) -> RequestRow:
         quota_tokens=0 if request.reservation is None else request.reservation.tokens,
         retry="anew" if first.retry_of else None,
         retry_of=first.retry_of or None,
+        user=first.user or None,
     )
 
 
@@ -248,6 +249,7 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
         error=retried.error or None,
         retry=retried.retry,
         retry_of=retried.retry_of,
+        user=retried.user or None,
     )
 
 
@@ -269,4 +271,5 @@ def rejected_row(rejected: Rejected, version: str | None, now: float) -> Request
         finish_reason="error",
         status=rejected.status,
         error=rejected.error,
+        user=rejected.user or None,
     )
