@@ -83,6 +83,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """An idle keep-alive connection is closed after this."""
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
     """Per front; more are closed at once."""
+    stream_comment_interval_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    """A stream that waits for its first token gets a comment (a line that clients skip) this often, so that
+    proxies keep its connection; its headers are sent after half a second at most. 0: no comments, and the
+    headers are sent with the first token."""
+    cors_origins: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
+    """Origins whose web pages may call the API, such as "https://chat.example.com", or "*" for all; none by
+    default."""
 
 
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True):

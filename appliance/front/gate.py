@@ -43,6 +43,9 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
+        if scope["raw_path"].endswith(b"/") and scope["path"] != "/":
+            # A path with a slash at its end is the path without; not with an encoded one.
+            scope["path"] = scope["path"].removesuffix("/")
         if scope["path"] in self._open_paths:
             await self._app(scope, receive, send_with_headers)
             return
