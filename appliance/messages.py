@@ -87,9 +87,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """A stream that waits for its first token gets a comment (a line that clients skip) this often, so that
     proxies keep its connection; its headers are sent after half a second at most. 0: no comments, and the
     headers are sent with the first token."""
-    cors_origins: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
-    """Origins whose web pages may call the API, such as "https://chat.example.com", or "*" for all; none by
-    default."""
+    cors_origins: tuple[Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = ()
+    """Origins (scheme, host and port, without a path) whose web pages may call the API, such as
+    "https://chat.example.com", or "*" for all; none by default."""
 
 
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -103,7 +103,11 @@ def _no_tool_choice(value: Any) -> None:
 
 
 ToolChoice = Annotated[
-    None, PlainValidator(_no_tool_choice), WithJsonSchema({"anyOf": [{"const": "none"}, {"type": "null"}]})
+    None,
+    PlainValidator(_no_tool_choice),
+    WithJsonSchema(
+        {"anyOf": [{"const": "none"}, {"type": "null"}], "description": "Tools are not available."}
+    ),
 ]
 
 

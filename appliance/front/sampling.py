@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import deque
 from itertools import repeat
@@ -11,6 +12,9 @@ from appliance.front.models import LoadedModel
 from appliance.front.schemas import GenerationRequest
 from appliance.text.tokenizer import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
+
+_MAX_INLINE_IDS = 32_768
+"""Ids whose bit map is made on the event loop: 2 ms."""
 
 
 async def sampling_params(
@@ -50,6 +54,9 @@ async def sampling_params(
                 "allowed_token_ids",
                 "leaves no token to begin with, since bad_words and min_tokens ban all of them; allow others",
             )
+    allowed = body.allowed_token_ids or []
+    inline = len(allowed) <= _MAX_INLINE_IDS
+    allowed_tokens = bit_map(allowed) if inline else await asyncio.to_thread(bit_map, allowed)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -60,7 +67,7 @@ async def sampling_params(
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         logit_bias=body.logit_bias or None,
-        allowed_tokens=bit_map(body.allowed_token_ids or []),
+        allowed_tokens=allowed_tokens,
         bad_words=bad_words,
         # Drawn here, so that a resubmission after a lost replica goes on with the same text.
         seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),

@@ -150,16 +150,16 @@ class EventStream:
                 return
             sample.begun = True
             self._begin(sample, events)
-        token_ids = sample.token_ids[sample.counted : sample.delivered]
-        self.generation.delivered_tokens += sample.delivered - sample.counted
-        sample.counted = sample.delivered
+        counted, sample.counted = sample.counted, sample.delivered
+        self.generation.delivered_tokens += sample.counted - counted
         pieces = sample.pieces
         if sample.entries is None and self._is_plain:
             if pieces:
                 text = pieces[0] if len(pieces) == 1 else "".join(pieces)
                 pieces.clear()
                 events.append(self._before_text[sample.index] + _encode(text) + self._after_text)
-        elif pieces or sample.entries or (token_ids and self._job.return_token_ids):
+        elif pieces or sample.entries or (self._job.return_token_ids and sample.counted > counted):
+            token_ids = sample.token_ids[counted : sample.counted]
             logprobs = sample_logprobs(self._job, sample.entries)
             events.append(self._event(sample, "".join(pieces), logprobs, self._token_ids(token_ids)))
             pieces.clear()

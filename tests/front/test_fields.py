@@ -4,6 +4,10 @@ answer are refused."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from appliance.front.refused_fields import (
     RefusedField,
 )
 from appliance.front.sampling import bit_map
+from appliance.messages import ServedModel
 from engine.messages import Submit, TokenLogprob
 from tests.front import harness as fakes
 from tests.front.harness import MAX_MODEL_LEN, Harness
@@ -311,7 +316,32 @@ def test_too_many_log_probabilities_of_prompts_are_refused(front: Harness) -> No
     body = {"model": "demo", "prompt": [[5] * 400] * 40, "prompt_logprobs": 20, "max_tokens": 1}
     answer = post(front, COMPLETION, body)
     assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
-    assert "262144" in answer.error["message"]
+    assert "131072" in answer.error["message"]
+
+
+def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
+    """Of a model whose length is not known yet: others cannot have so long prompts."""
+    front.models = [
+        ServedModel(
+            name="long", folder=str(front.folder), version="v1", created=0, max_model_len=0, vocab_size=400
+        )
+    ]
+    front.configure()
+    front.report()
+    body = {"model": "long", "prompt": [[5] * 1100] * 480, "n": 2, "return_token_ids": True}
+    answer = post(front, COMPLETION, body)
+    front.models = []
+    front.configure()
+    front.report()
+    assert (answer.status, answer.error["param"]) == (400, "return_token_ids")
+    assert "1048576" in answer.error["message"]
+
+
+def test_prompts_times_samples_are_bounded(front: Harness) -> None:
+    for fields, param in (({"best_of": 3}, "best_of"), ({"n": 3}, "n")):
+        answer = post(front, COMPLETION, {"model": "demo", "prompt": ["x"] * 342, **fields})
+        assert (answer.status, answer.error["param"]) == (400, param)
+        assert "1024" in answer.error["message"]
 
 
 def test_a_long_answer_of_log_probabilities_is_the_same_as_several_short_ones(front: Harness) -> None:
@@ -437,3 +467,16 @@ def test_the_user_is_told_to_the_log_whether_the_request_runs_or_not(front: Harn
         assert post(front, CHAT, chat(user="somebody"), **key).status == 200
     front.wait_for(lambda: bool(front.retried))
     assert front.retried[0].user == "somebody"
+
+
+def test_the_page_of_the_api_has_the_fields_that_there_are() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "scripts" / "api_page.py"), "--check"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

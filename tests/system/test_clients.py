@@ -7,14 +7,16 @@ import asyncio
 import json
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import openai
+import psutil
 import pytest
 
-from tests.system.service import Service
+from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
 
@@ -135,6 +137,37 @@ def test_what_clients_ask_first_is_there_without_a_key(base: str, key: str) -> N
         assert http.get("/v1/models").status_code == 401
         models = http.get("/v1/models/", headers={"api-key": key}).json()
     assert [model["id"] for model in models["data"]] == ["demo"]
+
+
+def test_bad_words_and_best_of_hold_across_the_death_of_a_replica() -> None:
+    """Tokens that are known before the death are compared with bad words, and count for the best answer."""
+    words = ["import os", "self", "the"]
+    body = {
+        "model": "demo", "prompt": "import ", "max_tokens": 400, "ignore_eos": True, "best_of": 3, "n": 2,
+        "temperature": 1.0, "seed": 3, "bad_words": words, "return_token_ids": True, "user": "tester",
+    }  # fmt: skip
+    with service() as running, running.http() as http, ThreadPoolExecutor(1) as threads:
+        expected = http.post(COMPLETION, json=body).json()["choices"]
+        asked = threads.submit(http.post, COMPLETION, json=body, timeout=300)
+        running.wait_until(lambda: running.replica()["running"] > 0, 60, "the request to run")
+        psutil.Process(running.replica()["pids"][0]).kill()
+        answer = asked.result()
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == expected
+        banned = [
+            http.post("/tokenize", json={"model": "demo", "prompt": text, "add_special_tokens": False}).json()
+            for word in words
+            for text in (word, " " + word)
+        ]
+        rows = running.wait_until(
+            lambda: [row for row in running.rows() if row["resubmissions"]], 60, "the row that tells of it"
+        )
+    for choice in expected:
+        ids = choice["token_ids"]
+        for run_of_ids in (each["tokens"] for each in banned):
+            ends = range(len(run_of_ids), len(ids) + 1)
+            assert all(ids[end - len(run_of_ids) : end] != run_of_ids for end in ends)
+    assert [(row["user"], row["billed_tokens"]) for row in rows] == [("tester", 1200)]
 
 
 # ── real clients ─────────────────────────────────────────────────────────────────────────────────
