@@ -13,6 +13,7 @@ _EXPOSED = (
     "retry-after",
     "retry-after-ms",
     "x-appliance-class",
+    "x-appliance-request-id",
     "x-appliance-retry-of",
     "x-request-id",
     *(
