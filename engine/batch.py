@@ -255,7 +255,7 @@ class RowTables:
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.rows] = batch.positions
         self.last_tokens[batch.rows] = token_ids
-        self.sampling.count(batch.needs, token_ids)
+        self.sampling.note(batch.needs, token_ids)
 
     # ── transfers ────────────────────────────────────────────────────────────────────────────────
 

@@ -7,7 +7,14 @@ from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
 from engine.sampler import LOGPROB_ROWS
 
 _EVERY_NUMBER = SamplingParams(
-    max_tokens=1, temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20
+    max_tokens=1,
+    temperature=1.0,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    logprobs=20,
+    allowed_tokens=b"\xff",
+    bad_words=((0, 1),),
 )
 _BIAS = {0: 1.0}
 _WAYS_TO_SAMPLE = (
@@ -19,6 +26,7 @@ _WAYS_TO_SAMPLE = (
     SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=9),
     SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logit_bias=_BIAS),
     SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, presence_penalty=0.5),
+    SamplingParams(max_tokens=1, temperature=1.0, allowed_tokens=b"\xff", bad_words=((0, 1), (2,))),
 )
 _ROWS = 8
 """Sequences of a step of one kind. The kernels that depend on their number are loaded by passes of every size

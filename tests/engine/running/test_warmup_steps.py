@@ -97,8 +97,9 @@ def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: Runner) ->
     assert kinds >= {alone, goes_on, (False, True, True, False), (True, True, True, True)}
     setups = [setup.sampling for plan in plans for setup in plan.setups]
     asked = {name for params in setups for name in params.__struct_fields__ if getattr(params, name)}
-    every = {"temperature", "top_k", "top_p", "presence_penalty", "logit_bias", "min_tokens", "logprobs"}
-    assert asked >= every
+    narrowing = {"temperature", "top_k", "top_p"}
+    changing = {"presence_penalty", "logit_bias", "min_tokens", "allowed_tokens", "bad_words"}
+    assert asked >= narrowing | changing | {"logprobs"}
     assert any(result.sampled.logprobs is not None for result in results)
     assert any(result.prompts for result in results) and any(result.finite for result in results)
     assert any(plan.copies for plan in plans) and any(plan.clears for plan in plans)
