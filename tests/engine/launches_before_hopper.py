@@ -9,10 +9,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from engine.tune import tuning
-
 from engine.build import read_served
 from engine.launch_enumeration import launch_all
+from engine.tune import tuning
 from kernels import compiling
 from kernels.triton.linear_table import Table
 
