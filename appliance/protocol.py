@@ -25,12 +25,24 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """The state in words, e.g. "restarting in 2 s"."""
     pid: int | None = None
     connections: int = 0
+    busy_connections: int = 0
+    """Connections of known clients (local users, or a valid key) whose request is being answered."""
+    max_connections: int = 0
+    """Connections of known clients that the front can hold."""
+    unauthenticated_connections: int = 0
+    """Connections that have not yet sent a request with a valid key."""
+    refused_connections: int = 0
+    """Connections since the front started that were refused because no place was free."""
+    evicted_connections: int = 0
+    """Connections without a valid key that were closed, since the front started, to make room for others."""
+    refused_bodies: int = 0
+    """Requests since the front started that were refused because too many bytes of bodies were under way."""
     streams: int = 0
     requests: int = 0
     tokens: int = 0
     """Streamed since the front started."""
     unauthenticated: int = 0
-    """Requests refused for want of a valid identity since the front started."""
+    """Requests that were denied since the front started because they had no valid key or user."""
     cpu_seconds: float = 0.0
     cpu_us_per_token: float | None = None
     kept_answers: int = 0

@@ -336,6 +336,9 @@ class Switchboard:
     def front_ready(self, front: Front) -> None:
         self.update_listeners()
 
+    def front_reported(self, front: Front) -> None:
+        self.update_listeners()
+
     def front_asks(self, front: Front, message: AboutRequest) -> None:
         if isinstance(message, Admit):
             # A front says who asks; what they may do is ours to know.

@@ -204,6 +204,26 @@ class Families:
         self.front_connections = _gauge(
             "appliance_front_connections", "Open connections of a front.", "front"
         )
+        self.front_unauthenticated_connections = _gauge(
+            "appliance_front_unauthenticated_connections",
+            "Open connections that have not yet sent a request with a valid key.",
+            "front",
+        )
+        self.front_refused_connections = _counter(
+            "appliance_front_refused_connections_total",
+            "Connections that were refused because no place was free.",
+            "front",
+        )
+        self.front_evicted_connections = _counter(
+            "appliance_front_evicted_connections_total",
+            "Connections without a valid key that were closed to make room for others.",
+            "front",
+        )
+        self.front_refused_bodies = _counter(
+            "appliance_front_refused_bodies_total",
+            "Requests that were refused because too many bytes of bodies were under way.",
+            "front",
+        )
         self.front_streams = _gauge("appliance_front_streams", "Streams that a front writes.", "front")
         self.front_requests = _counter(
             "appliance_front_requests_total", "Requests that reached a front.", "front"
