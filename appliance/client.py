@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
+_ACTION_TIMEOUT_S = 30.0
+"""The service answers every action that waits for its database within 25 s, with success or failure."""
+
 
 class ServiceNotRunningError(Exception):
     """Nobody answers on the admin socket."""
@@ -138,14 +141,16 @@ class AdminClient:
                 transport=transport, base_url="http://admin", timeout=self._timeout_s, headers=self._headers
             )
         headers = {"content-type": "application/json"} if body is not None else None
+        timeout_s = self._timeout_s if body is None else max(self._timeout_s, _ACTION_TIMEOUT_S)
         try:
-            response = self._http.request(method, path, content=body, headers=headers)
+            response = self._http.request(method, path, content=body, headers=headers, timeout=timeout_s)
         except httpx.ConnectError as error:
             raise self._explained(error) from error
         except httpx.TransportError as error:
             raise ServiceNotRunningError(
                 f"the service behind {self.socket} did not answer {method} {path} "
                 f"({error or type(error).__name__}): see its log"
+                + ("" if body is None else ", and whether it was done: appliance audit list")
             ) from error
         if response.is_success:
             return msgspec.json.decode(response.content, type=result)

@@ -428,6 +428,8 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Requests since the start whose texts were not kept, because too much waited."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name: a tokenizer that cannot be read."""
+    log_dropped_lines: int = 0
+    """Lines of the log that were dropped since the start because nobody read standard error."""
     configured: int = 0
     """`serial` of the last `Configure` that holds for whoever asks this front."""
 

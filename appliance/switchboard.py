@@ -416,6 +416,16 @@ class Switchboard:
                 # Either it is dying too, or it is of no use without the replica.
                 front.kill_soon(f"it closed its channel to {replica.name}")
 
+    def replica_silent(self, replica: Replica) -> None:
+        if replica.account is not None:
+            self.ledger.retire_replica(replica.account)
+        self.tell_configuration()
+
+    def replica_heard(self, replica: Replica) -> None:
+        if replica.account is not None and not replica.retiring:
+            self.ledger.add_replica(replica.account)
+        self.tell_configuration()
+
     def replica_lost(self, replica: Replica) -> None:
         if replica.account is not None:
             self.ledger.lose_replica(replica.account)

@@ -29,6 +29,7 @@ from appliance.messages import (
     StopFront,
 )
 from engine.client import Channel
+from engine.logs import log_state
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +204,7 @@ class Front:
                 kept_bytes=box.retries.kept_bytes,
                 dropped_texts=box.keeper.dropped,
                 problems=box.catalog.problems,
+                log_dropped_lines=log_state().dropped_lines,
                 configured=self._configured,
             )
         )

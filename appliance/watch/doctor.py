@@ -105,25 +105,23 @@ def _service(
         yield _finding("state", "ok", text)
     else:
         yield _finding("state", "warning", f"{text}: {status.reason}", "wait, then look again")
-    for model in status.models:
-        if model.state not in ("ready", "loading"):
-            errors = [replica.last_error for replica in model.replicas if replica.last_error]
-            why = model.detail or "; ".join(errors) or "reason unknown"
-            yield _finding(
-                model.name,
-                "problem",
-                f"model {model.name} is {model.state}: {why}",
-                "mend what it names; the service tries again by itself",
-            )
+    for current in status.current_problems:
+        yield _finding(current.where, "problem", f"{current.where}: {current.what}", current.remedy)
     for database in status.databases:
-        if database.last_error or database.dropped_rows or database.rejected_rows:
-            lost = database.dropped_rows + database.rejected_rows
+        if database.restored:
+            yield _finding(
+                os.path.basename(database.path),
+                "warning",
+                database.restored,
+                "find out which program deletes or replaces files of the state directory; to restore a "
+                "backup, stop the service first",
+            )
+        if lost := database.dropped_rows + database.rejected_rows:
             yield _finding(
                 os.path.basename(database.path),
                 "problem",
-                f"{database.lag_rows:,} rows wait, {lost:,} are lost: "
-                f"{database.last_error or 'it takes writes again'}",
-                "free disk space and look at the disk's health: rows wait in memory meanwhile",
+                f"{lost:,} rows were lost since the start",
+                "the log says when and why; look at the disk's free space and health",
             )
     recent = [problem for problem in status.problems if now - problem.at < _RECENT_S]
     for problem in recent[:_MOST_REPORTED_PROBLEMS]:

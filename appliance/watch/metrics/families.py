@@ -267,6 +267,11 @@ class Families:
             "appliance_audit_lost_rows_total", "Audit rows for which there was no room; the log has them."
         )
 
+        self.log_dropped_lines = _counter(
+            "appliance_log_dropped_lines_total",
+            "Lines of the log that were dropped because nobody read standard error.",
+            "process",
+        )
         self.process_cpu = _counter("process_cpu_seconds_total", "CPU time of the core.")
         self.process_memory = _gauge("process_resident_memory_bytes", "Resident memory of the core.")
         self.process_started = _gauge("process_start_time_seconds", "When the core started, unix seconds.")
