@@ -63,7 +63,7 @@ class StepBatch:
 @dataclass(frozen=True, slots=True)
 class Padding:
     """Sizes to which passes with prompts are padded, because kernels for these sizes are loaded at start
-    (`engine.kernel_loading`)."""
+    (`engine.warmup`)."""
 
     tokens: list[int]
     """Numbers of tokens, ascending. The last is the token budget of a step."""
@@ -266,7 +266,7 @@ class SlotTables:
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.slots] = batch.positions
         self.last_tokens[batch.slots] = token_ids
-        self.sampling.count(batch.metadata, token_ids)
+        self.sampling.note(batch.metadata, token_ids)
 
     # ── transfers ────────────────────────────────────────────────────────────────────────────────
 

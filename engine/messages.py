@@ -13,6 +13,12 @@ import msgspec
 BLOCK_TOKENS = 64
 """Tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
 
+MAX_BAD_WORD_TOKENS = 32
+"""Maximum length of an entry of `SamplingParams.bad_words`. The device keeps one token less of every
+output."""
+MAX_BAD_WORDS = 512
+"""Maximum number of entries of `SamplingParams.bad_words`, since each is compared in every step."""
+
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
 """Why a sample ended: "" (it has not ended), "stop" (a stop token, which is its last token), "length"
 (`max_tokens` or the model's maximum length), "cancelled" or "error"."""
@@ -114,6 +120,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     """Values to add to the logits of these token ids."""
+    allowed_tokens: bytes = b""
+    """Bit map of the token ids that may be sampled: token i is bit i % 8 of byte i // 8. Empty: all
+    tokens."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that the output must not contain: the last token of an entry is banned where the
+    output ends with its other tokens. Prompt tokens do not count."""
     seed: int = 0
     """Seed of the sampling noise, 64 bits. The noise depends on seed, sample index, position and token id."""
     min_tokens: int = 0

@@ -24,6 +24,10 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
     forks: list[tuple[int, int]] = []
     """(slot, sample) of each fork. The other fields apply to all forks and are sent once."""
 
+    recent: list[int] = []
+    """The last output tokens known so far (at most MAX_BAD_WORD_TOKENS - 1) if bad words need them; otherwise
+    empty."""
+
     @property
     def members(self) -> list[tuple[int, int]]:
         """(slot, sample) of each sequence."""

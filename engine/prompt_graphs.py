@@ -74,6 +74,11 @@ class PromptGraphs:
                 self._graphs[size].capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
+    def launch(self) -> None:
+        """Launch every kernel that `capture` captures, without capturing."""
+        for size in self.sizes:
+            self._run(size)
+
     def fits(self, plan: StepPlan) -> bool:
         """Return whether a plan can be replayed: only a few short prompts, each computed to its end."""
         chunks = plan.chunks

@@ -20,7 +20,6 @@ from engine.device import device_name, select_device
 from engine.device_tables import Padding, SlotTables
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
-from engine.kernel_loading import load_kernels
 from engine.kv_memory import allocate_kv
 from engine.launched import StepResults, StreamStep, ThreadStep, read_results, to_host
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec
@@ -30,8 +29,8 @@ from engine.parallel import Ranks
 from engine.plan import StepPlan, StepTokens
 from engine.profiling import profile_cuda, steps_fit
 from engine.progress import ProgressCallback
-from engine.rehearsal import every_kind
 from engine.sampler import Sampler
+from engine.served_model import ServedModel
 from engine.sizing import (
     EXPANSION_BLOCKS,
     FP8,
@@ -44,6 +43,7 @@ from engine.sizing import (
 from engine.spec_checks import check_spec
 from engine.steps import StepExecutor
 from engine.transfer import reserve_pinned
+from engine.warmup import warm_up
 from kernels import KvPool, select_backend, select_sampling
 
 _BYTES_PER_PROMPT_TOKEN = 4 * 8
@@ -78,6 +78,7 @@ class ModelRunner:
         self.weights = FP8 if spec.quantization == FP8 or self.config.fp8 else self.dtype
         self.kv_cache_dtype = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()
+        self._padding = Padding(gemm_sizes(spec.max_num_batched_tokens), gemm_sizes(spec.max_num_seqs))
         self._failed: BaseException | None = None
         self._ended_at: float | None = None
         self._ended_event: torch.cuda.Event | None = None
@@ -177,9 +178,7 @@ class ModelRunner:
     def _executor(self, kv: list[KvPool]) -> StepExecutor:
         """Return an executor over a KV pool, with device tables of its own."""
         blocks, slots = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_num_seqs
-        padding = None
-        if self.decoder.ops.name == "cuda":
-            padding = Padding(gemm_sizes(self.spec.max_num_batched_tokens), gemm_sizes(slots))
+        padding = self._padding if self.decoder.ops.name == "cuda" else None
         tables = SlotTables(slots, blocks, self.config.vocab_size, self.device, padding)
         return StepExecutor(self.decoder, kv, tables, self._sampler)
 
@@ -235,11 +234,17 @@ class ModelRunner:
     def _start_build(self) -> KernelBuild:
         """Start compiling kernels on rank 0, for all ranks, since all run the same kernels. Raises
         UnsupportedError for a model that the kernels cannot run."""
-        dtypes = {"dtype": self.dtype, "weights": self.weights, "kv_cache_dtype": self.kv_cache_dtype}
-        check_kernels(self.config, self.spec, device=self.device, **dtypes)
-        if self.ranks.rank:
-            return KernelBuild()
-        return start_build(self.config, self.spec, device=self.device, **dtypes)
+        served = ServedModel(
+            config=self.config,
+            dtype=self.dtype,
+            fp8=self.weights == FP8,
+            kv_fp8=self.kv_cache_dtype == FP8,
+            tensor_parallel_size=self.ranks.size,
+            max_num_seqs=self.spec.max_num_seqs,
+            max_num_batched_tokens=self.spec.max_num_batched_tokens,
+        )
+        check_kernels(served, self.device)
+        return start_build(served, self.device) if self.ranks.rank == 0 else KernelBuild()
 
     def _await_build(self, building: KernelBuild, progress: ProgressCallback) -> None:
         if building.running:
@@ -258,13 +263,8 @@ class ModelRunner:
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         if self.ranks.size == 1:
             self._capture_graphs(progress)
-        table = self.steps.tables.block_table
-        load_kernels(
-            self.decoder, self.steps.kv, table, self.spec.max_num_batched_tokens, self.spec.max_num_seqs
-        )
         scratch = self._executor(self.decoder.allocate_kv(1))
-        for plan in every_kind(self.max_model_len, self.spec):
-            to_host(scratch.run(plan))
+        warm_up(self.steps, scratch, self.max_model_len, self._padding, to_host)
 
     def _capture_graphs(self, progress: ProgressCallback) -> None:
         """Capture CUDA graphs of decode steps and of short prompt passes."""

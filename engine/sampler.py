@@ -5,12 +5,12 @@ parallelism, greedy and plain rows exchange each rank's best (value, id), which 
 result. If a row needs top-k, top-p, min-p or logits processors, the step's logits are gathered first.
 
 The operations apply in this order: repetition penalty, frequency and presence penalties, logit bias, ban of
-stop tokens before `min_tokens`, temperature, top-k, top-p, min-p. Penalties before temperature, and top-p
-over the renormalised result of top-k, are the order of Hugging Face and vLLM. Min-p last is Hugging Face's
-order; vLLM applies it before top-k, which differs only if top-p would then renormalise over fewer tokens. The
-bias follows the penalties, so that −100 bans a token and +100 forces it whatever the penalties are. The ban
-comes after the bias, so that no bias lifts it. Tokens that tie with the last one kept by top-k, top-p or
-min-p are kept too.
+stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p. Penalties before
+temperature, and top-p over the renormalised result of top-k, are the order of Hugging Face and vLLM. Min-p
+last is Hugging Face's order; vLLM applies it before top-k, which differs only if top-p would then renormalise
+over fewer tokens. The bias follows the penalties, so that −100 bans a token and +100 forces it whatever the
+penalties are. The ban comes after the bias, so that no bias lifts it. Tokens that tie with the last one kept
+by top-k, top-p or min-p are kept too.
 
 Log probabilities are those of the model's own distribution, before all of these operations.
 
@@ -89,6 +89,7 @@ class Sampler:
             edited = self._ops.edit(
                 source, draws, index, counts, count_rows, processors.bias, processors.banned
             )
+            tables.sampling.restrict_(edited, processors)
             source = replace(source, edited=edited, edited_index=processors.index_of)
         token_ids = self._best(variant, source, draws, whole)
         tables.advance(batch, token_ids)

@@ -11,15 +11,36 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from engine.messages import MAX_BAD_WORD_TOKENS
 from engine.plan import SlotSetup
 from engine.transfer import upload
 from kernels import sampling
 from kernels.draws import Bans, Biases, Draws, Variant
 
+_PREFIX = MAX_BAD_WORD_TOKENS - 1
+"""Number of output tokens of a sequence to which bad words are compared."""
+_ANY, _NONE = -1, -2
+"""Placeholders for token ids: _ANY pads a shorter bad word and matches every token; _NONE pads a shorter
+output and matches no token."""
+
+
+@dataclass(slots=True)
+class BadWords:
+    """The bad words of some sampling slots, one entry for each word."""
+
+    slots: torch.Tensor
+    """[entries] int64"""
+    prefixes: torch.Tensor
+    """[entries, MAX_BAD_WORD_TOKENS - 1] int32: the tokens before the last, right-aligned and padded with
+    _ANY."""
+    targets: torch.Tensor
+    """[entries] int64: index of the last token in the flattened processed logits."""
+
 
 @dataclass(slots=True)
 class LogitsProcessors:
-    """Changes to logits before sampling: penalties, biases, and stop tokens banned before `min_tokens`.
+    """Changes to logits before sampling: penalties, biases, allowed tokens, bad words, and stop tokens banned
+    before `min_tokens`.
 
     "Processed" are the sampling slots whose logits change.
     """
@@ -34,6 +55,12 @@ class LogitsProcessors:
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
     """Slots with penalties: their indices into the sampling slots, and their rows of the penalty counts."""
+    excluded: torch.Tensor | None
+    """[processed, vocabulary] bool: tokens that a slot may not sample; None if no slot has allowed tokens."""
+    bad_words: BadWords | None
+    remembered: tuple[torch.Tensor, torch.Tensor] | None
+    """Slots with bad words, whose sampled tokens are remembered: their indices into the sampling slots, and
+    the slots."""
 
 
 @dataclass(slots=True)
@@ -65,7 +92,8 @@ class SamplingTables:
     model).
 
     Penalty counts take 4 bytes × vocabulary for each slot with penalties. Their number of rows is rounded up
-    to a power of two. A row is in use until its slot's next setup.
+    to a power of two. A row is in use until its slot's next setup. Allowed tokens take 1 byte × vocabulary
+    for each submission that has them, and as much for each processed slot of a step with such slots.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -81,9 +109,16 @@ class SamplingTables:
         self._count_row_of: dict[int, int] = {}
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stops: dict[int, torch.Tensor] = {}
+        self._excluded: dict[int, torch.Tensor] = {}
+        """[vocabulary] bool by slot: the tokens that the slot may not sample."""
+        self._bad_words: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By slot: prefixes [words, MAX_BAD_WORD_TOKENS - 1] and last tokens [words] of its bad words."""
+        self._recent = torch.full((max_num_seqs, _PREFIX), _NONE, dtype=torch.int32, device=device)
+        """The last output tokens of slots with bad words. The device updates them, so that a step launched
+        before the previous step's tokens are read compares the right ones."""
         self._variant = np.zeros(max_num_seqs, dtype=np.int8)
         self._processed = np.zeros(max_num_seqs, dtype=bool)
-        """Whether the slot has penalties or biases."""
+        """Whether the slot has penalties, biases, allowed tokens or bad words."""
         self._stop_from = np.zeros(max_num_seqs, dtype=np.int64)
         """First position at which stop tokens may be sampled; 0 if they are never banned."""
         self._logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
@@ -120,25 +155,28 @@ class SamplingTables:
             )
             integers[:, i] = (slot, sampling.noise_base(params.seed, sample), top_k)
             self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-            self._processed[slot] = slot in self._bias or params.penalised
+            listed = slot in self._bias or slot in self._excluded or slot in self._bad_words
+            self._processed[slot] = listed or params.penalised
             # Top-k, top-p and min-p always keep the largest logit, so a greedy slot needs none of them.
             filtered = top_k > 0 or params.top_p < 1 or params.min_p > 0
             self._variant[slot] = Variant.GREEDY if greedy else Variant.FULL if filtered else Variant.PLAIN
         self._set_up_counts(setups)
+        self._set_up_recent(setups)
         staged, rates = upload(integers, self.device), upload(floats, self.device)
         self.noise_base[staged[0]] = staged[1]
         self.top_k[staged[0]] = staged[2]
         self.floats[staged[0]] = rates
 
     def _set_up_lists(self, setup: SlotSetup) -> None:
-        """Store the biases and stop tokens of a setup. Its slots share the tensors, which are never written.
+        """Store the biases, stop tokens, allowed tokens and bad words of a setup. Its slots share the
+        tensors, which are never written.
 
         Ids outside the vocabulary cannot be sampled, so they are dropped.
         """
         params, slots = setup.sampling, [slot for slot, _ in setup.members]
         for slot in slots:
-            self._bias.pop(slot, None)
-            self._stops.pop(slot, None)
+            for lists in (self._bias, self._stops, self._excluded, self._bad_words):
+                lists.pop(slot, None)
         self._stop_from[slots] = 0
         bias = {token: x for token, x in (params.logit_bias or {}).items() if 0 <= token < self.vocab_size}
         if bias:
@@ -150,6 +188,16 @@ class SamplingTables:
             banned = upload(np.array(stops, dtype=np.int64), self.device)
             self._stops.update(dict.fromkeys(slots, banned))
             self._stop_from[slots] = setup.prompt_tokens + params.min_tokens
+        if params.allowed_tokens:
+            self._excluded.update(dict.fromkeys(slots, self._exclusion(params.allowed_tokens)))
+        words = [word for word in params.bad_words if word and max(word) < self.vocab_size and min(word) >= 0]
+        if words:
+            prefixes = np.full((len(words), _PREFIX), _ANY, dtype=np.int32)
+            for i, word in enumerate(words):
+                prefixes[i, _PREFIX + 1 - len(word) :] = word[:-1]
+            last = np.fromiter((word[-1] for word in words), dtype=np.int64, count=len(words))
+            uploaded = (upload(prefixes, self.device), upload(last, self.device))
+            self._bad_words.update(dict.fromkeys(slots, uploaded))
 
     def _set_up_counts(self, setups: list[SlotSetup]) -> None:
         for setup in setups:
@@ -169,6 +217,19 @@ class SamplingTables:
             counts.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
             for row in others:
                 self.counts[row].copy_(counts)
+
+    def _set_up_recent(self, setups: list[SlotSetup]) -> None:
+        members = [
+            (slot, setup.recent) for setup in setups for slot, _ in setup.members if slot in self._bad_words
+        ]
+        if not members:
+            return
+        recent = np.full((len(members), _PREFIX), _NONE, dtype=np.int32)
+        for i, (_, tokens) in enumerate(members):
+            if tokens:
+                recent[i, -len(tokens) :] = tokens
+        slots = upload(np.array([slot for slot, _ in members], dtype=np.int64), self.device)
+        self._recent[slots] = upload(recent, self.device)
 
     def _take_count_row(self, slot: int) -> int:
         used = set(self._count_row_of.values())
@@ -231,6 +292,7 @@ class SamplingTables:
         if stops:
             places = torch.cat([torch.full_like(ids, i) for i, ids in stops])
             banned = (places, torch.cat([ids for _, ids in stops]))
+        bad_words, remembered = self._words(processed, owners)
         return LogitsProcessors(
             index=upload(processed, self.device),
             index_of=upload(index_of, self.device),
@@ -238,12 +300,73 @@ class SamplingTables:
             bias=bias,
             banned=banned,
             counted=counted,
+            excluded=self._exclusions(owners),
+            bad_words=bad_words,
+            remembered=remembered,
         )
 
-    def count(self, metadata: SamplingMetadata, token_ids: torch.Tensor) -> None:
-        """Add the sampled tokens, [sampling slots] int64, to the penalty counts."""
+    def _exclusion(self, allowed_tokens: bytes) -> torch.Tensor:
+        """Return `[vocabulary]` bool: the tokens whose bit in `allowed_tokens` is not set."""
+        size = -(-self.vocab_size // 8)
+        packed = np.zeros(size, dtype=np.uint8)
+        given = np.frombuffer(allowed_tokens, dtype=np.uint8)[:size]
+        packed[: len(given)] = given
+        shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
+        bits = (upload(packed, self.device).unsqueeze(1) >> shifts) & 1
+        return bits.flatten()[: self.vocab_size] == 0
+
+    def _exclusions(self, owners: list[int]) -> torch.Tensor | None:
+        """Return `LogitsProcessors.excluded` for the processed slots `owners`."""
+        if not any(slot in self._excluded for slot in owners):
+            return None
+        nothing = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        return torch.stack([self._excluded.get(slot, nothing) for slot in owners])
+
+    def _words(
+        self, processed: np.ndarray, owners: list[int]
+    ) -> tuple[BadWords | None, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Return `LogitsProcessors.bad_words` and `LogitsProcessors.remembered`."""
+        found = [
+            (i, slot, *self._bad_words[slot]) for i, slot in enumerate(owners) if slot in self._bad_words
+        ]
+        if not found:
+            return None, None
+        words = BadWords(
+            slots=torch.cat([torch.full_like(last, slot) for _, slot, _, last in found]),
+            prefixes=torch.cat([prefixes for _, _, prefixes, _ in found]),
+            targets=torch.cat([last + i * self.vocab_size for i, _, _, last in found]),
+        )
+        index = upload(processed[[i for i, _, _, _ in found]], self.device)
+        return words, (
+            index,
+            upload(np.array([slot for _, slot, _, _ in found], dtype=np.int64), self.device),
+        )
+
+    def restrict_(self, logits: torch.Tensor, processors: LogitsProcessors) -> None:
+        """Set tokens that are not allowed or would complete a bad word to -inf in `logits` [processed,
+        vocabulary] float32, in place."""
+        if processors.excluded is not None:
+            logits.masked_fill_(processors.excluded, -torch.inf)
+        words = processors.bad_words
+        if words is not None:
+            recent = self._recent[words.slots]
+            complete = ((recent == words.prefixes) | (words.prefixes == _ANY)).all(dim=1)
+            # Entries may share a target, so the minimum is taken, which does not depend on the order of
+            # writes.
+            limits = torch.where(complete, -torch.inf, torch.inf)
+            logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")
+
+    def note(self, metadata: SamplingMetadata, token_ids: torch.Tensor) -> None:
+        """Note the sampled tokens, [sampling slots] int64, of slots with penalties or bad words, whose next
+        tokens depend on them."""
         processors = metadata.processors
-        if processors is not None and processors.counted is not None and self.counts is not None:
+        if processors is None:
+            return
+        if processors.counted is not None and self.counts is not None:
             index, count_rows = processors.counted
             # Each row of the counts occurs once, so no atomic addition is needed.
             self.counts[count_rows, token_ids[index]] += 2
+        if processors.remembered is not None:
+            index, slots = processors.remembered
+            sampled = token_ids[index].unsqueeze(1).int()
+            self._recent[slots] = torch.cat((self._recent[slots, 1:], sampled), dim=1)

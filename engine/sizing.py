@@ -197,11 +197,12 @@ def _workspace_on_gpu(
 ) -> int:
     """Return the bytes of a GPU's buffers.
 
-    These are two buffers of logits (the CUDA graphs have their own), processed logits in float32 and penalty
-    counts for every slot, the expansion of an FP8 cache, the CUDA graphs, and the memory of CUDA itself.
+    These are two buffers of logits (the CUDA graphs have their own), processed logits in float32, penalty
+    counts and exclusions (of a slot and of a step) for every slot, the expansion of an FP8 cache, the CUDA
+    graphs, and the memory of CUDA itself.
     """
     width = DTYPE_BYTES[dtype]
-    logits = max_num_seqs * shard.vocab * (2 * width + 8)
+    logits = max_num_seqs * shard.vocab * (2 * width + 10)
     block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * width
     expansion = 2 * EXPANSION_BLOCKS * block if kv_cache_dtype == FP8 else 0
     graphs = graph_bytes(config, shard, dtype, max_num_seqs, max_num_batched_tokens)

@@ -16,7 +16,7 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy `array` to the device through pinned memory, which torch keeps until the device has read it. On a
     CPU, return a tensor on the same memory."""
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def reserve_pinned(max_bytes: int) -> None:

@@ -234,7 +234,7 @@ def _queue(status: Status, width: int | None) -> list[str]:
             target = "" if one.target_s is None else f" (target {of_seconds(one.target_s)})"
             waits = (
                 f"{one.name}  {one.waiting:,} waiting, the oldest for {of_seconds(one.oldest_wait_s)}; "
-                f"who comes now waits about {of_seconds(one.expected_wait_s)}{target}"
+                f"new requests wait about {of_seconds(one.expected_wait_s)}{target}"
             )
             lines += _labelled("", waits, width)
     if queue.overload:

@@ -83,6 +83,7 @@ class Box:
                 prompt_tokens=call.prompt_tokens,
                 arrived_at=call.arrived_at,
                 e2e_ms=call.elapsed_ms(),
+                user=call.user,
             )
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from appliance.front.job import Job, Prompt
 from appliance.front.sample import LogprobEntry
 from appliance.text.tokenizer import Tokenizer
@@ -93,6 +95,31 @@ class CompletionLogprobs:
             "top_logprobs": self._top if self._alternatives else None,
             "text_offset": self._offsets,
         }
+
+
+def prompt_logprobs(tokenizer: Tokenizer, prompt: Prompt, alternatives: int) -> msgspec.Raw:
+    """The field `prompt_logprobs` as vLLM has it: for each token of the prompt but the first an object from
+    token ids to log probability, rank and text."""
+    # Piece by piece, since encoding a long list at once would stop every thread.
+    pieces = [
+        msgspec.json.encode(None if known is None else _with_ranks(tokenizer, known, alternatives))
+        for known in prompt.logprobs or ()
+    ]
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+
+
+def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) -> dict[str, Any]:
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(known.top, 1)}
+    shown = dict([*known.top[:alternatives], (known.token_id, known.logprob)])
+    return {
+        str(token_id): {
+            "logprob": _finite(value),
+            # Not known of a token that is not among the best.
+            "rank": ranks.get(token_id),
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, value in shown.items()
+    }
 
 
 def sample_logprobs(

@@ -52,13 +52,10 @@ class EventStream:
         self._before_text = [
             self._head + b'{"index":%d' % sample.index + before_text for sample in generation.samples
         ]
-        tail = b"]"
-        if job.include_usage:
-            tail += b',"usage":null'
-        self._tail = tail + b"}\n\n"
-        self._after_text = (
-            (b"}" if job.chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._tail
-        )
+        self._close = b"}" if job.chat else b""
+        # Where chunks carry more than a text, each is put together anew.
+        self._is_plain = not (job.return_token_ids or job.continuous_usage)
+        self._after_text = self._close + b',"logprobs":null,"finish_reason":null}' + self._tail()
         generation.on_progress = self.progress
         generation.on_end = self.ended
 
@@ -153,51 +150,71 @@ class EventStream:
                 return
             sample.begun = True
             self._begin(sample, events)
-        self.generation.delivered_tokens += sample.delivered - sample.counted
-        sample.counted = sample.delivered
+        counted, sample.counted = sample.counted, sample.delivered
+        self.generation.delivered_tokens += sample.counted - counted
         pieces = sample.pieces
-        if sample.entries is not None:
-            if pieces or sample.entries:
-                events.append(self._with_logprobs(sample, "".join(pieces)))
+        if sample.entries is None and self._is_plain:
+            if pieces:
+                text = pieces[0] if len(pieces) == 1 else "".join(pieces)
                 pieces.clear()
-                sample.entries.clear()
-        elif pieces:
-            text = pieces[0] if len(pieces) == 1 else "".join(pieces)
+                events.append(self._before_text[sample.index] + _encode(text) + self._after_text)
+        elif pieces or sample.entries or (self._job.return_token_ids and sample.counted > counted):
+            token_ids = sample.token_ids[counted : sample.counted]
+            logprobs = sample_logprobs(self._job, sample.entries)
+            events.append(self._event(sample, "".join(pieces), logprobs, self._token_ids(token_ids)))
             pieces.clear()
-            events.append(self._before_text[sample.index] + _encode(text) + self._after_text)
+            if sample.entries is not None:
+                sample.entries.clear()
         if sample.finish_reason:
             self._unfinished -= 1
             events.append(
                 self._head
                 + b'{"index":%d' % sample.index
                 + (b',"delta":{}' if self._job.chat else b',"text":""')
-                + b',"logprobs":null,"finish_reason":"%b"}' % sample.finish_reason.encode()
-                + self._tail
+                + b',"logprobs":null,"finish_reason":"%b"' % sample.finish_reason.encode()
+                + self._token_ids([])
+                + b"}"
+                + self._tail()
             )
 
     def _begin(self, sample: Sample, events: list[bytes]) -> None:
+        prompt_ids = b""
+        if self._job.return_token_ids and not (self._job.chat and sample.index):
+            prompt_ids = b',"prompt_token_ids":' + _encode(sample.prompt.token_ids)
         if self._job.chat:
             events.append(
                 self._head
                 + b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},' % sample.index
                 + b'"logprobs":null,"finish_reason":null}'
-                + self._tail
+                + self._tail(prompt_ids)
             )
-        elif self._job.echo:
-            logprobs = sample_logprobs(self._job, None if sample.entries is None else [], sample.prompt)
-            events.append(self._event(sample, sample.prompt.echo_text, logprobs))
+        elif self._job.echo or prompt_ids:
+            logprobs = None
+            if self._job.echo:
+                logprobs = sample_logprobs(self._job, None if sample.entries is None else [], sample.prompt)
+            events.append(self._event(sample, sample.prompt.echo_text, logprobs, prompt_ids))
 
-    def _with_logprobs(self, sample: Sample, text: str) -> bytes:
-        return self._event(sample, text, sample_logprobs(self._job, sample.entries))
-
-    def _event(self, sample: Sample, text: str, logprobs: object) -> bytes:
-        close = b"}" if self._job.chat else b""
+    def _event(self, sample: Sample, text: str, logprobs: object, more: bytes = b"") -> bytes:
+        """A chunk with `text`; `more` are further fields of its choice."""
         return (
             self._before_text[sample.index]
             + _encode(text)
-            + close
+            + self._close
             + b',"logprobs":'
             + _encode(logprobs)
-            + b',"finish_reason":null}'
-            + self._tail
+            + b',"finish_reason":null'
+            + more
+            + b"}"
+            + self._tail()
         )
+
+    def _token_ids(self, token_ids: list[int]) -> bytes:
+        """The field of a choice, where it is asked for."""
+        return b',"token_ids":' + _encode(token_ids) if self._job.return_token_ids else b""
+
+    def _tail(self, more: bytes = b"") -> bytes:
+        """The end of a chunk, after its choice; `more` are further fields of the chunk."""
+        if not self._job.include_usage:
+            return b"]" + more + b"}\n\n"
+        counts = _encode(usage(self.generation)) if self._job.continuous_usage else b"null"
+        return b"]" + more + b',"usage":' + counts + b"}\n\n"

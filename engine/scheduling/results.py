@@ -119,7 +119,8 @@ class ResultCollector:
             sequence,
             "error",
             f"the model computed NaN or infinity at position {position}, so no token can be sampled (a "
-            "damaged checkpoint, a dtype with too small a range, or a logit_bias that bans every token)",
+            "damaged checkpoint, a dtype with too small a range, or logit_bias, allowed_token_ids "
+            "and bad_words that together ban every token)",
         )
 
     def _release(self, sequence: Sequence, finish: FinishReason) -> None:

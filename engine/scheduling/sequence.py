@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from engine.messages import BLOCK_TOKENS, Finished, FinishReason, Submit, TokenLogprob
+from engine.messages import (
+    BLOCK_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    Finished,
+    FinishReason,
+    Submit,
+    TokenLogprob,
+)
 from engine.plan import SlotSetup
 from engine.scheduling.block_pool import PrefixChain
 
@@ -186,11 +193,13 @@ def blocks_for(tokens: int) -> int:
 def setup_of(sequence: Sequence) -> SlotSetup:
     """Return the plan's setup of a sequence and its forks. None of them has sampled yet, so they share it."""
     submit = sequence.submission.submit
+    prompt_tokens = len(submit.prompt_token_ids)
     history = sequence.tokens.copy() if submit.sampling.penalised else []
+    recent: list[int] = []
+    if submit.sampling.bad_words:
+        recent = sequence.tokens[max(prompt_tokens, len(sequence.tokens) - MAX_BAD_WORD_TOKENS + 1) :]
     forks = [(fork.slot, fork.sample) for fork in sequence.forks]
-    return SlotSetup(
-        sequence.slot, submit.sampling, sequence.sample, len(submit.prompt_token_ids), history, forks
-    )
+    return SlotSetup(sequence.slot, submit.sampling, sequence.sample, prompt_tokens, history, forks, recent)
 
 
 def setup_numbers(sequence: Sequence) -> int:
@@ -198,4 +207,7 @@ def setup_numbers(sequence: Sequence) -> int:
     sampling = sequence.submission.submit.sampling
     history = len(sequence.tokens) if sampling.penalised else 0
     # A bias is a token id and a float of 9 bytes, which is as long as three token ids.
-    return history + 3 * len(sampling.logit_bias or ()) + len(sampling.stop_token_ids)
+    bias = 3 * len(sampling.logit_bias or ())
+    words = sum(map(len, sampling.bad_words)) + MAX_BAD_WORD_TOKENS * bool(sampling.bad_words)
+    allowed = len(sampling.allowed_tokens) // 5  # bytes; a token id takes about five
+    return history + bias + len(sampling.stop_token_ids) + words + allowed

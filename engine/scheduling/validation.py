@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from engine.messages import SamplingParams, Submit
+from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams, Submit
 from engine.scheduling.sequence import CLASSES, blocks_for, length_limit
 
 MAX_SAMPLES = 1024
@@ -54,6 +54,7 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
         "output_token_ids": submit.output_token_ids,
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": sampling.logit_bias or (),
+        "bad_words": [token for word in sampling.bad_words for token in word],
     }
     for name, ids in token_fields.items():
         if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
@@ -85,6 +86,13 @@ def _sampling_refusal(sampling: SamplingParams, vocab_size: int) -> str | None:
         if not (bias == -math.inf or abs(bias) <= _MAX_FACTOR):
             bound = f"{-_MAX_FACTOR:g} to {_MAX_FACTOR:g}"
             return f"logit_bias of token {token} is {bias}, must be -inf or from {bound}"
+    if sampling.allowed_tokens and not _allows_any(sampling.allowed_tokens, vocab_size):
+        return f"allowed_tokens has no token id of the vocabulary, which has ids 0 to {vocab_size - 1}"
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        return f"bad_words has {len(sampling.bad_words)} entries, must be at most {MAX_BAD_WORDS}"
+    for word in sampling.bad_words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            return f"bad_words has an entry of {len(word)} tokens, must be 1 to {MAX_BAD_WORD_TOKENS}"
     logprobs = (("logprobs", sampling.logprobs or 0), ("prompt_logprobs", sampling.prompt_logprobs or 0))
     for name, count in (("top_k", sampling.top_k), ("min_tokens", sampling.min_tokens), *logprobs):
         if not 0 <= count <= _MAX_COUNT:
@@ -93,3 +101,11 @@ def _sampling_refusal(sampling: SamplingParams, vocab_size: int) -> str | None:
         if count > vocab_size:
             return f"{name} is {count}, but the vocabulary has {vocab_size} tokens"
     return None
+
+
+def _allows_any(allowed_tokens: bytes, vocab_size: int) -> bool:
+    """Return whether the bit map has a token id below `vocab_size`."""
+    whole, rest = divmod(vocab_size, 8)
+    if any(allowed_tokens[:whole]):
+        return True
+    return bool(rest and len(allowed_tokens) > whole and allowed_tokens[whole] & ((1 << rest) - 1))

@@ -301,7 +301,7 @@ def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_pat
             lock.release()
     assert [finding for finding in findings if finding.area == "leftovers" and finding.level != "ok"] == []
     (kept_out,) = (finding for finding in findings if finding.subject == "state")
-    assert kept_out.level == "warning" and "may not be opened by uid 65534" in kept_out.text
+    assert kept_out.level == "warning" and "permission denied for uid 65534" in kept_out.text
 
 
 def test_a_writer_of_the_databases_without_a_service_is_a_problem(doctor: Doctor, databases: Path) -> None:

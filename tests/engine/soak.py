@@ -200,7 +200,7 @@ class Soak:
         while self.engine.core.has_work:
             self._step()
 
-    # ── the house ────────────────────────────────────────────────────────────────────────────────
+    # ── checks after a round ────────────────────────────────────────────────────────────────────────────────
 
     def _expect_order(self) -> None:
         """Raise unless all slots, blocks and credits are free again; record the memory use."""

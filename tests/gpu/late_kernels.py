@@ -1,9 +1,9 @@
-"""Starts an engine, serves random traffic, and prints as JSON the names of kernels that were first launched
-after the engine was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
+"""Starts an engine, serves random traffic, and prints as JSON the names of the kernels that were launched
+then and not before it was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8]`.
 
-It runs in a process of its own, because a kernel that one engine has loaded stays loaded for the next. Two
-layers of a public shape launch the same kernels as all layers. A Triton kernel that is compiled in several
-specialisations has one name here; `tests.kernels.launches_of_serving` distinguishes those without a GPU.
+A process of its own, since a kernel that one engine has loaded is there for the next. Two layers of a public
+shape: they launch what all of them do. Of one of our kernels that is compiled in several ways, the name is
+the same: those are told apart without a GPU (`tests.engine.launches_of_serving`).
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def main() -> None:
 
 
 def serve(engine: LocalEngine) -> None:
-    """Serve requests of all lengths and sampling variants that come and go, in steps of any number of
-    tokens."""
+    """Requests of all lengths and ways to sample that come and go, in steps of any numbers of tokens."""
     draw = random.Random(0)
     handle = 0
     for step in range(STEPS):
@@ -76,14 +75,14 @@ def serve(engine: LocalEngine) -> None:
                 engine.scheduler.add("late", request(draw, handle, engine.info.vocab_size))
         if engine.core.has_work:
             engine.core.step()
-        if step % 100 == 99:  # an empty house, so that short passes of prompts come again
+        if step % 100 == 99:  # let the engine become idle, so that short prompt passes occur again
             while engine.core.has_work:
                 engine.core.step()
     assert handle > 200, "hardly anything was asked"
 
 
 def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
-    """Return a random submission; a tenth have several samples."""
+    """One prompt; a tenth of them for several samples."""
     tokens = draw.choice((1, 3, 17, 64, 130, 512, 700, 1500, 4000))
     sampling = SamplingParams(max_tokens=draw.randrange(1, 30), ignore_eos=True, **draw.choice(WAYS))
     return Submit(
@@ -96,7 +95,7 @@ def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
 
 
 def kernels(recording: profile) -> set[str]:
-    """Return the names of the kernels in a recording."""
+    """The names of a recording's kernels."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         recording.export_chrome_trace(str(path))

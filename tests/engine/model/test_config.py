@@ -1,4 +1,4 @@
-"""Tests of reading `config.json` in every format, and of errors that name file, field, value and remedy."""
+"""`config.json` in the words of every version, and refusals that name file, field, value and remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausal
 
 
 def _compressed(**changes: Any) -> dict[str, Any]:
-    """Return a quantisation config as llm-compressor writes it. `changes` apply to the weights' scheme."""
+    """As llm-compressor writes it; `changes` are of the weights' scheme."""
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", **changes}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
     return {
@@ -42,14 +42,12 @@ def _compressed(**changes: Any) -> dict[str, Any]:
     }
 
 
-def _read(folder: Path, values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+def _read(folder: Path, values: dict[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(values))
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
     return read_config(folder)
 
 
-def test_fields_missing_in_an_old_llama_config_have_their_defaults(tmp_path: Path) -> None:
+def test_what_an_old_llama_leaves_out_has_its_defaults(tmp_path: Path) -> None:
     config = _read(tmp_path, LLAMA)
     assert config.head_dim == 8
     assert config.rope == RopeConfig(theta=10000.0)
@@ -57,16 +55,10 @@ def test_fields_missing_in_an_old_llama_config_have_their_defaults(tmp_path: Pat
     assert config.rms_norm_eps == 1e-6
     assert config.dtype == "float32"
     assert config.sliding_windows == (None,) * 4
-    assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
+    assert config.layer_kinds == ("dense",) * 4
     assert not (config.tie_word_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias)
     without = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     assert _read(tmp_path, without).kv_heads == 8
-
-
-def test_end_tokens_of_the_generation_config_take_precedence(tmp_path: Path) -> None:
-    assert _read(tmp_path, LLAMA, {"temperature": 0.6}).eos_token_ids == (2,)
-    assert _read(tmp_path, LLAMA, {"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
-    assert _read(tmp_path, {**LLAMA, "eos_token_id": None}, {}).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +100,7 @@ def test_families_differ_in_biases_and_norms(tmp_path: Path) -> None:
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
 
 
-def test_rope_and_dtype_are_read_in_both_formats(tmp_path: Path) -> None:
+def test_rope_and_dtype_are_read_in_both_versions_words(tmp_path: Path) -> None:
     rope = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
@@ -157,7 +149,7 @@ def test_lengths_follow_from_the_scaling(
         (_compressed(), True),
         (_compressed(strategy="tensor"), True),
         (_compressed(symmetric=True, dynamic=False, observer="minmax"), True),
-        # Only the checkpoint's cache is quantised; the engine's cache dtype is a setting.
+        # Only its cache is quantised, and ours is what the settings say.
         ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, False),
     ],
 )
@@ -217,8 +209,6 @@ REFUSED = [
             ({"a": {"weights": None}}, "weights of a are needed"),
         )
     ),
-    ({"eos_token_id": 101}, "eos_token_id is 101; token ids from 0 to 100 are needed"),
-    ({"eos_token_id": [1, "x"]}, "eos_token_id is [1, 'x']; token ids"),
     (
         {"rope_scaling": {"type": "longrope"}},
         "rope_scaling.type is 'longrope'; supported are default, linear",
@@ -265,7 +255,7 @@ def test_layer_types_must_fit(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
 
-def test_missing_and_invalid_json_files_are_named(tmp_path: Path) -> None:
+def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
     for content, message in [
         (None, "no such file"),
         ("{", "is not JSON"),
@@ -281,7 +271,7 @@ def test_missing_and_invalid_json_files_are_named(tmp_path: Path) -> None:
         read_config(tmp_path / "nowhere")
 
 
-def test_a_number_of_ranks_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Path) -> None:
+def test_a_split_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Path) -> None:
     config = _read(tmp_path, LLAMA)
     for size in (1, 2, 4, 8):
         config.check_parallel(size)
@@ -308,7 +298,7 @@ def test_shards_tile_the_model(size: int, tmp_path: Path) -> None:
     assert {s.vocab for s in shards} == {-(-101 // size)}
     group = config.heads // config.kv_heads
     for shard in shards:
-        # The KV heads of a rank belong to the rank's own query heads.
+        # The KV heads of a rank are those of its own query heads.
         wanted = {head // group for head in range(shard.first_head, shard.first_head + shard.heads)}
         assert wanted == set(range(shard.first_kv_head, shard.first_kv_head + shard.kv_heads))
 

@@ -32,9 +32,10 @@ PARAMS = [
     SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=(7,)),
     SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=(7,), ignore_eos=True),
     SamplingParams(max_tokens=9, temperature=2.0, logit_bias={4: 1.0}),
+    SamplingParams(max_tokens=9, temperature=2.0, allowed_tokens=b"\x0e", bad_words=((5, 7, 1), (2,))),
 ]
 PENALISED = (3, 4)
-EDITED = (3, 4, 7)
+EDITED = (3, 4, 7, 8)
 
 
 @dataclass
@@ -247,8 +248,11 @@ def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: in
         # Slots that had penalty counts and a length of other sequences.
         tables.apply(plan_of([SlotSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
         tables._lengths_host[:] = 5
-    together.apply(plan_of([other, SlotSetup(row, PARAMS[which], sample, 3, history, forks)]))
-    each = [SlotSetup(row, PARAMS[which], sample, 3, list(history)) for row, sample in pairs]
+    recent = output if PARAMS[which].bad_words else []
+    together.apply(plan_of([other, SlotSetup(row, PARAMS[which], sample, 3, history, forks, recent)]))
+    each = [
+        SlotSetup(row, PARAMS[which], sample, 3, list(history), recent=list(recent)) for row, sample in pairs
+    ]
     apart.apply(plan_of([other, *each]))
     rows = [row for row, _ in pairs]
     lengths = np.full(8, 6)
@@ -257,17 +261,18 @@ def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: in
             assert torch.equal(getattr(together.sampling, name), getattr(apart.sampling, name))
         assert np.array_equal(together._lengths_host, apart._lengths_host)
         assert together.sampling._count_row_of == apart.sampling._count_row_of
+        assert torch.equal(together.sampling._recent, apart.sampling._recent)
         assert together.sampling.counts is not None and apart.sampling.counts is not None
         for slot in together.sampling._count_row_of.values():
             assert torch.equal(together.sampling.counts[slot], apart.sampling.counts[slot])
         # From here on the forks diverge.
         for tables in (together, apart):
-            tables.sampling.count(tables.sampling.metadata(rows, lengths), torch.tensor([1, 2, step, 4]))
+            tables.sampling.note(tables.sampling.metadata(rows, lengths), torch.tensor([1, 2, step, 4]))
 
 
 def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One upload of history, bias and stop tokens serves all forks. A fork whose slot gets a new sequence
-    leaves the others unchanged."""
+    """One upload of history, bias, stop tokens, allowed tokens and bad words serves all forks. A fork whose
+    slot gets a new sequence leaves the others unchanged."""
     sent: list[list[float]] = []
 
     def noted(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -276,18 +281,27 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sampling_tables, "upload", noted)
     lists = {"logit_bias": {4: 1.5, 9: -2.0}, "min_tokens": 2, "stop_token_ids": (7, 8)}
+    lists |= {"allowed_tokens": bytes([0, 3]), "bad_words": ((6, 5), (4,))}
     params = SamplingParams(max_tokens=9, frequency_penalty=0.5, **lists)
     tables, lengths = SlotTables(8, 2, VOCAB, CPU).sampling, np.full(8, 3)
     tables.set_up([SlotSetup(4, params, 0, 3, [3, 5, 3], [(1, 1), (6, 2)])])
-    once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3]]
-    assert sorted(map(sent.count, once)) == [1] * 4
-    assert len(sent) == len(once) + 2
+    allowed, prefixes = [0, 3, 0, 0, 0, 0, 0], [*[-1] * 30, 6, *[-1] * 31]
+    once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3], allowed, prefixes, [5, 4]]
+    assert sorted(map(sent.count, once)) == [1] * 7
+    # The other uploads: the scalars of all slots (two), and for the slots with bad words their numbers and
+    # recent tokens.
+    assert len(sent) == len(once) + 4
     tables.set_up([SlotSetup(1, PARAMS[0], 0, 3, [])])
     processors = tables.metadata([4, 1, 6], lengths).processors
     assert processors is not None and processors.bias is not None and processors.banned is not None
     assert [part.tolist() for part in processors.bias] == [[0, 0, 1, 1], [4, 9, 4, 9], [1.5, -2.0, 1.5, -2.0]]
     assert [part.tolist() for part in processors.banned] == [[0, 0, 1, 1], [7, 8, 7, 8]]
     assert processors.index.tolist() == [0, 2]
+    bad_words, excluded = processors.bad_words, processors.excluded
+    assert excluded is not None and bad_words is not None and processors.remembered is not None
+    assert [row.logical_not().nonzero().flatten().tolist() for row in excluded] == [[8, 9]] * 2
+    assert bad_words.targets.tolist() == [5, 4, VOCAB + 5, VOCAB + 4]
+    assert [part.tolist() for part in processors.remembered] == [[0, 2], [4, 6]]
 
 
 def test_forks_sample_from_one_row_of_logits() -> None:

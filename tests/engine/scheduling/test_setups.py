@@ -48,3 +48,15 @@ def test_biases_and_stop_tokens_count_towards_the_setup_limit_but_prompts_do_not
         engine.submit(50, **fields)
     engine.drain()
     assert [len(setups) for setups in setups_by_step(engine)] == [2, 3]
+
+
+def test_a_setup_carries_the_last_output_tokens_if_bad_words_need_them() -> None:
+    engine = SimulatedEngine(max_num_seqs=8)
+    words: dict[str, Any] = {"bad_words": ((1, 2),), "max_tokens": 60}
+    engine.submit(5, **words)
+    engine.submit(5, output_token_ids=[4, 3], **words)
+    engine.submit(5, output_token_ids=list(range(3, 10)) * 6, **words)
+    engine.submit(5, output_token_ids=[4, 3])
+    engine.drain()
+    setups = [setup for step in setups_by_step(engine) for setup in step]
+    assert [setup.recent for setup in setups] == [[], [4, 3], (list(range(3, 10)) * 6)[-31:], []]

@@ -1,5 +1,5 @@
-"""Tests of the warm-up steps: any model and budget can run them, they use as much as any step, and they
-include every kind of step."""
+"""The steps of warm-up: any model can run them with any budget, they take as much memory as any step, and
+they are of every kind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from engine.launched import StepResults, read_results
 from engine.parallel import single
 from engine.plan import StepPlan
-from engine.rehearsal import every_kind, largest_steps
 from engine.runner import ModelRunner
 from engine.sampler import LOGPROB_ROWS
+from engine.warmup_steps import every_kind, largest_steps
 from kernels.draws import Variant
 from tests.engine.running.test_runner import folder, quiet, spec_of
 
@@ -33,9 +33,12 @@ def runner(folder: Path, request: pytest.FixtureRequest) -> Iterator[ModelRunner
     runner.close()
 
 
+def sizes_of(runner: ModelRunner) -> tuple[int, int, int]:
+    return runner.max_model_len, runner.spec.max_num_seqs, runner.spec.max_num_batched_tokens
+
+
 def run(runner: ModelRunner, plans: list[StepPlan]) -> list[StepResults]:
-    """Run the plans and return their results, checking that every sampled token is valid and every sequence
-    within its length."""
+    """Each plan's results; every sampled token is one, and every sequence within its length."""
     results = []
     with torch.inference_mode():
         for plan in plans:
@@ -46,8 +49,8 @@ def run(runner: ModelRunner, plans: list[StepPlan]) -> list[StepResults]:
     return results
 
 
-def test_the_largest_steps_run_and_use_every_slot(runner: ModelRunner) -> None:
-    plans = largest_steps(runner.max_model_len, runner.spec)
+def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: ModelRunner) -> None:
+    plans = largest_steps(*sizes_of(runner))
     run(runner, plans)
     rows = runner.spec.max_num_seqs
     assert (runner.steps.tables.lengths[1:rows] > 0).all()
@@ -56,29 +59,29 @@ def test_the_largest_steps_run_and_use_every_slot(runner: ModelRunner) -> None:
     assert sampled.count(rows) == 2 + min(2, runner.max_model_len - 1)
 
 
-def test_the_first_step_uses_the_whole_budget_and_the_maximum_length(runner: ModelRunner) -> None:
-    first = largest_steps(runner.max_model_len, runner.spec)[0]
+def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner: ModelRunner) -> None:
+    first = largest_steps(*sizes_of(runner))[0]
     longest = max(1, runner.max_model_len - 1)
     most = min(runner.spec.max_num_batched_tokens, runner.spec.max_num_seqs * longest)
     assert sum(len(chunk.token_ids) for chunk in first.chunks) == most
     assert first.chunks[0].start + len(first.chunks[0].token_ids) == longest
 
 
-def test_one_step_uses_the_whole_budget_at_the_start_of_prompts(runner: ModelRunner) -> None:
-    plans = largest_steps(runner.max_model_len, runner.spec)
+def test_one_of_them_takes_the_budget_from_the_beginning_of_its_prompts(runner: ModelRunner) -> None:
+    plans = largest_steps(*sizes_of(runner))
     tokens = [sum(len(chunk.token_ids) for chunk in plan.chunks if not chunk.start) for plan in plans]
     longest = max(1, runner.max_model_len - 1)
     assert max(tokens) == min(runner.spec.max_num_batched_tokens, runner.spec.max_num_seqs * longest)
 
 
-def test_one_step_scores_as_many_prompt_tokens_as_are_computed_at_once(runner: ModelRunner) -> None:
-    plans = largest_steps(runner.max_model_len, runner.spec)
+def test_as_many_prompt_tokens_are_scored_as_are_at_once(runner: ModelRunner) -> None:
+    plans = largest_steps(*sizes_of(runner))
     scored = [len(result.prompts[0][0].targets) for result in run(runner, plans) if result.prompts]
     assert scored == [min(LOGPROB_ROWS, runner.spec.max_num_batched_tokens, max(1, runner.max_model_len - 1))]
 
 
-def test_every_kind_of_step_runs_with_every_sampling_variant(runner: ModelRunner) -> None:
-    plans = every_kind(runner.max_model_len, runner.spec)
+def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: ModelRunner) -> None:
+    plans = every_kind(*sizes_of(runner))
     results = run(runner, plans)
     if runner.max_model_len < 8:
         assert not plans
@@ -96,8 +99,9 @@ def test_every_kind_of_step_runs_with_every_sampling_variant(runner: ModelRunner
     assert kinds >= {alone, goes_on, (False, True, True, False), (True, True, True, True)}
     setups = [setup.sampling for plan in plans for setup in plan.setups]
     asked = {name for params in setups for name in params.__struct_fields__ if getattr(params, name)}
-    every = {"temperature", "top_k", "top_p", "presence_penalty", "logit_bias", "min_tokens", "logprobs"}
-    assert asked >= every
+    narrowing = {"temperature", "top_k", "top_p"}
+    changing = {"presence_penalty", "logit_bias", "min_tokens", "allowed_tokens", "bad_words"}
+    assert asked >= narrowing | changing | {"logprobs"}
     assert any(result.sampled.logprobs is not None for result in results)
     assert any(result.prompts for result in results) and any(result.finite for result in results)
     assert any(plan.copies for plan in plans) and any(plan.clears for plan in plans)
@@ -112,11 +116,10 @@ def test_every_kind_of_step_runs_with_every_sampling_variant(runner: ModelRunner
 @pytest.mark.parametrize(
     "sizes", [(1, 1), (1, 2), (2, 2), (3, 4), (8, 8), (8, 9), (64, 64), (64, 2048)], ids=str
 )
-def test_no_warm_up_step_exceeds_the_budget(sizes: tuple[int, int]) -> None:
-    """A larger step could not be padded to any loaded size."""
+def test_none_takes_more_than_a_step_may(sizes: tuple[int, int]) -> None:
+    """There is nothing that it could be padded to."""
     max_num_seqs, max_num_batched_tokens = sizes
-    spec = spec_of(Path("unread"), max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-    for plan in every_kind(256, spec) + largest_steps(256, spec):
+    for plan in every_kind(256, *sizes) + largest_steps(256, *sizes):
         assert (
             len(plan.decodes) + sum(len(chunk.token_ids) for chunk in plan.chunks) <= max_num_batched_tokens
         )
@@ -125,11 +128,11 @@ def test_no_warm_up_step_exceeds_the_budget(sizes: tuple[int, int]) -> None:
 
 
 def variant_of(runner: ModelRunner, plan: StepPlan) -> Variant | None:
-    """Return the sampling variant of the slots that a plan sets up."""
+    """How the rows that a plan sets up sample."""
     if not plan.setups:
         return None
     tables = runner.steps.tables
     with torch.inference_mode():
         tables.apply(StepPlan(0, plan.setups, [], [], [], []))
-    slots = [setup.slot for setup in plan.setups]
-    return tables.sampling.metadata(slots, tables.lengths.numpy()).variant
+    rows = [setup.slot for setup in plan.setups]
+    return tables.sampling.metadata(rows, tables.lengths.numpy()).variant
