@@ -191,7 +191,6 @@ class FakeReplica:
         if run.first:
             run.first = False
             output.cached_tokens = 2
-            output.batch_size = len(self.running)
             if sampling.prompt_logprobs is not None and run.sample == submit.first_sample:
                 later = [_logprob(i, sampling.prompt_logprobs) for i in submit.prompt_token_ids[1:]]
                 output.prompt_logprobs = [None, *later]
