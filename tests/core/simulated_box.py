@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-from engine.scheduler import Scheduler
 
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.credits import CreditAccount
@@ -28,6 +27,7 @@ from appliance.traffic.rules import QueueRules
 from engine.core import EngineCore
 from engine.messages import Output, Report, SamplingParams, Submit
 from engine.plan import StepPlan, StepTokens
+from engine.scheduling.scheduler import Scheduler
 from store.policies import KeyRecord, Policies, TenantRecord
 from store.requests import RequestRow
 from tests.engine.scheduling.simulated_runner import sampling_slots

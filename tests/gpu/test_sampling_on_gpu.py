@@ -100,7 +100,7 @@ def test_batches_with_logits_processors_generate_the_tokens_of_torch(
 
     def sample(variant: Variant) -> torch.Tensor:
         variants.add(variant)
-        rows, positions = graphs.rows(), graphs.positions()
+        rows, positions = graphs.slots(), graphs.positions()
         draws = runner.steps.tables.sampling.draws(rows, positions)
         token_ids = reference.draw(graphs._logits[: len(rows)], variant, draws)
         runner.steps.tables.advance(
