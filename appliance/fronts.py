@@ -253,7 +253,11 @@ class Front:
         self._last_sign = time.monotonic()
         if isinstance(message, FrontReport):
             before = self.problems
+            counted = self._report.template_problems if self._report is not None else {}
             self._report = message
+            for model, (count, why) in message.template_problems.items():
+                if count > counted.get(model, (0, ""))[0]:
+                    self._events.front_problem(self, f"model {model!r}: {why}")
             if message.problems != before:
                 self._events.front_changed(self, before)
         elif isinstance(message, FrontReady):

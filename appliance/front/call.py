@@ -48,6 +48,9 @@ class Call:
     model: str = ""
     stream: bool = False
     prompt_tokens: int = 0
+    work_tokens: int = 0
+    """What parsing and encoding it has cost so far, in tokens. If this front refuses the request, its tenant
+    is charged them."""
     admitted: bool = False
     """`Admit` was sent: the request ends with `Settle` or `Refused`, never with `Rejected`."""
     retry_of: str = ""

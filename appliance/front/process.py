@@ -167,6 +167,7 @@ class Front:
                 kept_bytes=box.retries.kept_bytes,
                 dropped_texts=box.keeper.dropped,
                 problems=box.catalog.problems,
+                template_problems=box.catalog.template_problems,
                 configured=self._configured,
             )
         )

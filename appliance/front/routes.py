@@ -18,11 +18,19 @@ from appliance.front.call import call_of
 from appliance.front.errors import invalid
 from appliance.front.idempotency import answer
 from appliance.front.models import allows
-from appliance.front.prepare import chat_job, chat_tokens, check_token_ids, completion_job, named_model
+from appliance.front.prepare import (
+    chat_job,
+    chat_tokens,
+    check_token_ids,
+    completion_job,
+    decode,
+    named_model,
+    text_tokens,
+)
 from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from appliance.front.tokens import tokenized
 from appliance.messages import ServedModel
 from appliance.scopes import routes_for
-from appliance.text.tokenizer import LoneSurrogateError
 
 _WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
@@ -109,9 +117,9 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         """Answer a conversation."""
         call = call_of(request)
         data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, ChatRequest)
+        body = parse_body(data, ChatRequest, box.limits.max_body_bytes, call)
         model = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: chat_job(model, call, body))
+        return await answer(box, request, call, data, lambda: chat_job(box, model, call, body))
 
     @router.post(
         "/v1/completions",
@@ -124,9 +132,9 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         """Continue prompts."""
         call = call_of(request)
         data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, CompletionRequest)
+        body = parse_body(data, CompletionRequest, box.limits.max_body_bytes, call)
         model = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: completion_job(model, call, body))
+        return await answer(box, request, call, data, lambda: completion_job(box, model, call, body))
 
     @router.post(
         "/tokenize",
@@ -137,29 +145,25 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         """Text, or a conversation, as the model's token ids."""
+        call = call_of(request)
         body = await read_body(request, TokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model, call_of(request).identity)
+        model = box.catalog.get(body.model, call.identity)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None:
             tokens = await chat_tokens(
-                model, body.messages, body.add_generation_prompt is not False, bool(body.add_special_tokens)
+                box,
+                model,
+                call,
+                body.messages,
+                body.add_generation_prompt is not False,
+                bool(body.add_special_tokens),
             )
         else:
-            try:
-                tokens = await model.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
-            except LoneSurrogateError as error:
-                raise invalid("prompt", str(error)) from None
-        return _json(
-            {
-                "count": len(tokens),
-                "max_model_len": model.served.max_model_len,
-                "tokens": tokens,
-                "token_strs": list(map(model.tokenizer.token_text, tokens))
-                if body.return_token_strs
-                else None,
-            }
-        )
+            tokens = await text_tokens(
+                box, model, call, body.prompt or "", body.add_special_tokens is not False
+            )
+        return await tokenized(model, tokens, bool(body.return_token_strs))
 
     @router.post(
         "/detokenize",
@@ -170,9 +174,10 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
+        call = call_of(request)
         body = await read_body(request, DetokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model, call_of(request).identity)
+        model = box.catalog.get(body.model, call.identity)
         token_ids = check_token_ids(model, body.tokens, "tokens")
-        return _json({"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)})
+        return _json({"prompt": await decode(box, model, call, token_ids, skip_special=False)})
 
     return router

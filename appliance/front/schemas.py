@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.front.fields import (
+    FAIL_FAST,
     INTEGRAL,
     Content,
     LogitBias,
@@ -63,7 +64,7 @@ class GenerationRequest(_Request):
     min_tokens: Annotated[int, Field(ge=0), INTEGRAL] | None = Field(
         None, description="No end token before this many tokens."
     )
-    stop_token_ids: list[Annotated[int, Field(ge=0), INTEGRAL]] | None = Field(
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0), INTEGRAL]], FAIL_FAST] | None = Field(
         None, max_length=MOST_STOP_TOKENS, description="Further tokens that end an answer."
     )
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
@@ -90,7 +91,7 @@ class ChatMessage(_Request):
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_tokens: Annotated[int, Field(ge=1), INTEGRAL] | None = Field(
         None, description="Default: what the model's length leaves."
     )
@@ -110,7 +111,7 @@ class ChatRequest(GenerationRequest):
     functions: Unsupported = None
     function_call: ToolChoice = None
     audio: Unsupported = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], FAIL_FAST] | None = None
     web_search_options: Unsupported = None
 
 
@@ -135,7 +136,9 @@ class TokenizeRequest(_Request):
 
     model: str = Field(min_length=1)
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[ChatMessage], FAIL_FAST] | None = Field(
+        None, min_length=1, max_length=MOST_MESSAGES
+    )
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages."
     )

@@ -507,6 +507,5 @@ class Harness:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         self._loop.close()
-        self.tokenizer.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.api_sock)
