@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
 
 from appliance.front.generation import Generation
-from appliance.front.logprobs import sample_logprobs
+from appliance.front.logprobs import logprobs_steps
 from appliance.front.sample import Sample
+
+_encode = msgspec.json.Encoder().encode
 
 
 def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
@@ -38,29 +41,27 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-def whole_answer(generation: Generation) -> bytes:
-    """The JSON of an answer all of whose samples have ended."""
-    answer = answer_head(generation, chunk=False)
-    answer["choices"] = [_choice(generation, sample) for sample in generation.samples]
-    answer["usage"] = usage(generation)
-    return msgspec.json.encode(answer)
+def answer_steps(generation: Generation) -> Generator[None, None, bytes]:
+    """The JSON of an answer all of whose samples have ended, as work in steps."""
+    choices = []
+    for sample in generation.samples:
+        choices.append((yield from _choice(generation, sample)))
+        yield
+    head = _encode(answer_head(generation, chunk=False))[:-1]
+    return b'%b,"choices":[%b],"usage":%b}' % (head, b",".join(choices), _encode(usage(generation)))
 
 
-def _choice(generation: Generation, sample: Sample) -> dict[str, Any]:
+def _choice(generation: Generation, sample: Sample) -> Generator[None, None, bytes]:
     job = generation.job
     text = "".join(sample.pieces)
-    logprobs = sample_logprobs(job, sample.entries, sample.prompt if job.echo else None)
+    logprobs = yield from logprobs_steps(job, sample.entries, sample.prompt if job.echo else None)
     if job.chat:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {
-            "index": sample.index,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": sample.finish,
-        }
-    return {
-        "index": sample.index,
-        "text": sample.prompt.echo_text + text,
-        "logprobs": logprobs,
-        "finish_reason": sample.finish,
-    }
+        content = b'"message":' + _encode({"role": "assistant", "content": text, "refusal": None})
+    else:
+        content = b'"text":' + _encode(sample.prompt.echo_text + text)
+    return b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (
+        sample.index,
+        content,
+        logprobs,
+        _encode(sample.finish),
+    )

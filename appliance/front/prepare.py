@@ -29,8 +29,8 @@ MOST_SEQUENCES = 1024
 
 MAX_SENT_BIASES = 65_536
 """Prompts times entries of `logit_bias`: each prompt is sent to the replica with a copy of its biases."""
-MAX_ECHOED_LOGPROBS = 262_144
-"""Log probabilities of prompts in one answer."""
+MAX_ECHOED = 262_144
+"""Tokens of prompts in one answer, or their log probabilities."""
 MAX_TOKENS_SHOWN = 524_288
 """Tokens in the answer of /tokenize."""
 MAX_VARIABLES_BYTES = 65_536
@@ -97,8 +97,8 @@ async def completion_job(box: Box, model: LoadedModel, call: Call, body: Complet
     else:
         tokens = [check_token_ids(model, ids, "prompt") for ids in body.prompt if isinstance(ids, list)]
     _count(call, sum(map(len, tokens)))
-    if body.echo and body.logprobs is not None:
-        _check_echoed_logprobs(tokens, body.logprobs, body.n or 1)
+    if body.echo:
+        _check_echo(tokens, body.logprobs, body.n or 1)
     prompts = []
     for index, token_ids in enumerate(tokens):
         room = _room(
@@ -214,14 +214,15 @@ def _checked_size(variables: dict[str, Any]) -> int:
     return size
 
 
-def _check_echoed_logprobs(tokens: list[list[int]], alternatives: int, n: int) -> None:
-    """The log probabilities of all prompts come from the engine in one message."""
-    count = n * sum(map(len, tokens)) * (1 + alternatives)
-    if count > MAX_ECHOED_LOGPROBS:
+def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
+    """Refuse an answer that repeats too much. The log probabilities of prompts come from the engine in one
+    message."""
+    count = n * sum(map(len, tokens)) * (1 + (logprobs or 0))
+    if count > MAX_ECHOED:
         raise invalid(
-            "logprobs",
-            f"with echo, n × prompt tokens × (1 + logprobs) is {count}; it may be at most "
-            f"{MAX_ECHOED_LOGPROBS}: ask for fewer alternatives, or send fewer prompts in a request",
+            "echo",
+            f"n × prompt tokens × (1 + logprobs) is {count}; with echo it may be at most {MAX_ECHOED}: ask "
+            "for fewer alternatives, or send fewer prompts in a request",
         )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from appliance.front.answers import whole_answer
+from appliance.front.answers import answer_steps
 from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_LEFT, Generation
 from appliance.front.job import Job
 from appliance.front.stream import EventStream
+from appliance.front.turns import in_turns
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -62,7 +63,7 @@ class GenerationResponse(Response):
         if generation.failure is not None:
             await self._fail(generation, generation.failure, scope, receive, send)
             return generation.failure
-        answer = whole_answer(generation)
+        answer = await in_turns(answer_steps(generation))
         response = Response(answer, headers=generation.headers, media_type="application/json")
         await response(scope, receive, send)
         if not generation.left:

@@ -15,7 +15,7 @@ import msgspec
 
 from appliance.front.answers import answer_head, usage
 from appliance.front.generation import Generation
-from appliance.front.logprobs import sample_logprobs
+from appliance.front.logprobs import PromptLogprobs, logprobs_event, tokens_at_once
 from appliance.front.sample import Sample
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,11 @@ MOST_HELD_OUTPUTS = 65_536
 """Outputs (a token or a few) kept for a client that does not read; then the request ends."""
 MOST_HELD_LOGPROB_OUTPUTS = 4_096
 """The same with log probabilities, each of which may be a kilobyte."""
+
+_MAX_COST = 2048
+"""Of what one flush builds: an event counts 1, one with log probabilities up to all of it. So a flush takes
+about 10 ms at most."""
+_CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
 
@@ -43,6 +48,8 @@ class EventStream:
         self._waiting: list[Sample] = []
         self._scheduled = False
         self._held = 0
+        self._echoed: dict[int, PromptLogprobs] = {}
+        """Of prompts that streams begin with, by sample."""
         self._most_held = MOST_HELD_OUTPUTS if job.logprobs is None else MOST_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
@@ -109,13 +116,20 @@ class EventStream:
         self._held = 0
         generation = self.generation
         events: list[bytes] = []
+        spent = 0
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            for sample in waiting:
+            for position, sample in enumerate(waiting):
+                if spent >= _MAX_COST:
+                    self._waiting += waiting[position:]
+                    break
                 sample.waiting = False
-                self._build(sample, events)
+                spent += self._build(sample, events)
         last = False
-        if generation.failure is not None:
+        if spent >= _MAX_COST and self._waiting:
+            # The rest follows when other streams have had their turn.
+            self._schedule()
+        elif generation.failure is not None:
             events.append(b"data: " + generation.failure.document() + b"\n\n")
             last = True
         elif not self._unfinished:
@@ -140,7 +154,9 @@ class EventStream:
             self._scheduled = True
             self._box.flush_soon(self.flush)
 
-    def _build(self, sample: Sample, events: list[bytes]) -> None:
+    def _build(self, sample: Sample, events: list[bytes]) -> int:
+        """Add the sample's next events; their cost. If more of it is left, it waits again."""
+        cost = 1
         if not sample.begun:
             if (
                 self._job.echoes_logprobs
@@ -148,19 +164,27 @@ class EventStream:
                 and self.generation.failure is None
             ):
                 # The prompt's log probabilities come first, with its first sample's first output.
-                sample.waiting = True
-                self._waiting.append(sample)
-                return
+                self._wait(sample)
+                return cost
+            if not self._begin(sample, events):
+                self._wait(sample)
+                return _MAX_COST
             sample.begun = True
-            self._begin(sample, events)
+            cost += len(sample.prompt.echo_text) // _CHARACTERS_PER_COST
         self.generation.delivered_tokens += sample.delivered - sample.counted
         sample.counted = sample.delivered
         pieces = sample.pieces
         if sample.entries is not None:
             if pieces or sample.entries:
-                events.append(self._with_logprobs(sample, "".join(pieces)))
+                count = tokens_at_once(self._job)
+                logprobs = logprobs_event(self._job, sample.entries[:count], None)
+                events.append(self._event(sample, "".join(pieces), logprobs))
                 pieces.clear()
-                sample.entries.clear()
+                del sample.entries[:count]
+                if sample.entries:
+                    self._wait(sample)
+                    return _MAX_COST
+                cost += _MAX_COST // 8
         elif pieces:
             text = pieces[0] if len(pieces) == 1 else "".join(pieces)
             pieces.clear()
@@ -174,8 +198,14 @@ class EventStream:
                 + b',"logprobs":null,"finish_reason":"%b"}' % sample.finish.encode()
                 + self._tail
             )
+        return cost
 
-    def _begin(self, sample: Sample, events: list[bytes]) -> None:
+    def _wait(self, sample: Sample) -> None:
+        sample.waiting = True
+        self._waiting.append(sample)
+
+    def _begin(self, sample: Sample, events: list[bytes]) -> bool:
+        """Add the events that a sample's text follows; whether these are all of them."""
         if self._job.chat:
             events.append(
                 self._head
@@ -184,20 +214,26 @@ class EventStream:
                 + self._tail
             )
         elif self._job.echo:
-            logprobs = sample_logprobs(self._job, None if sample.entries is None else [], sample.prompt)
-            events.append(self._event(sample, sample.prompt.echo_text, logprobs))
+            text = "" if sample.index in self._echoed else sample.prompt.echo_text
+            if self._job.logprobs is None:
+                events.append(self._event(sample, text, b"null"))
+                return True
+            echoed = self._echoed.get(sample.index)
+            if echoed is None:
+                echoed = PromptLogprobs(self._job.model.tokenizer, sample.prompt)
+                self._echoed[sample.index] = echoed
+            events.append(self._event(sample, text, logprobs_event(self._job, [], echoed)))
+            return echoed.is_complete
+        return True
 
-    def _with_logprobs(self, sample: Sample, text: str) -> bytes:
-        return self._event(sample, text, sample_logprobs(self._job, sample.entries))
-
-    def _event(self, sample: Sample, text: str, logprobs: object) -> bytes:
+    def _event(self, sample: Sample, text: str, logprobs: bytes) -> bytes:
         close = b"}" if self._job.chat else b""
         return (
             self._before_text[sample.index]
             + _encode(text)
             + close
             + b',"logprobs":'
-            + _encode(logprobs)
+            + logprobs
             + b',"finish_reason":null}'
             + self._tail
         )
