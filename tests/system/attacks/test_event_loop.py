@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +17,7 @@ from tests.system.attacks.watched_front import FIGURES
 MAX_BLOCKED_S = 0.1
 """50 ms on two cores of 2.6 GHz; a machine may be half as fast."""
 TRIES = 5
-"""Other processes may take the front off its core: the best of these counts."""
+"""Threads that encode may run while the front's loop does not get a core: the best of these counts."""
 BODY = Limits().max_body_bytes
 
 Figures = mmap.mmap
@@ -146,7 +143,17 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
         lambda: completion(prompt="é" * (BODY // 6 - 1000), return_token_strs=True),
     ),
     "text of tokens": ("/detokenize", lambda: completion(tokens=[300] * 250_000)),
+    "replays of a long answer": (
+        COMPLETIONS,
+        lambda: completion(prompt=[100] * 10_000, echo=True, logprobs=20),
+    ),
+    "long headers": (CHAT, chat),
     "a long model name": (CHAT, lambda: chat(model="x" * (BODY - 1000))),
+}
+
+HEADERS: dict[str, dict[str, str]] = {
+    "replays of a long answer": {"idempotency-key": "key"},
+    "long headers": {"x-request-id": "x" * 20_000, "x-appliance-deadline-ms": "9" * 20_000},
 }
 
 
@@ -160,21 +167,22 @@ def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Figures], name
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock), timeout=120) as client:
         for _ in range(TRIES):
             FIGURES.pack_into(figures, 0, 0.0, 0.0)
-            answer = client.post(
-                "http://front" + path, content=body, headers={"content-type": "application/json"}
-            )
+            headers = {"content-type": "application/json", **HEADERS.get(name, {})}
+            answer = client.post("http://front" + path, content=body, headers=headers)
             assert answer.status_code in (200, 400, 404, 413), answer.text[:300]
             best = min(best, FIGURES.unpack_from(figures), key=max)
-            if max(best) < MAX_BLOCKED_S / 2:
+            if max(best) < MAX_BLOCKED_S:
                 break
-    print(f"{name}: {answer.status_code}, blocked for {best[0] * 1e3:.0f} ms CPU, {best[1] * 1e3:.0f} ms")
-    assert max(best) < MAX_BLOCKED_S, f"blocked for {best[0] * 1e3:.0f} ms CPU, {best[1] * 1e3:.0f} ms"
+    blocked = f"blocked for {best[0] * 1e3:.0f} ms, {best[1] * 1e3:.0f} ms with other threads"
+    print(f"{name}: {answer.status_code}, {blocked}")
+    assert max(best) < MAX_BLOCKED_S, blocked
 
 
 def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Figures]) -> None:
     front, figures = watched
     FIGURES.pack_into(figures, 0, 0.0, 0.0)
-    os.kill(front.process.pid, signal.SIGSTOP)
-    time.sleep(0.3)
-    os.kill(front.process.pid, signal.SIGCONT)
-    front.wait_for(lambda: FIGURES.unpack_from(figures)[1] > 0.2)
+    body = completion(prompt=[100] * 250_000)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock), timeout=120) as client:
+        client.post("http://front" + COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    # A quarter of a million Python objects take any machine this long.
+    assert min(FIGURES.unpack_from(figures)) > 0.002
