@@ -1,7 +1,7 @@
 """A front whose event loop is watched: writes how long it was blocked at most into `$BLOCKED_FILE`.
 
 The file holds two doubles, each the most between two beats: CPU seconds of the loop's thread, and CPU seconds
-of the whole process, or seconds of the clock if these are fewer. The second figure includes what another thread
+of the whole process, or seconds of the clock if these are fewer. The second includes what another thread
 computes while it holds the GIL; neither includes the time of other processes. The test sets them to zero.
 """
 
