@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from appliance.protocol import AuditHead, Contents, Done, DrainStatus, Key, NewKey, Reloaded, Tenant
 
-LONGEST_GRACE_S = 7 * 86400.0
+MAX_GRACE_S = 7 * 86400.0
 """Of a drain: a week."""
 
 Danger = Literal["none", "confirm", "typed"]
@@ -173,7 +173,7 @@ class DrainService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     """Only this model; null: the whole service."""
-    grace_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_GRACE_S)] = 120.0
+    grace_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)] = 120.0
     """What still runs after so many seconds is ended with an error."""
     queue: bool = False
     """Let new requests wait until service is resumed, instead of refusing them."""
@@ -242,24 +242,24 @@ class Action(NamedTuple):
 
 
 ACTIONS: tuple[Action, ...] = (
-    Action("tenants.create", "Create a tenant", "none", CreateTenant, Tenant),
-    Action("tenants.set", "Change a tenant", "none", SetTenant, Tenant),
+    Action("tenants.create", "Create tenant", "none", CreateTenant, Tenant),
+    Action("tenants.set", "Change tenant", "none", SetTenant, Tenant),
     Action("tenants.suspend", "Suspend tenant", "confirm", SuspendTenant, Done),
-    Action("tenants.resume", "Resume a tenant", "none", ResumeTenant, Done),
+    Action("tenants.resume", "Resume tenant", "none", ResumeTenant, Done),
     Action("tenants.delete", "Delete tenant", "typed", DeleteTenant, Done),
-    Action("keys.create", "Create a key", "none", CreateKey, NewKey),
+    Action("keys.create", "Create key", "none", CreateKey, NewKey),
     Action("keys.rotate", "Rotate key", "confirm", RotateKey, NewKey),
-    Action("keys.set", "Change a key", "none", SetKey, Key),
-    Action("keys.revoke", "Revoke a key", "confirm", RevokeKey, Done),
-    Action("peers.map", "Map a user or group", "none", MapPeer, Done),
-    Action("peers.unmap", "Unmap", "confirm", UnmapPeer, Done),
+    Action("keys.set", "Change key", "none", SetKey, Key),
+    Action("keys.revoke", "Revoke key", "confirm", RevokeKey, Done),
+    Action("peers.map", "Map peer", "none", MapPeer, Done),
+    Action("peers.unmap", "Unmap peer", "confirm", UnmapPeer, Done),
     Action("drain", "Drain", "confirm", DrainService, DrainStatus),
     Action("resume", "Resume", "none", ResumeService, Done),
-    Action("config.reload", "Reload the settings", "none", ReloadConfig, Reloaded),
-    Action("requests.cancel", "Cancel a request", "confirm", CancelRequest, Done),
-    Action("requests.show", "Show a request's prompts and answers", "none", ShowContents, Contents),
-    Action("backup.begin", "Begin a backup", "none", BeginBackup, AuditHead),
-    Action("backup.end", "Say what came of a backup", "none", EndBackup, Done),
+    Action("config.reload", "Reload settings", "none", ReloadConfig, Reloaded),
+    Action("requests.cancel", "Cancel request", "confirm", CancelRequest, Done),
+    Action("requests.show", "Show prompts and answers of request", "none", ShowContents, Contents),
+    Action("backup.begin", "Begin backup", "none", BeginBackup, AuditHead),
+    Action("backup.end", "End backup", "none", EndBackup, Done),
 )
 
 

@@ -1,8 +1,11 @@
-"""The admin client: what the CLI and the console ask the running service, over `admin.sock`."""
+"""Clients of the running service: the admin client of the CLI and the console, and the connection that every
+client of a Unix socket of the service uses."""
 
 from __future__ import annotations
 
 import os
+import socket
+import struct
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from appliance.actions import CancelRequest, CreateKey, DrainService, ResumeService, RevokeKey, action_of
+from appliance.ownership import check_peer, trusted_directory
 from appliance.protocol import (
     Configuration,
     Done,
@@ -22,19 +26,23 @@ from appliance.protocol import (
     Status,
     Tenant,
 )
+from appliance.rundir import start_remedy
 
 if TYPE_CHECKING:
-    import httpx
+    from http.client import HTTPConnection
 
 Answer = TypeVar("Answer")
 
+_ACTION_TIMEOUT_S = 30.0
+"""The service answers every action that waits for its database within 25 s, with success or failure."""
+
 
 class ServiceNotRunningError(Exception):
-    """Nobody answers on the admin socket."""
+    """No service answers on the socket; the message says why, and how to start it."""
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """This user may not open the admin socket: whether somebody answers there is not known."""
+    """This user may not open the socket, so whether a service answers there is unknown."""
 
 
 class AdminError(Exception):
@@ -48,15 +56,15 @@ class AdminError(Exception):
 class AdminClient:
     """Calls the service of one run directory. Use as a context manager; not thread-safe.
 
-    Every call raises ServiceNotRunningError when nobody answers there, AdminError when the service refuses.
+    Every call raises ServiceNotRunningError when no service answers there, AdminError when the service
+    refuses, and UntrustedError when a user who is not trusted answers in its place (`appliance.ownership`).
     """
 
     def __init__(self, run_dir: str | Path, timeout_s: float = 10.0, key: str | None = None) -> None:
-        """`key`, of scope admin or read, is for users who are no operators."""
+        """`key`, of scope admin or read, is for users who are not operators."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self._http: httpx.Client | None = None
 
     def __enter__(self) -> AdminClient:
         return self
@@ -64,52 +72,46 @@ class AdminClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._http is not None:
-            self._http.close()
-            self._http = None
+        """Nothing stays open between calls."""
 
     def status(self) -> Status:
-        """What the service is and does."""
+        """Return the state of the service."""
         return self._call("GET", "/status", Status)
 
     def in_flight(self) -> list[InFlight]:
-        """Requests that have not ended, oldest first."""
+        """Return the requests that have not ended, oldest first."""
         return self._call("GET", "/requests", list[InFlight])
 
     def keys(self) -> list[Key]:
-        """All keys, revoked ones too."""
+        """Return all keys, revoked ones included."""
         return self._call("GET", "/keys", list[Key])
 
     def tenants(self) -> list[Tenant]:
-        """All tenants."""
+        """Return all tenants."""
         return self._call("GET", "/tenants", list[Tenant])
 
     def peers(self) -> list[Peer]:
-        """Users and groups of the box that need no key."""
+        """Return the users and groups of the machine that need no key."""
         return self._call("GET", "/peers", list[Peer])
 
     def configuration(self) -> Configuration:
-        """The settings that hold, and where each was said."""
+        """Return the settings in effect, and where each was set."""
         return self._call("GET", "/config", Configuration)
 
     def create_key(self, name: str, tenant: str = "default", expires_at: float | None = None) -> NewKey:
-        """Make a bearer key; its secret is in the answer and nowhere else."""
+        """Create a bearer key; its secret is in the answer and nowhere else."""
         return self._expect(CreateKey(name=name, tenant=tenant, expires_at=expires_at), NewKey)
 
     def revoke_key(self, key_id: str) -> Done:
-        """Make a key worthless, for good."""
+        """Revoke a key for good."""
         return self._expect(RevokeKey(id=key_id), Done)
 
     def drain(self, drain: DrainService) -> DrainStatus:
-        """Begin a drain; `status().drains` tells how it gets on."""
+        """Begin a drain; `status().drains` has its progress."""
         return self._expect(drain, DrainStatus)
 
     def resume(self, resume: ResumeService) -> Done:
-        """Leave off or end a drain."""
+        """Cancel a drain, or accept requests again after one."""
         return self._expect(resume, Done)
 
     def cancel_request(self, request_id: str) -> Done:
@@ -117,7 +119,7 @@ class AdminClient:
         return self._expect(CancelRequest(request_id=request_id), Done)
 
     def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Do the action whose parameters these are (`appliance.actions`)."""
+        """Perform the action that these parameters belong to (`appliance.actions`)."""
         return self._expect(parameters, action_of(parameters).result)
 
     def _expect(self, parameters: msgspec.Struct, result: type[Answer]) -> Answer:
@@ -125,43 +127,93 @@ class AdminClient:
         try:
             body = msgspec.json.encode(parameters)
         except UnicodeEncodeError as error:
-            # A command line's bytes need not be UTF-8.
-            raise AdminError(400, f"{name}: {error.object!r} is not UTF-8 text: write it as such") from error
+            # The bytes of a command line need not be UTF-8.
+            raise AdminError(400, f"{name}: {error.object!r} is not UTF-8 text: write it in UTF-8") from error
         return self._call("POST", f"/actions/{name}", result, body)
 
     def _call(self, method: str, path: str, result: Any, body: bytes | None = None) -> Any:
-        import httpx  # 100 ms: not for those who only want the types
+        import http.client  # 20 ms: not for callers that need the types only
 
-        if self._http is None:
-            transport = httpx.HTTPTransport(uds=str(self.socket))
-            self._http = httpx.Client(
-                transport=transport, base_url="http://admin", timeout=self._timeout_s, headers=self._headers
-            )
-        headers = {"content-type": "application/json"} if body is not None else None
+        headers = dict(self._headers)
+        if body is not None:
+            headers["content-type"] = "application/json"
+        # One connection a call: the service closes idle ones, and may do so while a request is on its way.
+        timeout_s = self._timeout_s
+        if body is not None and timeout_s is not None:
+            timeout_s = max(timeout_s, _ACTION_TIMEOUT_S)
+        connection = unix_connection(self.socket, timeout_s)
         try:
-            response = self._http.request(method, path, content=body, headers=headers)
-        except httpx.ConnectError as error:
-            raise self._explained(error) from error
-        except httpx.TransportError as error:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise not_running(self.socket, error) from error
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
             raise ServiceNotRunningError(
                 f"the service behind {self.socket} did not answer {method} {path} "
                 f"({error or type(error).__name__}): see its log"
+                + ("" if body is None else ", and whether it was done: appliance audit list")
             ) from error
-        if response.is_success:
-            return msgspec.json.decode(response.content, type=result)
+        finally:
+            connection.close()
+        if 200 <= response.status < 300:
+            try:
+                return msgspec.json.decode(content, type=result)
+            except msgspec.DecodeError as error:
+                raise AdminError(
+                    response.status,
+                    f"{self.socket} answered {method} {path} in a form that this version does not know "
+                    f"({error}): restart the service after an update",
+                ) from error
         try:
-            message = msgspec.json.decode(response.content, type=ErrorBody).message
+            message = msgspec.json.decode(content, type=ErrorBody).message
         except msgspec.DecodeError:
-            message = f"{self.socket} answered {method} {path} with status {response.status_code}"
-        raise AdminError(response.status_code, message)
+            message = f"{self.socket} answered {method} {path} with status {response.status}"
+        raise AdminError(response.status, message)
 
-    def _explained(self, error: Exception) -> ServiceNotRunningError:
-        remedy = "start it with 'appliance serve', or name its run directory with --run-dir"
-        if not os.path.lexists(self.socket) and os.access(self.socket.parent, os.X_OK):
-            return ServiceNotRunningError(f"no service runs here ({self.socket} does not exist): {remedy}")
-        if "Permission" in str(error):
-            return NotAllowedError(
-                f"{self.socket} may not be opened by uid {os.geteuid()}: use the service's user, root, or an "
-                f"operator of [admin] in the settings"
-            )
-        return ServiceNotRunningError(f"no service answers on {self.socket} ({error}): {remedy}")
+
+def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: float = 10.0) -> HTTPConnection:
+    """Return an HTTP connection to the service's socket at `path`, not yet connected.
+
+    `connect` raises UntrustedError unless the run directory and the process behind the socket belong to users
+    whom the caller trusts (`appliance.ownership`), and OSError if nothing listens. `timeout_s` bounds each
+    wait for the answer; None is no bound.
+    """
+    import http.client
+
+    class Connection(http.client.HTTPConnection):
+        def connect(self) -> None:
+            uids = trusted_directory(path.parent, "--run-dir")
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                # A blocking connect waits while the backlog is full; with settimeout() it would fail at once.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(connect_timeout_s))
+                sock.connect(os.fspath(path))
+                check_peer(sock, uids)
+                sock.settimeout(timeout_s)
+            except BaseException:
+                sock.close()
+                raise
+            self.sock = sock
+
+    return Connection("appliance")
+
+
+def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
+    """Return the error that says why nothing can be sent to the socket at `path`, and what to do."""
+    if isinstance(error, PermissionError):
+        return NotAllowedError(
+            f"permission denied for uid {os.geteuid()} on {path}: run as root, the service's user or an "
+            f"operator of [admin] in the settings"
+        )
+    if isinstance(error, FileNotFoundError | ConnectionRefusedError | NotADirectoryError):
+        return ServiceNotRunningError(f"no service is running at {path}: {start_remedy(path.parent)}")
+    return ServiceNotRunningError(
+        f"no service answers at {path} ({error.strerror or error}): {start_remedy(path.parent)}"
+    )
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))

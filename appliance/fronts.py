@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 from appliance.backoff import Backoff
@@ -28,12 +30,16 @@ from appliance.messages import (
     StopFront,
 )
 from appliance.protocol import FrontStatus
+from appliance.refusals import RefusalWatch
 from engine.client import Channel, module_command, module_environment, socketpair
 
 log = logging.getLogger(__name__)
 
 _MOST_UNREAD_BYTES = 64 << 10
 """A front that leaves more of its control channel unread gets no further connections for now."""
+_MAX_UNTAKEN = 256
+"""A front that has not taken so many connections yet gets no further ones for now. At most an eighth of this
+process's descriptors: the kernel counts those that lie in a channel against the same limit."""
 _QUIET_S = 3.0
 """Fronts report twice a second: one that says nothing for this long gets no further connections for now."""
 _DYING_S = 0.5
@@ -48,6 +54,9 @@ class FrontEvents(Protocol):
 
     def front_ready(self, front: Front) -> None:
         """It takes connections."""
+
+    def front_reported(self, front: Front) -> None:
+        """The front has reported how many connections it has taken: it may take others now."""
 
     def front_asks(self, front: Front, message: AboutRequest) -> None:
         """A word on a request."""
@@ -96,6 +105,8 @@ class Front:
         self.detail = ""
         self.restarts = 0
         self.last_error = ""
+        self.max_connections = 0
+        """Connections of known clients that it may have, by the settings."""
         self._events = events
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
@@ -109,6 +120,9 @@ class Front:
         self._kill_reason = ""
         self._ready_at: float | None = None
         self._last_sign = 0.0
+        self._given = 0
+        """Connections that this process was given."""
+        self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
         self._ended.set()
@@ -121,11 +135,22 @@ class Front:
 
     @property
     def takes_connections(self) -> bool:
-        """Whether a connection may be dealt to it now."""
+        """Whether a connection may be given to it now."""
         channel = self._channel
         if self.state != "ready" or channel is None or self._silent_s > _QUIET_S:
             return False
-        return channel.backlog_bytes < _MOST_UNREAD_BYTES
+        return channel.backlog_bytes < _MOST_UNREAD_BYTES and self._untaken < _max_untaken()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another connection finds a place there, even if every connection on its way is answered at
+        once. A front without room still answers: it refuses with 503."""
+        report = self._report
+        return report is None or report.busy_connections + self._untaken < report.max_connections
+
+    @property
+    def _untaken(self) -> int:
+        return self._given - (self._report.taken_connections if self._report is not None else 0)
 
     @property
     def problems(self) -> dict[str, str]:
@@ -148,6 +173,7 @@ class Front:
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at, self._kill_reason = None, None, ""
+        self._given, self._refusals = 0, RefusalWatch()
         self._last_sign = time.monotonic()
         try:
             pid = self._spawn()
@@ -196,6 +222,7 @@ class Front:
 
     def configure(self, configure: Configure) -> None:
         """Tell it what is served."""
+        self.max_connections = configure.limits.max_connections
         self.send(configure)
 
     def attach(self, replica: str, model: str, descriptor: int) -> None:
@@ -210,6 +237,7 @@ class Front:
     def give(self, connection: Connection, *descriptors: int) -> None:
         """Hand it a client's connection, and what was read from it; the caller closes its own descriptors."""
         if self._channel is not None:
+            self._given += 1
             self._channel.send(connection, descriptors)
 
     def begin_stop(self, grace_s: float) -> None:
@@ -252,38 +280,55 @@ class Front:
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()
         if isinstance(message, FrontReport):
-            before = self.problems
-            counted = self._report.template_problems if self._report is not None else {}
-            self._report = message
+            before, self._report = self._report, message
+            problems = before.problems if before is not None else {}
+            if message.problems != problems:
+                self._events.front_changed(self, problems)
+            self._events.front_reported(self)
+            for problem in self._refusals.problems(message):
+                self._events.front_problem(self, problem)
+            counted = before.template_problems if before is not None else {}
             for model, (count, why) in message.template_problems.items():
                 if count > counted.get(model, (0, ""))[0]:
                     self._events.front_problem(self, f"model {model!r}: {why}")
-            if message.problems != before:
-                self._events.front_changed(self, before)
         elif isinstance(message, FrontReady):
             if self.state == "starting":
                 self.state, self._ready_at = "ready", time.monotonic()
                 log.info("%s is ready", self.name)
                 self._events.front_ready(self)
         elif isinstance(message, HandOver):
-            if self._channel is not None:
-                descriptors = self._channel.take_fd(), self._channel.take_fd()
-                try:
-                    self._events.front_hands_over(self, message, descriptors)
-                finally:
-                    for descriptor in descriptors:
-                        os.close(descriptor)
+            with self._descriptors(2) as descriptors:
+                if descriptors:
+                    self._events.front_hands_over(self, message, (descriptors[0], descriptors[1]))
         elif isinstance(message, Keep):
-            if self._channel is not None:
-                descriptor = self._channel.take_fd()
-                try:
-                    self._events.front_keeps(self, message, descriptor)
-                finally:
-                    os.close(descriptor)
+            with self._descriptors(1) as descriptors:
+                if descriptors:
+                    self._events.front_keeps(self, message, descriptors[0])
         elif isinstance(message, Claim | Release):
             self._events.front_claims(self, message)
         else:
             self._events.front_asks(self, message)
+
+    @contextlib.contextmanager
+    def _descriptors(self, count: int) -> Iterator[list[int]]:
+        """Return the descriptors that came with a message, and close them afterwards; none if the kernel has
+        dropped one because this process has too many files open."""
+        taken: list[int] = []
+        complete = True
+        try:
+            if self._channel is not None:
+                for _ in range(count):
+                    taken.append(self._channel.take_fd())
+        except LookupError:
+            complete = False
+            self._events.front_problem(
+                self, "a message lost its file descriptor: raise the limit of open files (ulimit -n)"
+            )
+        try:
+            yield taken if complete else []
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
 
     def _exited(self) -> None:
         process, channel = self._process, self._channel
@@ -335,13 +380,31 @@ class Front:
         if report is not None:
             for field in set(report.__struct_fields__) & set(status.__struct_fields__):
                 setattr(status, field, getattr(report, field))
+            if not status.detail:
+                status.detail = self._limits_reached(report)
             if report.tokens:
                 status.cpu_us_per_token = report.cpu_seconds * 1e6 / report.tokens
         return status
 
+    def _limits_reached(self, report: FrontReport) -> str:
+        """Return which limit of connections the front is at, in words."""
+        if report.max_connections and report.busy_connections >= report.max_connections:
+            return f"full: all {report.max_connections:,} connections are in use, others are refused"
+        if 0 < report.max_connections < self.max_connections:
+            return (
+                f"only {report.max_connections:,} of limits.max_connections = {self.max_connections:,}: "
+                f"raise the limit of open files (ulimit -n)"
+            )
+        return ""
+
+
+def _max_untaken() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(_MAX_UNTAKEN, max(descriptors // 8, 1))
+
 
 class Dealer:
-    """Deals connections to the fronts that take them, round robin."""
+    """Gives connections to the fronts in turn, and passes over those that are full."""
 
     def __init__(self, fronts: list[Front]) -> None:
         self._fronts = fronts
@@ -353,11 +416,13 @@ class Dealer:
         return any(front.takes_connections for front in self._fronts)
 
     def deal(self, connection: Connection, *descriptors: int) -> bool:
-        """Hand the connection to the next front; False if none takes it."""
-        for step in range(len(self._fronts)):
-            front = self._fronts[(self._next + step) % len(self._fronts)]
-            if front.takes_connections:
-                front.give(connection, *descriptors)
-                self._next += step + 1
-                return True
+        """Give the connection to the next front that has room; if all are full, to the next one, which
+        answers that. Return False if no front takes connections now."""
+        for needs_room in (True, False):
+            for step in range(len(self._fronts)):
+                front = self._fronts[(self._next + step) % len(self._fronts)]
+                if front.takes_connections and (front.has_room or not needs_room):
+                    front.give(connection, *descriptors)
+                    self._next += step + 1
+                    return True
         return False

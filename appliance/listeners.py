@@ -1,9 +1,8 @@
-"""The listening sockets, and who reads them. The core accepts on the API's and deals each connection to a
-front.
+"""The listening sockets. The core accepts connections on the API's sockets and gives each one to a front.
 
-While no front takes connections a listener is not read: clients wait in its backlog, nobody is turned away.
-Sockets that the service manager opened outlive the service: who connects between two lives of it waits for
-the next.
+While no front takes connections a listener is not read: clients wait in its backlog, and none is refused.
+Sockets that the service manager opened outlive the service: a client that connects while the service is down
+waits for its next start.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from appliance.fronts import Dealer
@@ -29,7 +28,13 @@ _BACKLOG = 4096
 _MOST_PER_PASS = 64
 """Accepted per pass of the event loop: a burst of connections must not hold up the requests in flight."""
 _AFTER_SHORTAGE_S = 0.1
+_SHORTAGE_IS_OVER_S = 60.0
+"""A shortage that begins again within this time is the same one: it is reported once."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+Note = Callable[[str, str], None]
+"""Reports a problem: where, and what."""
 
 
 class ListenError(Exception):
@@ -124,8 +129,11 @@ def set_access(path: Path, mode: str, gid: int | None) -> None:
 class Listener:
     """One listening socket whose connections go to the dealer. Takes the socket over."""
 
-    def __init__(self, name: str, sock: socket.socket, dealer: Dealer, *, lasting: bool = False) -> None:
-        """`lasting`: the service manager made the socket, and keeps it when the service ends."""
+    def __init__(
+        self, name: str, sock: socket.socket, dealer: Dealer, note: Note, *, lasting: bool = False
+    ) -> None:
+        """`note` reports a problem to the operator. `lasting`: the service manager made the socket, and
+        keeps it when the service ends."""
         self.name = name
         self.lasting = lasting
         self.accepted = 0
@@ -134,6 +142,9 @@ class Listener:
         self._path = Path(sock.getsockname()) if self._kind == "unix" else None
         self.address = address_of(sock)
         self._dealer = dealer
+        self._note = note
+        self._short_at: float | None = None
+        """When this process last had no descriptor or memory for a connection."""
         self._reading = False
         self._pause: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -186,14 +197,25 @@ class Listener:
             except OSError as error:
                 if error.errno not in _SHORTAGES:
                     raise
-                log.error("%s: no more connections can be taken for now: %s", self.name, error.strerror)
-                self._pause = asyncio.get_running_loop().call_later(_AFTER_SHORTAGE_S, self._resume)
-                self.update()
+                self._wait_out(error)
                 return
             self.accepted += 1
             with connection:
                 peer_address = "" if self._kind == "unix" else _address(peer)
                 self._dealer.deal(Connection(self._kind, peer_address), connection.fileno())
+
+    def _wait_out(self, shortage: OSError) -> None:
+        """Accept nothing for a moment; clients wait in the backlog."""
+        loop = asyncio.get_running_loop()
+        if self._short_at is None or loop.time() - self._short_at > _SHORTAGE_IS_OVER_S:
+            self._note(
+                self.name,
+                f"no connections can be accepted for now ({shortage.strerror}): raise the limit of open "
+                f"files (ulimit -n)",
+            )
+        self._short_at = loop.time()
+        self._pause = loop.call_later(_AFTER_SHORTAGE_S, self._resume)
+        self.update()
 
     def _resume(self) -> None:
         self._pause = None
@@ -215,13 +237,15 @@ def _address(name: str | tuple[object, ...]) -> str:
 class Doors:
     """The service's sockets: those that the service manager opened for it, and its own."""
 
-    def __init__(self, given: list[socket.socket], settings: Settings, dealer: Dealer) -> None:
-        """Sort what was given and open what is missing. Raises ListenError."""
+    def __init__(self, given: list[socket.socket], settings: Settings, dealer: Dealer, note: Note) -> None:
+        """Sort the `given` sockets by their addresses and open those that are missing. `note` reports a
+        problem to the operator. Raises ListenError."""
         self.listeners: list[Listener] = []
         """Of the API."""
         self.admin: socket.socket | None = None
         """The operators' socket, if it was given."""
         self._dealer = dealer
+        self._note = note
         try:
             for sock in given:
                 self._sort(sock, settings)
@@ -261,7 +285,7 @@ class Doors:
         return [listener for listener in self.listeners if listener.name == "tcp" and not listener.lasting]
 
     def _add(self, name: str, sock: socket.socket, *, lasting: bool = False) -> Listener:
-        listener = Listener(name, sock, self._dealer, lasting=lasting)
+        listener = Listener(name, sock, self._dealer, self._note, lasting=lasting)
         self.listeners.append(listener)
         by = " (opened by the service manager)" if lasting else ""
         log.info("%s listens on %s%s", name, listener.address, by)

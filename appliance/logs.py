@@ -7,23 +7,17 @@
 from __future__ import annotations
 
 import logging
-import sys
-import time
+
+from engine import logs
 
 
-class LineFormatter(logging.Formatter):
+class LineFormatter(logs.LineFormatter):
     """UTC time with milliseconds, level, the process's name where it has one, the last part of the logger's
     name, message."""
 
-    @staticmethod
-    def converter(seconds: float | None = None) -> time.struct_time:
-        return time.gmtime(seconds)
-
     def __init__(self, process: str = "") -> None:
         self._process = f"{process} " if process else ""
-        super().__init__(
-            "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(area)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
-        )
+        super().__init__("%(area)s")
 
     def format(self, record: logging.LogRecord) -> str:
         record.area = self._process + record.name.rpartition(".")[2]
@@ -31,14 +25,12 @@ class LineFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, process: str = "") -> None:
-    """Send the process's log to standard error from `level` ("debug", "info", …) on; `process` names one that
-    is not the core."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(process))
+    """Send the process's log to standard error from `level` ("debug", "info", …) on, without ever waiting for
+    its reader; `process` is the name of a process that is not the core."""
+    logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Heads of the audit chain belong into the journal whatever else does: it is what speaks for the chain.
+    # Heads of the audit chain are logged at every level: the journal's copy proves that the chain is whole.
     logging.getLogger("store.heads").setLevel(logging.INFO)
-    for chatty in ("asyncio", "uvicorn.access", "httpx"):
+    for chatty in ("asyncio", "httpx"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))

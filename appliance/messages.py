@@ -83,7 +83,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 75.0
     """An idle keep-alive connection is closed after this."""
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
-    """Per front; more are closed at once."""
+    """Connections of known clients in each front: local users of the Unix socket, and clients that have sent
+    a valid key. Beyond, the one that has been idle longest is closed, or else the new one gets 503."""
+    max_unauthenticated_connections: Annotated[int, msgspec.Meta(ge=1)] = 256
+    """Connections in each front that have not yet sent a request with a valid key. Beyond, the one that has
+    waited longest is closed."""
+    unauthenticated_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """Such a connection is closed when it sends no request for this long; it shortens the other timeouts."""
+    max_tenant_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 32 << 20
+    """All request bodies of one tenant that a front holds at a time; one beyond is refused with 503. One body
+    of `max_body_bytes` is always possible."""
+    max_front_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 << 20
+    """All request bodies that a front holds at a time; one beyond is refused with 503."""
 
 
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,13 +400,28 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Every half second, and before `FrontReady`."""
 
     connections: int
+    busy_connections: int = 0
+    """Connections of known clients whose request is being answered."""
+    max_connections: int = 0
+    """Connections of known clients that the front can hold: as its limits say, or fewer where file
+    descriptors are scarce."""
+    unauthenticated_connections: int = 0
+    """Connections that have not yet sent a request with a valid key."""
+    taken_connections: int = 0
+    """Connections that the front has received from the core since its start."""
+    refused_connections: int = 0
+    """Connections since the start that were closed, or answered 503, because no place was free."""
+    evicted_connections: int = 0
+    """Connections without a valid key since the start that were closed to make room for others."""
+    refused_bodies: int = 0
+    """Requests since the start that were refused because bodies of too many bytes were under way."""
     streams: int
     requests: int
     """Since the start."""
     tokens: int
     """Streamed since the start."""
     unauthenticated: int
-    """Requests refused for want of a valid identity since the start."""
+    """Requests that were denied since the start because they had no valid key or user."""
     cpu_seconds: float
     """Of this process since the start."""
     kept_answers: int = 0
@@ -409,6 +435,8 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     template_problems: dict[str, tuple[int, str]] = {}
     """Of models whose chat templates exceeded their bounds since the start: how often, and what the latest
     exceeded. Such a model is served none the less."""
+    log_dropped_lines: int = 0
+    """Lines of the log that were dropped since the start because nobody read standard error."""
     configured: int = 0
     """`serial` of the last `Configure` that holds for whoever asks this front."""
 

@@ -25,12 +25,24 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """The state in words, e.g. "restarting in 2 s"."""
     pid: int | None = None
     connections: int = 0
+    busy_connections: int = 0
+    """Connections of known clients (local users, or a valid key) whose request is being answered."""
+    max_connections: int = 0
+    """Connections of known clients that the front can hold."""
+    unauthenticated_connections: int = 0
+    """Connections that have not yet sent a request with a valid key."""
+    refused_connections: int = 0
+    """Connections since the front started that were refused because no place was free."""
+    evicted_connections: int = 0
+    """Connections without a valid key that were closed, since the front started, to make room for others."""
+    refused_bodies: int = 0
+    """Requests since the front started that were refused because too many bytes of bodies were under way."""
     streams: int = 0
     requests: int = 0
     tokens: int = 0
     """Streamed since the front started."""
     unauthenticated: int = 0
-    """Requests refused for want of a valid identity since the front started."""
+    """Requests that were denied since the front started because they had no valid key or user."""
     cpu_seconds: float = 0.0
     cpu_us_per_token: float | None = None
     kept_answers: int = 0
@@ -39,6 +51,8 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """What these take."""
     dropped_texts: int = 0
     """Requests since the front started whose texts were not kept, because too much waited."""
+    log_dropped_lines: int = 0
+    """Lines of its log that were dropped since it started because nobody read standard error."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name."""
     restarts: int = 0
@@ -50,8 +64,8 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
 
     name: str
     state: str
-    """"starting", "loading", "ready", "draining" (finishes what it has), "restarting", "failed" or
-    "stopped"."""
+    """"starting", "loading", "ready", "silent" (it has not reported for 3 seconds and gets no new requests),
+    "draining" (finishes what it has), "restarting", "failed" or "stopped"."""
     detail: str = ""
     """The state in words, e.g. "loading weights 43%"."""
     fraction: float | None = None
@@ -96,8 +110,10 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    log_dropped_lines: int = 0
+    """Lines of rank 0's log that were dropped since it started because nobody read standard error."""
     last_report_s: float | None = None
-    """Seconds since the last sign of life."""
+    """Seconds since the last report."""
     restarts: int = 0
     last_error: str = ""
 
@@ -112,8 +128,8 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     created: int
     """Unix seconds."""
     state: str
-    """"ready" (apps get answers), "loading", "restarting", or (apps are refused at once) "failed", "draining"
-    or "drained"."""
+    """"ready" (apps get answers), "loading", "silent", "restarting", or (apps are refused at once) "failed",
+    "draining" or "drained"."""
     detail: str = ""
     """The state in words; of a failed model, why."""
     max_model_len: int = 0
@@ -222,9 +238,14 @@ class DatabaseStatus(msgspec.Struct, kw_only=True):
     lag_ms: float
     failing_s: float
     last_error: str | None
+    stalled_s: float = 0.0
+    """How long the writer has been at one piece of work; a disk that does not answer."""
     committed_rows: int
     dropped_rows: int
     rejected_rows: int
+    restored: str = ""
+    """What happened to the file while the service had it open (it was deleted or replaced), and what was
+    done."""
 
 
 class AuditStatus(msgspec.Struct, kw_only=True):
@@ -272,6 +293,15 @@ class Problem(msgspec.Struct, kw_only=True):
     count: int = 1
 
 
+class CurrentProblem(msgspec.Struct, kw_only=True):
+    """Something that is wrong now, and what to do about it."""
+
+    where: str
+    """A model, replica, front, database, "audit" or "log"."""
+    what: str
+    remedy: str
+
+
 class Status(msgspec.Struct, kw_only=True):
     """What the service is and does."""
 
@@ -296,7 +326,12 @@ class Status(msgspec.Struct, kw_only=True):
     queue: QueueStatus
     databases: list[DatabaseStatus]
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
+    log_dropped_lines: int = 0
+    """Lines of the core's log that were dropped since the start because nobody read standard error."""
+    current_problems: list[CurrentProblem] = []
+    """What is wrong now; `doctor` reports the same list."""
     problems: list[Problem]
+    """What went wrong lately, the most recent first."""
     drains: list[DrainStatus] = []
 
 

@@ -71,7 +71,7 @@ class Readiness:
         if drain := self._house.drains.of(model):
             return drain.why
         replicas = self._house.fleet.of(model)
-        if not any(replica.account for replica in replicas):
+        if not any(replica.answers for replica in replicas):
             states = ", ".join(f"{replica.name} is {replica.word}" for replica in replicas)
             return f"model {model!r} does not answer ({states or 'it has no replica now'})"
         problem = self.front_trouble(model)

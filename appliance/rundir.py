@@ -1,4 +1,4 @@
-"""The run directory: one service each, held by a lock; the sockets' place."""
+"""The run directory: where the sockets are, held by a lock so that each has one service."""
 
 from __future__ import annotations
 
@@ -12,8 +12,23 @@ from pathlib import Path
 
 import msgspec
 
+from appliance.ownership import UntrustedError, trusted_directory
+
+SYSTEM_RUN_DIR = Path("/run/appliance")
+"""The run directory of the service that systemd runs."""
+SYSTEM_STATE_DIR = Path("/var/lib/appliance")
+_UNIT_FOLDERS = (
+    "/etc/systemd/system",
+    "/run/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+)
+_UNIT = "appliance.service"
+_BOOTED = Path("/run/systemd/system")
+"""Exists where systemd is running (sd_booted(3))."""
 _LOCK = "service.lock"
 _MEETINGS = "ranks-"
+_MAX_LOCK_BYTES = 64 << 10
 
 
 class RunDirError(Exception):
@@ -21,7 +36,7 @@ class RunDirError(Exception):
 
 
 class Holder(msgspec.Struct, kw_only=True):
-    """Who holds, or last held, a run directory."""
+    """The process that holds, or last held, a run directory."""
 
     pid: int
     state_dir: str
@@ -61,11 +76,27 @@ class RunDirLock:
 
 
 def last_holder(run_dir: Path) -> Holder | None:
-    """Who holds the directory, or held it last: where clients learn which state directory belongs to it."""
+    """Return who holds the directory, or held it last: clients learn from it which state directory belongs to
+    the service. The directory must be a trusted one (`appliance.ownership`)."""
     try:
-        return msgspec.json.decode((run_dir / _LOCK).read_bytes(), type=Holder)
-    except (OSError, msgspec.DecodeError):
+        descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            return msgspec.json.decode(file.read(_MAX_LOCK_BYTES), type=Holder)
+    except (OSError, ValueError):
         return None
+
+
+def unit_is_installed() -> bool:
+    """Return whether systemd runs on this machine and knows the service's unit."""
+    return _BOOTED.is_dir() and any(os.path.exists(f"{folder}/{_UNIT}") for folder in _UNIT_FOLDERS)
+
+
+def start_remedy(run_dir: Path) -> str:
+    """Return how to start the service. Where its unit is installed, only systemd's command is named: another
+    service beside it would begin with an empty state."""
+    if unit_is_installed():
+        return "start it with: systemctl start appliance"
+    return f"start one with: appliance serve --run-dir {run_dir}"
 
 
 def new_meeting(run_dir: Path) -> str:
@@ -77,18 +108,26 @@ def new_meeting(run_dir: Path) -> str:
 
 
 def prepare_directories(run_dir: Path, state_dir: Path) -> None:
-    """Make both directories, for this user alone, where they are missing. Raises RunDirError."""
+    """Create both directories, for this user alone, where they are missing.
+
+    Raises RunDirError for one that cannot be used, and for a run directory that clients would not trust
+    (`appliance.ownership`).
+    """
     for name, path in (("run_dir", run_dir), ("state_dir", state_dir)):
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = path.lstat() if path.parent == Path("/tmp") else path.stat()
         except OSError as error:
-            raise RunDirError(f"{name} {path} cannot be made ({error.strerror}): name another one") from error
-        # In /tmp anybody can have made it first.
-        if not stat.S_ISDIR(found.st_mode) or (path.parent == Path("/tmp") and found.st_uid != os.geteuid()):
             raise RunDirError(
-                f"{name} {path} is not a directory of this user's: remove it or name another one"
-            )
+                f"{name} {path} cannot be created ({error.strerror}): name another one"
+            ) from error
+        # In /tmp anybody can have created it first.
+        if name == "run_dir" or path.parent == Path("/tmp"):
+            try:
+                trusted_directory(path, f"--{name.replace('_', '-')}")
+            except UntrustedError as error:
+                raise RunDirError(f"{name} {error}") from error
+        if not path.is_dir():
+            raise RunDirError(f"{name} {path} is not a directory: remove it or name another one")
         if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
             raise RunDirError(f"{name} {path} cannot be written by uid {os.geteuid()}: name another one")
 

@@ -78,7 +78,7 @@ class Service:
         self.switchboard.tell_identities()
         self.levels.restore(state.history.path)
         # The outside: apps, operators, monitoring, the service manager.
-        self.doors = Doors(manager.sockets, settings, self.switchboard.dealer)
+        self.doors = Doors(manager.sockets, settings, self.switchboard.dealer, self.switchboard.problems.note)
         held.callback(self.doors.close)
         self.doorkeeper = Doorkeeper(settings.admin, keys_of(control))
         self.admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, self.doors.admin)

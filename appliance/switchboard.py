@@ -336,6 +336,9 @@ class Switchboard:
     def front_ready(self, front: Front) -> None:
         self.update_listeners()
 
+    def front_reported(self, front: Front) -> None:
+        self.update_listeners()
+
     def front_asks(self, front: Front, message: AboutRequest) -> None:
         if isinstance(message, Admit):
             # A front says who asks; what they may do is ours to know.
@@ -412,6 +415,16 @@ class Switchboard:
             if front is not None and self.stopping is None:
                 # Either it is dying too, or it is of no use without the replica.
                 front.kill_soon(f"it closed its channel to {replica.name}")
+
+    def replica_silent(self, replica: Replica) -> None:
+        if replica.account is not None:
+            self.ledger.retire_replica(replica.account)
+        self.tell_configuration()
+
+    def replica_heard(self, replica: Replica) -> None:
+        if replica.account is not None and not replica.retiring:
+            self.ledger.add_replica(replica.account)
+        self.tell_configuration()
 
     def replica_lost(self, replica: Replica) -> None:
         if replica.account is not None:

@@ -202,7 +202,7 @@ class RowTables:
         """The decodes' tokens and each chunk's last, as the last layer's attention sees them; then
         padding."""
         decodes = forward.attention
-        ends = [(span.row, span.end, span.last) for span in decodes.chunks]
+        ends = [(span.slot, span.end, span.last) for span in decodes.chunks]
         most = max(length for _, length, _ in ends)
         count = len(plan.decodes) + len(ends)
         padded = count if self._padding is None else size_for(count, self._padding.ends)
@@ -210,7 +210,7 @@ class RowTables:
         rows, lens, queries = self._upload(np.array(ends, dtype=np.int64).T.copy())
         return AttentionInput(
             decodes.block_table,
-            torch.cat((decodes.rows, rows)),
+            torch.cat((decodes.slots, rows)),
             torch.cat((decodes.lens, lens)),
             max(decodes.columns, -(-most // BLOCK_TOKENS)),
             chunks=[],
@@ -242,7 +242,7 @@ class RowTables:
             index = self._upload(np.array(wanted, dtype=np.int64))
         else:
             # Padding too: kernels for that many rows are loaded. Where nobody samples, no logits are made.
-            sampled = len(forward.ends.rows) if rows else 0
+            sampled = len(forward.ends.slots) if rows else 0
         where = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
         one_each = logit_rows == list(range(len(logit_rows)))
         shared = None if one_each else self._upload(np.array(logit_rows, dtype=np.int64))
@@ -271,7 +271,7 @@ class RowTables:
 
 def ends_of(forward: ForwardInput) -> list[int]:
     """Of each chunk of a pass, the row of the pass's result that is its last token's."""
-    decodes, spans = len(forward.attention.rows), forward.attention.chunks
+    decodes, spans = len(forward.attention.slots), forward.attention.chunks
     if forward.ends is not None:
         return list(range(decodes, decodes + len(spans)))
     return [span.last for span in spans]

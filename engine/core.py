@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,13 +61,17 @@ class Gauges:
 class StepTiming:
     """How a step went."""
 
-    mixed: bool
-    """Whether it computed prompts."""
+    plan: StepPlan
     ms: float
     """From where its launch began, or the end of the step before it, to its end."""
     idle_us: float
     """How long the device had idled before it although a sequence waited for it. 0 where each came after the
     step before had been planned: whether there was anything to do is unknown."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether it computed prompts."""
+        return bool(self.plan.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,16 @@ class EngineCore:
     while the host reads, plans and sends.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool = True,
+    ) -> None:
         self.scheduler = scheduler
+        self.before_wait: Callable[[StepPlan], None] | None = None
+        """Called with the plan of each step whose end the loop is about to wait for."""
         self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()
@@ -148,7 +160,10 @@ class EngineCore:
             self._in_flight.append(_InFlight(scheduled, launched, began))
         timing = None
         if self._in_flight and (scheduled is None or len(self._in_flight) > self._steps_ahead):
-            timing = self._collect(self._in_flight.popleft())
+            oldest = self._in_flight.popleft()
+            if self.before_wait is not None:
+                self.before_wait(oldest.scheduled.plan)
+            timing = self._collect(oldest)
         outputs, finished = self.scheduler.ledger.take()
         before, self._credits = self._credits, self._granted()
         return StepResult(self._collected, outputs, finished, self._credits != before, timing)
@@ -162,7 +177,7 @@ class EngineCore:
         self._collected = oldest.scheduled.plan.step
         self.scheduler.collect(oldest.scheduled, tokens)
         idle_us = oldest.launched.host_gap_us if oldest.scheduled.waited_for else 0.0
-        return StepTiming(bool(oldest.scheduled.plan.chunks), step_ms, idle_us)
+        return StepTiming(oldest.scheduled.plan, step_ms, idle_us)
 
     def _granted(self) -> tuple[int, int]:
         return self.scheduler.ledger.credit_rows, self.scheduler.ledger.credit_tokens

@@ -19,7 +19,7 @@ from engine.sampler import Sampler
 from engine.sizing import ladder, size_for
 from kernels import AttentionInput, KvPool
 from kernels.draws import Variant
-from kernels.triton.rows import advance, empty_decodes, place
+from kernels.triton.decode_step import advance, empty_decodes, place
 
 Progress = Callable[[str, float], None]
 
@@ -124,8 +124,8 @@ class DecodeGraphs:
         inputs = ForwardInput(
             token_ids=decodes.token_ids,
             positions=decodes.positions,
-            slots=decodes.slots,
-            attention=AttentionInput(table, decodes.table_rows, decodes.lens, table.shape[1], []),
+            slots=decodes.kv_slots,
+            attention=AttentionInput(table, decodes.slots, decodes.lens, table.shape[1], []),
         )
         self._decoder.logits(self._decoder.forward(inputs, self._kv), out=self._logits[:size])
 

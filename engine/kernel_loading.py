@@ -18,7 +18,7 @@ from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import Decoder
 from engine.sampler import LOGPROB_ROWS
 from engine.sizing import product_ladder
-from kernels import AttentionInput, ChunkSpan, KvPool, Stream
+from kernels import AttentionInput, ChunkSpan, KvPool, Residual
 
 
 def load_kernels(
@@ -47,7 +47,7 @@ def load_products(decoder: Decoder, step_tokens: int, max_rows: int) -> None:
     # The most first, so that torch's allocator finds room for all others in what it then has: upwards, each
     # would take memory of its own, some gigabytes together.
     for tokens in sorted(rows, reverse=True):
-        residual = Stream(zeros(tokens, config.hidden_size))
+        residual = Residual(zeros(tokens, config.hidden_size))
         layer.attention.qkv.after_norm(residual, layer.input_norm, eps)
         attended = zeros(tokens, shard.heads * config.head_dim)
         residual = layer.attention.o.add_to(residual, attended, layer.post_norm, ranks)

@@ -272,7 +272,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     """Rank 0 to core: after each step that changed something, every 100 ms while it computes, and at
-    least every half second: the heartbeat.
+    least every half second: the heartbeat. A `LongStep` announces a longer pause.
 
     Credits are totals granted since the start, so that no message can be counted twice: available is granted
     minus spent. Rows: `max_rows` at first, one for each sample that ended. Tokens: at first the budget of two
@@ -307,11 +307,20 @@ class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     """The same of the steps that computed prompts."""
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
+    log_dropped_lines: int = 0
+    """Lines of rank 0's log that were dropped since its start because nobody read standard error."""
+
+
+class LongStep(msgspec.Struct, tag="long_step", frozen=True):
+    """Rank 0 to core: it now waits for a step, and sends nothing before the step ends."""
+
+    expected_s: float
+    """Predicted from the step's size and the measured speed of earlier steps (`engine.step_forecast`)."""
 
 
 RankInbound = Start | Attach | CancelRequest | Stop
 """What the core sends to ranks."""
-RankOutbound = Progress | Ready | Report | Fatal
+RankOutbound = Progress | Ready | Report | LongStep | Fatal
 """What ranks send to the core."""
 DataInbound = Submit | Cancel
 """What a front sends to a replica."""

@@ -117,7 +117,7 @@ class PromptGraphs:
             staged[: 3 * most].reshape(3, most)[:, : tokens.shape[1]] = tokens
         ends = staged[self._ends_at :].reshape(3, self._most_chunks)
         for i, span in enumerate(spans):
-            ends[:, i] = span.last, span.row, span.end
+            ends[:, i] = span.last, span.slot, span.end
         for i, window in enumerate(self._windows):
             made = plan_tiles(spans, *self._heads, window)
             at = self._tiles_at + 2 * i * tiles

@@ -22,22 +22,26 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.garbage import settle_garbage
+from engine.logs import LineFormatter, log_state, log_to_stderr
 from engine.messages import (
     Attach,
     Cancel,
     CancelRequest,
     DataInbound,
     Fatal,
+    LongStep,
     Progress,
     RankInbound,
     Ready,
     Report,
     Start,
     StepFrame,
+    StepPlan,
     Stop,
     Submit,
 )
 from engine.plans import PlanSender, check_plans, plan_channel
+from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
 if TYPE_CHECKING:
@@ -62,7 +66,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Become the rank that the core's `Start` names; returns when told to stop or when the core is gone."""
-    configure_logging("replica")
+    log_to_stderr(LineFormatter("replica"))
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
     arguments = parser.parse_args()
@@ -74,7 +78,7 @@ def main() -> None:
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
     start = _await_start(control)
     ranks = start.spec.tensor_parallel_size
-    configure_logging(start.spec.replica + (f" rank {start.rank}" if ranks > 1 else ""))
+    log_to_stderr(LineFormatter(_name(start).replace("%", "%%")))
     peers: list[Channel[Any]] = [
         plan_channel(control.take_fd()) for _ in range(ranks - 1 if start.rank == 0 else 1) if ranks > 1
     ]
@@ -95,32 +99,14 @@ def main() -> None:
         code = 1
     # Peers and device libraries may hold threads that never end; everything that matters is written.
     sys.stdout.flush()
-    sys.stderr.flush()
+    logging.shutdown()
     os._exit(code)
 
 
-def configure_logging(name: str) -> None:
-    """Send this process's log, Python's warnings included, to standard error as lines like the service's:
-    UTC time, level, who, message."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(name))
-    logging.getLogger().handlers[:] = [handler]
-    logging.captureWarnings(True)
-
-
-class LineFormatter(logging.Formatter):
-    """2026-11-20T23:16:01.123Z WARNING demo-0 rank 1: message"""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {name.replace('%', '%%')}: %(message)s",
-            "%Y-%m-%dT%H:%M:%S",
-        )
-
-    @staticmethod
-    def converter(seconds: float | None = None) -> time.struct_time:
-        """UTC."""
-        return time.gmtime(seconds)
+def _name(start: Start) -> str:
+    """Return the name of this rank in the log."""
+    several = start.spec.tensor_parallel_size > 1
+    return start.spec.replica + (f" rank {start.rank}" if several else "")
 
 
 def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]], runner: Runner) -> None:
@@ -144,10 +130,16 @@ def _lead(start: Start, control: Channel[RankInbound], peers: list[Channel[Any]]
         blocks=info.kv_blocks,
         prefix_cache=start.spec.prefix_cache,
     )
+    config = runner.config
+    forecast = StepForecast(
+        parameters=info.parameters,
+        attention_width=config.layers * config.heads * config.head_dim,
+        on_gpu=runner.device.type == "cuda",
+    )
     engine = EngineCore(scheduler, PlanSender(runner, peers), overlap=start.spec.overlap)
     settle_garbage()
     control.send(Ready(info))
-    Replica(engine, control).run()
+    Replica(engine, control, forecast).run()
 
 
 def _follow(control: Channel[RankInbound], plans: Channel[Any], runner: Runner) -> None:
@@ -170,9 +162,11 @@ def _follow(control: Channel[RankInbound], plans: Channel[Any], runner: Runner) 
 class Replica:
     """Rank 0's loop: intake, step, emit, report."""
 
-    def __init__(self, engine: EngineCore, control: Channel[RankInbound]) -> None:
+    def __init__(self, engine: EngineCore, control: Channel[RankInbound], forecast: StepForecast) -> None:
         self._engine = engine
+        engine.before_wait = self._announce
         self._control = control
+        self._forecast = forecast
         self._fronts: dict[str, Channel[DataInbound]] = {}
         self._fronts_gone: list[str] = []
         self._selector = selectors.DefaultSelector()
@@ -260,9 +254,16 @@ class Replica:
         if result.timing is not None:
             steps = self._mixed_steps if result.timing.mixed else self._decode_steps
             steps.add(result.timing)
+            self._forecast.learn(result.timing.plan, result.timing.ms / 1e3)
         news = result.finished or result.credits_changed or self._fronts_gone
         if news or time.monotonic() - self._reported_at >= FRESH_S:
             self._report(result)
+
+    def _announce(self, plan: StepPlan) -> None:
+        """Tell the core of a step so long that the core could take this replica for dead."""
+        expected_s = self._forecast.predict_s(plan)
+        if expected_s > HEARTBEAT_S:
+            self._control.send(LongStep(expected_s))
 
     def _report(self, result: StepResult | None) -> None:
         gauges = self._engine.gauges()
@@ -291,6 +292,7 @@ class Replica:
                 mixed_steps=mixed_steps,
                 mixed_step_ms=mixed_step_ms,
                 mixed_idle_us=mixed_idle_us,
+                log_dropped_lines=log_state().dropped_lines,
             )
         )
         self._fronts_gone = []

@@ -27,6 +27,7 @@ _HEADER = 4
 _READ_BYTES = 1 << 18
 _MOST_READS = 16
 _MOST_FDS = 64
+_DROPPED = -1
 
 MOST_FRAME_BYTES = 64 << 20
 """A longer frame is a broken peer, unless more was agreed upon: the channel closes."""
@@ -144,16 +145,20 @@ class Channel(Generic[Inbound]):
             if self.closed:
                 break
             try:
-                data, ancillary, _, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _MOST_FDS))
+                data, ancillary, flags, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _MOST_FDS))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                data, ancillary = b"", []
+                data, ancillary, flags = b"", [], 0
             for level, kind, rights in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     fds = array.array("i")
                     fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
                     self._received_fds.extend(fds)
+            if flags & socket.MSG_CTRUNC:
+                # The kernel dropped a descriptor: this process has no number left for it. Its place stays
+                # taken, so that no later message gets a descriptor that is not its own.
+                self._received_fds.append(_DROPPED)
             self._received += data
             if not self._parse(messages) or not data:
                 self._close_socket()
@@ -163,10 +168,12 @@ class Channel(Generic[Inbound]):
         return messages
 
     def take_fd(self) -> int:
-        """The next descriptor that arrived; the caller owns it. Raises LookupError when there is none."""
-        if not self._received_fds:
+        """Return the next descriptor that arrived; the caller owns it. Raises LookupError when there is none,
+        or when it was dropped because this process has too many files open."""
+        fd = self._received_fds.popleft() if self._received_fds else _DROPPED
+        if fd == _DROPPED:
             raise LookupError("no file descriptor came with this message")
-        return self._received_fds.popleft()
+        return fd
 
     def _parse(self, messages: list[Inbound]) -> bool:
         buffer, offset = self._received, 0

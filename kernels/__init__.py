@@ -1,10 +1,11 @@
-"""The operations of a decoder, and the choice of who computes them.
+"""The operations of a decoder (`Ops`), their data types, and the choice of a backend.
 
-Every operation has a plain-torch twin in `kernels.reference`: the CPU backend and the tests' oracle.
-Operations are cut where a fused kernel would be cut: what touches the same bytes is one call.
+Every operation has a reference implementation in plain torch, `kernels.reference`. It is the CPU backend and
+the tests' oracle. One operation covers all work on the same bytes, so that a fused kernel can implement it.
 
-Words of the shapes: *tokens* of one pass, packed; *heads* and *kv_heads* of this rank; a *page* is one block
-and head of the KV pool `[blocks, kv_heads, 64, head_dim]`, whose 64 tokens are one contiguous tile.
+In shapes, *tokens* counts the packed tokens of one pass; *heads* and *kv_heads* count the heads of this rank.
+A *page* is one block and head of the KV pool `[blocks, kv_heads, 64, head_dim]`: a contiguous tile of 64
+tokens.
 """
 
 from __future__ import annotations
@@ -18,90 +19,97 @@ import torch
 from kernels.draws import SamplingOps
 
 PAGE_TOKENS = 64
-"""Tokens in a block of the KV pool."""
+"""Number of tokens in a block of the KV pool."""
 
 PDL_FROM = 90
-"""Compute capability, times ten, from which a GPU knows programmatic dependent launch."""
+"""Compute capability, times ten, from which a GPU supports programmatic dependent launch (PDL)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """A matrix quantised per output (row)."""
+    """An FP8 weight matrix with one scale per output row."""
 
     values: torch.Tensor
-    """[out, in] float8_e4m3fn"""
+    """The quantised matrix: [out, in] float8_e4m3fn."""
     scales: torch.Tensor
-    """[out] float32: row i of the matrix is `values[i] × scales[i]`."""
+    """Scales of the rows: [out] float32. Row i of the matrix is `values[i] × scales[i]`."""
 
 
 Weight = torch.Tensor | Fp8Weight
-"""A matrix `[out, in]`: in the model's dtype (or as `Ops.pack_weight` laid it out), or quantised."""
+"""A weight matrix `[out, in]`: in the model's dtype, in the layout that `Ops.pack_weight` returns, or in
+FP8."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Activation:
-    """Activations quantised per token."""
+    """FP8 activations with one scale per token."""
 
     values: torch.Tensor
-    """[tokens, n] float8_e4m3fn"""
+    """The quantised activations: [tokens, n] float8_e4m3fn."""
     scales: torch.Tensor
-    """[tokens, 1] float32"""
+    """Scales of the tokens: [tokens, 1] float32."""
     dtype: torch.dtype
-    """The model's: what they were, and what a product of them is."""
+    """The model's dtype: the dtype before quantisation, and the dtype of a GEMM's result."""
 
 
 Activation = torch.Tensor | Fp8Activation
-"""`[tokens, n]`: in the model's dtype, or quantised."""
+"""Activations `[tokens, n]`: in the model's dtype, or in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gained:
-    """An RMSNorm but for its one factor per token: 1 / √(Σ x² / n + eps)."""
+class DeferredNorm:
+    """An RMSNorm without its last factor, 1 / √(Σ x² / n + eps) per token, which the next GEMM applies to its
+    result."""
 
     values: torch.Tensor
-    """[tokens, n]: x × gain, rounded once to x's dtype"""
+    """The product x × gain: [tokens, n], rounded once to x's dtype."""
     squares: torch.Tensor
-    """[parts, tokens] float32: sums of x² over parts of n, together all of it"""
+    """Partial sums of squares: [parts, tokens] float32. The sum over all parts is Σ x² of a token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """The residual stream between two halves of a layer."""
+class Residual:
+    """The residual stream between two halves of a decoder layer."""
 
     values: torch.Tensor
-    """[tokens, hidden]"""
-    gained: Gained | None = None
-    """The values for the norm that reads them next, where the product that made them has worked it out."""
+    """The residual values: [tokens, hidden]."""
+    deferred_norm: DeferredNorm | None = None
+    """The deferred form of the norm that reads these values next, or None if the GEMM that produced the
+    values did not compute it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What turns a head by its position (RoPE, Su et al. 2021), and norms it before."""
+    """Parameters of rotary position embedding (RoPE, Su et al. 2021) and of the optional QK-norm before
+    it."""
 
     cos_sin: torch.Tensor
-    """[positions, head_dim] float32, of `kernels.rope.cos_sin_table`"""
+    """Cosines and sines: [positions, head_dim] float32, from `kernels.rope.cos_sin_table`."""
     q_norm: torch.Tensor | None = None
-    """[head_dim]: gain of an RMSNorm of each query head; None: neither queries nor keys have one."""
+    """Gain [head_dim] of the RMSNorm of each query head, or None if the model has no QK-norm (then k_norm is
+    None too)."""
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
 
 
 @dataclass(slots=True)
 class KvPool:
-    """One layer's KV cache on one rank: `[blocks, kv_heads, 64, head_dim]` each.
+    """One layer's KV cache on one rank: keys and values, `[blocks, kv_heads, 64, head_dim]` each.
 
-    Finite from the start (zeros): attention reads whole blocks and masks what lies past a sequence's end.
+    The pool starts as zeros and must stay finite: attention reads whole blocks and masks the positions after
+    the end of a sequence.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     k_scales: torch.Tensor | None = None
-    """[blocks, kv_heads, 64] float32: a scale for each token and head of e4m3 keys; None: keys and values are
-    of the model's dtype."""
+    """Scales of e4m3 keys, one per token and head: [blocks, kv_heads, 64] float32. None if keys and values
+    have the model's dtype."""
     v_scales: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them, each with blocks first. FP8 as bytes, which is what indexing knows."""
+        """Return all tensors of the pool, each with blocks as its first dimension. FP8 tensors are viewed as
+        bytes, because torch cannot index FP8."""
         scales = [scales for scales in (self.k_scales, self.v_scales) if scales is not None]
         if not scales:
             return [self.keys, self.values]
@@ -110,115 +118,122 @@ class KvPool:
 
 @dataclass(slots=True)
 class ChunkSpan:
-    """A prompt slice inside a pass."""
+    """One prompt chunk in a pass."""
 
     first: int
-    """Index of its first token in the pass."""
+    """Index of the chunk's first token in the pass."""
     count: int
     context: int
-    """Tokens of the sequence before the slice: already in the cache when the pass starts."""
-    row: int
-    """Of the block table."""
+    """Number of tokens of the sequence before the chunk. Their keys and values are in the cache when the pass
+    starts."""
+    slot: int
+    """The sequence's slot: its row of the block table."""
 
     @property
     def last(self) -> int:
-        """Index of its last token in the pass."""
+        """Index of the chunk's last token in the pass."""
         return self.first + self.count - 1
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence that are in the cache when the pass ends."""
+        """Number of tokens of the sequence that are in the cache when the pass ends."""
         return self.context + self.count
 
 
 @dataclass(slots=True)
 class AttentionInput:
-    """Who sees what in a pass whose tokens are the decodes' (one each) and then the chunks'."""
+    """Which keys each token of a pass attends to. A pass has the decode tokens first, one per sequence, then
+    the prompt chunks."""
 
     block_table: torch.Tensor
-    """[rows, columns] int64: the device's table. Entries past a sequence's end are arbitrary but valid."""
-    rows: torch.Tensor
-    """[decodes] int64: each decode's row of the block table."""
+    """The device's block table: [slots, columns] int64. Entries after the end of a sequence are arbitrary
+    valid block numbers."""
+    slots: torch.Tensor
+    """Slot of each decode, that is, its row of the block table: [decodes] int64."""
     lens: torch.Tensor
-    """[decodes] int64: tokens in the cache for each, the new one included; 0: padding of a captured pass."""
+    """Number of cached tokens of each decode, the new token included: [decodes] int64. 0 marks padding of a
+    captured pass."""
     columns: int
-    """Most columns of the block table that a decode uses; the host knows it from the plans."""
+    """Largest number of block-table columns that any decode uses, computed on the host."""
     chunks: list[ChunkSpan]
     tiles: Mapping[int | None, torch.Tensor] | None = None
-    """By window, instead of `chunks`: the list of tiles that `plan_tiles` of
-    `kernels.triton.attention_prefill` makes of them, in place, for passes that are captured."""
+    """Lists of prefill tiles by attention window, for captured passes: they replace `chunks`, and
+    `kernels.triton.attention_prefill.plan_tiles` writes them in place."""
     queries: torch.Tensor | None = None
-    """[decodes] int64: which tokens of the pass ask, the last of their sequences, where all others are only
-    written into the cache; None: the decodes are its first tokens, and everybody asks."""
+    """Indices of the tokens whose attention is computed: [decodes] int64, the last token of each sequence.
+    The other tokens are only written to the cache. None: the decodes are the first tokens, and attention is
+    computed for every token."""
 
 
 class Ops(Protocol):
-    """What a backend offers. Inputs are on its device; `dtype` is the model's; nothing here needs
-    gradients."""
+    """The operations that a backend implements. Inputs are on the backend's device, `dtype` is the model's
+    dtype, and no operation needs gradients."""
 
     name: str
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """A weight in the layout that the products like best; only they may read the result."""
+        """Return the weight in the layout that the backend's GEMMs prefer. Only GEMMs of this backend can
+        read it."""
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
-        """Rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`.
+        """Return the rows of `weight [rows, hidden]` for `token_ids [tokens]` int64: `[tokens, hidden]`.
 
-        first: None where `weight` has every token; else the token id of its first row, and ids that are not
-        among its rows give zeros (the sum over ranks is then the embedding).
+        first: the token id of the first row of `weight`, or None if `weight` covers the whole vocabulary.
+        Token ids outside the rows give zeros, so that the sum over all ranks is the embedding.
         """
 
     def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x [tokens, in] @ weight [out, in].T (+ bias [out])`: `[tokens, out]`. With an `Fp8Weight`, x is
-        quantised per token first, unless it is already."""
+        """Return `x [tokens, in] @ weight [out, in].T (+ bias [out])`: `[tokens, out]`. If `weight` is an
+        `Fp8Weight`, x is quantised per token first, unless x is already quantised."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm (Zhang and Sennrich 2019) over the last dimension, in float32, rounded once to x's
+        """Compute RMSNorm (Zhang and Sennrich 2019) over the last dimension in float32, rounded once to x's
         dtype."""
 
     def norm_linear(
         self,
-        x: Stream,
+        x: Residual,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`linear(rms_norm(x.values))`, written into `out` where it is given. `x.gained`, where there is any,
-        is of `norm_weight`."""
+        """Return `linear(rms_norm(x.values))`, in `out` if `out` is given. `x.deferred_norm`, if present, was
+        computed with `norm_weight`."""
 
     def norm_gate_up(
         self,
-        x: Stream,
+        x: Residual,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
         bias: torch.Tensor | None,
     ) -> Activation:
-        """`silu(gate) × up` of `norm_linear(x)`, whose first half is the gate: `[tokens, out / 2]`
-        (SwiGLU, Shazeer 2020). Perhaps quantised already where the weight is: its one reader is a product
-        with another `Fp8Weight`."""
+        """Return `silu(gate) × up` of `norm_linear(x)`: `[tokens, out / 2]` (SwiGLU, Shazeer 2020). The gate
+        is the first half of the columns. With an `Fp8Weight` the result may be quantised already, since its
+        only reader is a GEMM with another `Fp8Weight`."""
 
     def linear_add(
         self,
         x: Activation,
         weight: Weight,
         bias: torch.Tensor | None,
-        residual: Stream,
+        residual: Residual,
         next_gain: torch.Tensor | None,
-    ) -> Stream:
-        """`residual + linear(x)`, perhaps with what the norm of `next_gain [out]` needs of it, which reads it
-        next; None: no norm of this stream does. May overwrite `residual.values`."""
+    ) -> Residual:
+        """Return `residual + linear(x)`. May overwrite `residual.values`. With `next_gain [out]`, the gain of
+        the norm that reads the result next, the returned residual may carry a deferred norm; None: no norm
+        reads the result."""
 
     def plan_attention(self, inputs: AttentionInput) -> Any:
-        """What `attend` wants to know, made once a pass and used by every layer."""
+        """Prepare what `attend` needs. Called once per pass; every layer uses the result."""
 
     def attend(
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
-        slots: torch.Tensor,
+        kv_slots: torch.Tensor,
         rotation: Rotation,
         pool: KvPool,
         heads: int,
@@ -226,30 +241,31 @@ class Ops(Protocol):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Splits `qkv [tokens, (heads + 2 kv_heads) × head_dim]`; norms and rotates each query and key head;
-        writes keys and values into the pool; and returns the causal attention of the pass over the paged
-        cache: `[tokens, heads, head_dim]`, or `[decodes, heads, head_dim]` where the plan's input names
-        `queries`, as qkv. Softmax in float32.
+        """Split `qkv [tokens, (heads + 2 kv_heads) × head_dim]`, apply QK-norm and RoPE to the query and key
+        heads, write keys and values to the pool, and return the causal paged attention of the pass:
+        `[tokens, heads, head_dim]` in qkv's dtype, or `[decodes, heads, head_dim]` if the plan's input has
+        `queries`. The softmax is in float32.
 
-        positions, slots: `[tokens]` int64; slot = block × 64 + offset, distinct; -1: padding, which is
-        written nowhere, and whose row of the result is undefined. A decode's position and slot
-        are those of the last of its `lens` tokens in its row of the block table. window: a token sees itself
-        and the window - 1 before it.
+        positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset; slots are distinct. Slot -1
+        marks padding: no key or value is written, and its row of the result is undefined. The position and KV
+        slot of a decode belong to the last of its `lens` tokens. window: a token sees itself and the window -
+        1 tokens before it.
         """
 
 
 def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansion_blocks: int = 0) -> Ops:
-    """The operations for tensors of a model's dtype on a torch device type ("cpu" or "cuda").
+    """Return the operations for tensors of a model's dtype on a torch device type ("cpu" or "cuda").
 
-    expansion_blocks: see `kernels.cuda.CudaOps`; only an FP8 cache has a use for them.
+    expansion_blocks: see `kernels.cuda.CudaOps`; only an FP8 cache uses expansion blocks.
 
-    float32 on a GPU is computed by plain torch: it serves comparisons, and our kernels are made for 16 bits.
+    float32 on a GPU runs in plain torch: it serves comparisons, and the Triton kernels are written for 16
+    bits.
 
-    Raises ValueError for a device that no backend serves. The caller has chosen the device: a backend never
-    moves work to another one.
+    Raises ValueError if no backend supports the device. The caller chooses the device: a backend never moves
+    work to another device.
     """
     if device_type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device_type!r}; backends exist for cpu and cuda")
+        raise ValueError(f"device is {device_type!r}; supported devices: cpu, cuda")
     if device_type == "cuda" and dtype != torch.float32:
         from kernels.compiling import current_gpu
         from kernels.cuda import CudaOps
@@ -269,7 +285,7 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
 
 
 def select_sampling(backend: str) -> SamplingOps:
-    """The operations of sampling that belong to a backend's name (`Ops.name`)."""
+    """Return the sampling operations of the backend with this name (`Ops.name`)."""
     if backend == "cuda":
         from kernels.triton import sampling as triton_sampling
 

@@ -1,7 +1,7 @@
-"""The operations on an NVIDIA GPU: our Triton kernels, and cuBLAS through torch where it is faster.
+"""The operations on an NVIDIA GPU: Triton kernels, and cuBLAS through torch where cuBLAS is faster.
 
-Nothing here waits for the device or asks it for a number, so a pass can be captured in a CUDA graph. Kernels
-are launched with programmatic dependent launch: each fetches its weights while the one before it drains.
+No operation waits for the device or reads a device value, so a pass can be captured in a CUDA graph. Kernels
+use programmatic dependent launch: each kernel prefetches its weights while the previous kernel finishes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, KvPool, Rotation, Stream, Weight
+from kernels import Activation, AttentionInput, Fp8Activation, Fp8Weight, KvPool, Residual, Rotation, Weight
 from kernels.reference import embedding
 from kernels.triton import attention_decode, attention_prefill, fused, linear
 from kernels.triton.attention_decode import DecodeConfig, DecodeWorkspace
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Table
 
 __all__ = ["CudaOps"]
@@ -24,33 +24,35 @@ __all__ = ["CudaOps"]
 
 @dataclass(frozen=True, slots=True)
 class _ChunkPlan:
-    """How the layers with one window read the chunks' keys; see `attention_prefill.Expansion`."""
+    """Lists of prefill tiles for the layers with one attention window; see
+    `attention_prefill.Expansion`."""
 
     pages: torch.Tensor | None
     expanded: torch.Tensor | None
     direct: torch.Tensor | None
     hopper: bool = False
-    """Whether what is in the model's dtype, the expansion or a cache that is not FP8, is read by
-    `attention_prefill_hopper`."""
+    """Whether `attention_prefill_hopper` reads the keys and values that are in the model's dtype (the
+    expanded pages, or a cache that is not FP8)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
-    """By window, made by the first layer that has it."""
+    """Chunk plans by attention window. The first layer with a window adds its plan."""
 
 
 class CudaOps:
-    """See `kernels.Ops`. One for each replica and stream: it owns the workspaces of its kernels.
+    """`kernels.Ops` on an NVIDIA GPU. Each replica and stream needs its own instance, because it owns the
+    kernels' workspaces.
 
-    expansion_blocks: most blocks of an FP8 cache that a pass with prompts expands to the model's dtype at
-    once (`attention_prefill.Expansion`); 0: it never does.
-    table: the device's measured products; None: rules alone say which kernel a product gets.
-    pdl: whether the device knows programmatic dependent launch (`kernels.PDL_FROM`): no kernel that asks for
-    it compiles for one that does not.
-    hopper_multiprocessors: how many the device has, if it is a Hopper (compute capability 9), for whose long
-    prompts there is a kernel of its own; 0: it is another.
+    expansion_blocks: largest number of FP8 cache blocks that one pass with prompts expands to the model's
+    dtype (`attention_prefill.Expansion`); 0 disables expansion.
+    table: the measured GEMM plans of the device, or None to use only the rules.
+    pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels with PDL do
+    not compile for other devices.
+    hopper_multiprocessors: number of multiprocessors if the device is a Hopper GPU (compute capability 9),
+    which has its own kernel for long prompts; 0 for other GPUs.
     """
 
     name = "cuda"
@@ -72,13 +74,13 @@ class CudaOps:
         self._product_workspace: linear.Workspace | None = None
 
     def pack_weight(self, weight: Weight) -> Weight:
-        """Weights are read as they lie."""
+        """Return the weight unchanged: the GPU's GEMMs need no other layout."""
         return weight
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         return embedding(token_ids, weight, first)
 
-    # ── products ─────────────────────────────────────────────────────────────────────────────────
+    # ── GEMMs ────────────────────────────────────────────────────────────────────────────────────
 
     def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         return self._product(x, weight, bias=bias)
@@ -88,7 +90,7 @@ class CudaOps:
 
     def norm_linear(
         self,
-        x: Stream,
+        x: Residual,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
@@ -99,7 +101,7 @@ class CudaOps:
 
     def norm_gate_up(
         self,
-        x: Stream,
+        x: Residual,
         norm_weight: torch.Tensor,
         eps: float,
         weight: Weight,
@@ -107,7 +109,7 @@ class CudaOps:
     ) -> Activation:
         normed = (x, norm_weight, eps, weight)
         if isinstance(weight, Fp8Weight) and self._plan(len(x.values), weight.values) is None:
-            # The library's product takes nothing with it: what follows is one pass, and quantises as well.
+            # The library's GEMM has no fused epilogue, so one kernel computes SwiGLU and quantises.
             product = self._norm_product(*normed, bias=bias)
             return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self._pdl), product.dtype)
         return self._norm_product(*normed, bias=bias, silu_mul=True)
@@ -117,42 +119,45 @@ class CudaOps:
         x: Activation,
         weight: Weight,
         bias: torch.Tensor | None,
-        residual: Stream,
+        residual: Residual,
         next_gain: torch.Tensor | None,
-    ) -> Stream:
+    ) -> Residual:
         values = residual.values
         options: dict[str, Any] = {"bias": bias, "residual": values, "out": values}
         plan = None if next_gain is None else self._sharing_plan(len(values), weight)
         if plan is None:
-            return Stream(self._product(x, weight, **options))
-        gained = linear.allocate_gained(plan, values)
-        options |= {"next_gain": next_gain, "gained": gained, "plan": plan}
-        return Stream(self._product(x, weight, **options), gained)
+            return Residual(self._product(x, weight, **options))
+        deferred_norm = linear.allocate_deferred_norm(plan, values)
+        options |= {"next_gain": next_gain, "deferred_norm": deferred_norm, "plan": plan}
+        return Residual(self._product(x, weight, **options), deferred_norm)
 
     def _norm_product(
-        self, x: Stream, norm_weight: torch.Tensor, eps: float, weight: Weight, **options: Any
+        self, x: Residual, norm_weight: torch.Tensor, eps: float, weight: Weight, **options: Any
     ) -> torch.Tensor:
-        plan = None if x.gained is None else self._sharing_plan(len(x.values), weight)
-        if x.gained is None or plan is None:
+        plan = None if x.deferred_norm is None else self._sharing_plan(len(x.values), weight)
+        if x.deferred_norm is None or plan is None:
             return self._product(x.values, weight, norm_weight=norm_weight, eps=eps, **options)
-        return self._product(x.gained.values, weight, squares=x.gained.squares, eps=eps, plan=plan, **options)
+        return self._product(
+            x.deferred_norm.values, weight, squares=x.deferred_norm.squares, eps=eps, plan=plan, **options
+        )
 
-    def _sharing_plan(self, rows: int, weight: Weight) -> Plan | None:
-        """The plan of a product that can share a norm with another product; None where it cannot.
+    def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
+        """Return the plan of a GEMM that can share a norm with another GEMM, or None if it cannot.
 
-        A norm keeps x within float16's range; x × gain may leave it."""
+        float16 GEMMs share no norms: a norm keeps x within float16's range, but x × gain may exceed it.
+        """
         if isinstance(weight, Fp8Weight) or weight.dtype == torch.float16:
             return None
         plan = self._plan(rows, weight)
         return plan if plan is not None and plan.tiled else None
 
-    def _plan(self, rows: int, weight: torch.Tensor) -> Plan | None:
-        """Of a product; None: it is the library's."""
+    def _plan(self, rows: int, weight: torch.Tensor) -> GemmPlan | None:
+        """Return the plan of a GEMM, or None if the library computes it."""
         outputs, inputs = weight.shape
         return self._table.choose(rows, outputs, inputs, weight.dtype)
 
     def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
-        """`linear.linear` or `linear.linear_fp8`, as weight and x want it."""
+        """Call `linear.linear` or `linear.linear_fp8`, depending on the types of weight and x."""
         if self._product_workspace is None:
             device = x.values.device if isinstance(x, Fp8Activation) else x.device
             self._product_workspace = linear.allocate_workspace(device)
@@ -175,7 +180,7 @@ class CudaOps:
         self,
         qkv: torch.Tensor,
         positions: torch.Tensor,
-        slots: torch.Tensor,
+        kv_slots: torch.Tensor,
         rotation: Rotation,
         pool: KvPool,
         heads: int,
@@ -185,11 +190,11 @@ class CudaOps:
     ) -> torch.Tensor:
         if self._only_decodes(plan.inputs):
             return self._decode(qkv, pool, plan.inputs, heads, scale, window, rotation)
-        q = fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self._pdl)
+        q = fused.rope_cache_write(qkv, positions, kv_slots, rotation, pool, heads, pdl=self._pdl)
         if plan.inputs.queries is not None:
             asking = q.index_select(0, plan.inputs.queries)
             return self._decode(asking, pool, plan.inputs, heads, scale, window, None)
-        decodes, out = len(plan.inputs.rows), torch.empty_like(q)
+        decodes, out = len(plan.inputs.slots), torch.empty_like(q)
         if decodes:
             self._decode(q[:decodes], pool, plan.inputs, heads, scale, window, None, out[:decodes])
         if plan.inputs.chunks or plan.inputs.tiles:
@@ -217,7 +222,7 @@ class CudaOps:
             pool.keys,
             pool.values,
             inputs.block_table,
-            inputs.rows,
+            inputs.slots,
             inputs.lens,
             scale,
             self._decode_workspace(most, heads, kv_heads, head_dim, q.device),
@@ -274,7 +279,7 @@ class CudaOps:
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        # Here, since it is Gluon, which not every machine with these operations needs to know.
+        # Imported here because Gluon is not available on every machine that uses these operations.
         from kernels.triton import attention_prefill_hopper
 
         read = (keys, values, table, tiles)
@@ -312,7 +317,7 @@ class CudaOps:
         return self._decode_workspaces[key]
 
     def _scratch(self, keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the expansion, which every layer overwrites."""
+        """Return the scratch pool for expanded keys and values, which every layer overwrites."""
         _, kv_heads, _, head_dim = keys.shape
         key = (kv_heads, head_dim, dtype)
         if key not in self._scratches:

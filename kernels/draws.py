@@ -1,9 +1,11 @@
-"""What sampling reads and what it offers: the seam between the engine's sampler and the kernels.
+"""The interface of sampling: its inputs, its constants and the operations (`SamplingOps`) that a backend
+implements.
 
-`kernels.sampling` is plain torch, for CPUs and as the oracle; `kernels.triton.sampling` needs no sort. Both
-mean the same: the noise of `kernels.sampling`; penalties, then bias, then bans (`edit`); then, in rows that
-draw, temperature, top-k, top-p, min-p, with ties with the last token that any of them keeps kept; the lowest
-id on ties of the score. A row's result does not depend on the rows beside it.
+`kernels.sampling` is the reference implementation in plain torch, used on CPUs and as the oracle;
+`kernels.triton.sampling` samples on GPUs without a sort. Both use the noise of `kernels.sampling`. Logits
+processors run first (`edit`): penalties, then bias, then bans. Rows that draw then apply temperature, top-k,
+top-p and min-p, each of which keeps tokens tied with the last kept token. Of tokens with equal scores, the
+lowest id wins. The result of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -15,79 +17,84 @@ from typing import Protocol
 import torch
 
 BAD_TOKEN = -1
-"""Of a row whose largest logit is not a finite number."""
+"""Token id returned for a row whose largest logit is not a finite number."""
 
 TEMPERATURE, NOISE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(7)
-"""Columns of `Draws.floats`."""
+"""Column indices of `Draws.floats`."""
 
 Biases = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Edited row, token id (int64) and value (float32) of each biased token."""
+"""Biased tokens: edited row (int64), token id (int64) and bias (float32) of each."""
 Bans = tuple[torch.Tensor, torch.Tensor]
-"""Edited row and token id (int64) of each banned token."""
+"""Banned tokens: edited row and token id (int64) of each."""
 
 
 class Variant(IntEnum):
-    """Ways to sample, each of which serves the rows of those before it as well."""
+    """Variants of the sampling graph; each variant also serves the rows of the variants before it."""
 
     GREEDY = 0
-    """The largest logit."""
+    """Take the largest logit."""
     PLAIN = 1
-    """Noise at a temperature."""
+    """Draw with noise at a temperature."""
     FULL = 2
-    """Among what top-k, top-p and min-p keep."""
+    """Draw among the tokens that top-k, top-p and min-p keep."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The rows that sample now, and the tables where their parameters stand, all on the device."""
+    """The sampling rows of a step, and the device tables of sampling parameters by sequence slot."""
 
-    rows: torch.Tensor
-    """[sampling rows] integers: rows of the tables; -1: padding, which reads nothing and gives BAD_TOKEN."""
+    slots: torch.Tensor
+    """Sequence slot of each sampling row: [sampling rows] integers. -1 marks padding, which reads nothing and
+    gives BAD_TOKEN."""
     positions: torch.Tensor
-    """[sampling rows] int64: where the sampled tokens will stand in their sequences."""
+    """Position of each sampled token in its sequence: [sampling rows] int64."""
     noise_base: torch.Tensor
-    """[table rows] int64, see `kernels.sampling.noise_base`."""
+    """Noise base of each slot: [slots] int64, see `kernels.sampling.noise_base`."""
     floats: torch.Tensor
-    """[table rows, at least 7] float32: 1 / temperature (greedy: 1), noise factor (greedy: 0, else 1), top_p,
-    min_p, repetition, frequency and presence penalty."""
+    """Sampling parameters of each slot: [slots, at least 7] float32, in the order 1 / temperature (greedy:
+    1), noise factor (greedy: 0, else 1), top_p, min_p, repetition, frequency and presence penalty."""
     top_k: torch.Tensor
-    """[table rows] int64; 0: all."""
+    """Top-k of each slot: [slots] int64; 0 keeps all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """What is sampled from. Columns beyond `columns` (padding) are not read."""
+    """The logits to sample from. Columns from `columns` on are padding and are not read."""
 
     values: torch.Tensor
-    """[logit rows, at least `columns`] bfloat16, float16 or float32; columns side by side."""
+    """Logits: [logit rows, at least `columns`] bfloat16, float16 or float32; the columns of a row are
+    contiguous."""
     columns: int
     first: int = 0
     """Token id of the first column."""
     hashes: torch.Tensor | None = None
-    """[columns] int32: `kernels.sampling.token_hashes(first, columns)`, made once; `greedy` needs none."""
+    """Token hashes `kernels.sampling.token_hashes(first, columns)`: [columns] int32, computed once. `greedy`
+    does not need hashes."""
     index: torch.Tensor | None = None
-    """[sampling rows] int64: the logit row of each; None: the same."""
+    """Logit row of each sampling row: [sampling rows] int64. None: sampling row i is logit row i."""
     edited: torch.Tensor | None = None
-    """[edited rows, columns] float32 of `edit`, read in place of a row's logits where `edited_index` says
-    so."""
+    """Edited logits from `edit`: [edited rows, columns] float32. They replace a row's logits where
+    `edited_index` is not -1."""
     edited_index: torch.Tensor | None = None
-    """[sampling rows] int64: row of `edited`; -1: none."""
+    """Row of `edited` for each sampling row: [sampling rows] int64; -1: the row is not edited."""
 
 
 class SamplingOps(Protocol):
-    """What a backend offers. The first three return, for each sampling row, its best score [rows] float32 and
-    that token's id [rows] int64; a score that is not finite marks a bad row (BAD_TOKEN)."""
+    """The sampling operations that a backend implements. `greedy`, `plain` and `full` return, for each
+    sampling row, the best score [rows] float32 and its token id [rows] int64. A score that is not finite
+    marks a bad row (BAD_TOKEN)."""
 
     def greedy(self, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest logit; the lowest id on ties."""
+        """Return the largest logit of each row; the lowest id on ties."""
 
     def plain(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `greedy`, of logits / temperature + noise: greedy and plain rows in any mixture."""
+        """Return the largest value of logits / temperature + noise. Greedy and plain rows may be mixed."""
 
     def full(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `plain`, among what top-k, top-p and min-p keep: rows of every kind in any mixture.
+        """Return the largest value of logits / temperature + noise among the tokens that top-k, top-p and
+        min-p keep. Rows of every variant may be mixed.
 
-        The whole vocabulary must be in `logits`: with tensor parallelism, gather it first.
+        `logits` must hold the whole vocabulary: with tensor parallelism, gather the shards first.
         """
 
     def edit(
@@ -96,15 +103,17 @@ class SamplingOps(Protocol):
         draws: Draws,
         index: torch.Tensor,
         counts: torch.Tensor | None = None,
-        slots: torch.Tensor | None = None,
+        count_slots: torch.Tensor | None = None,
         bias: Biases | None = None,
         banned: Bans | None = None,
     ) -> torch.Tensor:
-        """Copies of some rows' logits with penalties, then bias, then bans applied: `[edited rows, columns]`
-        float32, for `Logits.edited`. The logits stay as they are: log probabilities are of the model's own.
+        """Return copies of some rows' logits with penalties, then bias, then bans applied:
+        `[edited rows, columns]` float32, for `Logits.edited`. The logits themselves stay unchanged, because
+        log probabilities are computed from the model's own logits.
 
-        index: [edited rows] int64, which sampling row each is; -1: padding. counts: [slots, vocabulary]
-        int32, 2 × (times in the output) + (1 if in the prompt). slots: [edited rows] int64; -1: no penalties.
-        bias, banned: no pair of row and token twice within one of them; a row of -1 is padding. Token ids are
-        of the whole vocabulary (`first` must be 0).
+        index: [edited rows] int64, the sampling row of each edited row; -1 marks padding. counts:
+        [count slots, vocabulary] int32, 2 × (occurrences in the output) + (1 if the token is in the prompt).
+        count_slots: [edited rows] int64, the row of `counts` for each edited row; -1: no penalties. bias,
+        banned: a pair of row and token occurs at most once in each; row -1 marks padding. Token ids are of
+        the whole vocabulary (`first` must be 0).
         """

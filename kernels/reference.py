@@ -1,7 +1,7 @@
-"""Every operation in plain torch: the CPU backend, and the oracle of the kernels' tests.
+"""Every operation in plain torch: the CPU backend and the oracle of the kernel tests.
 
-Shapes and meanings are stated once, on `kernels.Ops`. On a CPU these are also the fast ones: what costs there
-is the matrix products, then copies of KV pages, then the number of calls.
+`kernels.Ops` documents shapes and semantics. The CPU backend is optimised too: on a CPU the GEMMs cost most,
+then copies of KV pages, then the number of calls.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from kernels import (
     Fp8Activation,
     Fp8Weight,
     KvPool,
+    Residual,
     Rotation,
-    Stream,
     Weight,
 )
 
 name = "reference"
 
-_LARGEST_FP8 = 448.0
-"""Of e4m3 without infinities (float8_e4m3fn)."""
+_FP8_MAX = 448.0
+"""Largest finite value of e4m3 without infinities (float8_e4m3fn)."""
 
 _GATHERED_BYTES = 4 << 20
-"""Most bytes of keys (and as many of values) copied at once for decodes, unless one sequence has more. It
-bounds the working memory, keeps the copy in cache until it is read, and its buffer below the size at which
-the C library asks the kernel for fresh pages each time (a factor of 4 at 64 sequences)."""
+"""Limit of key bytes (and of value bytes) that decode attention copies at once, unless a single sequence
+needs more. The limit bounds the working memory and keeps the copy in the CPU's cache. It also keeps the
+buffer below the size at which the C library requests fresh pages from the operating system each time, which
+costs a factor of 4 at 64 sequences."""
 
 
 def pack_weight(weight: Weight) -> Weight:
-    """On a CPU, float32 weights are kept in oneDNN's blocked layout: 2 to 3.6 times the speed of MKL's
-    product at 4 to 256 rows (Zen 5, one thread), since torch sends plain float32 products to MKL, whose
-    AVX-512 path is closed to other makers' processors. Other dtypes go to oneDNN by themselves.
+    """Return float32 CPU weights in oneDNN's blocked layout, and other weights unchanged.
 
-    The two operations are private to torch: a build without them keeps the weight as it is."""
+    The blocked layout makes GEMMs of 4 to 256 rows 2 to 3.6 times as fast as MKL (Zen 5, one thread). torch
+    sends plain float32 GEMMs to MKL, which uses AVX-512 only on Intel CPUs; torch sends other dtypes to
+    oneDNN anyway. The two oneDNN operations are private to torch; a torch build without them keeps the weight
+    unchanged.
+    """
     if isinstance(weight, Fp8Weight):
         return weight
     packable = weight.device.type == "cpu" and weight.dtype == torch.float32
@@ -77,7 +80,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def norm_linear(
-    x: Stream,
+    x: Residual,
     norm_weight: torch.Tensor,
     eps: float,
     weight: Weight,
@@ -89,7 +92,7 @@ def norm_linear(
 
 
 def norm_gate_up(
-    x: Stream, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None
+    x: Residual, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None
 ) -> torch.Tensor:
     return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
 
@@ -98,27 +101,27 @@ def linear_add(
     x: Activation,
     weight: Weight,
     bias: torch.Tensor | None,
-    residual: Stream,
+    residual: Residual,
     next_gain: torch.Tensor | None,
-) -> Stream:
-    return Stream(residual.values.add_(linear(x, weight, bias)))
+) -> Residual:
+    return Residual(residual.values.add_(linear(x, weight, bias)))
 
 
 def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 values like `x [..., n]` and their scales `[..., 1]` float32: the largest magnitude / 448, so that
-    nothing saturates. A row of zeros has scale 0."""
+    """Quantise `x [..., n]` to e4m3 values with scales `[..., 1]` float32. The scale is the largest magnitude
+    / 448, so that no value saturates. A row of zeros has scale 0."""
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # A tensor, since torch divides by a number, or a number, with a reciprocal, which rounds twice.
-    most = torch.full_like(largest, _LARGEST_FP8)
+    # Divide by a tensor: torch replaces division by a Python number with a reciprocal, which rounds twice.
+    most = torch.full_like(largest, _FP8_MAX)
     inverse = most / torch.where(largest > 0, largest, 1.0)
-    values = (x * inverse).clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+    values = (x * inverse).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
     return values, largest / most
 
 
 def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x [tokens, in]` quantised per token, if it is not yet, by a quantised weight: in the model's dtype.
-    Sums are float32, and rounded once."""
+    """Multiply `x [tokens, in]`, quantised per token if it is not yet, by an FP8 weight. Sums are in float32
+    and rounded once to the model's dtype."""
     if not isinstance(x, Fp8Activation):
         x = Fp8Activation(*quantise_fp8(x), x.dtype)
     product = F.linear(x.values.float(), weight.values.float()) * x.scales * weight.scales
@@ -128,12 +131,13 @@ def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> t
 def rope_cache_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    kv_slots: torch.Tensor,
     rotation: Rotation,
     pool: KvPool,
     heads: int,
 ) -> torch.Tensor:
-    """The first half of `Ops.attend`: the queries `[tokens, heads, head_dim]`, turned."""
+    """Write keys and values to the pool and return the rotated queries `[tokens, heads, head_dim]`: the first
+    half of `Ops.attend`."""
     _, kv_heads, _, head_dim = pool.keys.shape
     q_norm, k_norm, eps = rotation.q_norm, rotation.k_norm, rotation.eps
     both = heads + kv_heads
@@ -141,17 +145,17 @@ def rope_cache_write(
     qk = qkv[:, :both]
     if q_norm is not None and k_norm is not None:
         qk = torch.cat((rms_norm(qk[:, :heads], q_norm, eps), rms_norm(qk[:, heads:], k_norm, eps)), dim=1)
-    # The rotation pairs dimension i with i + head_dim / 2, as Hugging Face checkpoints are laid out.
+    # The rotation pairs dimension i with i + head_dim / 2, the layout of Hugging Face checkpoints.
     cos, sin = rotation.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     low, high = qk.float().chunk(2, dim=-1)
     rotated = torch.empty(qk.shape, dtype=torch.float32, device=qk.device)
     low_out, high_out = rotated.chunk(2, dim=-1)
     torch.mul(low, cos, out=low_out).addcmul_(high, sin, value=-1.0)
     torch.mul(high, cos, out=high_out).addcmul_(low, sin)
-    keys, values, written = rotated[:, heads:], qkv[:, both:], slots >= 0
+    keys, values, written = rotated[:, heads:], qkv[:, both:], kv_slots >= 0
     if not written.all():
-        keys, values, slots = keys[written], values[written], slots[written]
-    block, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+        keys, values, kv_slots = keys[written], values[written], kv_slots[written]
+    block, offset = kv_slots // PAGE_TOKENS, kv_slots % PAGE_TOKENS
     for numbers, scales, new in (
         (pool.keys, pool.k_scales, keys),
         (pool.values, pool.v_scales, values),
@@ -167,7 +171,7 @@ def rope_cache_write(
 def attend(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    kv_slots: torch.Tensor,
     rotation: Rotation,
     pool: KvPool,
     heads: int,
@@ -175,32 +179,34 @@ def attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    q = rope_cache_write(qkv, positions, slots, rotation, pool, heads)
+    q = rope_cache_write(qkv, positions, kv_slots, rotation, pool, heads)
     return attention(q, pool.keys, pool.values, plan, scale, window, pool.k_scales, pool.v_scales)
 
 
 _Pool = tuple[torch.Tensor, torch.Tensor | None]
-"""Keys or values `[blocks, kv_heads, 64, head_dim]`, and the scales `[blocks, kv_heads, 64]` of e4m3 ones."""
+"""Keys or values `[blocks, kv_heads, 64, head_dim]`, and the scales `[blocks, kv_heads, 64]` if they are
+e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
     decode_tables: torch.Tensor
-    """[decodes, columns] int64"""
+    """Block tables of the decodes: [decodes, columns] int64."""
     lens: torch.Tensor
     queries: torch.Tensor | None
     chunks: list[tuple[ChunkSpan, torch.Tensor]]
-    """With each chunk's row of the block table, as far as it is used."""
+    """Each chunk with the used part of its row of the block table."""
 
 
 def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
     chunks = []
     for chunk in inputs.chunks:
         used = -(-chunk.end // PAGE_TOKENS)
-        chunks.append((chunk, inputs.block_table[chunk.row, :used]))
-    tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.rows)
-    # Past a sequence's end stands anybody's block, whose numbers may be broken: copied, and multiplied by 0,
-    # those would break this sequence's too. Its own first block stands there instead.
+        chunks.append((chunk, inputs.block_table[chunk.slot, :used]))
+    tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.slots)
+    # Entries after the end of a sequence name blocks of other sequences, which may hold non-finite values.
+    # Masked positions are multiplied by 0, and 0 × NaN is NaN, so those entries are replaced by the
+    # sequence's own first block.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
     tables = torch.where(own, tables, tables[:, :1])
     return _AttentionPlan(tables, inputs.lens, inputs.queries, chunks)
@@ -216,7 +222,8 @@ def attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The second half of `Ops.attend`: as q, whose keys and values are in the pool already."""
+    """Compute the attention of a pass whose keys and values are already in the pool: the second half of
+    `Ops.attend`. The result has q's dtype."""
     q = q if plan.queries is None else q.index_select(0, plan.queries)
     parts = []
     decodes = len(plan.lens)
@@ -250,7 +257,7 @@ def paged_attention_decode(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token for each sequence: `[sequences, heads, head_dim]`, as q.
+    """Compute attention of one new token per sequence: `[sequences, heads, head_dim]` in q's dtype.
 
     block_tables: `[sequences, columns]` int64. lens: `[sequences]` int64, at least 1, the new token included.
     """
@@ -269,13 +276,13 @@ def paged_attention_decode(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences that are computed together, over the same columns of their block tables."""
+    """Sequences whose attention is computed together, over the same columns of their block tables."""
 
     rows: list[int]
     first: int
-    """The first column that any of them sees."""
+    """First block-table column that any sequence of the group sees."""
     last: int
-    """One past the last."""
+    """End of the column range (exclusive)."""
 
     @property
     def columns(self) -> int:
@@ -283,8 +290,8 @@ class _Group:
 
 
 def _length_groups(lens: list[int], window: int | None, most_columns: int) -> list[_Group]:
-    """Sequences in groups, so that the columns that are copied are at most about twice those that are needed
-    (padding, where lengths differ), and those of a group at most `most_columns` unless it is one sequence."""
+    """Group sequences of similar length, to bound the padding. The copied columns are at most about twice the
+    needed columns. A group copies at most `most_columns` columns unless it holds a single sequence."""
     last = [-(-length // PAGE_TOKENS) for length in lens]
     first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]
 
@@ -327,7 +334,7 @@ def _attend_group(
     visible = position < lens
     if window is not None:
         visible &= position >= lens - window
-    # The query heads of a KV head take the place of query tokens: they share its keys and the mask.
+    # The query heads of a KV head are passed as query tokens, because they share its keys and its mask.
     out = F.scaled_dot_product_attention(
         q.view(sequences, kv_heads, heads // kv_heads, head_dim),
         k,
@@ -349,7 +356,8 @@ def paged_attention_prefill(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of one chunk, whose keys and values are in the cache already: as q.
+    """Compute causal attention of one chunk whose keys and values are already in the cache; the result has
+    q's shape and dtype.
 
     q: `[tokens, heads, head_dim]`, at positions context, context + 1, …. block_table: `[columns]` int64,
     covering context + tokens.
@@ -389,20 +397,20 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _pages(block_tables: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Pages (block × kv_heads + head) of `[sequences, columns]` block tables, in the order sequence, head,
-    column: so that one copy of whole pages lays the tokens of a head out in a row."""
+    """Return the page numbers (block × kv_heads + head) of `[sequences, columns]` block tables, ordered by
+    sequence, head and column. Copying pages in this order makes the tokens of each head contiguous."""
     head = torch.arange(kv_heads, device=block_tables.device).unsqueeze(1)
     return (block_tables.unsqueeze(1) * kv_heads + head).flatten()
 
 
 def _gather(pool: _Pool, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[pages, 64, head_dim]` in `dtype`, times the scales of an FP8 pool."""
+    """Copy pages into `[pages, 64, head_dim]` in `dtype`, multiplied by the scales if the pool is FP8."""
     numbers, scales = pool
     blocks, kv_heads, tokens, head_dim = numbers.shape
     numbers = numbers.view(blocks * kv_heads, tokens * head_dim)
     if scales is None:
         return numbers.index_select(0, pages).to(dtype)
-    # As bytes: indexing knows no FP8.
+    # Copied as bytes, because torch cannot index FP8.
     found = numbers.view(torch.uint8).index_select(0, pages).view(numbers.dtype).float()
     found = found.view(len(pages), tokens, head_dim)
     return found.mul_(scales.view(blocks * kv_heads, tokens, 1).index_select(0, pages)).to(dtype)

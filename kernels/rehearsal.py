@@ -18,8 +18,8 @@ from kernels import (
     ChunkSpan,
     Fp8Weight,
     KvPool,
+    Residual,
     Rotation,
-    Stream,
     Weight,
 )
 from kernels.compiling import Gpu
@@ -28,8 +28,8 @@ from kernels.dimensions import Dimensions
 from kernels.draws import Draws, Logits
 from kernels.triton import sampling
 from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
+from kernels.triton.decode_step import advance, empty_decodes, place
 from kernels.triton.linear_table import Table
-from kernels.triton.rows import advance, empty_decodes, place
 
 _META = torch.device("meta")
 _EPS = 1e-5
@@ -96,7 +96,7 @@ class _Layers:
         """One pass of `tokens` tokens through the layer, as the first and as one of many, and the output
         matrix."""
         d, ops, weights = self._d, self._ops, self._weights
-        residual = Stream(self._numbers(tokens, d.hidden))
+        residual = Residual(self._numbers(tokens, d.hidden))
         of_qkv = (self._gain, _EPS, weights["qkv"], self._bias("qkv", d.qkv_bias))
         qkv = ops.norm_linear(residual, *of_qkv)
         positions, slots = (torch.empty(tokens, dtype=torch.int64, device=_META) for _ in range(2))
@@ -112,8 +112,8 @@ class _Layers:
             ops.norm_linear(last, self._gain, _EPS, weights["lm_head"], None)
 
     def _add(
-        self, x: Activation, name: str, residual: Stream, biased: bool, next_gain: torch.Tensor | None
-    ) -> Stream:
+        self, x: Activation, name: str, residual: Residual, biased: bool, next_gain: torch.Tensor | None
+    ) -> Residual:
         """A product that ends a half of the layer. Split models sum it over the ranks, of which the first
         adds the bias."""
         weight, bias = self._weights[name], self._bias(name, biased)
@@ -121,7 +121,7 @@ class _Layers:
             return self._ops.linear_add(x, weight, bias, residual, next_gain)
         for one in {bias, None}:
             self._ops.linear(x, weight, one)
-        return Stream(residual.values)
+        return Residual(residual.values)
 
     def _bias(self, name: str, biased: bool) -> torch.Tensor | None:
         return self._numbers(self._d.products[name][0]) if biased else None

@@ -1,16 +1,15 @@
-"""Sampling in plain torch: `kernels.draws.SamplingOps`, and the noise, masks and penalties it is made of.
+"""Sampling in plain torch: the reference implementation of `kernels.draws.SamplingOps`, with its noise, masks
+and penalties.
 
-Every function works on rows independently: a row's result never depends on which other rows are beside it.
-The `_` at the end of a name means that the first argument is changed in place, as torch has it. `plain` and
-`full` ask on the host what their rows need, so they are meant for a CPU, where each row then pays for what it
-asks for only.
+Every function treats rows independently: the result of a row never depends on the other rows of the batch. As
+in torch, a function whose name ends in `_` changes its first argument in place. `plain` and `full` inspect on
+the host which features each row needs, so they suit a CPU, where a row then pays only for the features that
+it uses.
 
-Noise
------
-Gumbel-max (Gumbel 1954; Maddison et al. 2014): argmax over `logit / temperature + g`, with g independent
-standard Gumbel noise, is a draw from the softmax. The noise is *counter-based*: a pure function of (seed,
-sample, position, token id), so a draw does not depend on the batch, on the shard of the vocabulary that a
-rank holds, or on what was drawn before, and repeats after a preemption or on another replica.
+Noise ----- Gumbel-max (Gumbel 1954; Maddison et al. 2014): argmax over `logit / temperature + g`, with
+independent standard Gumbel noise g, is a draw from the softmax. The noise is *counter-based*: a pure function
+of (seed, sample, position, token id). A draw therefore does not depend on the batch, on the vocabulary shard
+of a rank or on earlier draws, and it repeats after a preemption or on another replica.
 
     base  = splitmix64(splitmix64(seed) + sample)                    once a sequence, `noise_base`
     key   = splitmix64(base + position · 0x9E3779B97F4A7C15)         once a row and step, `noise_keys`
@@ -18,9 +17,10 @@ rank holds, or on what was drawn before, and repeats after a preemption or on an
     h     = fmix32((t xor low(key)) · (high(key) | 1))  mod 2^31     for each row and token
     g     = −ln(−ln(1 − (h + ½) / 2^31))
 
-splitmix64 is the finalizer of Steele, Lea & Flood (2014), fmix32 the one of MurmurHash3; both are bijective.
-The integers are the same everywhere; g is computed in float32, where a device's `log` may differ in the last
-place. h is small where g is large, so the upper tail keeps the full precision of float32 (up to g = 22).
+splitmix64 is the finalizer of Steele, Lea & Flood (2014), fmix32 the finalizer of MurmurHash3; both are
+bijective. The integers are the same on every device. g is computed in float32, where the `log` of different
+devices may differ in the last place. Large values of g come from small values of h, so the upper tail keeps
+the full precision of float32 (up to g = 22).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them gains nothing and overflows in the end."""
+"""Temperatures below this limit are treated as greedy: dividing by such a temperature changes nothing and
+eventually overflows."""
 
 # ── the operations: see `kernels.draws.SamplingOps` ──────────────────────────────────────────────────
 
@@ -72,20 +73,24 @@ def edit(
     draws: Draws,
     index: torch.Tensor,
     counts: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
+    count_slots: torch.Tensor | None = None,
     bias: Biases | None = None,
     banned: Bans | None = None,
 ) -> torch.Tensor:
     sampling_row = index.clamp(min=0)
     logit_row = sampling_row if logits.index is None else logits.index[sampling_row]
     edited = logits.values[logit_row, : logits.columns].float()
-    if counts is not None and slots is not None:
-        seen, floats = counts, draws.floats[draws.rows[sampling_row]]
+    if counts is not None and count_slots is not None:
+        seen, floats = counts, draws.floats[draws.slots[sampling_row]]
         _change(
             edited,
-            slots >= 0,
+            count_slots >= 0,
             lambda rows, at: penalize_(
-                rows, seen[slots[at]], floats[at, REPETITION], floats[at, FREQUENCY], floats[at, PRESENCE]
+                rows,
+                seen[count_slots[at]],
+                floats[at, REPETITION],
+                floats[at, FREQUENCY],
+                floats[at, PRESENCE],
             ),
         )
     if bias is not None:
@@ -98,7 +103,8 @@ def edit(
 
 
 def _source(logits: Logits) -> torch.Tensor:
-    """[sampling rows, columns] float32; may be the caller's own."""
+    """Return the logits of the sampling rows: [sampling rows, columns] float32. The result may be the
+    caller's own tensor."""
     values = logits.values[:, : logits.columns]
     if logits.index is not None:
         values = values[logits.index]
@@ -110,9 +116,10 @@ def _source(logits: Logits) -> torch.Tensor:
 
 
 def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row by what it needs: the largest, with noise, or narrowed."""
+    """Draw a token for each row, grouping rows by what they need: the largest logit, noise, or noise with
+    top-k, top-p or min-p."""
     assert logits.hashes is not None
-    source, rows = _source(logits), draws.rows.clamp(min=0)
+    source, rows = _source(logits), draws.slots.clamp(min=0)
     floats, top_k = draws.floats[rows], draws.top_k[rows]
     keys = noise_keys(draws.noise_base[rows], draws.positions)
     kinds = (floats[:, NOISE] > 0).long()
@@ -132,14 +139,15 @@ def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, 
             values[some], columns[some] = best(noise.addcmul_(x, rates))
         else:
             values[some], columns[some] = _best_narrowed(x * rates, noise, floats[some], top_k[some])
-    values[draws.rows < 0] = -torch.inf
+    values[draws.slots < 0] = -torch.inf
     return _tokens(logits, values, columns)
 
 
 def _best_narrowed(
     logits: torch.Tensor, noise: torch.Tensor, floats: torch.Tensor, top_k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best score among what each row keeps. Changes `logits` and `noise`."""
+    """Return the best score among the tokens that top-k, top-p and min-p keep in each row. Changes `logits`
+    and `noise`."""
     largest_k = int(top_k.max())
     _change(logits, top_k > 0, lambda rows, at: keep_top_k_(rows, top_k[at], largest_k))
     scores = noise.add_(logits)
@@ -157,7 +165,8 @@ def _best_narrowed(
 def _change(
     rows: torch.Tensor, some: torch.Tensor, change_: Callable[[torch.Tensor, torch.Tensor | slice], object]
 ) -> None:
-    """Apply an in-place operation to the rows that the mask names; it gets them and where they are."""
+    """Apply an in-place operation to the rows that the mask selects. The operation receives those rows and
+    their indices."""
     at = some.nonzero().squeeze(1)
     if len(at) == len(rows):
         change_(rows, slice(None))
@@ -187,16 +196,18 @@ def _splitmix64(value: int) -> int:
 
 
 def noise_base(seed: int, sample: int) -> int:
-    """The constant part of a sequence's noise key, as a signed 64-bit integer; see the module's text."""
+    """Return the constant part of a sequence's noise key as a signed 64-bit integer; the module's docstring
+    has the formula."""
     return _signed64(_splitmix64((_splitmix64(seed & _MASK64) + sample) & _MASK64))
 
 
 def noise_keys(base: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Noise keys [rows] int64 for the tokens at `positions` [rows] int64, from `base` [rows] int64."""
+    """Return noise keys [rows] int64 for the tokens at `positions` [rows] int64, from `base` [rows]
+    int64."""
     x = positions * _signed64(_GOLDEN)
     x += base
     x += _signed64(_GOLDEN)
-    # int64 shifts are arithmetic in torch: the masks make them logical.
+    # torch shifts int64 arithmetically; the masks make the shifts logical.
     x ^= (x >> 30) & ((1 << 34) - 1)
     x *= _signed64(_MIX1)
     x ^= (x >> 27) & ((1 << 37) - 1)
@@ -206,7 +217,7 @@ def noise_keys(base: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _fmix32_(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's finalizer on int32 (products wrap)."""
+    """Apply MurmurHash3's finalizer to int32 (multiplication wraps)."""
     x ^= (x >> 16) & 0xFFFF
     x *= 0x85EBCA6B - (1 << 32)
     x ^= (x >> 13) & 0x7FFFF
@@ -216,12 +227,13 @@ def _fmix32_(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_hashes(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """[count] int32: the hashes of the token ids first … first + count − 1, made once for a shard."""
+    """Return the hashes of the token ids first … first + count − 1: [count] int32, computed once per
+    vocabulary shard."""
     return _fmix32_(torch.arange(first, first + count, dtype=torch.int32, device=device))
 
 
 def noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
-    """[rows, tokens] int32 in 0 … 2^31 − 1: the integer part of the noise."""
+    """Return the integer part of the noise: [rows, tokens] int32 in 0 … 2^31 − 1."""
     low = ((keys << 32) >> 32).to(torch.int32).unsqueeze(1)
     high = (keys >> 32).to(torch.int32).unsqueeze(1) | 1
     bits = _fmix32_((low ^ hashes).mul_(high))
@@ -230,19 +242,21 @@ def noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
-    """[rows, tokens] float32 standard Gumbel noise for `keys` [rows] int64 and `hashes` [tokens] int32."""
+    """Return standard Gumbel noise [rows, tokens] float32 for `keys` [rows] int64 and `hashes` [tokens]
+    int32."""
     share = noise_bits(keys, hashes).to(torch.float32)
     share.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return share.neg_().log1p_().neg_().log_().neg_()
 
 
-# ── rows ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── best score, penalties and narrowing ──────────────────────────────────────────────────────────────
 
 
 def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value [rows] and its column [rows] int64; the lowest column on ties.
+    """Return the largest value [rows] and its column [rows] int64; the lowest column on ties.
 
-    A row with a NaN gives NaN; a row of −inf gives −inf: callers take a value that is not finite as an error.
+    A row with a NaN gives NaN and a row of −inf gives −inf: callers treat a value that is not finite as an
+    error.
     """
     result = scores.max(dim=1)
     return result.values, result.indices
@@ -257,10 +271,10 @@ def penalize_(
 ) -> torch.Tensor:
     """Apply penalties to `logits` [rows, vocabulary] float32; the other parameters are [rows] float32.
 
-    `counts` [rows, vocabulary] int32 is 2 × (times in the output) + (1 where in the prompt). The repetition
-    penalty (Keskar et al. 2019, as Hugging Face has it) divides positive and multiplies negative logits of
-    tokens in prompt or output; then frequency × count and presence are subtracted over the output, as in
-    OpenAI's API.
+    `counts` [rows, vocabulary] int32 is 2 × (occurrences in the output) + (1 if the token is in the prompt).
+    The repetition penalty (Keskar et al. 2019, as in Hugging Face) divides positive logits and multiplies
+    negative logits of tokens in the prompt or output. Then frequency × count and presence are subtracted for
+    tokens of the output, as in OpenAI's API.
     """
     factor = torch.where(counts > 0, repetition.unsqueeze(1), 1.0)
     torch.where(logits > 0, logits / factor, logits * factor, out=logits)
@@ -271,9 +285,10 @@ def penalize_(
 
 
 def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
-    """Set logits below each row's k-th largest to −inf; ties with it stay, as in Hugging Face's warper.
+    """Set logits below each row's k-th largest to −inf; ties with the k-th largest stay, as in Hugging Face's
+    warper.
 
-    `top_k` [rows] int64, from 1; `largest` is its maximum, known to the host.
+    `top_k` [rows] int64, at least 1; `largest` is its maximum, known to the host.
     """
     if largest >= logits.shape[1]:
         top_k = top_k.clamp(max=logits.shape[1])
@@ -284,9 +299,10 @@ def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torc
 
 
 def keep_min_p_(scores: torch.Tensor, logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set scores to −inf where the token's probability is below min_p × the highest one (Nguyen et al. 2024).
+    """Set scores to −inf where the token's probability is below min_p × the highest probability (Nguyen et
+    al. 2024).
 
-    `scores` and `logits` [rows, vocabulary] float32, `min_p` [rows] float32; 0 keeps all.
+    `scores` and `logits` [rows, vocabulary] float32, `min_p` [rows] float32; 0 keeps all tokens.
     """
     lowest = logits.amax(dim=1) + min_p.log()
     return scores.masked_fill_(logits < lowest.unsqueeze(1), -torch.inf)
@@ -294,12 +310,12 @@ def keep_min_p_(scores: torch.Tensor, logits: torch.Tensor, min_p: torch.Tensor)
 
 def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Set scores to −inf outside the nucleus (Holtzman et al. 2020): the smallest set of most likely tokens
-    whose probabilities reach top_p. Tokens tied with the nucleus's last stay in. By sorting; no host sync.
-    """
+    whose probabilities reach top_p. Tokens tied with the last token of the nucleus stay. Sorts the row; needs
+    no host synchronisation."""
     ranked = logits.sort(dim=1, descending=True).values
     probabilities = ranked.softmax(dim=1)
     before = probabilities.cumsum(dim=1) - probabilities
-    # The condition is monotone up to rounding; counting it gives the nucleus's size.
+    # The condition is monotone up to rounding, so counting true entries gives the size of the nucleus.
     size = (before < top_p.unsqueeze(1)).sum(dim=1).clamp_(min=1)
     lowest = ranked.gather(1, (size - 1).unsqueeze(1))
     return scores.masked_fill_(logits < lowest, -torch.inf)
@@ -308,12 +324,12 @@ def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor)
 def best_in_top_p(
     scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor, tries: int = 8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`best(keep_top_p_(scores, logits, top_p))` without a sort: walk the tokens by falling score until one
-    lies in the nucleus, i.e. the tokens more likely than it hold less than top_p.
+    """Return `best(keep_top_p_(scores, logits, top_p))` without a sort: visit tokens by falling score until
+    one lies in the nucleus, that is, until the more likely tokens hold less than top_p.
 
-    The first accepted token is the best score inside the nucleus, so this is the same draw (up to rounding
-    at the nucleus's border). About 1 / top_p tries are needed; after `tries` the sort decides. Reads results
-    on the host, so it is meant for CPU. Changes `scores`.
+    The first accepted token has the best score inside the nucleus, so the draw is the same (up to rounding at
+    the border of the nucleus). About 1 / top_p attempts are needed; after `tries` attempts the row is sorted.
+    Reads results on the host, so it suits a CPU. Changes `scores`.
     """
     values, columns = best(scores)
     highest = logits.amax(dim=1, keepdim=True)

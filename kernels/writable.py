@@ -1,4 +1,4 @@
-"""Finding out before long work, not after it, whether its result can be written."""
+"""Checks, before long work begins, that its output file can be written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ class UnwritableError(ValueError):
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Make the folder of a file, and see that the file can be written there; what stands in it stays, and
-    where there is none, none is left. None is passed over. Raises UnwritableError."""
+    """Create the parent folder of an output file and check that the file can be written. An existing
+    file keeps its content, and no new file is left behind. A path of None is ignored. Raises
+    UnwritableError."""
     if path is None:
         return
     try:
@@ -20,9 +21,9 @@ def check_writable(option: str, path: Path | None) -> None:
         with path.open("a"):
             pass
         if is_new:
-            # A link to no file stays one: what was made is the file that it names.
+            # A dangling symbolic link stays a link: only the file that it names is removed.
             path.resolve().unlink()
     except OSError as error:
         raise UnwritableError(
-            f"{option} is {path}, which cannot be written ({error.strerror}): name a file that can"
+            f"{option} is {path}, which cannot be written ({error.strerror}); name a writable file"
         ) from None

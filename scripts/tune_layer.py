@@ -3,13 +3,17 @@
     python scripts/tune_layer.py --both --out nvidia-h200.json
     python scripts/tune_layer.py --rows 8 --json-of-tune tune.json --out nvidia-h200.json
 
-`python -m kernels.tune` picks each product's plan beside the others', in a chain without attention. Plans
-interact beyond that, so this begins where it ended (and at the rules, at tiles everywhere, and at each --way,
-written as for measure_layer.py) and descends: one product's plans at a time, by what a layer of the decoder's
-own code takes in a CUDA graph, attention included, until a round brings less than 0.3 %. Candidates are
-replayed in turns, so that no drift of the clocks chooses; every plan is compared with a product in float32
-first. What is 0.3 % faster than the table's plans replaces them. The file is the shipped table with what was
-found (the other entries as they are), written as it grows: copy it to kernels/tuned/.
+`python -m kernels.tune` picks the plan of each product in a chain of products without attention. The plans of
+a layer interact with each other and with attention, so this script times whole layers in CUDA graphs. It
+descends from several starting points: the shipped table, the rules, tiles everywhere, and each --way. One
+product's plan changes at a time, until a round gains less than 0.3 %. Replays of the candidates are
+interleaved, so that clock drift favours none; every plan is checked against a float32 product first. A plan
+that is 0.3 % faster than the table's replaces it. The output file is the shipped table with the new entries,
+written after each result: copy it to kernels/tuned/.
+
+A --way names plans as PRODUCT=FORM,ROWS,BLOCK_N,BLOCK_K,WARPS,STAGES,SPLIT or PRODUCT=library, for example
+"o=tiles,r,64,256b,4,110k,2": r stands for the padded number of rows, 256b for the columns of 256 bytes, 110k
+for the stages that fit into 110 KiB.
 
 Of each entry that was judged here, layer_us is the layer's time, which chose; us and library_us are what
 `kernels.tune` means by them, what the product adds to a chain of the layer's products. At the end of each
@@ -38,7 +42,7 @@ from engine.bench.decode_layers import (
     shape_folder,
 )
 from kernels import compiling
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Table, load_table, problem
 from kernels.tune import descent, search
 from kernels.tune.descent import Choice
@@ -49,11 +53,11 @@ from kernels.tune.shortlist import covering, read_tried, shortlist, starts
 ORDER = ("o", "down", "qkv", "gate_up")
 """Those that write the residual stream first: whether the others may share a norm depends on them."""
 SEARCHED = 12
-"""Layers of a graph that is compared: fewer than measure_layer.py's, since there are hundreds."""
+"""Layers in a captured graph: few, since a search captures hundreds of graphs."""
 LEAST_PAGES = (2, 4)
 CUDA = torch.device("cuda")
 
-Options = dict[str, list[Plan | None]]
+Options = dict[str, list[GemmPlan | None]]
 
 
 def plan_search(layers: DecodeLayers, arguments: Any, hopper: bool) -> tuple[list[Choice], Options]:

@@ -26,7 +26,7 @@ from store.policies import Change, KeyRecord, PeerRecord, Policies, Quota, Recor
 from store.rules import check_key
 from store.schemas import CONTROL
 from store.spool import SPOOL_FILE, Spool
-from store.trail import Appended, AuditTrail
+from store.trail import WITHIN_S, Appended, AuditTrail
 from store.writer import Writer, WriterState
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ class ControlStore:
             else:
                 changed.set_result(done.result()[0])
 
-        self._writer.call(change_and_record, follow_up).add_done_callback(settle)
+        self._writer.call(change_and_record, follow_up, within_s=WITHIN_S).add_done_callback(settle)
         return changed
 
     def record(

@@ -13,8 +13,9 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -38,6 +39,8 @@ Synchronous = Literal["FULL", "NORMAL"]
 _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 _LEAVE_WAL_TIMEOUT_S = 2.0
+_COPIED_PAGES = 1000
+"""Pages that are written back between two calls of `progress`."""
 
 
 class WritableDatabase:
@@ -54,15 +57,92 @@ class WritableDatabase:
         cannot.
         """
         self.path = path
+        self._schema = schema
+        self._synchronous = synchronous
         _check_writable(path)
         self._lock = _lock(path)
         try:
             if not path.exists():
                 os.close(_create(path, schema.mode))
             self.connection = _open_writer(path, schema, synchronous)
+            self._files = self._identities()
         except BaseException:
             os.close(self._lock)
             raise
+
+    def displaced(self) -> str:
+        """Return which open file has been deleted or replaced on the disk, in words; empty if none has.
+
+        The connection keeps the open file, so nothing is lost yet; but everything that is committed goes into
+        a file without a name.
+        """
+        for path, found in self._identities().items():
+            known = self._files[path]
+            if known is None:
+                self._files[path] = found
+            elif found != known:
+                return f"{path} was {'deleted' if found is None else 'replaced'} while the service runs"
+        return ""
+
+    def write_back(self, progress: Callable[[], None]) -> str:
+        """Write the content of the displaced file to the path again and continue there. Return the name that
+        a foreign file at the path has now; empty if there was none.
+
+        `progress` is called now and then. Raises a `StoreError` if the disk does not take it; the content is
+        still in the open file then.
+        """
+        if not self.path.parent.is_dir():
+            raise MissingDatabaseError(
+                f"{self.path}: the folder {self.path.parent} does not exist any more: create it for the "
+                f"service's user, the file is written back then"
+            )
+        copy = self.path.with_name(f"{self.path.name}.restored")
+        try:
+            self._copy_to(copy, progress)
+            aside = self._move_aside()
+            copy.rename(self.path)
+            _sync(self.path.parent)
+        except OSError as error:
+            raise explain_os(self.path, error) from error
+        except sqlite3.Error as error:
+            raise explain(self.path, error) from error
+        try:
+            self.connection.close()
+        except sqlite3.Error as error:
+            log.warning("closing the displaced file of %s: %s", self.path, error)
+        self.connection = _open_writer(self.path, self._schema, self._synchronous)
+        self._files = self._identities()
+        return aside
+
+    def _copy_to(self, copy: Path, progress: Callable[[], None]) -> None:
+        copy.unlink(missing_ok=True)
+        os.close(_create(copy, self._schema.mode))
+        with closing(sqlite3.connect(copy)) as target:
+            self.connection.backup(target, pages=_COPIED_PAGES, progress=lambda *_: progress())
+            target.execute("PRAGMA journal_mode=DELETE").fetchone()
+        _sync(copy)
+
+    def _move_aside(self) -> str:
+        """Rename a foreign file at the path, and remove the log files of the displaced one: SQLite would
+        apply them to the file that is written back."""
+        known, found = self._files[self.path], _identity(self.path)
+        foreign = found is not None and found != known
+        aside = self.path.with_name(f"{self.path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
+        for suffix in ("-wal", "-shm"):
+            path = self.path.with_name(self.path.name + suffix)
+            if foreign and path.exists() and _identity(path) != self._files[path]:
+                path.rename(aside.with_name(aside.name + suffix))
+            else:
+                path.unlink(missing_ok=True)
+        if not foreign:
+            return ""
+        self.path.rename(aside)
+        return str(aside)
+
+    def _identities(self) -> dict[Path, tuple[int, int] | None]:
+        """Return what is at the paths of the database's files."""
+        paths = [self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm")]
+        return {path: _identity(path) for path in paths}
 
     def close(self) -> None:
         """Checkpoint, leave WAL mode and close, so that the file alone is complete and readable by anyone who
@@ -208,6 +288,24 @@ def _open_and_touch(path: Path, how: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return device and inode; None where there is no file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _sync(path: Path) -> None:
+    """Put a file or a folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _check_writable(path: Path) -> None:

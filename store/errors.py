@@ -35,6 +35,10 @@ class StorageFaultError(StoreError):
     """The disk is full, fails, or is locked for longer than the busy timeout: it may work again later."""
 
 
+class OutcomeUnknownError(StoreError):
+    """The disk has not answered in time: whether the change is made shows later."""
+
+
 class WriterClosedError(StoreError):
     """The operation came after `Writer.close()`, or was still waiting when it gave up."""
 

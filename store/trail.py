@@ -24,6 +24,9 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
+WITHIN_S = 5.0
+"""A change of the control database, or an entry of the chain, that has not begun after so many seconds is not
+made: whoever waits for it is told so in time. Entries go into the spool then."""
 _LOOKED_THROUGH = 10_000
 """The newest rows, among which a start looks for intents that the last life of the service left."""
 
@@ -193,7 +196,7 @@ class AuditTrail:
         def append_once(connection: sqlite3.Connection) -> Appended:
             return self.append(connection, None if audit.holds(connection, entry) else entry)
 
-        self._writer.call(append_once, self.committed).add_done_callback(settle)
+        self._writer.call(append_once, self.committed, within_s=WITHIN_S).add_done_callback(settle)
         return recorded
 
     def _call(self, operation: Callable[[sqlite3.Connection], Appended]) -> Future[Appended]:

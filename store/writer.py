@@ -36,6 +36,8 @@ Operation = Callable[[sqlite3.Connection], T]
 
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 2.0
+_LOOK_EVERY_S = 2.0
+"""How often an idle writer looks whether its file is still the one on the disk."""
 
 # Errors of the operation itself: the same again at every attempt. All others are the disk's or a lock's.
 _OWN_FAULTS = frozenset(
@@ -68,6 +70,9 @@ class WriterState(NamedTuple):
     """Lost because the spool was full, or still waiting when the writer closed."""
     rejected_rows: int
     """Lost because the database cannot hold them at all (a programming error, logged each time)."""
+    restored: str = ""
+    """What happened to the file while it was open (it was deleted or replaced), and what was done; empty if
+    nothing happened since the start."""
 
 
 class _Item(NamedTuple):
@@ -76,6 +81,7 @@ class _Item(NamedTuple):
     future: Future[Any] | None  # there for those who wait: makes the commit urgent
     once: bool  # alone in its transaction, and its failure goes to the future instead of being retried
     after_commit: Callable[[Any], None] | None
+    begin_by: float | None = None  # time.monotonic(): later it fails instead of being run
 
 
 class Writer:
@@ -126,6 +132,8 @@ class Writer:
         self._committed_rows = 0
         self._dropped_rows = 0
         self._rejected_rows = 0
+        self._restored = ""
+        self._look_at = 0.0
 
     # ── any thread ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -143,16 +151,25 @@ class Writer:
         closed)."""
         return self._enqueue(_Item(operation, time.monotonic(), None, False, None))
 
-    def call(self, operation: Operation[T], after_commit: Callable[[T], None] | None = None) -> Future[T]:
+    def call(
+        self,
+        operation: Operation[T],
+        after_commit: Callable[[T], None] | None = None,
+        *,
+        within_s: float | None = None,
+    ) -> Future[T]:
         """Run `operation` in a transaction of its own; the future resolves after the commit, with what it
-        returned.
+        returned. An operation that has not begun `within_s` seconds from now never runs: the future has a
+        `StorageFaultError` then.
 
         Whatever it raises rolls the transaction back and becomes the future's exception; the disk's faults
         come as a `StoreError`. `after_commit` runs on the writer thread before the future resolves.
         """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
-        self._enqueue(_Item(operation, time.monotonic(), future, True, after_commit))
+        now = time.monotonic()
+        begin_by = None if within_s is None else now + within_s
+        self._enqueue(_Item(operation, now, future, True, after_commit, begin_by))
         return future
 
     def submit_for_result(self, operation: Operation[T]) -> Future[T]:
@@ -205,6 +222,7 @@ class Writer:
                 committed_rows=self._committed_rows,
                 dropped_rows=self._dropped_rows,
                 rejected_rows=self._rejected_rows,
+                restored=self._restored,
             )
 
     @property
@@ -253,28 +271,33 @@ class Writer:
             self._busy_since = None
         self._give_up_the_rest()
         if self._database is not None:
+            try:
+                self._open()
+            except StoreError as error:
+                log.error("%s", error)
             self._database.close()
 
     def _wait_for_batch(self) -> list[_Item] | None:
-        """The operations to commit now, oldest first; none of them when only the database is to be opened
-        again. None when it is time to end."""
+        """The operations to commit now, oldest first; none of them when only the file is to be looked at, or
+        to be opened again. None when it is time to end."""
         with self._condition:
             while True:
                 now = time.monotonic()
                 if self._close_by is not None and (not self._queue or now >= self._close_by):
                     return None
                 due = self._due()
-                if due is not None and now >= due:
+                if now >= due:
+                    self._look_at = now + _LOOK_EVERY_S
                     return self._next_batch()
                 # While closing, time also runs out for what the disk refuses.
                 ends = [moment for moment in (due, self._close_by) if moment is not None]
-                self._condition.wait(min(ends) - now if ends else None)
+                self._condition.wait(min(ends) - now)
 
-    def _due(self) -> float | None:
-        if self._failing_since is not None and (self._queue or self._database is None):
+    def _due(self) -> float:
+        if self._failing_since is not None:
             return self._retry_at
         if not self._queue:
-            return None
+            return self._look_at
         if self._urgent or self._close_by is not None or len(self._queue) >= self._batch_rows:
             return 0.0
         return self._queue[0].submitted_at + self._interval_s
@@ -288,6 +311,14 @@ class Writer:
         return batch
 
     def _write(self, batch: list[_Item]) -> None:
+        if batch and (begin_by := batch[0].begin_by) is not None and time.monotonic() > begin_by:
+            waited_s = time.monotonic() - batch[0].submitted_at
+            why = self._last_error or "a program may have locked the file, or the disk is slow"
+            error = StorageFaultError(
+                f"{self.path} took no change for {waited_s:.0f} s ({why}); the change was not made"
+            )
+            self._fail(batch[0], error)
+            return
         try:
             database = self._open()
         except StoreError as error:
@@ -321,10 +352,25 @@ class Writer:
         if self._database is None:
             self._database = WritableDatabase(self.path, self._schema, self._synchronous)
             self._note_success([])
+        elif what := self._database.displaced():
+            self._write_back(self._database, what)
         return self._database
+
+    def _write_back(self, database: WritableDatabase, what: str) -> None:
+        began = time.monotonic()
+        aside = database.write_back(self._note_progress)
+        done = "its content was written back from the open file, no row is lost"
+        other = f"; the file that was there is {aside} now" if aside else ""
+        self._restored = f"{what}: {done}{other}"
+        log.warning("%s (%.1f s)", self._restored, time.monotonic() - began)
+        self._note_success([])
+
+    def _note_progress(self) -> None:
+        self._busy_since = time.monotonic()
 
     def _commit(self, database: WritableDatabase, batch: list[_Item]) -> None:
         if not batch:
+            self._note_success([])
             return
         connection = database.connection
         try:

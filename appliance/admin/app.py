@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from appliance.actions import ACTIONS, Action
 from appliance.admin.callers import Caller, Doorkeeper, TurnedAwayError
+from appliance.http import Connection
 from appliance.protocol import Configuration, ErrorBody, InFlight, Key, Peer, Status, Tenant
 from appliance.scopes import InsufficientScopeError, check_routes, routes_for
 from appliance.watch.metrics.exposition import CONTENT_TYPE
@@ -109,7 +110,15 @@ def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
             caller = doorkeeper.identify(scope["headers"], state.get("peer"))
         except TurnedAwayError as error:
             log.warning("turned away from %s: %s", _asked(scope), error)
-            await _error(error.status, str(error))(scope, receive, send)
+            response = _error(error.status, str(error))
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
+            return
+        connection: Connection | None = state.get("connection")
+        if connection is not None and not connection.authenticate():
+            response = _error(503, "too many connections are in use: try again in a moment")
+            response.headers.update({"connection": "close", "retry-after": "1"})
+            await response(scope, receive, send)
             return
         state["caller"], state["scopes"] = caller, caller.scopes
         await app(scope, receive, send)

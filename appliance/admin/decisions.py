@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -32,10 +33,16 @@ from appliance.protocol import Done, Key, NewKey, Peer, Tenant
 from appliance.switchboard import Switchboard
 from store.audit import Actor
 from store.control import ControlStore, CreatedKey
+from store.errors import OutcomeUnknownError
 from store.policies import Change, KeyRecord, Quota, TenantRecord
 from store.tenants import BUILT_IN, LOCAL
 
+T = TypeVar("T")
+
 _LIMITS = frozenset(Quota.__struct_fields__)
+_LONGEST_CHANGE_S = 15.0
+"""Longer than a change waits for its turn and for a lock of the file (`store.trail.WITHIN_S` and SQLite's
+busy timeout): only a disk that does not answer takes longer."""
 _SUSPENDED = "its tenant was suspended"
 _REVOKED = "its key was revoked"
 
@@ -121,12 +128,12 @@ class Decisions:
                 assert isinstance(change.after, KeyRecord)
                 return self._key(change.after)
             case RotateKey(id=key_id, overlap_s=overlap_s, expires_at=expires_at):
-                rotated = await asyncio.wrap_future(
+                rotated = await _done(
                     control.rotate_key(actor=actor, key_id=key_id, overlap_s=overlap_s, expires_at=expires_at)
                 )
                 return _new_key(rotated.created, rotated.former)
             case RevokeKey(id=key_id, cancel=cancel):
-                key = await asyncio.wrap_future(control.revoke_key(actor=actor, key_id=key_id))
+                key = await _done(control.revoke_key(actor=actor, key_id=key_id))
                 ended = self._end(lambda identity: identity.key_id == key_id, _REVOKED) if cancel else None
                 return Done(message=f"key {key.id} ({key.name}) is worthless now{_said(ended)}")
             case MapPeer(peer=peer, tenant=tenant):
@@ -142,7 +149,7 @@ class Decisions:
     async def _create_key(self, actor: Actor, asked: CreateKey) -> CreatedKey:
         rights = _changes(asked)
         limits = rights.pop("quota", {})
-        return await asyncio.wrap_future(
+        return await _done(
             self._control.create_key(actor=actor, quota=Quota(**limits), **rights)  # type: ignore[arg-type]
         )
 
@@ -192,8 +199,17 @@ def _changes(asked: msgspec.Struct) -> dict[str, object]:
     return given | ({"quota": limits} if limits else {})
 
 
-async def _done(change: Future[Change]) -> Change:
-    return await asyncio.wrap_future(change)
+async def _done(change: Future[T]) -> T:
+    """Wait for a change. A change that has not begun in time fails by itself; one that the disk does not
+    finish raises OutcomeUnknownError."""
+    waiting = asyncio.wrap_future(change)
+    await asyncio.wait([waiting], timeout=_LONGEST_CHANGE_S)
+    if not waiting.done():
+        raise OutcomeUnknownError(
+            f"control.db has not answered for {_LONGEST_CHANGE_S:.0f} s: whether the change is made is not "
+            "known yet; look at the disk, then see: appliance audit list"
+        )
+    return waiting.result()
 
 
 def _said(ended: int | None) -> str:

@@ -83,7 +83,7 @@ class Operations:
         """`writers` are those of the databases beside the control database."""
         self._switchboard = switchboard
         self._control = control
-        self._writers = writers
+        self._databases: list[ControlStore | Writer] = [control, *writers]
         self._contents = contents
         self._reloader = reloader
         self._sockets = sockets
@@ -102,10 +102,7 @@ class Operations:
         return status_of(
             self._switchboard,
             sockets=self._sockets(),
-            databases=[
-                database_status(self._control.path, self._control.state()),
-                *(database_status(writer.path, writer.state()) for writer in self._writers),
-            ],
+            databases=[database_status(database) for database in self._databases],
             audit=audit_status(self._control.trail.state()),
             started_at=self._started_at,
         )

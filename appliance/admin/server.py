@@ -13,8 +13,7 @@ from appliance.messages import Limits
 from appliance.protocol import SocketStatus
 from appliance.rundir import remove_socket
 
-_MOST_CONNECTIONS = 64
-_MOST_BODY_BYTES = 64 << 10
+_LIMITS = Limits(max_body_bytes=64 << 10, max_connections=64, max_unauthenticated_connections=16)
 
 
 class AdminServer:
@@ -31,8 +30,7 @@ class AdminServer:
         """Listen. Raises ListenError."""
         _, app = admin_app(backend, doorkeeper)
         sock = self._given or bind_unix(self._path, self._mode, doorkeeper.gid)
-        limits = Limits(max_body_bytes=_MOST_BODY_BYTES, max_connections=_MOST_CONNECTIONS)
-        self._server = HttpServer(app, limits)
+        self._server = HttpServer(app, _LIMITS, known=doorkeeper.knows)
         await self._server.listen(sock)
 
     def change(self, mode: str, gid: int | None) -> None:

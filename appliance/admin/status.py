@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
+from appliance.current_problems import current_problems
 from appliance.drain import Drain
 from appliance.protocol import (
     AuditStatus,
@@ -24,8 +24,10 @@ from appliance.protocol import (
     Status,
 )
 from appliance.switchboard import Switchboard
+from engine.logs import log_state
+from store.control import ControlStore
 from store.trail import TrailState
-from store.writer import WriterState
+from store.writer import Writer
 
 
 def service_version() -> str:
@@ -36,9 +38,10 @@ def service_version() -> str:
         return "unknown (not installed)"
 
 
-def database_status(path: Path, state: WriterState) -> DatabaseStatus:
+def database_status(database: ControlStore | Writer) -> DatabaseStatus:
     """A database's writer, as operators see it."""
-    return DatabaseStatus(path=str(path), **state._asdict())
+    state = database.state()._asdict()
+    return DatabaseStatus(path=str(database.path), stalled_s=database.stalled_s, **state)
 
 
 def audit_status(state: TrailState) -> AuditStatus:
@@ -70,6 +73,9 @@ def status_of(
     reason = switchboard.readiness.reason()
     models = _models(switchboard)
     fronts = [front.status() for front in switchboard.fronts]
+    problems = current_problems(
+        models=models, fronts=fronts, databases=databases, audit=audit, log=log_state()
+    )
     return Status(
         version=service_version(),
         pid=os.getpid(),
@@ -78,12 +84,7 @@ def status_of(
         sqlite=sqlite3.sqlite_version,
         started_at=started_at,
         uptime_s=time.time() - started_at,
-        state=_state(
-            switchboard,
-            reason,
-            [front.state for front in fronts],
-            sick=bool(audit.last_error or audit.spooled or any(database.failing_s for database in databases)),
-        ),
+        state=_state(switchboard, reason, [front.state for front in fronts], degraded=bool(problems)),
         reason=reason,
         config_file=settings.config_file,
         run_dir=settings.run_dir,
@@ -96,6 +97,8 @@ def status_of(
         ),
         databases=databases,
         audit=audit,
+        log_dropped_lines=log_state().dropped_lines,
+        current_problems=problems,
         problems=switchboard.problems.recent(),
         drains=[drain_status(switchboard, drain) for drain in _drains(switchboard)],
     )
@@ -148,19 +151,17 @@ def in_flight(switchboard: Switchboard) -> list[InFlight]:
     ]
 
 
-def _state(switchboard: Switchboard, reason: str, fronts: list[str], sick: bool) -> str:
-    """In a word; `sick`: something is wrong with the store."""
+def _state(switchboard: Switchboard, reason: str, fronts: list[str], degraded: bool) -> str:
+    """Return the state in a word; `degraded`: there are current problems."""
     if (closing := switchboard.stopping or switchboard.drains.of(None)) is not None:
         return closing.state_word
     drains = [switchboard.drains.of(model) for model in switchboard.models]
     words = {drain.state_word for drain in drains if drain is not None}
     if words and None not in drains:
         return "draining" if "draining" in words else "drained"
-    replicas = [replica.word for replica in switchboard.replicas]
-    broken = {"failed", "restarting"} & {*replicas, *fronts}
-    broken_fronts = any(front.problems for front in switchboard.fronts)
-    if broken or broken_fronts or sick:
+    if degraded:
         return "degraded"
+    replicas = [replica.word for replica in switchboard.replicas]
     return "starting" if reason or any(state != "ready" for state in (*replicas, *fronts)) else "ready"
 
 
@@ -191,7 +192,7 @@ def _model_state(switchboard: Switchboard, model: str, replicas: list[ReplicaSta
     if (drain := switchboard.drains.of(model)) is not None:
         return drain.state_word, f"taken out of service until: appliance resume --model {model}"
     # The best of its replicas is what apps meet.
-    order = ("ready", "draining", "loading", "starting", "restarting", "failed", "stopped")
+    order = ("ready", "draining", "silent", "loading", "starting", "restarting", "failed", "stopped")
     best = min(replicas, key=lambda replica: order.index(replica.state), default=None)
     if best is None:
         return "loading", "its replica is being replaced"

@@ -7,6 +7,7 @@ request wakes anybody.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 
 from appliance.bench.http import EventSplitter, ProtocolError, ResponseParser
 from appliance.bench.messages import Record, Target
+from appliance.ownership import UntrustedError, check_peer
 
 _MOST_ERROR_BYTES = 64 << 10
 _MOST_PLAIN_BYTES = 16 << 20
@@ -291,6 +293,8 @@ class Client:
                 try:
                     if target.socket:
                         _, connection = await loop.create_unix_connection(Connection, target.socket)
+                        if target.trusted_uids:
+                            _check_peer(connection, frozenset(target.trusted_uids))
                     else:
                         _, connection = await loop.create_connection(
                             Connection,
@@ -303,6 +307,15 @@ class Client:
                 except BlockingIOError:
                     # A Unix socket whose backlog is full: a blocking connect would wait as well.
                     await asyncio.sleep(_CONNECT_AGAIN_S)
+
+
+def _check_peer(connection: Connection, uids: frozenset[int]) -> None:
+    """Raise PermissionError, before anything is sent, if another user's process is behind the socket."""
+    try:
+        check_peer(connection.transport.get_extra_info("socket"), uids)
+    except UntrustedError as error:
+        connection.close()
+        raise PermissionError(errno.EPERM, str(error)) from error
 
 
 def error_text(error: Any) -> str:

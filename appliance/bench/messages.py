@@ -20,6 +20,8 @@ class Target(msgspec.Struct):
     """Non-empty: TLS, with this name expected in the certificate."""
     socket: str = ""
     """Non-empty: this Unix socket instead."""
+    trusted_uids: list[int] = []
+    """Non-empty: the users as whom the process behind the socket may run (`appliance.ownership`)."""
     authority: str = "bench"
     """Of the Host header."""
     prefix: str = "/v1"

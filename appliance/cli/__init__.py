@@ -1,4 +1,4 @@
-"""The command line. Commands load what they need when they run: `--help` costs an interpreter and typer."""
+"""The command line. Each command imports its modules when it runs, so `--help` loads only typer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.cli.failure import Failure
 
 
 def main() -> int:
-    """The entry point `appliance`: 0 for success, 1 for a failure, 2 for a command line that is wrong."""
+    """Run the command `appliance`; return 0 for success, 1 for a failure, 2 for a wrong command line."""
     # Characters that a terminal cannot show, or bytes that are no text, become substitutes, not tracebacks.
     for stream, substitute in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
@@ -20,10 +20,11 @@ def main() -> int:
         sys.stdout.flush()
     except OSError as error:
         if error.filename is not None:
-            raise
-        # Standard output. What is still buffered goes nowhere, without a word at exit.
+            print(f"appliance: {_shortened(error.filename)}: {error.strerror}", file=sys.stderr)
+            return 1
+        # Standard output failed. What is buffered is dropped, or the interpreter would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # there, whoever read us has seen enough
+        if not isinstance(error, BrokenPipeError):  # the reader has left on purpose, as `head` does
             print(f"appliance: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
@@ -31,13 +32,25 @@ def main() -> int:
 
 def _run() -> int:
     from appliance.cli.app import app
+    from appliance.ownership import UntrustedError
 
     try:
         app()
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except Failure as failure:
+    except (Failure, UntrustedError) as failure:
         sys.stdout.flush()
         print(f"appliance: {failure}", file=sys.stderr)
-        return 1
+        return failure.code if isinstance(failure, Failure) else 1
+    except UnicodeEncodeError as error:
+        # The bytes of a command line need not be UTF-8, but everything that leaves the command must be.
+        print(
+            f"appliance: {_shortened(error.object)!r} is not UTF-8 text: write it in UTF-8", file=sys.stderr
+        )
+        return 2
     return 0
+
+
+def _shortened(value: object) -> str:
+    text = os.fsdecode(value) if isinstance(value, bytes) else str(value)
+    return text if len(text) <= 200 else f"{text[:100]}…{text[-99:]}"

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from appliance.cli.audit_journal import JOURNAL, JournalHeads, heads_in_journal
-from appliance.cli.failure import Failure, told
+from appliance.cli.failure import CommandLineError, Failure, told
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
-from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.cli.service import check_databases, find_run_dir, find_state_dir
 from appliance.cli.times import local_short, moment
 from store import audit, exports
 from store.audit import Head
@@ -112,7 +112,9 @@ def verify(
                 raise Failure(
                     f"--heads {name} does not exist: name a text that has heads, such as a journal's"
                 )
-            recorded += recorded_in(sys.stdin, "standard input") if name == "-" else read_heads(Path(name))
+            recorded += (
+                recorded_in(sys.stdin or (), "standard input") if name == "-" else read_heads(Path(name))
+            )
         from_journal = _from_journal(place, journal)
         recorded += from_journal.heads
         if place.folder is not None:
@@ -169,7 +171,9 @@ def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -
 def _place(run_dir: str | None, state_dir: str | None, file: str | None) -> Place:
     if file is not None:
         return Place(Path(file).absolute(), None)
-    folder = find_state_dir(state_dir, find_run_dir(run_dir))
+    run = find_run_dir(run_dir)
+    folder = find_state_dir(state_dir, run)
+    check_databases(folder, None if state_dir else run, "control.db", KEY_FILE)
     return Place(folder / "control.db", folder)
 
 
@@ -205,8 +209,8 @@ def _output(target: str | None) -> Iterator[TextIO]:
 def _noted(text: str) -> Recorded:
     found = _HEAD.fullmatch(text.strip())
     if not found:
-        raise Failure(
-            f"--head {text!r} is no head: write the row's number, a colon and its hash, all 64 digits of it"
+        raise CommandLineError(
+            f"--head {text[:100]!r} is not a head: write the row's number, a colon and its hash of 64 digits"
         )
     return Recorded(Head(int(found[1]), found[2].lower()), "--head")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import Config, Json, RunDir, StateDir
+from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 
 audit = typer.Typer(
     help="What operators did: list it, verify that nobody changed the record, export it. Needs read rights "
@@ -28,7 +28,7 @@ File = Annotated[
 
 @audit.command("list")
 def audit_list(
-    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="At most so many.")] = 20,
+    limit: Limit = 20,
     actor: Annotated[
         str | None, typer.Option(metavar="WHO", help="Only theirs, as uid:0.", show_default=False)
     ] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from appliance.actions import BeginBackup, EndBackup
 from appliance.cli.failure import Failure
 from appliance.cli.output import of_count, print_json
-from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.cli.service import admin_key, check_databases, find_run_dir, find_state_dir
 from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
 from appliance.protocol import AuditHead
 from appliance.quantities import of_bytes
@@ -33,9 +32,10 @@ def take_backup(
     contents: bool,
     as_json: bool,
 ) -> None:
-    """Copy, check, and say what was copied."""
+    """Copy the state, check the copy, and print what was copied."""
     run = find_run_dir(run_dir, config)
     state, path = find_state_dir(state_dir, run, config), Path(target).absolute()
+    check_databases(state, None if state_dir else run, "control.db", "history.db", "contents.db")
     head = _begun(run, BeginBackup(path=str(path), contents=contents))
     try:
         done = back_up(
@@ -56,13 +56,16 @@ def take_backup(
         )
         return
     if head is None:
-        print(f"No service runs in {run}: this backup is not in its audit.", file=sys.stderr)
+        print(
+            f"No service is running in {run}: the backup is not recorded in its audit chain.", file=sys.stderr
+        )
     _say(done)
 
 
 def _begun(run: Path, begin: BeginBackup) -> Head | None:
-    """Have the running service record that a backup begins; the audit's head, which the copy must hold."""
-    with AdminClient(run, key=os.environ.get("APPLIANCE_ADMIN_KEY") or None) as client:
+    """Have the running service record that a backup begins; return the chain head that the copy must contain,
+    None where no service runs."""
+    with AdminClient(run, key=admin_key()) as client:
         try:
             answer = client.act(begin)
         except (NotAllowedError, AdminError) as error:
@@ -74,12 +77,12 @@ def _begun(run: Path, begin: BeginBackup) -> Head | None:
 
 
 def _ended(run: Path, end: EndBackup) -> None:
-    """Have it record what came of the backup: a copy is no worse for a service that does not any more."""
-    with AdminClient(run, key=os.environ.get("APPLIANCE_ADMIN_KEY") or None) as client:
+    """Have the service record the result of the backup. The copy is good even if the service has ended."""
+    with AdminClient(run, key=admin_key()) as client:
         try:
             client.act(end)
         except (ServiceNotRunningError, AdminError) as error:
-            print(f"The end of this backup is not recorded in the audit: {error}", file=sys.stderr)
+            print(f"The end of this backup is not recorded in the audit chain: {error}", file=sys.stderr)
 
 
 def _recorded(head: Head | None) -> Iterable[Recorded]:
@@ -98,4 +101,5 @@ def _say(done: Backup) -> None:
     width = max(len(file.name) for file in done.files)
     for file in done.files:
         print(f"{file.name:{width}}  {of_bytes(file.bytes):>10}  {file.sha256[:16]}…")
-    print(f"{done.path} is complete: databases sound, audit whole to row {of_count(done.audit_rows)}")
+    rows = of_count(done.audit_rows)
+    print(f"{done.path} is complete: databases checked, audit chain verified up to row {rows}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from msgspec import structs
 
 from appliance.bench.document import document
 from appliance.bench.messages import Target
@@ -22,7 +23,9 @@ from appliance.bench.workloads import WORKLOADS, Shape, Workload
 from appliance.cli.bench_report import ProgressBar, Report
 from appliance.cli.failure import Failure, told
 from appliance.cli.output import printable
-from appliance.cli.service import find_run_dir, not_there
+from appliance.cli.service import find_run_dir
+from appliance.ownership import trusted_directory
+from appliance.rundir import start_remedy
 from appliance.watch.versions import product_version
 
 _INTERRUPTED = 130
@@ -76,7 +79,7 @@ class _Work:
 def bench(options: Options) -> int:
     """Run the benchmark and print it; 1 where a request failed or no rate was sustained. Raises Failure, and
     typer's error for options that contradict each other."""
-    _check_numbers(options)
+    _check_length(options)
     work = _work(options)
     slo = Slo(options.ttft_p99_ms, options.itl_p99_ms)
     if options.find_rate and not slo.is_set:
@@ -143,30 +146,8 @@ async def _run(
     return server, results, found
 
 
-def _check_numbers(options: Options) -> None:
-    """Refuse numbers that no run could be made of. Raises typer's error with the value and what is possible.
-
-    Not the command line parser's own ranges: those let infinities pass, and do not say the value.
-    """
-    for flag, value, low, high in (
-        ("--vocab-size", options.vocabulary, 1, 10_000_000),
-        ("--concurrency", options.concurrency, 1, 100_000),
-        ("--requests", options.requests, 1, MOST_REQUESTS),
-        ("--prompt-tokens", options.prompt_tokens, 1, 10_000_000),
-        ("--output-tokens", options.output_tokens, 1, 10_000_000),
-        ("--temperature", options.temperature, 0, 2),
-        ("--top-p", options.top_p, 0, 1),
-        ("--rate", options.rate, 0.001, 100_000),
-        ("--duration", options.duration_s, 0.1, 7 * 86_400),
-        ("--ttft-p99-ms", options.ttft_p99_ms, 0.001, 86_400_000),
-        ("--itl-p99-ms", options.itl_p99_ms, 0.001, 86_400_000),
-        ("--runs", options.runs, 1, 1000),
-        ("--workers", options.workers, 1, 256),
-        ("--timeout", options.timeout_s, 0.1, 86_400),
-    ):
-        # Nothing is within a range that is no number.
-        if value is not None and not low <= value <= high:
-            raise typer.BadParameter(f"{flag} {value} cannot be: give {low:,} to {high:,}")
+def _check_length(options: Options) -> None:
+    """Refuse a run of more requests than can be kept. Raises typer's error."""
     duration = options.duration_s or _DEFAULT_DURATION_S
     if options.rate is not None and options.rate * duration > MOST_REQUESTS:
         raise typer.BadParameter(
@@ -241,9 +222,13 @@ def _target(options: Options) -> Target:
         return target_of(None, options.socket, options.api_key)
     run_dir = find_run_dir(options.run_dir)
     socket = run_dir / "api.sock"
+    uids = trusted_directory(run_dir, "--run-dir")
     if not os.path.lexists(socket):
-        raise Failure(f"{not_there(socket, run_dir)}, or name another server with --base-url or --socket")
-    return target_of(None, str(socket), options.api_key)
+        raise Failure(
+            f"no service is running at {socket}: name another server with --base-url or --socket, or "
+            f"{start_remedy(run_dir)}"
+        )
+    return structs.replace(target_of(None, str(socket), options.api_key), trusted_uids=sorted(uids))
 
 
 def _check_writable(path: str | None) -> None:

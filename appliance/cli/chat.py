@@ -87,7 +87,7 @@ def _choose(models: list[str], wanted: str | None) -> str:
     if wanted is None:
         return models[0]
     if wanted not in models:
-        raise Failure(f"--model {wanted!r} is not served: there are {', '.join(models)}")
+        raise Failure(f"no model {wanted!r}: available models: {', '.join(models)}")
     return wanted
 
 
@@ -137,7 +137,7 @@ def _is_command(conversation: Conversation, line: str) -> bool:
     elif line == "/help":
         print(paint(_HELP, "dim"))
     else:
-        print(paint(f"{line} is not a command: there are /reset and /help.", "dim"))
+        print(paint(f"{line} is not a command: available commands: /reset, /help.", "dim"))
     return True
 
 

@@ -1,22 +1,24 @@
-"""The API as `chat` needs it: models, and one streamed answer at a time, over `api.sock`."""
+"""A client of the API for `chat`: the list of models, and one streamed answer at a time, over `api.sock`."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import httpx
-
 from appliance.cli.failure import Failure
-from appliance.cli.service import may_not, not_there
+from appliance.client import not_running, unix_connection
+
+_READ_BYTES = 64 << 10
 
 
 class AnswerError(Exception):
-    """The service did not answer, or broke off; the message says why."""
+    """The service did not answer, or its answer broke off; the message says why."""
 
 
 class Piece(NamedTuple):
@@ -30,7 +32,7 @@ class End(NamedTuple):
 
     finish_reason: str
     completion_tokens: int | None
-    """None where the service did not say."""
+    """None where the service did not report it."""
     ttft_s: float | None
     """From the question to the first text."""
     tokens_per_s: float | None
@@ -43,12 +45,6 @@ class ChatClient:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._socket = run_dir / "api.sock"
-        # No read timeout: an answer may wait in the queue, whose limit is the service's to keep.
-        self._http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self._socket)),
-            base_url="http://appliance",
-            timeout=httpx.Timeout(None, connect=10.0),
-        )
 
     def __enter__(self) -> ChatClient:
         return self
@@ -56,25 +52,24 @@ class ChatClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._http.close()
+        """Nothing stays open between requests."""
 
     def models(self) -> list[str]:
-        """The names that may be asked for. Raises Failure where the service does not answer."""
+        """Return the names of the models. Raises Failure where the service does not answer."""
         try:
-            response = self._http.get("/v1/models", timeout=10.0)
-        except httpx.ConnectError as error:
-            if "ermission" in str(error):
-                raise Failure(may_not(self._socket)) from error
-            raise Failure(not_there(self._socket, self._run_dir)) from error
-        except httpx.TransportError as error:
+            with closing(self._connected(10.0)) as connection:
+                connection.request("GET", "/v1/models")
+                response = connection.getresponse()
+                content = response.read()
+        except (OSError, HTTPException) as error:
             raise Failure(
                 f"the service behind {self._socket} does not answer ({error or type(error).__name__}): "
-                f"see what it says with: appliance status --run-dir {self._run_dir}"
+                f"see its state with: appliance status --run-dir {self._run_dir}"
             ) from error
-        if response.status_code != 200:
-            raise Failure(_refusal(response.status_code, response.content))
+        if response.status != 200:
+            raise Failure(_refusal(response.status, content))
         try:
-            return [str(model["id"]) for model in response.json()["data"]]
+            return [str(model["id"]) for model in json.loads(content)["data"]]
         except (ValueError, KeyError, TypeError) as error:
             raise Failure(
                 f"{self._socket} is not the API of this product: it has no list of models"
@@ -89,11 +84,15 @@ class ChatClient:
         first: float | None = None
         finish_reason, tokens = "", None
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        headers = {"content-type": "application/json"}
         try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
-                if response.status_code != 200:
-                    raise AnswerError(_refusal(response.status_code, response.read()))
-                for event in _objects(events(response.iter_raw())):
+            # No read timeout: an answer may wait in the queue, whose limit the service keeps.
+            with closing(self._connected(None)) as connection:
+                connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise AnswerError(_refusal(response.status, response.read()))
+                for event in _objects(events(iter(lambda: response.read1(_READ_BYTES), b""))):
                     if (usage := event.get("usage")) is not None:
                         tokens = usage.get("completion_tokens")
                     for choice in event.get("choices", ()):
@@ -101,11 +100,20 @@ class ChatClient:
                         if text := choice.get("delta", {}).get("content"):
                             first = first or time.monotonic()
                             yield Piece(text)
-        except httpx.TransportError as error:
+        except (OSError, HTTPException) as error:
             raise AnswerError(f"the connection broke: {error or type(error).__name__}") from error
         if not finish_reason:
             raise AnswerError("the answer broke off: the service closed the connection")
         yield _end(finish_reason, tokens, asked, first)
+
+    def _connected(self, timeout_s: float | None) -> HTTPConnection:
+        """Connect to a service that the caller trusts. Raises Failure, and UntrustedError."""
+        connection = unix_connection(self._socket, timeout_s)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise Failure(str(not_running(self._socket, error))) from error
+        return connection
 
 
 def _end(finish_reason: str, tokens: int | None, asked: float, first: float | None) -> End:

@@ -7,7 +7,12 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import RunDir
+from appliance.cli.options import RunDir, number, whole_number
+
+MAX_REQUESTS = 2_000_000
+"""As `appliance.bench.rates.MOST_REQUESTS`, which takes long to import."""
+TOKENS = whole_number(1, 10_000_000)
+MILLISECONDS = number(0.001, 86_400_000)
 
 BENCH_EPILOG = (
     "Workloads: http1, http256, http1024 (so many streams at once, 512 in, 256 out), and the "
@@ -25,8 +30,10 @@ def chat(
         str | None, typer.Option("--model", "-m", metavar="NAME", help="Default: the service's first.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.", parser=number(0, 2))] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Longest answer, in tokens.", parser=TOKENS)
+    ] = None,
     run_dir: RunDir = None,
 ) -> None:
     """Talk to a model from the terminal.
@@ -67,31 +74,53 @@ def bench(
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Prompts are random ids below N. Default: the server's word."),
+        typer.Option(
+            metavar="N", help="Prompts are random ids below N. Default: the server's word.", parser=TOKENS
+        ),
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(metavar="N", help="Streams at once (16).", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", help="Streams at once (16).", show_default=False, parser=whole_number(1, 100_000)
+        ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(metavar="N", help="In all (4 a stream).", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", help="In all (4 a stream).", show_default=False, parser=whole_number(1, MAX_REQUESTS)
+        ),
     ] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Of each request (512).", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Of each request (512).", show_default=False, parser=TOKENS),
     ] = None,
     output_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Of each request (128).", show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Of each request (128).", show_default=False, parser=TOKENS),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="0 is greedy, the default; up to 2.")
+        float | None,
+        typer.Option(metavar="T", help="0 is greedy, the default; up to 2.", parser=number(0, 2)),
     ] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="P", help="0 to 1; 1 is off, the default.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="0 to 1; 1 is off, the default.", parser=number(0, 1))
+    ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(metavar="R", help="Open loop: R requests a second arrive (Poisson), for --duration."),
+        typer.Option(
+            metavar="R",
+            help="Open loop: R requests a second arrive (Poisson), for --duration.",
+            parser=number(0.001, 100_000),
+        ),
     ] = None,
     duration: Annotated[
         float | None,
-        typer.Option(metavar="S", help="Seconds in which requests arrive (30).", show_default=False),
+        typer.Option(
+            metavar="S",
+            help="Seconds in which requests arrive (30).",
+            show_default=False,
+            parser=number(0.1, 7 * 86_400),
+        ),
     ] = None,
     find_rate: Annotated[
         bool,
@@ -100,28 +129,42 @@ def bench(
         ),
     ] = False,
     ttft_p99_ms: Annotated[
-        float | None, typer.Option(metavar="MS", help="Limit of the time to the first token.")
+        float | None,
+        typer.Option(metavar="MS", help="Limit of the time to the first token.", parser=MILLISECONDS),
     ] = None,
     itl_p99_ms: Annotated[
-        float | None, typer.Option(metavar="MS", help="Limit of the gaps between tokens.")
+        float | None,
+        typer.Option(metavar="MS", help="Limit of the gaps between tokens.", parser=MILLISECONDS),
     ] = None,
     runs: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Repeat (1); the median run is shown.", show_default=False),
+        typer.Option(
+            metavar="N",
+            help="Repeat (1); the median run is shown.",
+            show_default=False,
+            parser=whole_number(1, 1000),
+        ),
     ] = None,
     warm_up: Annotated[
         bool, typer.Option("--warm-up/--no-warm-up", help="Requests before the first run that do not count.")
     ] = True,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", help="Client processes. Default: by streams and cores.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Client processes. Default: by streams and cores.", parser=whole_number(1, 256)
+        ),
     ] = None,
     seed: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Of prompts and arrivals. Default: a new one, so no cache knows them."
+            metavar="N",
+            help="Of prompts and arrivals. Default: a new one, so no cache knows them.",
+            parser=whole_number(0, 2**63 - 1),
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="S", help="Of one request.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", help="Of one request.", parser=number(0.1, 86_400))
+    ] = 600.0,
     run_dir: RunDir = None,
     json: Annotated[
         str | None,

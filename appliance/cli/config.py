@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from appliance.actions import ReloadConfig
 from appliance.cli.actions import perform
 from appliance.cli.failure import Failure, told
 from appliance.cli.output import paint, print_json, printable
-from appliance.cli.service import find_run_dir
+from appliance.cli.service import admin_key, find_run_dir
 from appliance.protocol import Configuration, Reloaded
 from appliance.settings import Fault, Flags, SettingsError, dotted, read_settings
 from appliance.settings.table import as_table
@@ -63,7 +62,7 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
 
 def reload(run_dir: str | None, *, as_json: bool) -> None:
     """Have the service reload, and print what it did. Raises Failure when it refuses."""
-    perform(run_dir, ReloadConfig(), yes=True, as_json=as_json, show=_show_reloaded)
+    perform(run_dir, ReloadConfig(), as_json=as_json, show=_show_reloaded)
 
 
 def toml_lines(
@@ -93,7 +92,7 @@ def _assignment(name: str, value: Any) -> str:
 def _of_service(run_dir: str | None) -> Configuration | None:
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
 
-    with AdminClient(find_run_dir(run_dir), key=os.environ.get("APPLIANCE_ADMIN_KEY") or None) as client:
+    with AdminClient(find_run_dir(run_dir), key=admin_key()) as client:
         try:
             return client.configuration()
         except ServiceNotRunningError:

@@ -6,10 +6,19 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from appliance.cli.failure import Failure
 from appliance.cli.output import cells, paint, print_json, printable, terminal_width
 from appliance.cli.service import find_run_dir, find_state_dir
 from appliance.cli.times import local
-from appliance.settings import Flags, Settings, SettingsError, load_settings
+from appliance.ownership import UntrustedError
+from appliance.settings import (
+    Flags,
+    Settings,
+    SettingsError,
+    default_run_dir,
+    default_state_dir,
+    load_settings,
+)
 from appliance.watch.doctor import examine
 from appliance.watch.findings import Examination, Finding
 
@@ -39,20 +48,14 @@ def _find(
         settings = load_settings(Flags(config=config, run_dir=run_dir, state_dir=state_dir))
     except SettingsError as error:
         settings = str(error)
-    if isinstance(settings, Settings):
-        run = Path(settings.run_dir)
-        return run, find_state_dir(state_dir or None, run, config), settings
-    from appliance.settings import default_run_dir, default_state_dir
-
     try:
         run = find_run_dir(run_dir, config)
+    except Failure:  # the file cannot be read, as `settings` says: go by the flags and defaults
+        run = Path(run_dir or default_run_dir()).absolute()
+    try:
         return run, find_state_dir(state_dir, run, config), settings
-    except Exception:  # the file is what `settings` complains about: go by the flags and defaults
-        return (
-            Path(run_dir or default_run_dir()).absolute(),
-            Path(state_dir or default_state_dir()).absolute(),
-            settings,
-        )
+    except (Failure, UntrustedError):  # the same, or a run directory that the findings complain about
+        return run, Path(state_dir or default_state_dir()).absolute(), settings
 
 
 def examination_lines(examination: Examination, width: int | None) -> Iterable[str]:

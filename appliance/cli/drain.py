@@ -1,11 +1,11 @@
-"""`appliance drain`: begins a drain and shows how it gets on."""
+"""`appliance drain`: begins a drain and shows its progress."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-from appliance.actions import DrainService, ResumeService, action_of
+from appliance.actions import MAX_GRACE_S, DrainService, ResumeService, action_of
 from appliance.cli.actions import confirm
 from appliance.cli.output import (
     is_terminal,
@@ -23,12 +23,12 @@ from appliance.protocol import DrainStatus
 
 _EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
-"""Where nobody watches, one line in so long is enough."""
-_DOES = {"announced": "says that it is not ready", "draining": "drains", "drained": "is drained"}
+"""Between two lines where standard error is not a terminal."""
+_DOES = {"announced": "reports not ready", "draining": "is draining", "drained": "is drained"}
 _ROOM_FOR_CTRL_C = 3
-"""Cells: a line that wraps could not be taken back."""
+"""Columns left free: a line that wraps could not be overwritten."""
 INTERRUPTED = 130
-"""As shells say it of a command that Ctrl-C ended."""
+"""The exit code of a command that Ctrl-C ended, as shells have it."""
 
 
 def drain(
@@ -41,10 +41,9 @@ def drain(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Begin it, and (`wait`) follow it to its end; the exit code."""
-    parameters = DrainService(model=model, grace_s=span_s(grace, "--grace"), queue=queue)
-    if not yes:
-        confirm(action_of(parameters), _name(model))
+    """Begin a drain, follow it to its end if `wait`, and return the exit code."""
+    parameters = DrainService(model=model, grace_s=span_s(grace, "--grace", MAX_GRACE_S), queue=queue)
+    confirm(action_of(parameters), _name(model), yes=yes)
     with admin_client(run_dir) as client:
         status = client.drain(parameters)
         if not wait:
@@ -55,14 +54,14 @@ def drain(
         except KeyboardInterrupt:
             return _interrupted(client, model)
     if last is None:
-        print(f"{_name(model)} was resumed meanwhile", file=sys.stderr)
+        print(f"{_name(model)} was resumed by another operator", file=sys.stderr)
         return 1
     print_json(last, line=True) if as_json else print(line(last))
     return 1 if last.ended else 0
 
 
 class _Watch:
-    """Follows a drain: in one line that changes, in a line now and then, or in lines of JSON."""
+    """Follows a drain: in one line that changes, in a line every 10 s, or in lines of JSON."""
 
     def __init__(self, client: AdminClient, status: DrainStatus, as_json: bool) -> None:
         self._client = client
@@ -72,7 +71,7 @@ class _Watch:
         self._said_at = 0.0
 
     def to_the_end(self) -> DrainStatus | None:
-        """The last status; None when somebody resumed service."""
+        """Return the last status; None if an operator resumed service."""
         status: DrainStatus | None = self._status
         try:
             while status is not None and status.state != "drained":
@@ -97,12 +96,14 @@ class _Watch:
 
 
 def line(status: DrainStatus) -> str:
-    """A drain in a line."""
+    """Return a drain in a line."""
     held = [f"{of_count(status.held)} held until resume"] if status.queue else []
     if status.state == "drained":
-        facts = [f"it took {of_seconds(status.elapsed_s)}", *held]
+        facts = [f"took {of_seconds(status.elapsed_s)}", *held]
         if status.ended:
-            facts.append(f"{of_count(status.ended)} requests did not finish within the grace and were ended")
+            facts.append(
+                f"{of_count(status.ended)} requests did not finish within the grace period and were ended"
+            )
     else:
         facts = [f"{of_count(status.running)} running", f"{of_count(status.queued)} queued", *held]
         if status.running or status.queued:
@@ -113,20 +114,19 @@ def line(status: DrainStatus) -> str:
 
 
 def _interrupted(client: AdminClient, model: str | None) -> int:
-    """Ctrl-C: the drain goes on unless the person says otherwise."""
-    client.close()  # an answer may have been on its way
+    """Handle Ctrl-C: the drain goes on unless the person cancels it."""
     name, option = _name(model), "" if model is None else f" --model {model}"
     try:
         answer = ""
         if is_terminal(sys.stdin):
-            print("Leave off the drain and take requests again? [y/N] ", end="", file=sys.stderr, flush=True)
+            print("Cancel the drain and accept requests again? [y/N] ", end="", file=sys.stderr, flush=True)
             answer = sys.stdin.readline().strip().lower()
     except KeyboardInterrupt:
         print(file=sys.stderr)
     if answer in ("y", "yes"):
         print(printable(client.resume(ResumeService(model=model)).message), file=sys.stderr)
         return 1
-    print(f"{name} drains on; take it back with: appliance resume{option}", file=sys.stderr)
+    print(f"{name} goes on draining; cancel the drain with: appliance resume{option}", file=sys.stderr)
     return INTERRUPTED
 
 

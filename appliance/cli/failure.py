@@ -1,4 +1,4 @@
-"""Failures that are told to a person in a line or two, instead of a traceback."""
+"""Failures that a command reports in a line or two, instead of a traceback."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from contextlib import contextmanager
 
 
 class Failure(Exception):
-    """The command cannot do what it was asked; the message says what is wrong, with the value, and the
-    remedy."""
+    """The command cannot do what it was asked; the message names the cause, the value and the remedy."""
+
+    code = 1
+    """The exit code."""
+
+
+class CommandLineError(Failure):
+    """The command line is wrong: a value that cannot be used, or an option that is missing."""
+
+    code = 2
 
 
 @contextmanager

@@ -1,20 +1,31 @@
-"""What people type for the fields of an action: numbers, classes, lists, and "none" for no limit."""
+"""Parses what people type for the fields of an action: numbers, classes, lists, and "none" for no limit."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import msgspec
 
 from appliance.classes import CLASS_NAMES
-from appliance.cli.failure import Failure
+from appliance.cli.failure import CommandLineError
+from appliance.cli.options import is_decimal
 from appliance.cli.times import span_s
+
+MAX_RATE = 1e15
+"""Requests or tokens per minute or day; above it, a float no longer counts single ones."""
+MAX_COUNT = 10**12
+"""Requests or tokens."""
+MAX_DAYS = 36525.0
+
+Parse = Callable[[str, str], Any]
 
 
 def given_fields(options: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The options that were given, of those that `kind` has as fields, as its values. Raises Failure."""
+    """Return the options that were given, of those that `kind` has as fields, as its values.
+
+    Raises CommandLineError.
+    """
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     return {
         name: _value(name, text, type(None) in get_args(types[name]))
@@ -23,37 +34,40 @@ def given_fields(options: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict
     }
 
 
-def _value(name: str, text: Any, may_lift: bool) -> Any:
-    flag, parse = _PARSERS[name]
+def _value(name: str, text: str, may_lift: bool) -> Any:
+    flag, parse, expected = _PARSERS[name]
     if may_lift and text == "none":
         return None
     try:
-        value = parse(text, flag) if isinstance(text, str) else text
-        if isinstance(value, float) and not math.isfinite(value):
-            # In JSON it would become null, which lifts a limit.
-            raise ValueError(text)
-        return value
+        return parse(text, flag)
     except ValueError:
         lifted = ", or none" if may_lift else ""
-        raise Failure(f"{flag} {str(text)!r} cannot be used: {_EXPECTED[parse]}{lifted}") from None
+        raise CommandLineError(f"{flag} {text[:40]!r} cannot be used: write {expected}{lifted}") from None
 
 
-def _number(text: str, flag: str) -> float:
-    return float(text)
+def _number(low: float, high: float, example: str) -> tuple[Parse, str]:
+    def parse(text: str, flag: str) -> float:
+        plain = text.replace("_", "")
+        if not is_decimal(plain) or not low <= float(plain) <= high:
+            raise ValueError(text)
+        return float(plain)
+
+    return parse, f"a number, {low:g} to {high:g}, such as {example}"
 
 
 def _count(text: str, flag: str) -> int:
-    return int(text)
+    plain = text.replace("_", "")
+    if not (plain.isascii() and plain.isdigit() and len(plain) < 20 and 1 <= int(plain) <= MAX_COUNT):
+        raise ValueError(text)
+    return int(plain)
 
 
 def _class(text: str, flag: str) -> int:
-    number = int(text.upper().removeprefix("P"))
-    if not 0 <= number < len(CLASS_NAMES):
-        raise ValueError(text)
-    return number
+    names = [name.removeprefix("P") for name in CLASS_NAMES]
+    return names.index(text.upper().removeprefix("P"))
 
 
-def _words(text: str, flag: str) -> list[str]:
+def _list(text: str, flag: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
@@ -61,27 +75,25 @@ def _text(text: str, flag: str) -> str:
     return text
 
 
-_PARSERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
-    "weight": ("--weight", _number),
-    "highest_class": ("--highest-class", _class),
-    "default_class": ("--default-class", _class),
-    "default_max_tokens": ("--default-max-tokens", _count),
-    "requests_per_minute": ("--requests-per-minute", _number),
-    "tokens_per_minute": ("--tokens-per-minute", _number),
-    "tokens_per_day": ("--tokens-per-day", _number),
-    "burst_s": ("--burst", span_s),
-    "concurrent_requests": ("--concurrent", _count),
-    "queued_requests": ("--queued", _count),
-    "context_tokens": ("--context", _count),
-    "kv_share": ("--kv-share", _number),
-    "cache_group": ("--cache-group", _text),
-    "log_policy": ("--log-policy", _text),
-    "log_days": ("--log-days", _number),
-    "scopes": ("--scopes", _words),
-    "models": ("--models", _words),
-}
-_EXPECTED: dict[Callable[[str, str], Any], str] = {
-    _number: "write a number such as 600 or 0.5",
-    _count: "write a whole number such as 8",
-    _class: "write P0, P1, P2 or P3",
+_RATE = _number(1e-6, MAX_RATE, "600 or 0.5")
+_COUNT: tuple[Parse, str] = (_count, f"a whole number, 1 to {MAX_COUNT:,}, such as 8")
+_CLASS: tuple[Parse, str] = (_class, "P0, P1, P2 or P3")
+_PARSERS: dict[str, tuple[str, Parse, str]] = {
+    "weight": ("--weight", *_number(0.001, 1000, "2.5")),
+    "highest_class": ("--highest-class", *_CLASS),
+    "default_class": ("--default-class", *_CLASS),
+    "default_max_tokens": ("--default-max-tokens", *_COUNT),
+    "requests_per_minute": ("--requests-per-minute", *_RATE),
+    "tokens_per_minute": ("--tokens-per-minute", *_RATE),
+    "tokens_per_day": ("--tokens-per-day", *_RATE),
+    "burst_s": ("--burst", span_s, "a span"),
+    "concurrent_requests": ("--concurrent", *_COUNT),
+    "queued_requests": ("--queued", *_COUNT),
+    "context_tokens": ("--context", *_COUNT),
+    "kv_share": ("--kv-share", *_number(1e-6, 1, "0.25")),
+    "cache_group": ("--cache-group", _text, "a name"),
+    "log_policy": ("--log-policy", _text, "metadata, hashes or full"),
+    "log_days": ("--log-days", *_number(1e-6, MAX_DAYS, "30")),
+    "scopes": ("--scopes", _list, "a list"),
+    "models": ("--models", _list, "a list"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from appliance.actions import CreateKey, RotateKey, SetKey
 from appliance.cli.actions import perform
-from appliance.cli.failure import Failure
+from appliance.cli.failure import CommandLineError
 from appliance.cli.fields import given_fields
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import admin_client
@@ -40,16 +40,16 @@ def create_key(
     *,
     as_json: bool,
 ) -> None:
-    """Make a key and show it."""
+    """Create a key and print it."""
     expires_at = None if expires is None else moment(expires, "--expires", ahead=True)
     asked = CreateKey(name=name, tenant=tenant, expires_at=expires_at, **given_fields(options, CreateKey))
-    perform(run_dir, asked, yes=True, as_json=as_json, show=_print_new)
+    perform(run_dir, asked, as_json=as_json, show=_print_new)
 
 
 def rotate_key(
     run_dir: str | None, key_id: str, overlap: str, expires: str | None, *, yes: bool, as_json: bool
 ) -> None:
-    """Make a key in the place of one, and show it."""
+    """Replace a key by a new one, and print that."""
     asked = RotateKey(
         id=key_id,
         overlap_s=span_s(overlap, "--overlap"),
@@ -67,19 +67,19 @@ def set_key(
     *,
     as_json: bool,
 ) -> None:
-    """Change what a key opens, and show it."""
+    """Change the rights of a key, and print it."""
     fields = given_fields(options, SetKey)
     if name is not None:
         fields["name"] = name
     if expires is not None:
         fields["expires_at"] = None if expires == "none" else moment(expires, "--expires", ahead=True)
     if not fields:
-        raise Failure("nothing was given to be changed: see appliance keys set --help")
-    perform(run_dir, SetKey(id=key_id, **fields), yes=True, as_json=as_json, show=lambda key: _print([key]))
+        raise CommandLineError("nothing to change was given: see appliance keys set --help")
+    perform(run_dir, SetKey(id=key_id, **fields), as_json=as_json, show=lambda key: _print([key]))
 
 
 def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None:
-    """All keys, or a tenant's, oldest first."""
+    """Print all keys, or a tenant's, oldest first."""
     with admin_client(run_dir) as client:
         every = client.keys()
     found = [key for key in every if tenant in (None, key.tenant)]
@@ -89,7 +89,7 @@ def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None
         _print(found)
     else:
         whose = "" if tenant is None else f" of tenant {printable(tenant)}"
-        print(f"There are no keys{whose}; make one with: appliance keys create --name NAME", file=sys.stderr)
+        print(f"No keys{whose}: create one with: appliance keys create --name NAME", file=sys.stderr)
 
 
 def _print(keys: list[Key]) -> None:
@@ -116,15 +116,15 @@ def _print(keys: list[Key]) -> None:
 
 def _print_new(made: NewKey) -> None:
     """The key alone on standard output, so that a script can take it."""
-    until = f", good until {local(made.expires_at)}" if made.expires_at is not None else ""
+    until = f", valid until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)
     print(
         f"This is key {made.id} ({printable(made.name)}) of tenant {printable(made.tenant)}{until}. "
-        f"It is shown this once: keep it now.",
+        f"It is shown only once: save it now.",
         file=sys.stderr,
     )
     if made.replaces is not None:
-        print(f"Key {made.replaces} goes on until {local(made.replaced_until)}.", file=sys.stderr)
+        print(f"Key {made.replaces} stays valid until {local(made.replaced_until)}.", file=sys.stderr)
 
 
 def _state(key: Key) -> str:

@@ -49,7 +49,7 @@ def resume(model: Model = None, run_dir: RunDir = None, json: Json = False) -> N
     from appliance.actions import ResumeService
     from appliance.cli.actions import perform
 
-    perform(run_dir, ResumeService(model=model), yes=True, as_json=json)
+    perform(run_dir, ResumeService(model=model), as_json=json)
 
 
 @config.command("check")

@@ -1,10 +1,52 @@
-"""Options that several commands have."""
+"""Options that several commands have, and the ranges of numbers."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
+
+MAX_ROWS = 100_000
+"""Of a list that a command prints."""
+_WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
+_DECIMAL = re.compile(r"[+-]?[0-9]{0,30}\.?[0-9]{0,30}([eE][+-]?[0-9]{1,3})?")
+
+
+def whole_number(low: int, high: int) -> Callable[[str | int], int]:
+    """Return a parser of whole numbers in a range, for `typer.Option(parser=…)`. Unlike typer's own ranges,
+    it takes ASCII digits only and names the range for every value that it refuses."""
+
+    def integer(value: str | int) -> int:
+        text = str(value)
+        if not _WHOLE.fullmatch(text) or not low <= int(text) <= high:
+            raise typer.BadParameter(
+                f"{text[:40]!r} cannot be used: write a whole number, {low:,} to {high:,}"
+            )
+        return int(text)
+
+    return integer
+
+
+def number(low: float, high: float) -> Callable[[str | float], float]:
+    """Return a parser of numbers in a range, for `typer.Option(parser=…)`. Typer's own ranges accept NaN."""
+
+    def decimal(value: str | float) -> float:
+        text = str(value)
+        if not is_decimal(text) or not low <= float(text) <= high:
+            raise typer.BadParameter(
+                f"{text[:40]!r} cannot be used: write a number, {low:,.15g} to {high:,.15g}"
+            )
+        return float(text)
+
+    return decimal
+
+
+def is_decimal(text: str) -> bool:
+    """Return whether `text` is a number in ASCII digits, which is neither NaN nor infinite as written."""
+    return bool(_DECIMAL.fullmatch(text)) and any(digit.isdigit() for digit in text.partition("e")[0])
+
 
 RunDir = Annotated[
     str | None,
@@ -19,4 +61,12 @@ Config = Annotated[
     typer.Option("--config", metavar="FILE", help="Settings file (TOML).", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[
+    bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal the command needs this.")
+]
+Limit = Annotated[
+    int,
+    typer.Option(
+        "--limit", "-n", metavar="N", help="At most this many rows.", parser=whole_number(1, MAX_ROWS)
+    ),
+]

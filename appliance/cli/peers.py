@@ -7,7 +7,7 @@ import pwd
 
 from appliance.actions import MapPeer, UnmapPeer
 from appliance.cli.actions import perform
-from appliance.cli.failure import Failure
+from appliance.cli.failure import CommandLineError
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import admin_client
 from appliance.cli.times import local
@@ -15,15 +15,15 @@ from appliance.protocol import Peer
 
 _COLUMNS = (
     Column("PEER"),
-    Column("CALLED", flexible=True),
+    Column("NAME", flexible=True),
     Column("TENANT", flexible=True),
-    Column("SAID BY", drop=2),
+    Column("SOURCE", drop=2),
     Column("SINCE", drop=1),
 )
 
 
 def list_peers(run_dir: str | None, *, as_json: bool) -> None:
-    """Users and groups that need no key."""
+    """Print the users and groups that need no key."""
     with admin_client(run_dir) as client:
         found = client.peers()
     if as_json:
@@ -34,7 +34,7 @@ def list_peers(run_dir: str | None, *, as_json: bool) -> None:
             "any" if peer.kind == "any" else f"{peer.kind}:{peer.number}",
             printable(_called(peer)),
             printable(peer.tenant),
-            "the settings" if peer.source == "settings" else "an operator",
+            "settings" if peer.source == "settings" else "operator",
             local(peer.created_at),
         )
         for peer in found
@@ -46,17 +46,18 @@ def list_peers(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def map_peer(run_dir: str | None, peer: str, tenant: str, *, as_json: bool) -> None:
-    """Let a user or group stand for a tenant."""
-    perform(run_dir, MapPeer(peer=by_number(peer), tenant=tenant), yes=True, as_json=as_json)
+    """Map a user or group to a tenant."""
+    perform(run_dir, MapPeer(peer=by_number(peer), tenant=tenant), as_json=as_json)
 
 
 def unmap_peer(run_dir: str | None, peer: str, *, yes: bool, as_json: bool) -> None:
-    """Forget for whom a user or group stands."""
+    """Remove the mapping of a user or group."""
     perform(run_dir, UnmapPeer(peer=by_number(peer)), yes=yes, as_json=as_json)
 
 
 def by_number(peer: str) -> str:
-    """`user:alice` as `uid:1000`, `group:staff` as `gid:50`; what has a number stays. Raises Failure."""
+    """Return `user:alice` as `uid:1000` and `group:staff` as `gid:50`; other texts unchanged. Raises
+    CommandLineError for an unknown name."""
     kind, _, name = peer.partition(":")
     try:
         if kind == "user":
@@ -64,13 +65,15 @@ def by_number(peer: str) -> str:
         if kind == "group":
             return f"gid:{grp.getgrnam(name).gr_gid}"
     except (KeyError, ValueError):
-        raise Failure(f"this box has no {kind} {name!r}: give its number, as uid:1000 or gid:100") from None
+        raise CommandLineError(
+            f"this machine has no {kind} {name!r}: give its number, as uid:1000 or gid:100"
+        ) from None
     return peer
 
 
 def _called(peer: Peer) -> str:
     if peer.kind == "any":
-        return "anybody else"
+        return "every other user"
     try:
         if peer.kind == "uid":
             return pwd.getpwuid(peer.number).pw_name

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import Json, RunDir, StateDir, Yes
+from appliance.cli.options import Json, Limit, RunDir, StateDir, Yes
 
 requests = typer.Typer(help="Read the request log, oldest first.", invoke_without_command=True)
 
@@ -15,7 +15,7 @@ requests = typer.Typer(help="Read the request log, oldest first.", invoke_withou
 @requests.callback()
 def requests_read(
     context: typer.Context,
-    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, help="At most so many.")] = 20,
+    limit: Limit = 20,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Then show requests as they end.")] = False,
     request_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Only this request, with every field.")

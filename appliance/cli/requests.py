@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from itertools import chain
 
 import msgspec
 
-from appliance.cli.failure import Failure
+from appliance.cli.failure import CommandLineError, Failure
 from appliance.cli.output import (
     Column,
     Layout,
@@ -20,7 +21,7 @@ from appliance.cli.output import (
     printable,
     terminal_width,
 )
-from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.cli.service import check_databases, find_run_dir, find_state_dir
 from appliance.cli.times import local, local_short, moment
 from store.errors import CorruptDatabaseError, MissingDatabaseError, SchemaVersionError, StoreError
 from store.requests import LoggedRequest, RequestFilter, RequestReader
@@ -78,7 +79,9 @@ def show_requests(
 ) -> None:
     """Print matching rows, oldest first; with `follow`, go on with those that end."""
     wanted = _filter(request_id, tenant, model, status, failed, since)
-    folder = find_state_dir(state_dir, find_run_dir(run_dir))
+    run = find_run_dir(run_dir)
+    folder = find_state_dir(state_dir, run)
+    check_databases(folder, None if state_dir else run, "history.db")
     reader = RequestReader(folder / "history.db")
     try:
         last = reader.last_sequence() if follow else 0
@@ -121,9 +124,11 @@ def _filter(
         return msgspec.structs.replace(wanted, state="open")
     if status == "ended":
         return msgspec.structs.replace(wanted, state="ended")
-    if status.isdecimal() and 100 <= int(status) <= 599:
+    if re.fullmatch("[1-5][0-9][0-9]", status):
         return msgspec.structs.replace(wanted, status=int(status))
-    raise Failure(f"--status {status!r} cannot be used: it can be open, ended, or an HTTP status such as 503")
+    raise CommandLineError(
+        f"--status {status[:40]!r} cannot be used: it can be open, ended, or an HTTP status such as 503"
+    )
 
 
 def _show_as_they_come(

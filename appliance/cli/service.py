@@ -1,4 +1,4 @@
-"""Finding the service that a command is about."""
+"""Finding the service that a command is about, its state directory, and the connection to it."""
 
 from __future__ import annotations
 
@@ -13,80 +13,99 @@ from appliance.cli.failure import Failure, told
 if TYPE_CHECKING:
     from appliance.client import AdminClient
 
-
-SYSTEM_RUN_DIR = Path("/run/appliance")
-"""Of a service that systemd runs."""
 _SOCKET = "admin.sock"
 
 
 def find_run_dir(flag: str | None, config: str | None = None) -> Path:
-    """The run directory: the flag's, the settings file's, the default, or that of the box's own service.
+    """Return the run directory: the flag's, the settings file's, or the one where a service runs.
 
-    Reads nothing else of the settings: a model's folder that went away must not keep an operator from the
-    service that runs.
+    Without flag and file these are tried in turn: the caller's private run directory ($RUNTIME_DIRECTORY,
+    $XDG_RUNTIME_DIR), /run/appliance, the caller's directory in /tmp if the caller owns it. Where none has a
+    service, it is /run/appliance if systemd knows the unit, else the default of `appliance serve`.
+
+    Of the settings nothing else is read, so that a model whose folder is missing does not keep an operator
+    from the running service.
     """
+    from appliance.rundir import SYSTEM_RUN_DIR, unit_is_installed
     from appliance.settings import default_run_dir
 
     named = flag or _from_file("run_dir", config)
     if named:
         return Path(named).absolute()
     own = Path(default_run_dir()).absolute()
-    return SYSTEM_RUN_DIR if _SOCKET in _names(SYSTEM_RUN_DIR) - _names(own) else own
+    tried = [SYSTEM_RUN_DIR, own] if own.parent == Path("/tmp") else [own, SYSTEM_RUN_DIR]
+    for path in tried:
+        if _has_service(path):
+            return path
+    return SYSTEM_RUN_DIR if unit_is_installed() else own
 
 
 def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -> Path:
-    """The state directory: the flag's, the one of the service that has or last had `run_dir`, the settings
-    file's, or the default."""
-    from appliance.rundir import last_holder
+    """Return the state directory: the flag's, the one of the service that has or last had `run_dir`, the
+    settings file's, or the default.
+
+    Raises UntrustedError where the run directory's owner, who says which one it is, is not trusted.
+    """
+    from appliance.ownership import trusted_directory
+    from appliance.rundir import SYSTEM_RUN_DIR, SYSTEM_STATE_DIR, last_holder, unit_is_installed
     from appliance.settings import default_state_dir
 
     if flag:
         return Path(flag).absolute()
+    trusted_directory(run_dir, "--run-dir")
     if (holder := last_holder(run_dir)) is not None:
         return Path(holder.state_dir)
-    return Path(_from_file("state_dir", config) or default_state_dir()).absolute()
+    if named := _from_file("state_dir", config):
+        return Path(named).absolute()
+    if run_dir == SYSTEM_RUN_DIR and unit_is_installed():
+        return SYSTEM_STATE_DIR
+    return Path(default_state_dir()).absolute()
+
+
+def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
+    """Check the owners of a state directory and of the databases in it that a command opens itself.
+
+    Besides root and the caller, the owner of `run_dir` (where the service runs) may own them. Raises
+    UntrustedError.
+    """
+    from appliance.ownership import check_database, trusted_directory
+
+    service = frozenset[int]() if run_dir is None else trusted_directory(run_dir, "--run-dir")
+    uids = trusted_directory(state_dir, "--state-dir", service)
+    for name in names:
+        check_database(state_dir / name, uids)
 
 
 @contextmanager
-def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
-    """The admin client of the service in `run_dir`, whose failures are told. It shows the key of
-    `$APPLIANCE_ADMIN_KEY`, which those need who are no operators."""
-    from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
+def admin_client(run_dir: str | None, config: str | None = None) -> Iterator[AdminClient]:
+    """Open the admin client of the service in `run_dir`; its errors become Failures."""
+    from appliance.client import AdminClient, AdminError, ServiceNotRunningError
 
-    found = find_run_dir(run_dir)
-    with AdminClient(found, key=os.environ.get("APPLIANCE_ADMIN_KEY") or None) as client:
+    with AdminClient(find_run_dir(run_dir, config), key=admin_key()) as client:
         try:
             yield client
-        except NotAllowedError as error:
-            raise Failure(str(error)) from error
-        except ServiceNotRunningError as error:
-            raise Failure(_not_running(client.socket, found, str(error))) from error
-        except AdminError as error:
+        except (ServiceNotRunningError, AdminError) as error:
             raise Failure(str(error)) from error
 
 
-def not_there(socket: Path, run_dir: Path) -> str:
-    """What to say when nobody listens on `socket`."""
-    return f"no service answers at {socket}; start one with: appliance serve --run-dir {run_dir}"
+def admin_key() -> str | None:
+    """Return the key of $APPLIANCE_ADMIN_KEY, for users who are not operators. Raises Failure for one that no
+    HTTP header can carry."""
+    key = os.environ.get("APPLIANCE_ADMIN_KEY") or None
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise Failure("$APPLIANCE_ADMIN_KEY has characters that no key has: copy the key again")
+    return key
 
 
-def may_not(path: Path) -> str:
-    """What to say when this user is kept from `path`."""
-    return f"{path} may not be opened by uid {os.geteuid()}: use the service's user, or root"
+def _has_service(path: Path) -> bool:
+    """Whether a service's socket is in a directory whose owner the caller trusts."""
+    from appliance.ownership import UntrustedError, trusted_directory
 
-
-def _not_running(socket: Path, run_dir: Path, why: str) -> str:
-    # The client knows more than "nobody is there" when the socket exists but may not be opened, or answers
-    # badly.
-    absent = not os.path.lexists(socket) or "refused" in why.lower()
-    return not_there(socket, run_dir) if absent else why
-
-
-def _names(folder: Path) -> set[str]:
     try:
-        return set(os.listdir(folder))
-    except OSError:
-        return set()
+        trusted_directory(path, "--run-dir")
+        return os.path.lexists(path / _SOCKET)
+    except UntrustedError:
+        return False
 
 
 def _from_file(name: str, config: str | None) -> str | None:
@@ -97,5 +116,7 @@ def _from_file(name: str, config: str | None) -> str | None:
     try:
         value = read_tables(path).values.get(name)
     except SettingsError as error:
-        raise Failure(f"{error}: mend it, or name the directory with --{name.replace('_', '-')}") from error
+        raise Failure(
+            f"{error}: correct it, or name the directory with --{name.replace('_', '-')}"
+        ) from error
     return value if isinstance(value, str) else None

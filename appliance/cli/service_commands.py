@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import Config, Json, RunDir, StateDir
+from appliance.cli.options import Config, Json, RunDir, StateDir, whole_number
 
 
 class Device(StrEnum):
@@ -67,7 +67,9 @@ def serve(
     ] = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
-    fronts: Annotated[int | None, typer.Option(metavar="N", help="Front processes.")] = None,
+    fronts: Annotated[
+        int | None, typer.Option(metavar="N", help="Front processes.", parser=whole_number(1, 256))
+    ] = None,
     device: Annotated[Device | None, typer.Option(help="Where models run.", show_default=False)] = None,
     dtype: Annotated[DType | None, typer.Option(help="Of the model.", show_default=False)] = None,
     weights: Annotated[
@@ -80,15 +82,30 @@ def serve(
         LoadFormat | None, typer.Option(help="dummy: random weights, to measure speed.", show_default=False)
     ] = None,
     tensor_parallel_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks (GPUs) that hold one replica.")
+        int | None,
+        typer.Option(metavar="N", help="Ranks (GPUs) that hold one replica.", parser=whole_number(1, 64)),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(metavar="N", help="Longest sequence, prompt and output, in tokens.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Longest sequence, prompt and output, in tokens.",
+            parser=whole_number(1, 10_000_000),
+        ),
     ] = None,
-    max_rows: Annotated[int | None, typer.Option(metavar="N", help="Sequences that run at once.")] = None,
-    step_tokens: Annotated[int | None, typer.Option(metavar="N", help="Token budget of one step.")] = None,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Sequences that run at once.", parser=whole_number(1, 65_536)),
+    ] = None,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Token budget of one step.", parser=whole_number(1, 1_048_576)),
+    ] = None,
     kv_blocks: Annotated[
-        int | None, typer.Option(metavar="N", help="Blocks of 64 tokens in the KV cache.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Blocks of 64 tokens in the KV cache.", parser=whole_number(1, 1_000_000_000)
+        ),
     ] = None,
     log_level: Annotated[
         LogLevel | None, typer.Option(help="Least that is logged.", show_default=False)

@@ -18,7 +18,15 @@ from appliance.cli.output import (
 )
 from appliance.cli.service import admin_client
 from appliance.cli.times import local_short
-from appliance.protocol import AuditStatus, FrontStatus, ModelStatus, ReplicaStatus, Status, precision
+from appliance.protocol import (
+    AuditStatus,
+    CurrentProblem,
+    FrontStatus,
+    ModelStatus,
+    ReplicaStatus,
+    Status,
+    precision,
+)
 from appliance.quantities import of_bytes
 
 _COLOURS = {
@@ -29,6 +37,7 @@ _COLOURS = {
     "waiting": "yellow",
     "stopping": "yellow",
     "draining": "yellow",
+    "silent": "red",
     "restarting": "red",
     "degraded": "red",
     "failed": "red",
@@ -54,13 +63,15 @@ def show_status(run_dir: str | None, *, as_json: bool) -> None:
 def status_lines(status: Status, width: int | None) -> Iterable[str]:
     """The whole picture in lines of at most `width` columns; None: as long as they are."""
     yield from _head(status, width)
+    if status.current_problems:
+        yield from ("", paint("CURRENT PROBLEMS", "red"), *_current(status.current_problems, width))
     yield from ("", *_sockets(status, width))
     yield from ("", *_fronts(status.fronts, width))
     for model in status.models:
         yield from ("", *_model(model, width))
     yield from ("", *_queue(status, width), *_stores(status, width), *_audit(status.audit, width))
     if status.problems:
-        yield from ("", paint("PROBLEMS", "dim"), *_problems(status, width))
+        yield from ("", paint("RECENT EVENTS", "dim"), *_problems(status, width))
 
 
 def _head(status: Status, width: int | None) -> Iterable[str]:
@@ -223,7 +234,7 @@ def _queue(status: Status, width: int | None) -> list[str]:
             target = "" if one.target_s is None else f" (target {of_seconds(one.target_s)})"
             waits = (
                 f"{one.name}  {one.waiting:,} waiting, the oldest for {of_seconds(one.oldest_wait_s)}; "
-                f"who comes now waits about {of_seconds(one.expected_wait_s)}{target}"
+                f"new requests wait about {of_seconds(one.expected_wait_s)}{target}"
             )
             lines += _labelled("", waits, width)
     if queue.overload:
@@ -241,6 +252,10 @@ def _stores(status: Status, width: int | None) -> list[str]:
             facts.append(f"{lost:,} lost")
         name = database.path.rpartition("/")[2]
         lines += _labelled("" if number else "STORE", f"{name:10}  {' · '.join(facts)}", width)
+        if database.restored:
+            lines += [
+                paint(line, "yellow") for line in _wrapped(printable(database.restored), width, " " * _INDENT)
+            ]
         if database.last_error:
             trouble = f"has refused writes for {of_seconds(database.failing_s)}: {database.last_error}"
             lines += [paint(line, "red") for line in _wrapped(printable(trouble), width, " " * _INDENT)]
@@ -262,6 +277,12 @@ def _audit(audit: AuditStatus, width: int | None) -> list[str]:
     for trouble in troubles:
         lines += [paint(line, "red") for line in _wrapped(printable(trouble), width, " " * _INDENT)]
     return lines
+
+
+def _current(problems: list[CurrentProblem], width: int | None) -> Iterable[str]:
+    for problem in problems:
+        yield from _wrapped(f"{printable(problem.where)}: {printable(problem.what)}", width, "  ")
+        yield from _wrapped(f"→ {printable(problem.remedy)}", width, "    ")
 
 
 def _problems(status: Status, width: int | None) -> list[str]:

@@ -189,7 +189,7 @@ def tenants_resume(name: Name, run_dir: RunDir = None, json: Json = False) -> No
     from appliance.actions import ResumeTenant
     from appliance.cli.actions import perform
 
-    perform(run_dir, ResumeTenant(name=name), yes=True, as_json=json)
+    perform(run_dir, ResumeTenant(name=name), as_json=json)
 
 
 @tenants.command("delete")

@@ -8,7 +8,7 @@ from typing import Any
 
 from appliance.actions import CreateTenant, SetTenant
 from appliance.cli.actions import perform
-from appliance.cli.failure import Failure
+from appliance.cli.failure import CommandLineError, Failure
 from appliance.cli.fields import given_fields
 from appliance.cli.output import Column, of_count, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import admin_client
@@ -30,12 +30,12 @@ _COLUMNS = (
     Column("LIMITS", flexible=True, drop=1),
 )
 _USAGE_COLUMNS = (
-    Column("LIMIT OF", flexible=True),
-    Column("ON"),
+    Column("SCOPE", flexible=True),
+    Column("LIMIT"),
     Column("USED", right=True),
     Column("OF", right=True),
     Column("HELD", right=True, drop=2),
-    Column("ALL LEFT AGAIN", drop=1),
+    Column("RESETS IN", drop=1),
 )
 _LIMIT_NAMES = {
     "requests_per_minute": "requests a minute",
@@ -48,7 +48,7 @@ _LIMIT_NAMES = {
 
 
 def list_tenants(run_dir: str | None, *, as_json: bool) -> None:
-    """All tenants."""
+    """Print all tenants."""
     with admin_client(run_dir) as client:
         found = client.tenants()
     if as_json:
@@ -76,17 +76,17 @@ def list_tenants(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
-    """One tenant. Raises Failure if there is none of this name."""
+    """Print a tenant. Raises Failure if there is none of this name."""
     with admin_client(run_dir) as client:
         found = [tenant for tenant in client.tenants() if tenant.name == name]
         keys = [] if as_json else client.keys()
     if not found:
-        raise Failure(f"there is no tenant {name!r}: list them with: appliance tenants list")
+        raise Failure(f"no tenant {name!r}: list the tenants with: appliance tenants list")
     if as_json:
         print_json(found[0])
         return
     _print(found[0])
-    rows = [_used("all of it", usage) for usage in found[0].usage]
+    rows = [_used("tenant", usage) for usage in found[0].usage]
     rows += [
         _used(f"key {key.name}", usage)
         for key in keys
@@ -102,21 +102,21 @@ def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
 
 
 def create_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:
-    """Make a tenant and show it."""
+    """Create a tenant and print it."""
     asked = CreateTenant(name=name, **given_fields(options, CreateTenant))
-    perform(run_dir, asked, yes=True, as_json=as_json, show=_print)
+    perform(run_dir, asked, as_json=as_json, show=_print)
 
 
 def set_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:
-    """Change a tenant and show it."""
+    """Change a tenant and print it."""
     fields = given_fields(options, SetTenant)
     if not fields:
-        raise Failure("nothing was given to be changed: see appliance tenants set --help")
-    perform(run_dir, SetTenant(name=name, **fields), yes=True, as_json=as_json, show=_print)
+        raise CommandLineError("nothing to change was given: see appliance tenants set --help")
+    perform(run_dir, SetTenant(name=name, **fields), as_json=as_json, show=_print)
 
 
 def limits(quota: Quota) -> list[str]:
-    """What a quota limits, in a few words each."""
+    """Return a text for each limit of a quota."""
     found = [
         (quota.requests_per_minute, "requests/min"),
         (quota.tokens_per_minute, "tokens/min"),
@@ -131,9 +131,9 @@ def limits(quota: Quota) -> list[str]:
 
 def _used(whose: str, usage: LimitUsage) -> tuple[str, ...]:
     if usage.resets_in_s is None:
-        reset = "when they end" if usage.used else "now"
+        reset = "when they end" if usage.used else "-"
     else:
-        reset = f"in {duration(usage.resets_in_s)}" if usage.used else "now"
+        reset = duration(usage.resets_in_s) if usage.used else "-"
     return (
         printable(whose),
         _LIMIT_NAMES.get(usage.limit, usage.limit),
@@ -163,7 +163,7 @@ def _fields(tenant: Tenant) -> Iterable[tuple[str, str]]:
     yield "peers", of_count(tenant.peers)
     yield "weight", f"{tenant.weight:g}"
     yield "class", f"P{max(tenant.default_class, tenant.highest_class)}, at best P{tenant.highest_class}"
-    yield "default max_tokens", _or(tenant.default_max_tokens, "what the model's length leaves")
+    yield "default max_tokens", _or(tenant.default_max_tokens, "up to the model's length")
     yield "requests a minute", _or(quota.requests_per_minute)
     yield "tokens a minute", _or(quota.tokens_per_minute)
     yield "tokens a day", _or(quota.tokens_per_day)
@@ -172,7 +172,7 @@ def _fields(tenant: Tenant) -> Iterable[tuple[str, str]]:
     yield "requests waiting", _or(quota.queued_requests)
     yield "context tokens", _or(quota.context_tokens, "the model's")
     yield "share of KV blocks", "no limit" if quota.kv_share is None else f"{quota.kv_share:.3g}"
-    yield "cache group", tenant.cache_group or "none: it shares no prefixes"
+    yield "cache group", tenant.cache_group or "none: shares no prefixes"
     days = "" if tenant.log_days is None else f" for {tenant.log_days:g} days"
     yield "request log", tenant.log_policy + days
 

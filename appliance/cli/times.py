@@ -6,55 +6,73 @@ import re
 import time
 from datetime import datetime
 
-from appliance.cli.failure import Failure
+from appliance.cli.failure import CommandLineError
 
+MAX_SPAN_S = 36525 * 86400.0
+"""A hundred years: every moment that far from now can be stored and printed."""
+_FIRST_YEAR, _LAST_YEAR = 1971, 2999
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
-    """Unix seconds of a span before (`ahead`: after) now, or of a date. Raises Failure, naming `option`."""
+    """Return the unix seconds of a span before (`ahead`: after) now, or of a date.
+
+    Raises CommandLineError, naming `option`.
+    """
     now = time.time() if now is None else now
-    seconds = _span(text)
-    if seconds is not None:
+    if _SPAN.fullmatch(text.strip()):
+        seconds = span_s(text, option)
         return now + seconds if ahead else now - seconds
     try:
-        at = datetime.fromisoformat(text.strip()).timestamp()
+        date = datetime.fromisoformat(text.strip())
+        if not _FIRST_YEAR <= date.year <= _LAST_YEAR:
+            raise CommandLineError(
+                f"{option} {_shown(text)} is out of range: write a date from {_FIRST_YEAR} to {_LAST_YEAR}"
+            )
+        at = date.timestamp()
     except (ValueError, OverflowError, OSError):
-        raise Failure(
-            f"{option} {text!r} is neither a span nor a date: write for example 90s, 30m, 12h, 7d, "
+        raise CommandLineError(
+            f"{option} {_shown(text)} is neither a span nor a date: write for example 90s, 30m, 12h, 7d, "
             f"2026-11-20 or 2026-11-20T14:30"
         ) from None
     if ahead and at <= now:
-        raise Failure(f"{option} {text!r} is past: write a later date, or a span from now such as 90d")
+        raise CommandLineError(
+            f"{option} {_shown(text)} is in the past: write a later date, or a span from now such as 90d"
+        )
     return at
 
 
-def span_s(text: str, option: str) -> float:
-    """Seconds of a span. Raises Failure, naming `option`."""
-    seconds = _span(text)
-    if seconds is None:
-        raise Failure(f"{option} {text!r} is no span of time: write for example 90s, 30m, 12h or 7d")
+def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
+    """Return the seconds of a span. Raises CommandLineError, naming `option`."""
+    span = _SPAN.fullmatch(text.strip())
+    if span is None:
+        raise CommandLineError(
+            f"{option} {_shown(text)} is not a span of time: write for example 90s, 30m, 12h or 7d"
+        )
+    seconds = float(span[1]) * _SECONDS[span[2]]
+    if seconds > max_s:
+        raise CommandLineError(f"{option} {_shown(text)} is too long: write at most {of_span(max_s)}")
     return seconds
 
 
 def of_span(seconds: float) -> str:
-    """A span as `span_s` takes it, in the largest unit that fits."""
+    """Return a span as `span_s` takes it, in the largest unit that divides it."""
     for unit in ("w", "d", "h", "m"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:g}{unit}"
     return f"{seconds:g}s"
 
 
-def _span(text: str) -> float | None:
-    span = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d|w)", text.strip())
-    return float(span[1]) * _SECONDS[span[2]] if span else None
-
-
 def local(seconds: float | None) -> str:
-    """Unix seconds as local date and time; empty for None."""
+    """Return unix seconds as local date and time; empty for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def local_short(seconds: float) -> str:
-    """The same without the year."""
+    """Return unix seconds as local date and time without the year."""
     return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}…")

@@ -75,7 +75,7 @@ def _refuse(box: Box, request: Request, error: Exception) -> Response:
     elif isinstance(error, ClientLeft):
         refusal = ApiError(CLIENT_LEFT, "the client left before its request was whole")
     else:
-        # uvicorn writes the traceback.
+        # The HTTP server logs the traceback.
         refusal = ApiError(500, "the front failed to answer; its journal says why", code="internal")
     call: Call | None = request.scope["state"].get("call")
     if call is not None and not call.admitted:

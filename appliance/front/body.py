@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
+from appliance.front.body_budget import BodyReservation
 from appliance.front.call import Call, call_of
 from appliance.front.errors import ApiError, invalid
 
@@ -38,7 +39,7 @@ async def read_body(request: Request, model: type[Body], most_bytes: int) -> Bod
 async def receive_body(request: Request, most_bytes: int) -> bytes:
     """The body as it came, which says that it is JSON. Raises `ApiError` (413, 415), or `ClientLeft`."""
     _check_content_type(request)
-    return await _read_bytes(request, most_bytes)
+    return await _read_bytes(request, most_bytes, call_of(request).body)
 
 
 def parse_body(data: bytes, model: type[Body], most_bytes: int, call: Call) -> Body:
@@ -81,11 +82,14 @@ def _check_content_type(request: Request) -> None:
             raise ApiError(415, "send the body in UTF-8", code="unsupported_charset")
 
 
-async def _read_bytes(request: Request, most_bytes: int) -> bytes:
+async def _read_bytes(request: Request, most_bytes: int, reservation: BodyReservation) -> bytes:
     too_large = ApiError(413, f"the body is larger than {most_bytes} bytes", code="body_too_large")
     # The HTTP parser has made sure that this is a number.
-    if int(request.headers.get("content-length", 0)) > most_bytes:
+    length = int(request.headers.get("content-length", 0))
+    if length > most_bytes:
         raise too_large
+    # The whole length before the first byte: a client learns at once that there is no room.
+    reservation.grow_to(length)
     received = bytearray()
     while True:
         message = await request.receive()
@@ -94,6 +98,7 @@ async def _read_bytes(request: Request, most_bytes: int) -> bytes:
         received += message.get("body", b"")
         if len(received) > most_bytes:
             raise too_large
+        reservation.grow_to(len(received))
         if not message.get("more_body", False):
             return bytes(received)
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from appliance.background import Background
+from appliance.front.body_budget import BodyBudget
+from appliance.front.denials import DenialLog
 from appliance.front.errors import ApiError
 from appliance.front.identity import Directory
 from appliance.front.keeping import Keeper
@@ -45,7 +47,8 @@ class Box:
         self.hand_over = hand_over
         """With the descriptors that belong to the message, which stay the caller's."""
         self.keeper = Keeper(hand_over)
-        self.limits = Limits()
+        self.bodies = BodyBudget()
+        self.denials = DenialLog()
         self.catalog = Catalog()
         self.directory = Directory()
         self.replicas = Replicas()
@@ -61,9 +64,17 @@ class Box:
         self.requests = 0
         self.tokens = 0
         self.streams = 0
-        self.unauthenticated = 0
         self._unflushed: list[Callable[[], None]] = []
         self.background = Background()
+
+    @property
+    def limits(self) -> Limits:
+        """What the front takes from a client; may be replaced at any time."""
+        return self.bodies.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self.bodies.limits = limits
 
     def reject(self, call: Call, error: ApiError) -> None:
         """Log a request that the front refused by itself."""

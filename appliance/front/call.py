@@ -11,9 +11,12 @@ from typing import Protocol
 
 from starlette.requests import Request
 
+from appliance.front.body_budget import BodyReservation
+from appliance.http.headers import header
 from appliance.messages import Identity
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:@+/=-]{1,64}")
+_MAX_ECHOED_BYTES = 1024
 
 
 class Client(Protocol):
@@ -40,6 +43,8 @@ class Call:
     peer: str
     endpoint: str
     connection: Client
+    body: BodyReservation
+    """The memory that is reserved for the request's body."""
     asked_class: str = ""
     deadline_ms: float | None = None
     """After `arrived_at`, when the whole answer must be there."""
@@ -71,12 +76,21 @@ def call_of(request: Request) -> Call:
 
 
 def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """A fresh request id.
+    """Return a fresh request id, which is unique in the request log.
 
-    A client's own `X-Request-Id`, if it is sane, is its beginning: findable by what the client calls it, and
-    yet unique, since the log is keyed by it and clients repeat theirs when they retry.
+    It begins with the client's own `X-Request-Id`, if that has usual characters only: so an operator finds
+    the request by the name that the client gave it, although clients repeat their id when they retry.
     """
-    for name, value in headers:
-        if name == b"x-request-id" and _SANE_ID.fullmatch(value):
-            return f"{value.decode()}.{secrets.token_hex(6)}"
+    own = header(headers, b"x-request-id")
+    if own is not None and _SANE_ID.fullmatch(own):
+        return f"{own.decode()}.{secrets.token_hex(6)}"
     return f"req-{secrets.token_hex(12)}"
+
+
+def response_ids(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list[tuple[bytes, bytes]]:
+    """Return the response's headers that name the request: `x-request-id` is the client's own id, exactly as
+    it was sent, or else the log's; `x-appliance-request-id` is always the log's."""
+    own = header(headers, b"x-request-id")
+    logged = request_id.encode()
+    echoed = own if own and len(own) <= _MAX_ECHOED_BYTES else logged
+    return [(b"x-request-id", echoed), (b"x-appliance-request-id", logged)]

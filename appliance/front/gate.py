@@ -1,8 +1,7 @@
-"""The first thing a request meets: it gets an id, and goes no further without an identity.
+"""The first code that sees a request: gives it an id and requires an identity.
 
-Every path is closed but those whose route is open to everybody (`appliance.scopes`); whether it exists is
-nobody's business without a key. What the caller may do is checked by the route. Nothing of the body is read
-here.
+Every path requires one, except those whose route is open (`appliance.scopes`); without an identity no answer
+tells which other paths exist. The route checks what the caller may do. Nothing of the body is read here.
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ import math
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.classes import CLASS_NAMES
+from appliance.front.body_budget import BodyReservation
 from appliance.front.box import Box
-from appliance.front.call import Call, make_request_id
+from appliance.front.call import Call, make_request_id, response_ids
 from appliance.front.errors import ApiError, forbidden, invalid
+from appliance.http.headers import header
 from appliance.scopes import granted
 
 _MOST_PATH_SHOWN = 100
@@ -33,7 +34,7 @@ class Gate:
         if scope["type"] != "http":
             return
         request_id = make_request_id(scope["headers"])
-        headers = [(b"x-request-id", request_id.encode())]
+        headers = response_ids(scope["headers"], request_id)
         call: Call | None = None
 
         async def send_with_headers(message: Message) -> None:
@@ -43,17 +44,23 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
-        if scope["path"] in self._open_paths:
-            await self._app(scope, receive, send_with_headers)
-            return
+        is_open = scope["path"] in self._open_paths
         box = self._box
-        box.requests += 1
+        box.requests += not is_open
         state = scope["state"]
         try:
             identity = box.directory.identify(scope["headers"], state["peer"])
         except ApiError as error:
-            box.unauthenticated += 1
+            if is_open:
+                await self._app(scope, receive, send_with_headers)
+                return
+            box.denials.note(state["peer"])
+            error.headers["connection"] = "close"
             await error.response()(scope, receive, send_with_headers)
+            return
+        state["identity"] = identity
+        if is_open:
+            await self._app(scope, receive, send_with_headers)
             return
         call = Call(
             request_id=request_id,
@@ -61,10 +68,13 @@ class Gate:
             peer=str(state["peer"]),
             endpoint=scope["path"][:_MOST_PATH_SHOWN],
             connection=state["connection"],
+            body=BodyReservation(box.bodies, identity.tenant),
         )
         state["call"] = call
         state["scopes"] = granted(identity.scopes)
         try:
+            if not state["connection"].authenticate():
+                raise _no_place()
             if identity.suspended:
                 raise forbidden(
                     f"tenant {identity.tenant!r} is suspended: ask the operator of this box",
@@ -76,18 +86,31 @@ class Gate:
             box.reject(call, error)
             await error.response()(scope, receive, send_with_headers)
             return
-        await self._app(scope, receive, send_with_headers)
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            call.body.release()
+
+
+def _no_place() -> ApiError:
+    return ApiError(
+        503,
+        "all connections of this server are in use: try again in a moment, or raise limits.max_connections",
+        code="too_many_connections",
+        retry_after_s=1.0,
+        headers={"connection": "close"},
+    )
 
 
 def _asked_class(scope: Scope) -> str:
-    asked = _header(scope, "x-appliance-class").upper()
+    asked = _header(scope, b"x-appliance-class").upper()
     if asked and asked not in CLASS_NAMES:
         raise invalid("x-appliance-class", "must be P0, P1, P2 or P3")
     return asked
 
 
 def _deadline_ms(scope: Scope) -> float | None:
-    text = _header(scope, "x-appliance-deadline-ms")
+    text = _header(scope, b"x-appliance-deadline-ms")
     if not text:
         return None
     try:
@@ -102,9 +125,5 @@ def _deadline_ms(scope: Scope) -> float | None:
     return deadline_ms
 
 
-def _header(scope: Scope, wanted: str) -> str:
-    for name, value in scope["headers"]:
-        if name == wanted.encode():
-            text: str = value.decode("latin-1").strip()
-            return text
-    return ""
+def _header(scope: Scope, wanted: bytes) -> str:
+    return (header(scope["headers"], wanted) or b"").decode("latin-1").strip()

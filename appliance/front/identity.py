@@ -63,6 +63,10 @@ class Directory:
             raise unauthorized(f"uid {peer.uid} may not use this socket without a key", "unknown_uid")
         return identity
 
+    def knows(self, peer: Peer) -> bool:
+        """Return whether the peer needs no key: it is a local user that the service knows."""
+        return peer.kind == "unix" and self._of_peer(peer) is not None
+
     def _of_peer(self, peer: Peer) -> Identity | None:
         known = self._uids.get(peer.uid)
         if known is not None or not self._gids:

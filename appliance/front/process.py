@@ -1,4 +1,4 @@
-"""The front process: what the core says, and what is done about it."""
+"""The front process: takes the core's messages and reports to the core."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 
 from appliance.front.app import build_app
 from appliance.front.box import Box
+from appliance.front.capacity import descriptors_for_connections, limits_within
 from appliance.http import HttpServer
 from appliance.memory_files import read_memory
 from appliance.messages import (
@@ -28,10 +29,14 @@ from appliance.messages import (
     StopFront,
 )
 from engine.client import Channel
+from engine.logs import log_state
 
 log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
+_TELL_AFTER_CONNECTIONS = 16
+"""The core gives a front only so many connections that the front has not reported yet
+(`appliance.fronts.Front.takes_connections`)."""
 _MEND_EVERY_S = 5.0
 """How often a tokenizer that could not be read is tried again: its folder may be back."""
 _ERROR_EVENT_GRACE_S = 1.0
@@ -45,7 +50,8 @@ class Front:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
         self._box = Box(self._channel.send, self._channel.send)
         _, application = build_app(self._box)
-        self._server = HttpServer(application)
+        self._server = HttpServer(application, known=self._box.directory.knows)
+        self._taken = self._told_taken = 0
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None
         self._configured = 0
@@ -67,9 +73,7 @@ class Front:
             if generation is not None:
                 generation.admitted(message)
         elif isinstance(message, Connection):
-            sock = self._take_socket()
-            request = read_memory(self._channel.take_fd()) if message.has_request else b""
-            self._box.background.run(self._server.adopt(sock, message.peer, request))
+            self._take_connection(message)
         elif isinstance(message, Claimed):
             self._box.retries.take(message)
         elif isinstance(message, Refused):
@@ -83,7 +87,12 @@ class Front:
         elif isinstance(message, Identities):
             self._box.directory.take(message)
         elif isinstance(message, AttachReplica):
-            self._box.replicas.attach(message.replica, self._take_socket())
+            try:
+                self._box.replicas.attach(message.replica, self._take_socket())
+            except LookupError:
+                # Without the channel this front is of no use; the core starts another one.
+                log.error("no file descriptor is left for the channel to replica %s", message.replica)
+                os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
             # At once, however long models take to be read: a drain refuses what comes soon after.
@@ -93,6 +102,19 @@ class Front:
         elif isinstance(message, StopFront):
             self._box.background.run(self._stop(message.grace_s))
 
+    def _take_connection(self, message: Connection) -> None:
+        self._taken += 1
+        try:
+            sock = self._take_socket()
+        except LookupError:
+            # The kernel drops a descriptor that this process has no number left for.
+            self._server.refused += 1
+            return
+        request = read_memory(self._channel.take_fd()) if message.has_request else b""
+        self._box.background.run(self._server.adopt(sock, message.peer, request))
+        if self._taken - self._told_taken >= _TELL_AFTER_CONNECTIONS:
+            self._tell()
+
     def _take_socket(self) -> socket.socket:
         return socket.socket(fileno=self._channel.take_fd())
 
@@ -101,7 +123,8 @@ class Front:
         told = False
         while True:
             configure = self._latest = await self._configurations.get()
-            self._box.limits = self._server.limits = configure.limits
+            self._box.limits = configure.limits
+            self._limit_connections()
             self._box.retries.rules = configure.retries
             self._box.keeper.rules = configure.keeping
             await self._box.catalog.replace(configure.models)
@@ -149,25 +172,40 @@ class Front:
     async def _report(self) -> None:
         while True:
             self._box.retries.expire()
+            self._limit_connections()
             self._tell()
             await asyncio.sleep(_REPORT_EVERY_S)
 
+    def _limit_connections(self) -> None:
+        limits = self._box.limits
+        descriptors = descriptors_for_connections(limits, self._server.connections)
+        self._server.limits = limits_within(limits, descriptors)
+
     def _tell(self) -> None:
-        box = self._box
+        box, server = self._box, self._server
+        self._told_taken = self._taken
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self._channel.send(
             FrontReport(
-                connections=self._server.connections,
+                connections=server.connections,
+                busy_connections=server.known_pool.busy,
+                max_connections=server.limits.max_connections,
+                unauthenticated_connections=len(server.unknown_pool),
+                taken_connections=self._taken,
+                refused_connections=server.refused,
+                evicted_connections=server.unknown_pool.evicted,
+                refused_bodies=box.bodies.refused,
                 streams=box.streams,
                 requests=box.requests,
                 tokens=box.tokens,
-                unauthenticated=box.unauthenticated,
+                unauthenticated=box.denials.total,
                 cpu_seconds=usage.ru_utime + usage.ru_stime,
                 kept_answers=len(box.retries),
                 kept_bytes=box.retries.kept_bytes,
                 dropped_texts=box.keeper.dropped,
                 problems=box.catalog.problems,
                 template_problems=box.catalog.template_problems,
+                log_dropped_lines=log_state().dropped_lines,
                 configured=self._configured,
             )
         )

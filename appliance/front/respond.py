@@ -34,6 +34,8 @@ class GenerationResponse(Response):
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The request is prepared: its body is not held any more.
+        self._call.body.release()
         generation = self.generation
         error = "the front failed to answer; its journal says why"
         try:

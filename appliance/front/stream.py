@@ -26,8 +26,8 @@ MOST_HELD_LOGPROB_OUTPUTS = 4_096
 """The same with log probabilities, each of which may be a kilobyte."""
 
 _MAX_COST = 2048
-"""Of what one flush builds: an event counts 1, one with log probabilities up to all of it. So a flush takes
-about 10 ms at most."""
+"""Of what one flush builds: an event costs 1, and each log probability too. So a flush takes about 10 ms at
+most."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
@@ -177,14 +177,15 @@ class EventStream:
         if sample.entries is not None:
             if pieces or sample.entries:
                 count = tokens_at_once(self._job)
-                logprobs = logprobs_event(self._job, sample.entries[:count], None)
+                entries = sample.entries[:count]
+                logprobs = logprobs_event(self._job, entries, None)
                 events.append(self._event(sample, "".join(pieces), logprobs))
                 pieces.clear()
                 del sample.entries[:count]
                 if sample.entries:
                     self._wait(sample)
                     return _MAX_COST
-                cost += _MAX_COST // 8
+                cost += len(entries) * (1 + (self._job.logprobs or 0))
         elif pieces:
             text = pieces[0] if len(pieces) == 1 else "".join(pieces)
             pieces.clear()

@@ -18,10 +18,24 @@ from appliance.rundir import new_meeting
 from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
 from engine.client import ReplicaGroup
-from engine.messages import Fatal, Progress, RankOutbound, Ready, ReplicaInfo, ReplicaSpec, Report
+from engine.messages import (
+    Fatal,
+    LongStep,
+    Progress,
+    RankOutbound,
+    Ready,
+    ReplicaInfo,
+    ReplicaSpec,
+    Report,
+)
 
 log = logging.getLogger(__name__)
 
+SILENT_AFTER_S = 3.0
+"""Replicas report at least twice a second: one without a report for this long gets no new requests. A step
+that a replica has announced may take longer, by its predicted time."""
+_MAX_STEP_FACTOR = 10.0
+"""A step that takes so many times as long as predicted is taken for a hang."""
 _AFTER_FATAL_S = 5.0
 _RETRY_FIRST_S, _RETRY_MOST_S = 5.0, 300.0
 """How soon, and at last how seldom, a replica is tried again whose load failed for a reason that the engine
@@ -73,6 +87,12 @@ class ReplicaEvents(Protocol):
     def replica_reported(self, replica: Replica, report: Report) -> None:
         """Its heartbeat and ledger."""
 
+    def replica_silent(self, replica: Replica) -> None:
+        """A ready one has not reported in time: give it nothing new."""
+
+    def replica_heard(self, replica: Replica) -> None:
+        """A silent one has reported again."""
+
     def replica_lost(self, replica: Replica) -> None:
         """A ready one died; `replica.account` is void."""
 
@@ -88,8 +108,8 @@ class Replica:
 
     States: "starting" → "loading" → "ready" → (death) "restarting" → "starting" …; "failed" instead of
     "restarting" when its checkpoint is bad, or the memory or device that it needs were missing twice in a
-    row: then it is tried again ever more seldom; "stopped" at the end. One that is `retiring` is shown as
-    "draining" while it is ready.
+    row: then it is tried again ever more seldom; "stopped" at the end. A ready one is shown as "draining"
+    while it is `retiring`, and as "silent" while it does not report.
     """
 
     def __init__(
@@ -140,14 +160,40 @@ class Replica:
         self._fatal: Fatal | None = None
         self._started_at = 0.0
         self._ready_at: float | None = None
+        self.silent = False
+        """It is ready, and has not reported for `SILENT_AFTER_S`."""
         self._last_sign = 0.0
+        self._expected_s = 0.0
+        """How long the step should take that it has announced."""
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def word(self) -> str:
         """Its state as apps meet it: one that failed has failed until it is ready."""
-        return "failed" if self.failure else self.state
+        return "failed" if self.failure else self.shown_state
+
+    @property
+    def shown_state(self) -> str:
+        """Its state as operators see it."""
+        if self.state != "ready":
+            return self.state
+        return "silent" if self.silent else "draining" if self.retiring else "ready"
+
+    @property
+    def answers(self) -> bool:
+        """Whether requests may be sent to it."""
+        return self.account is not None and not self.silent
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its latest message."""
+        return time.monotonic() - self._last_sign
+
+    @property
+    def hang_limit_s(self) -> float:
+        """After so many seconds without a message it is killed: no step that it announced takes as long."""
+        return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     # ── its life ──
 
@@ -158,6 +204,7 @@ class Replica:
         self.described = None
         self.info = self.account = self._report = self._fatal = self._ready_at = None
         self._started_at = self._last_sign = time.monotonic()
+        self._expected_s = 0.0
         self._events.replica_starting(self)
         try:
             spec = self.spec
@@ -185,10 +232,15 @@ class Replica:
             self.group.kill(reason)
 
     def check(self) -> None:
-        """Kill it if it hangs. To be called about once a second."""
-        silent_s = time.monotonic() - self._last_sign
-        if self.state == "ready" and silent_s > self.hang_timeout_s:
-            self.kill(f"it gave no sign of life for {silent_s:.0f} s")
+        """Notice its silence, and kill it if it hangs. To be called a few times a second."""
+        silent_s = self.silent_s
+        if self.state == "ready":
+            if not self.silent and silent_s > SILENT_AFTER_S + self._expected_s:
+                self.silent = True
+                log.warning("%s has not reported for %.1f s: it gets no new requests", self.name, silent_s)
+                self._events.replica_silent(self)
+            if silent_s > self.hang_limit_s:
+                self.kill(f"it did not report for {silent_s:.0f} s")
         elif self.state in ("starting", "loading") and silent_s > self.load_timeout_s:
             at = f" at {self.detail!r}" if self.detail else ""
             self.kill(
@@ -197,8 +249,14 @@ class Replica:
             )
 
     def _message(self, rank: int, message: RankOutbound) -> None:
-        self._last_sign = time.monotonic()
-        if isinstance(message, Report):
+        self._last_sign, self._expected_s = time.monotonic(), 0.0
+        if self.silent:
+            self.silent = False
+            log.warning("%s reports again", self.name)
+            self._events.replica_heard(self)
+        if isinstance(message, LongStep):
+            self._expected_s = message.expected_s
+        elif isinstance(message, Report):
             self._report = message
             self.steps.add(message)
             if self.account is not None:
@@ -241,6 +299,7 @@ class Replica:
 
     def _ended(self, reason: str) -> None:
         was_ready, self.group = self.account is not None, None
+        self.silent = False
         if was_ready:
             self._events.replica_lost(self)
         self.account = self.info = self._report = None
@@ -272,7 +331,7 @@ class Replica:
         """As operators see it."""
         status = ReplicaStatus(
             name=self.name,
-            state="draining" if self.retiring and self.state == "ready" else self.state,
+            state=self.shown_state,
             detail=self._detail(),
             fraction=self.fraction,
             pids=self.group.pids if self.group else [],
@@ -281,7 +340,7 @@ class Replica:
             last_error=self.last_error,
         )
         if self.group is not None:
-            status.last_report_s = time.monotonic() - self._last_sign
+            status.last_report_s = self.silent_s
         _fill(status, self.info)
         _fill(status, self._report)
         status.steps = self._report.step if self._report else 0
@@ -293,6 +352,9 @@ class Replica:
     def _detail(self) -> str:
         if self.state in ("restarting", "failed"):
             return f"starts again in {max(0.0, self._next_start_at - time.monotonic()):.1f} s"
+        if self.silent:
+            left_s = max(0.0, self.hang_limit_s - self.silent_s)
+            return f"no report for {self.silent_s:.0f} s, killed and restarted in {left_s:.0f} s"
         return self.detail
 
 

@@ -169,9 +169,9 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     drain_notice_s: Seconds = 0.2
     """Between "not ready" on `/health/ready` and the first request that a drain refuses: raise it above the
     interval in which a load balancer looks."""
-    hang_timeout_s: PositiveSeconds = 60.0
-    """A replica or front that was ready and gives no sign of life for this long is killed, and started anew
-    unless it was to end."""
+    hang_timeout_s: PositiveSeconds = 20.0
+    """A replica or front that was ready and does not report for this long is killed, and started again unless
+    it was to end. A replica gets longer for a step that it has announced: ten times the predicted time."""
     load_timeout_s: PositiveSeconds = 600.0
     """A replica that starts or loads and reports no progress for this long is killed and started anew; so is
     a front that starts and says nothing."""

@@ -72,16 +72,12 @@ class Outstanding:
         self._begun.pop(request.request_id, None)
 
     def remaining(self, forecast: Forecast, now: float) -> Remaining:
-        """The work of all at `now`. Those that run end by themselves; those that wait follow, all replicas
-        serving them together."""
+        """Return the work of all at `now`. Those that run end by themselves; those that wait follow, all
+        replicas serving them together."""
         tokens = seconds = 0.0
         for request in self._begun.values():
             rows = max(1, request.admit.rows)
-            made = 0.0
-            if request.began_at is not None and forecast.step_s > 0:
-                made = (now - request.began_at) / forecast.step_s
-            # One that should have ended will, with its next token for all we know.
-            left = max(1.0, request.expected_tokens / rows - made)
+            left = _left_each(request, forecast.step_s, now)
             tokens += left * rows
             seconds = max(seconds, left * forecast.step_s)
         running, queued = len(self._begun), len(self._waiting)
@@ -98,6 +94,20 @@ class Outstanding:
                 return each
             heapq.heappop(self._longest)
         return 0.0
+
+
+def _left_each(request: Request, step_s: float, now: float) -> float:
+    """Return the output tokens that each sample of a running request is expected to take yet.
+
+    A request that has outlived its expected length is expected to run as long again as it has run so far, at
+    most to the length that it may have.
+    """
+    made = request.generated_each
+    if not made and request.began_at is not None and step_s > 0:
+        made = (now - request.began_at) / step_s
+    expected = request.expected_tokens / max(1, request.admit.rows)
+    left = expected - made if made < expected else made
+    return max(1.0, min(left, request.most_each - made))
 
 
 class _Work(NamedTuple):

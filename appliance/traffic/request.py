@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 class OnReplica:
     """What of a request is on one replica and has not left it."""
 
-    __slots__ = ("charged_each", "rows", "submissions", "tokens")
+    __slots__ = ("began_each", "charged_each", "rows", "submissions", "tokens")
 
     def __init__(self, admit: Admit, charged_each: float) -> None:
-        self.charged_each = charged_each
+        self.began_each = self.charged_each = charged_each
         """Of `CreditAccount.generated_each`, what it was charged for or came too late for."""
         self.submissions = admit.submissions
         self.rows = admit.rows
@@ -137,6 +137,14 @@ class Request:
         if self.first.prompt_tokens + output > reserved:
             log.error("request %s took more than the %d tokens it had reserved", self.request_id, reserved)
         return min(reserved, self.first.prompt_tokens + output)
+
+    @property
+    def generated_each(self) -> float:
+        """Return about how many tokens each of its samples was given since its turn; 0 if unknown."""
+        return max(
+            (account.generated_each - left.began_each for account, left in self.dispatched.items()),
+            default=0.0,
+        )
 
     @property
     def most_each(self) -> float:

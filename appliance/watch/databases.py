@@ -39,7 +39,7 @@ def databases(state_dir: Path, running: bool) -> Iterator[Finding]:
                 subject=name,
                 level="problem" if running else "ok",
                 text=f"{path} does not exist" + ("" if running else ": the first start makes it"),
-                remedy="stop the service and start it again: it writes into a file that is gone"
+                remedy="wait: the service writes it back within seconds; if not, appliance status says why"
                 if running
                 else "",
             )

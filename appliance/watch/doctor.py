@@ -13,7 +13,9 @@ from pathlib import Path
 
 from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
 from appliance.gpus import find_gpus
+from appliance.ownership import UntrustedError
 from appliance.protocol import Status
+from appliance.rundir import start_remedy
 from appliance.settings import Settings
 from appliance.watch import machine, models, places, processes
 from appliance.watch.databases import databases
@@ -28,7 +30,7 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     now = time.time()
     findings: list[Finding] = []
     report = find_gpus()
-    status, why_not, kept_out = _ask(run_dir)
+    status, why_not, kept_out, untrusted = _ask(run_dir)
     running = status is not None
 
     def look(area: str, check: Callable[[], Iterable[Finding]]) -> None:
@@ -48,7 +50,10 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     look("versions", machine.versions)
     look("devices", lambda: machine.devices(report))
     look("directories", lambda: places.directories(run_dir, state_dir))
-    look("service", lambda: _service(status, why_not, kept_out, settings, now))
+    if untrusted:
+        remedy = "ask the administrator of this machine; nothing was sent there"
+        findings.append(_finding("run directory", "problem", untrusted, remedy))
+    look("service", lambda: _service(status, why_not, kept_out, settings, now, run_dir))
     look("sockets", lambda: places.sockets(run_dir, places.api_state(run_dir / "api.sock"), running))
     if status is not None:
         served = status.models
@@ -70,21 +75,24 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     )
 
 
-def _ask(run_dir: Path) -> tuple[Status | None, str, bool]:
-    """The service's status; or None, why, and whether it is only this user that is kept out."""
+def _ask(run_dir: Path) -> tuple[Status | None, str, bool, str]:
+    """The service's status; or None, why, whether it is only this user that is kept out, and why who answers
+    there is not trusted."""
     with AdminClient(run_dir, timeout_s=5.0) as client:
         try:
-            return client.status(), "", False
+            return client.status(), "", False, ""
         except NotAllowedError as error:
-            return None, str(error), True
+            return None, str(error), True, ""
         except AdminError as error:
-            return None, str(error), error.status == 403
+            return None, str(error), error.status == 403, ""
         except ServiceNotRunningError as error:
-            return None, str(error), False
+            return None, str(error), False, ""
+        except UntrustedError as error:
+            return None, "", False, str(error)
 
 
 def _service(
-    status: Status | None, why_not: str, kept_out: bool, settings: Settings | str, now: float
+    status: Status | None, why_not: str, kept_out: bool, settings: Settings | str, now: float, run_dir: Path
 ) -> Iterable[Finding]:
     if isinstance(settings, str):
         what, _, remedy = settings.rpartition(": ")
@@ -95,7 +103,7 @@ def _service(
         if kept_out:
             yield _finding("state", "warning", why_not, "run the doctor as the service's user, or as root")
         else:
-            yield _finding("state", "ok", "no service runs here; start one with: appliance serve")
+            yield _finding("state", "ok", f"no service is running here: {start_remedy(run_dir)}")
         return
     text = f"the service {status.version} (process {status.pid}, uid {status.uid}) is {status.state}"
     if status.state == "degraded":
@@ -105,25 +113,23 @@ def _service(
         yield _finding("state", "ok", text)
     else:
         yield _finding("state", "warning", f"{text}: {status.reason}", "wait, then look again")
-    for model in status.models:
-        if model.state not in ("ready", "loading"):
-            errors = [replica.last_error for replica in model.replicas if replica.last_error]
-            why = model.detail or "; ".join(errors) or "reason unknown"
-            yield _finding(
-                model.name,
-                "problem",
-                f"model {model.name} is {model.state}: {why}",
-                "mend what it names; the service tries again by itself",
-            )
+    for current in status.current_problems:
+        yield _finding(current.where, "problem", f"{current.where}: {current.what}", current.remedy)
     for database in status.databases:
-        if database.last_error or database.dropped_rows or database.rejected_rows:
-            lost = database.dropped_rows + database.rejected_rows
+        if database.restored:
+            yield _finding(
+                os.path.basename(database.path),
+                "warning",
+                database.restored,
+                "find out which program deletes or replaces files of the state directory; to restore a "
+                "backup, stop the service first",
+            )
+        if lost := database.dropped_rows + database.rejected_rows:
             yield _finding(
                 os.path.basename(database.path),
                 "problem",
-                f"{database.lag_rows:,} rows wait, {lost:,} are lost: "
-                f"{database.last_error or 'it takes writes again'}",
-                "free disk space and look at the disk's health: rows wait in memory meanwhile",
+                f"{lost:,} rows were lost since the start",
+                "the log says when and why; look at the disk's free space and health",
             )
     recent = [problem for problem in status.problems if now - problem.at < _RECENT_S]
     for problem in recent[:_MOST_REPORTED_PROBLEMS]:

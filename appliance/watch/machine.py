@@ -41,7 +41,7 @@ def versions() -> Iterator[Finding]:
             f"not installed: {', '.join(missing)}",
             f"install them: {sys.executable} -m pip install {' '.join(missing)}",
         )
-    for name in ("torch", "tokenizers", "uvicorn", "msgspec"):
+    for name in ("torch", "tokenizers", "httptools", "msgspec"):
         if found := version_of(name):
             yield _finding("versions", name, "ok", f"{name} {found}")
     yield _sqlite()

@@ -7,9 +7,12 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance.client import unix_connection
+from appliance.ownership import UntrustedError
 from appliance.quantities import of_bytes
 from appliance.watch.findings import Finding
 
@@ -48,16 +51,18 @@ def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
 
 def api_state(socket: Path) -> SocketState:
     """Ask `/health/ready` on `api.sock`."""
-    import httpx
-
     if not os.path.exists(socket):
         return SocketState(False, False, text="does not exist")
+    connection = unix_connection(socket, timeout_s=5.0)
     try:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=5.0) as client:
-            response = client.get("http://appliance/health/ready")
-    except httpx.TransportError as error:
+        connection.request("GET", "/health/ready")
+        response = connection.getresponse()
+        content = response.read()
+    except (OSError, HTTPException, UntrustedError) as error:
         return SocketState(True, False, text=str(error) or type(error).__name__)
-    return SocketState(True, True, response.status_code == 200, _reason(response.content))
+    finally:
+        connection.close()
+    return SocketState(True, True, response.status == 200, _reason(content))
 
 
 def _reason(body: bytes) -> str:

@@ -1,7 +1,7 @@
 """A decoder's layers as decode runs them, attention included, with kernels that can be exchanged.
 
-A few layers of a shape with random weights, more than the L2 holds, by the decoder's own code: what
-`scripts/measure_layer.py` times in some ways, and `scripts/tune_layer.py` in as many as find the fastest.
+A few layers of a public shape with random weights, more than the L2 holds, run by the decoder's own code.
+`scripts/tune_layer.py` times them with different plans.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import single
-from kernels import AttentionInput, KvPool, Stream, Weight, compiling
+from kernels import AttentionInput, KvPool, Weight, compiling
 from kernels.cuda import CudaOps
 from kernels.dimensions import read_dimensions
 from kernels.triton import attention_decode
 from kernels.triton.attention_decode import DecodeConfig
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import PlanEntry, Product, Table
 from kernels.tune.layers import LAYER_PRODUCTS
 
 LAYERS = 4
@@ -76,12 +76,12 @@ class Way:
                 )
         return cls(text or "as shipped", plans, attention, frozenset(apart))
 
-    def plans_for(self, rows: int, item: int) -> dict[str, Plan | None]:
+    def plans_for(self, rows: int, item: int) -> dict[str, GemmPlan | None]:
         """Of products of `rows` tokens with weights of `item` bytes; None: the library."""
         return {name: _plan(text, rows, item) for name, text in self.plans.items()}
 
 
-def _plan(text: str, rows: int, item: int) -> Plan | None:
+def _plan(text: str, rows: int, item: int) -> GemmPlan | None:
     form, *numbers = text.split(",")
     if form == "library":
         return None
@@ -90,7 +90,7 @@ def _plan(text: str, rows: int, item: int) -> Plan | None:
     block_k = int(columns[:-1]) // item if columns.endswith("b") else int(columns)
     bytes_of_stage = (int(block_n) + padded) * block_k * item
     count = int(stages[:-1]) * 1024 // bytes_of_stage if stages.endswith("k") else int(stages)
-    return Plan(form, padded, int(block_n), block_k, int(warps), count, int(split))  # type: ignore[arg-type]
+    return GemmPlan(form, padded, int(block_n), block_k, int(warps), count, int(split))  # type: ignore[arg-type]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -132,13 +132,13 @@ class _Ops(CudaOps):
     def _decode_config(self, sequences: int, keys: torch.Tensor) -> DecodeConfig:
         changed = replace(super()._decode_config(sequences, keys), **self._attention)
         multiprocessors = attention_decode.multiprocessors_of(keys.device)
-        most = attention_decode.most_items(sequences, keys.shape[1], multiprocessors)
+        most = attention_decode.max_items(sequences, keys.shape[1], multiprocessors)
         return replace(changed, items=max(sequences, min(changed.items, most)))
 
     def _only_decodes(self, inputs: AttentionInput) -> bool:
         return "rope" not in self._apart and super()._only_decodes(inputs)
 
-    def _sharing_plan(self, rows: int, weight: Weight) -> Plan | None:
+    def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
         return None if "norms" in self._apart else super()._sharing_plan(rows, weight)
 
 
@@ -208,7 +208,7 @@ class DecodeLayers:
         weights = sum(n * k for n, k in self._shapes.values()) * self.dtype.itemsize
         return (weights + self.rows * self._context * self._kv_bytes) / _BYTES_PER_US
 
-    def shipped_plans(self) -> dict[str, Plan | None]:
+    def shipped_plans(self) -> dict[str, GemmPlan | None]:
         """What the table says for these rows."""
         return {
             name: self.shipped.choose(self.rows, n, k, self.dtype) for name, (n, k) in self._shapes.items()
@@ -218,13 +218,9 @@ class DecodeLayers:
         """What attention chooses for these rows."""
         return attention_decode.config_on(self._kv[0].keys, self.rows)
 
-    def go_as(self, way: Way) -> None:
-        """`go` as a person wrote it."""
-        self.go(way.plans_for(self.rows, self.dtype.itemsize), way.attention, way.apart)
-
     def go(
         self,
-        plans: Mapping[str, Plan | None],
+        plans: Mapping[str, GemmPlan | None],
         attention: Mapping[str, int] | None = None,
         apart: frozenset[str] = frozenset(),
     ) -> None:
@@ -232,7 +228,7 @@ class DecodeLayers:
         `DecodeConfig`, and apart what `Way.apart` has."""
         table = self.shipped
         for name, plan in plans.items():
-            table = table.with_entry(self.products()[name], self.rows, Entry(plan, 0, 0))
+            table = table.with_entry(self.products()[name], self.rows, PlanEntry(plan, 0, 0))
         self._ops.use(table, attention or {}, apart)
 
     def run(self, count: int | None = None) -> torch.Tensor:
@@ -242,22 +238,6 @@ class DecodeLayers:
             return self._decoder.forward(self._inputs, self._kv[:count])
         finally:
             self._decoder.layers = self._layers
-
-    def alone(self) -> dict[str, Callable[[], object]]:
-        """The products in chains of their own, with the norm and the quantisation that go with them."""
-        decoder, eps = self._decoder, self._decoder.config.rms_norm_eps
-        layers, ranks = self._layers, decoder.ranks
-        x = torch.randn((self.rows, decoder.config.hidden_size), device=self.device).to(decoder.dtype)
-        attended = torch.randn((self.rows, self._shapes["o"][1]), device=self.device).to(decoder.dtype)
-        gain = layers[0].post_norm
-        stream = layers[0].attention.o.add_to(Stream(x), attended, gain, ranks)
-        activated = layers[0].mlp.activate(stream, gain, eps)
-        return {
-            "qkv": lambda: [one.attention.qkv.after_norm(stream, gain, eps) for one in layers],
-            "o": lambda: [one.attention.o.add_to(stream, attended, gain, ranks) for one in layers],
-            "gate_up": lambda: [one.mlp.activate(stream, gain, eps) for one in layers],
-            "down": lambda: [one.mlp.down.add_to(stream, activated, gain, ranks) for one in layers],
-        }
 
 
 def compile_launched(target: GPUTarget, launch: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ from engine.model.fit import Fit
 from engine.model.layers import Layer, Piece, Place
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
-from kernels import AttentionInput, KvPool, Ops, Stream
+from kernels import AttentionInput, KvPool, Ops, Residual
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtypes of `engine.config.DTYPE_BYTES`."""
@@ -74,7 +74,7 @@ class Decoder:
         that is given."""
         ops, ranks, eps = self.ops, self.ranks, self.config.rms_norm_eps
         first = self.shard.first_vocab if ranks.size > 1 else None
-        residual = Stream(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
+        residual = Residual(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
         plan = ops.plan_attention(inputs.attention)
         next_gains = [*(layer.input_norm for layer in self.layers[1:]), None]
         for layer, pool, next_gain in zip(self.layers, kv, next_gains, strict=True):
@@ -97,7 +97,7 @@ class Decoder:
         (`all_gather_last_dim`), cut at `config.vocab_size`, are the whole logits.
         """
         eps = self.config.rms_norm_eps
-        return self.ops.norm_linear(Stream(hidden), self.final_norm, eps, self.head, None, out)
+        return self.ops.norm_linear(Residual(hidden), self.final_norm, eps, self.head, None, out)
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
@@ -154,6 +154,6 @@ class Decoder:
         self.head = packed
 
 
-def _rows_of(stream: Stream, ends: AttentionInput) -> Stream:
+def _rows_of(stream: Residual, ends: AttentionInput) -> Residual:
     assert ends.queries is not None
-    return Stream(stream.values.index_select(0, ends.queries))
+    return Residual(stream.values.index_select(0, ends.queries))

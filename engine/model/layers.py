@@ -14,7 +14,7 @@ import torch
 from engine.config import ModelConfig, Shard
 from engine.forward import ForwardInput
 from engine.parallel import Ranks
-from kernels import Activation, Fp8Weight, KvPool, Ops, Rotation, Stream, Weight
+from kernels import Activation, Fp8Weight, KvPool, Ops, Residual, Rotation, Weight
 from kernels.reference import quantise_fp8
 
 
@@ -93,16 +93,18 @@ class Linear:
     def __call__(self, x: Activation) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
-    def after_norm(self, x: Stream, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def after_norm(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The product of `rms_norm(x.values)`."""
         return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias)
 
-    def add_to(self, residual: Stream, x: Activation, next_gain: torch.Tensor | None, ranks: Ranks) -> Stream:
+    def add_to(
+        self, residual: Residual, x: Activation, next_gain: torch.Tensor | None, ranks: Ranks
+    ) -> Residual:
         """`residual` and the sum over the ranks of this product; may overwrite `residual`. next_gain: of the
         norm that reads it next, None after the last layer."""
         if ranks.size == 1:
             return self.ops.linear_add(x, self.weight, self.bias, residual, next_gain)
-        return Stream(residual.values.add_(ranks.all_reduce(self(x))))
+        return Residual(residual.values.add_(ranks.all_reduce(self(x))))
 
     def pack(self) -> None:
         self.weight = self.ops.pack_weight(self.weight)
@@ -199,7 +201,7 @@ class Mlp:
         self.gate_up = Linear(place, config.hidden_size, 2 * shard.intermediate, config.mlp_bias)
         self.down = Linear(place, shard.intermediate, config.hidden_size, config.mlp_bias and shard.rank == 0)
 
-    def activate(self, x: Stream, norm_weight: torch.Tensor, eps: float) -> Activation:
+    def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> Activation:
         """`[tokens, intermediate on this rank]` from the residual stream: the input of `down`."""
         up = self.gate_up
         return self.ops.norm_gate_up(x, norm_weight, eps, up.weight, up.bias)

@@ -139,7 +139,7 @@ def _of_step(
         "_silu_mul": Work(through * intermediate * 3 * number),
         "_quantise": Work(through * (q + intermediate) * (number + 1)),
         "_rope": Work(layers * tokens * (2 * q * number + new)),
-        "_decode_kernel": Work(sum(seen) * both * of_kv + decodes, 4.0 * sum(seen) * q, attention),
+        "decode_kernel": Work(sum(seen) * both * of_kv + decodes, 4.0 * sum(seen) * q, attention),
         "_prefill_kernel": Work(pages[False] * both * of_kv, 4.0 * pairs[False] * q, attention),
         "_prefill_hopper": Work(pages[True] * both * of_kv, 4.0 * pairs[True] * q, attention),
         "_expand_kernel": Work(sum(pages.values()) * both * (of_kv + config.head_dim * number)),

@@ -1,18 +1,17 @@
-"""Causal attention of chunks of prompts over a paged cache (FlashAttention-2's loop, Dao 2023).
+"""Causal paged attention of prompt chunks (FlashAttention-2's loop, Dao 2023).
 
-A tile is 128 rows: the query heads of one KV head, for as many tokens as fill them. So a short chunk still
-fills the tensor cores, and the tiles on the diagonal waste little. Tiles of all chunks of a pass are one
-launch, the longest first, from a list that the host makes once a step for every layer (`plan_tiles`). A page
-of a KV head is one contiguous tile that a tensor descriptor reads. Pages that every row sees whole are not
-masked.
+A tile has 128 rows: the query heads of one KV head for as many tokens as fit. So a short chunk still fills
+the tensor cores, and tiles on the diagonal waste little work. One launch computes the tiles of all chunks of
+a pass, the longest first, from a list that the host builds once per step for all layers (`plan_tiles`). A
+tensor descriptor reads the page of a KV head as one contiguous tile. Pages that are visible to every row of a
+tile are not masked.
 
-An FP8 cache is expanded to the model's dtype first, into a scratch pool of the pages that the pass reads
-(`plan_expansion`, `expand`): each page is converted once, where the tiles of a chunk would convert it over
-and over. Chunks of few tokens, and those for which the scratch has no room, read the FP8 pages themselves,
-converting tiles to float16: on Hopper one instruction for two values, where bfloat16 takes several.
+An FP8 cache is expanded to the model's dtype first, into a scratch pool that holds the pages of the pass
+(`plan_expansion`, `expand`). So each page is converted once, instead of once per tile of the chunk. Short
+chunks, and chunks for which the scratch pool has no room, read the FP8 pages directly and convert tiles to
+float16: on Hopper one instruction converts two values to float16, while bfloat16 takes several.
 
-On Hopper, long prompts have a kernel of their own, `attention_prefill_hopper`, for the same tiles
-(`suits_hopper`).
+On Hopper, long prompts use another kernel, `attention_prefill_hopper`, with the same tiles (`suits_hopper`).
 """
 
 from __future__ import annotations
@@ -32,12 +31,14 @@ from kernels import PAGE_TOKENS, ChunkSpan
 _LOG2_E = 1.4426950408889634
 
 _LIFT = tl.constexpr(8.0)
-"""In float16, weights are computed times 2**8, so that small ones stay clear of its subnormals."""
+"""In float16, softmax weights are scaled by 2**8, so that small weights stay above float16's
+subnormals."""
 
 _LOWEST = tl.constexpr(-1.0e30)
-"""The largest score of a row that has seen no key yet. Finite, so that a page of which it sees nothing is no
-NaN. A masked score is no such number but -inf: of `score × scale - largest` the compiler makes one
-instruction that does not round the product, where equal numbers leave a rest of 1e20, either way."""
+"""The running maximum of a row that has seen no key yet. It is finite, so that a page without visible keys
+gives no NaN. Masked scores must be -inf and not this number: the compiler fuses `score × scale - largest`
+into one instruction that does not round the product, so the difference of equal numbers would be about
+1e20."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -93,7 +94,7 @@ def _prefill_kernel(
 
     last_position = first_position + count - 1
     pages = last_position // 64 + 1
-    # Pages that every row sees whole are `[inside, whole)`.
+    # Pages `[inside, whole)` are visible to every row of the tile and need no mask.
     whole = (first_position + 1) // 64
     if WINDOW > 0:
         first = tl.maximum(first_position - WINDOW + 1, 0) // 64
@@ -131,11 +132,12 @@ def _prefill_kernel(
         v = v_tiles.load([tile, 0])
         acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc, input_precision=PRECISION)
         m = m_new
-    # Rows behind the last token may have seen nothing; they are NaN then, and not written.
+    # Rows after the last token may have seen no key. They are NaN here and are not stored.
     acc = acc / total[:, None]
     if REREAD:
-        # Worked out again from the record: kept over the loop, these are registers that it lacks. Another
-        # cache modifier, or the compiler takes the loads for those above.
+        # Recompute these values from the record: kept live over the loop, they would take registers that the
+        # loop needs. The different cache modifier stops the compiler from merging these loads with the first
+        # ones.
         count = tl.load(record + 1, cache_modifier=".ca")
         token = (tl.load(record, cache_modifier=".ca") + row // HEADS).to(tl.int64)
         real = (row < count * HEADS)[:, None]
@@ -144,15 +146,16 @@ def _prefill_kernel(
 
 
 def tile_tokens(heads: int, kv_heads: int, tile_rows: int = 128) -> int:
-    """Tokens in a tile."""
+    """Return the number of tokens in a tile."""
     return max(1, tile_rows // (heads // kv_heads))
 
 
 def plan_tiles(
     chunks: Sequence[ChunkSpan], heads: int, kv_heads: int, window: int | None = None, tile_rows: int = 128
 ) -> np.ndarray:
-    """The tiles of a pass, those with the most keys first: `[tiles, 4]` int32 of first token in the pass,
-    tokens, position of the first, row of the block table. Good for every layer with this window."""
+    """Return the tiles of a pass, those with the most keys first: `[tiles, 4]` int32 with the first token's
+    index in the pass, number of tokens, first position, and slot (row of the block table). Valid for every
+    layer with this window."""
     step = tile_tokens(heads, kv_heads, tile_rows)
     parts = [np.empty((0, 4), dtype=np.int32)]
     for chunk in chunks:
@@ -161,7 +164,7 @@ def plan_tiles(
         part[:, 0] = chunk.first + offset
         part[:, 1] = np.minimum(step, chunk.count - offset)
         part[:, 2] = chunk.context + offset
-        part[:, 3] = chunk.row
+        part[:, 3] = chunk.slot
         parts.append(part)
     tiles = np.concatenate(parts)
     keys = tiles[:, 1] + (tiles[:, 2] if window is None else np.minimum(tiles[:, 2], window))
@@ -169,16 +172,18 @@ def plan_tiles(
 
 
 HOPPER_ABOVE = 1024
-"""Keys that a tile sees, on average over a pass, above which `attention_prefill_hopper` is the faster kernel:
-on an H200 by 5 to 27 % of the time. At half of that they are level; below, it takes 5 to 22 % more: it has a
-multiprocessor for one program, and nothing there fills a tile's beginning and end."""
+"""Average number of keys per tile of a pass above which `attention_prefill_hopper` is used. On an H200 it
+saves 5 to 27 % of the time above this limit. At half the limit both kernels are equal. Below that, it takes
+5 to 22 % longer: it runs one program per multiprocessor, so no other program fills the start and end of a
+tile."""
 
 
 def suits_hopper(
     tiles: np.ndarray, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> bool:
-    """Whether a Hopper computes `tiles`, of `plan_tiles`, by `attention_prefill_hopper`: whether that can,
-    and they see so many keys that it is faster. dtype: of queries, keys and values."""
+    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`:
+    whether that kernel supports the shape, and the tiles see enough keys for it to be faster. dtype: of
+    queries, keys and values."""
     group = heads // kv_heads
     served = head_dim == 128 and 64 % group == 0 and window is None
     if not served or dtype not in (torch.bfloat16, torch.float16) or not len(tiles):
@@ -187,19 +192,22 @@ def suits_hopper(
 
 
 EXPAND_FROM = 64
-"""Tokens of a chunk from which converting its pages beforehand pays."""
+"""Smallest number of tokens in a chunk for which expanding its FP8 pages first is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """How a pass reads an FP8 cache: three lists for the device, good for every layer with this window."""
+    """How a pass reads an FP8 cache: three lists for the device, valid for every layer with this
+    window."""
 
     pages: np.ndarray
-    """`[pages, 2]` int32, row and column of the block table: what `expand` puts into scratch block i."""
+    """Pages to expand: `[pages, 2]` int32 with slot and column of the block table. `expand` writes page i to
+    scratch block i."""
     expanded: np.ndarray
-    """`plan_tiles`' tiles of the chunks that read the scratch; for the row, the scratch block of page 0."""
+    """Tiles (from `plan_tiles`) of the chunks that read the scratch pool. Their last field is not a slot but
+    the scratch block of page 0."""
     direct: np.ndarray
-    """`plan_tiles`' tiles of the others."""
+    """Tiles (from `plan_tiles`) of the chunks that read the FP8 pool directly."""
 
 
 def plan_expansion(
@@ -210,7 +218,7 @@ def plan_expansion(
     scratch_blocks: int,
     tile_rows: int = 128,
 ) -> Expansion:
-    """Splits a pass's chunks between the scratch, of `scratch_blocks` blocks, and the FP8 pool itself."""
+    """Divide the chunks of a pass between the scratch pool of `scratch_blocks` blocks and the FP8 pool."""
     direct, moved, pages, used = [], [], [], 0
     for chunk in chunks:
         first = 0 if window is None else max(0, chunk.context + 1 - window) // PAGE_TOKENS
@@ -219,7 +227,7 @@ def plan_expansion(
             direct.append(chunk)
             continue
         part = np.empty((last - first, 2), dtype=np.int32)
-        part[:, 0] = chunk.row
+        part[:, 0] = chunk.slot
         part[:, 1] = np.arange(first, last, dtype=np.int32)
         pages.append(part)
         moved.append(ChunkSpan(chunk.first, chunk.count, chunk.context, used - first))
@@ -274,15 +282,17 @@ def expand(
     scratch_values: torch.Tensor,
     pdl: bool = True,
 ) -> None:
-    """Pages of an FP8 pool, times their scales, into blocks 0, 1, 2… of the scratch, one for each of
-    `pages` (`Expansion.pages` on the device).
+    """Convert pages of an FP8 pool, multiplied by their scales, into scratch blocks 0, 1, 2…, one per entry
+    of `pages` (`Expansion.pages` on the device).
 
     keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous; k_scales, v_scales: `[blocks, kv_heads, 64]`
     float32; scratch_keys, scratch_values: `[scratch blocks, kv_heads, 64, head_dim]` in the queries' dtype.
     """
     _, kv_heads, _, head_dim = keys.shape
     if len(pages) > len(scratch_keys):
-        raise ValueError(f"pages has {len(pages)} pages, the scratch {len(scratch_keys)} blocks")
+        raise ValueError(
+            f"pages has {len(pages)} pages, but the scratch pool has only {len(scratch_keys)} blocks"
+        )
     _expand_kernel[(len(pages) * kv_heads,)](
         keys,
         values,
@@ -303,23 +313,24 @@ def expand(
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How a launch uses the GPU."""
+    """Launch parameters of the prefill attention kernel."""
 
     tile_rows: int
-    """As `plan_tiles` was given."""
+    """Number of rows in a tile, as passed to `plan_tiles`."""
     num_warps: int
     stages: int
-    """Of the pipeline over pages; page numbers and tiles share them where a block table is read."""
+    """Number of stages of the software pipeline over pages. Page numbers and tiles share the stages where a
+    block table is read."""
     maxnreg: int | None
-    """Most registers of a thread."""
+    """Register limit per thread; None: no limit."""
 
 
 def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
-    """direct: the pool is FP8. expanded: it is the scratch.
+    """Return the launch parameters. direct: the pool is FP8. expanded: the pool is the scratch pool.
 
-    Two programs a multiprocessor hide each other's softmax. With 8 warps 128 registers are the most that lets
-    both in, and the compiler then waits for every product; with 4 warps it does not, but the loop with a
-    block table, or with conversion, spills a little more.
+    Two programs per multiprocessor hide each other's softmax. With 8 warps, at most 128 registers per thread
+    allow two programs, and the compiler then waits for every tensor-core product. With 4 warps the compiler
+    does not wait, but a loop with a block table or with conversion spills a little more.
     """
     if head_dim > 128:
         return PrefillConfig(128, 8, 2 if expanded else 3, None)
@@ -342,15 +353,16 @@ def prefill(
     pdl: bool = True,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
-    """Causal attention of chunks whose keys and values are in the cache already: `[tokens, heads, head_dim]`,
-    as q. Tokens that no tile has are left as they are in `out`.
+    """Compute causal attention of chunks whose keys and values are already in the cache:
+    `[tokens, heads, head_dim]` in q's dtype. Tokens that belong to no tile keep their previous values in
+    `out`.
 
     q: `[tokens, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.
-    block_table: `[max_rows, columns]` int32 or int64, each row covering context + count of its chunk; None:
-    keys and values are the scratch, and tiles `Expansion.expanded`.
+    block_table: `[slots, columns]` int32 or int64, each row covering context + count of its chunk; None: keys
+    and values are the scratch pool, and tiles are `Expansion.expanded`.
     tiles: `plan_tiles` on the device, contiguous.
-    window: a token sees itself and the window - 1 before it. The softmax is in float32.
+    window: a token sees itself and the window - 1 tokens before it. The softmax is in float32.
     """
     _, heads, head_dim = q.shape
     blocks, kv_heads, _, _ = keys.shape

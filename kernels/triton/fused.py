@@ -1,17 +1,17 @@
 # mypy: allow-untyped-defs
-"""What stands between the matrix products of a decoder, one pass over the bytes each.
+"""Elementwise kernels between the GEMMs of a decoder; each makes one pass over its bytes.
 
-RMSNorm, QK-norm + RoPE + KV-cache write and SiLU·mul, each plain or with its result quantised to e4m3 on the
-way out. (Products add the residual: `linear`.) Shapes and meanings are those of `kernels.Ops`; the twins are
-in `kernels.reference`, and values are rounded where the twins round them: a normed head before it is rotated,
-silu(gate) before it is multiplied, a result before it is quantised.
+The kernels are RMSNorm, QK-norm + RoPE + KV-cache write, and SiLU·mul, each with a variant that quantises its
+result to e4m3. (The GEMMs in `linear` add the residual.) `kernels.Ops` defines shapes and semantics. The
+kernels round at the same places as the reference implementations in `kernels.reference`: a normed head before
+the rotation, silu(gate) before the multiplication, and a result before its quantisation.
 
-Quantised: a scale for each token (or token and head), largest magnitude / 448, so that no value saturates.
-A row of zeros has scale 0.
+Quantisation uses one scale per token (or per token and head), the largest magnitude / 448, so that no value
+saturates. A row of zeros has scale 0.
 
-Every launcher is one launch, reads nothing on the host and may be captured into a graph. `pdl`: the kernel
-may start while the one before it drains (programmatic dependent launch, Hopper and later); it then waits
-before it touches anything but weights. The results are the same to the bit.
+Every launcher makes one launch, reads nothing on the host and can be captured in a CUDA graph. `pdl`: the
+kernel may start while the previous kernel finishes (programmatic dependent launch, Hopper and later), and
+waits before it reads anything but weights. Results with and without PDL are bit-equal.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kernels import PAGE_TOKENS, KvPool, Rotation
 from kernels.dimensions import LARGEST_ROW
 
 FP8 = torch.float8_e4m3fn
-"""What quantised values are. Launchers take another dtype for them only where an
-interpreter, which cannot judge e4m3, checks the rest: the values are then scaled but not rounded to eight
-bits."""
+"""Dtype of quantised values. Tests in Triton's interpreter, which does not support e4m3, pass another dtype:
+values are then scaled but not rounded to eight bits."""
 
 
 # ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False) -> torch.Tensor:
-    """RMSNorm (Zhang and Sennrich 2019) of `x [tokens, hidden]` by `weight [hidden]`: as x."""
+    """RMSNorm (Zhang and Sennrich 2019) of `x [tokens, hidden]` with gain `weight [hidden]`, in x's
+    dtype."""
     normed = torch.empty_like(x)
     _launch_norm(x, weight, eps, normed, None, pdl)
     return normed
@@ -42,7 +42,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = F
 def rms_norm_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, values: torch.dtype = FP8, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm` quantised: values `[tokens, hidden]` e4m3 and scales `[tokens, 1]` float32."""
+    """`rms_norm` with a quantised result: values `[tokens, hidden]` e4m3 and scales `[tokens, 1]`
+    float32."""
     quantised, scales = _quantised(x, x.shape[1], values)
     _launch_norm(x, weight, eps, quantised, scales, pdl)
     return quantised, scales
@@ -95,7 +96,7 @@ def _norm(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token a program: its row stays in registers."""
+    """Norm one token per program, keeping its row in registers."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -118,8 +119,9 @@ def _norm(
 
 @triton.jit
 def fp8_scale(largest):
-    """The scale of values up to `largest`, and what to multiply them with. Divisions are exactly rounded,
-    as the twin's. Conversion to e4m3 saturates in hardware, so a last place above 448 does no harm."""
+    """Return the scale of values up to `largest`, and the factor that quantises them. Divisions are rounded
+    exactly, as in the reference. The conversion to e4m3 saturates in hardware, so a result one rounding step
+    above 448 is harmless."""
     return tl.div_rn(largest, 448.0), tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
 
 
@@ -129,15 +131,15 @@ def fp8_scale(largest):
 def rope_cache_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    kv_slots: torch.Tensor,
     rotation: Rotation,
     pool: KvPool,
     heads: int,
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The queries of `Ops.attend`, `[tokens, heads, head_dim]`, turned; writes keys and values into the pool.
-    A slot of -1 writes nothing. qkv and the pool: contiguous."""
+    """Write keys and values to the pool and return the rotated queries of `Ops.attend`,
+    `[tokens, heads, head_dim]`. A KV slot of -1 writes nothing. qkv and the pool are contiguous."""
     cos_sin, q_norm, k_norm, eps = rotation.cos_sin, rotation.q_norm, rotation.k_norm, rotation.eps
     keys, values, k_scales, v_scales = pool.keys, pool.values, pool.k_scales, pool.v_scales
     tokens = qkv.shape[0]
@@ -145,24 +147,27 @@ def rope_cache_write(
     for name, tensor in (("qkv", qkv), ("keys", keys), ("values", values), ("cos_sin", cos_sin)):
         _whole(name, tensor)
     if page != PAGE_TOKENS:
-        raise ValueError(f"keys has pages of {page} tokens; the kernels are made for {PAGE_TOKENS}")
+        raise ValueError(f"keys has pages of {page} tokens; the kernels need {PAGE_TOKENS}")
     if qkv.shape[1] != (heads + 2 * kv_heads) * head_dim:
         raise ValueError(
             f"qkv has {qkv.shape[1]} columns; {heads} + 2 × {kv_heads} heads of {head_dim} need "
             f"{(heads + 2 * kv_heads) * head_dim}"
         )
     if (k_scales is None) != (v_scales is None) or (q_norm is None) != (k_norm is None):
-        raise ValueError("k_scales and v_scales, and q_norm and k_norm, are given together or not at all")
+        raise ValueError(
+            "only one of k_scales and v_scales, or of q_norm and k_norm, is given; give both or neither"
+        )
     queries = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return queries
     both = heads + 2 * kv_heads
-    # Heads of a program. 16 of 128 in bf16 are 4 KB: 16 bytes a thread of each half; fewer finish sooner.
+    # Heads per program. 16 heads of 128 in bf16 are 4 KB, which is 16 bytes per thread for each half of the
+    # head; with few tokens, programs with fewer heads finish sooner.
     group = min(8 if tokens <= 256 else 16, triton.next_power_of_2(both))
     _rope[(tokens, triton.cdiv(both, group))](
         qkv,
         positions,
-        slots,
+        kv_slots,
         cos_sin,
         q_norm,
         k_norm,
@@ -211,7 +216,8 @@ def _rope(
     HALF: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Some heads of one token: queries, keys and values alike, so that one read of the row serves all."""
+    """Process a group of heads of one token: queries, keys and values together, so that the row is read
+    once."""
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -284,7 +290,7 @@ def _rope(
 
 
 def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """`silu(gate) × up` of `[tokens, 2 × n]`, gate first: `[tokens, n]` (SwiGLU, Shazeer 2020)."""
+    """Return `silu(gate) × up` of `[tokens, 2 × n]`, gate first: `[tokens, n]` (SwiGLU, Shazeer 2020)."""
     tokens, width = gate_up.shape
     out = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
     block = min(_SILU_COLUMNS, triton.next_power_of_2(width // 2))
@@ -295,7 +301,7 @@ def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
 def silu_mul_fp8(
     gate_up: torch.Tensor, *, values: torch.dtype = FP8, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`silu_mul` quantised: values `[tokens, n]` e4m3 and scales `[tokens, 1]` float32."""
+    """`silu_mul` with a quantised result: values `[tokens, n]` e4m3 and scales `[tokens, 1]` float32."""
     width = gate_up.shape[1] // 2
     quantised, scales = _quantised(gate_up, width, values)
     _launch_silu(gate_up, quantised, scales, _block(width, "gate_up's half"), pdl)
@@ -303,7 +309,7 @@ def silu_mul_fp8(
 
 
 _SILU_COLUMNS = 2048
-"""Columns of a program that does not quantise."""
+"""Number of columns per program of the SiLU·mul kernel without quantisation."""
 
 
 def _launch_silu(
@@ -330,7 +336,8 @@ def _launch_silu(
 
 @triton.jit
 def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """Some columns of one token; all of them where a scale is wanted."""
+    """Process some columns of one token; with quantisation all columns, since the scale depends on the whole
+    row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -352,7 +359,7 @@ def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.const
         tl.store(to, product, mask=inside)
 
 
-# ── shapes ───────────────────────────────────────────────────────────────────────────────────────────
+# ── checks and launch sizes ──────────────────────────────────────────────────────────────────────────
 
 
 def _whole(name: str, tensor: torch.Tensor) -> None:
@@ -363,12 +370,12 @@ def _whole(name: str, tensor: torch.Tensor) -> None:
 def _block(width: int, name: str) -> int:
     block = triton.next_power_of_2(width)
     if block > LARGEST_ROW:
-        raise ValueError(f"{name} is {width}; a program holds at most {LARGEST_ROW}")
+        raise ValueError(f"{name} is {width}; the largest supported width is {LARGEST_ROW}")
     return block
 
 
 def _row_warps(block: int, tokens: int) -> int:
-    """Few tokens want the row spread thin, for latency; many want 16 bytes a thread and load, for
-    bandwidth."""
+    """Return the number of warps per row. With few tokens, a row is spread over many threads to reduce
+    latency; with many tokens, each thread loads 16 bytes at once for bandwidth."""
     elements = 8 if tokens <= 256 else 16
     return min(max(block // (32 * elements), 1), 32)

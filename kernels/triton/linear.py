@@ -1,25 +1,25 @@
 # mypy: allow-untyped-defs
-"""Matrix products at decode: up to 64 rows, where reading the weights once is all the time there is.
+"""GEMMs of a decode step: up to 64 rows, where reading the weights takes nearly all of the time.
 
-`linear` and `linear_fp8` take any number of rows: a table of measured shapes (`linear_table`) says which
-kernel a shape gets, and where cuBLAS (through torch) is better; rules say it for shapes that are not there.
-What touches the same bytes is done on the way: RMSNorm and the quantisation of x before, bias, residual and
-SwiGLU after. One row is normed and quantised by every program for itself; more rows by a launch of their own,
-or (`kernels.Gained`) by two products that follow one another: the first multiplies what it writes by the
-norm's gain and adds up its squares, the second multiplies its sums by what is left of the norm, a factor for
-each token.
+`linear` and `linear_fp8` accept any number of rows. A table of measured shapes (`linear_table`) selects the
+kernel for a shape, or cuBLAS (through torch) where cuBLAS is faster; rules decide for shapes that are not in
+the table. The GEMM fuses the work on the same bytes: RMSNorm and quantisation of x as a prologue; bias,
+residual and SwiGLU as an epilogue. With one row, every program computes the norm and the quantisation itself.
+With more rows, a separate launch does, or two consecutive GEMMs share the norm (`kernels.DeferredNorm`): the
+first multiplies its result by the norm's gain and sums the squares, and the second multiplies its sums by the
+remaining factor of each token.
 
-Rounding: x is normed in float32 and rounded once to its dtype, as `reference.rms_norm` does; then (FP8)
-divided by its scale, its largest magnitude / 448, and rounded to e4m3, as `reference.quantise_fp8` does. A
-norm that two products share rounds x × gain once where the twin rounds x × factor × gain once: the same
-relative error, as long as x × gain is within the dtype's range, which float16's may not be.
-Sums are float32. Bias and residual are added to the float32 sum, which is rounded once, to the dtype of
-`out`; the twins round the product before they add a residual. SwiGLU rounds gate, up and silu(gate) as its
-twin does. FP8 products of one row are exact in float32; of more rows, they are summed by the tensor cores in
-about 14 bits (error of a product 2e-3 to 4e-3 in all, of which 1.7e-3 is the rounding to bfloat16).
+Rounding: x is normed in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
+divided by its scale, its largest magnitude / 448, and rounded to e4m3, as in `reference.quantise_fp8`. A
+shared norm rounds x × gain once, where the reference rounds x × factor × gain once: the relative error is the
+same as long as x × gain is within the dtype's range, which float16 does not guarantee. Sums are float32. Bias
+and residual are added to the float32 sum, which is rounded once to the dtype of `out`; the reference rounds
+before it adds a residual. SwiGLU rounds gate, up and silu(gate) as the reference does. FP8 GEMMs of one row
+are exact in float32. With more rows the tensor cores sum in about 14 bits (total relative error 2e-3 to 4e-3,
+of which 1.7e-3 comes from rounding to bfloat16).
 
-Nothing here waits for the device; all may be captured into graphs. PDL (programmatic dependent launch) must
-not change a bit: the order of every sum is fixed.
+No function here waits for the device, and all launches can be captured in CUDA graphs. PDL (programmatic
+dependent launch) does not change any bit of a result: the order of every sum is fixed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels import Gained
+from kernels import DeferredNorm
 from kernels.triton import fused
-from kernels.triton.linear_plans import Fused, Plan
+from kernels.triton.linear_plans import FusedOps, GemmPlan
 from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv
 from kernels.triton.linear_table import Table
 
-__all__ = ["Workspace", "allocate_gained", "allocate_workspace", "linear", "linear_fp8", "quantise"]
+__all__ = ["Workspace", "allocate_deferred_norm", "allocate_workspace", "linear", "linear_fp8", "quantise"]
 
 
 def linear(
@@ -51,33 +51,38 @@ def linear(
     silu_mul: bool = False,
     squares: torch.Tensor | None = None,
     next_gain: torch.Tensor | None = None,
-    gained: Gained | None = None,
+    deferred_norm: DeferredNorm | None = None,
     out: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     table: Table | None = None,
     pdl: bool = True,
-    plan: Plan | None = None,
+    plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """`rms_norm(x) @ weight.T + bias`, then SwiGLU, then `+ residual`: each only if asked for.
+    """Return `rms_norm(x) @ weight.T + bias`, then SwiGLU, then `+ residual`; each step only if its argument
+    is given.
 
     x: `[rows, K]`, rows may be strided. weight: `[N, K]` of x's dtype, contiguous. bias: `[N]`. norm_weight:
-    `[K]`. silu_mul: weight has the gate's rows, then up's; the result is `silu(gate) × up`, `[rows, N / 2]`.
-    residual, out: `[rows, N]` (`N / 2`), rows may be strided; they may be the same tensor. workspace: for
-    products that are split over K; one is made for the call where it is None, at the cost of a launch. table:
-    of the device; None: rules alone. plan: instead of the table's. pdl: weight, bias and next_gain are read
-    before the kernel in front has ended, so that one must not write them.
+    `[K]`.
+    silu_mul: weight holds the gate's rows, then up's rows; the result is `silu(gate) × up`, `[rows, N / 2]`.
+    residual, out: `[rows, N]` (`N / 2` with silu_mul), rows may be strided; they may be the same tensor.
+    workspace: memory for split-K GEMMs; None allocates one for this call, at the cost of a launch.
+    table: the device's measured plans; None: rules alone. plan: replaces the table's choice.
+    pdl: weight, bias and next_gain are read before the previous kernel has ended, so that kernel must not
+    write them.
 
-    A norm that is shared (by a product of a plan that is `tiled`): squares: x is `Gained.values` and these
-    its `Gained.squares`, with the norm's eps and without norm_weight. gained: of `allocate_gained`, filled
-    from the result, with the gain of the norm that reads it next, next_gain `[N]`.
+    A shared norm needs a plan that is `tiled`.
+    squares: the `DeferredNorm.squares` that belong to x, which is `DeferredNorm.values`; requires the norm's
+    eps and no norm_weight.
+    deferred_norm: from `allocate_deferred_norm`; it is filled from the result and next_gain `[N]`, the gain
+    of the norm that reads the result next.
     """
-    extras = Fused(bias, residual, norm_weight, eps, silu_mul, squares, next_gain, gained)
+    extras = FusedOps(bias, residual, norm_weight, eps, silu_mul, squares, next_gain, deferred_norm)
     _check(x, weight, extras, out)
     if weight.dtype != x.dtype:
         raise ValueError(f"weight is {weight.dtype} and x is {x.dtype}; they must be the same")
     rows = x.shape[0]
     plan = plan or (table or Table()).choose(rows, weight.shape[0], weight.shape[1], weight.dtype)
-    if squares is not None or gained is not None:
+    if squares is not None or deferred_norm is not None:
         _check_shared(plan, x, weight, extras)
     alone = plan is not None and rows == 1 and plan.form == "gemv"
     if norm_weight is not None and rows and not alone:
@@ -108,27 +113,27 @@ def linear_fp8(
     workspace: Workspace | None = None,
     table: Table | None = None,
     pdl: bool = True,
-    plan: Plan | None = None,
+    plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """As `linear`, of e4m3 weights `[N, K]` with a float32 scale each, `weight_scale [N]`, and of x quantised
-    per token.
+    """`linear` with e4m3 weights `[N, K]`, which have a float32 scale per row, `weight_scale [N]`, and with x
+    quantised per token.
 
-    x: `[rows, K]` in the model's dtype, quantised here after it is normed; or e4m3, with `x_scale [rows]` or
-    `[rows, 1]` float32 and no norm_weight; dtype is then the model's. The result has that unless `out` says
-    otherwise.
+    x: `[rows, K]` in the model's dtype, quantised here after the norm; or e4m3 with `x_scale [rows]` or
+    `[rows, 1]` float32, without norm_weight, where dtype gives the model's dtype. The result has the model's
+    dtype unless `out` has another.
     """
-    extras = Fused(bias, residual, norm_weight, eps, silu_mul)
+    extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
     dtype = x.dtype if x_scale is None else dtype
     if x_scale is not None and norm_weight is not None:
-        raise ValueError("x_scale says that x is quantised; norm_weight needs x as it was before")
+        raise ValueError("x_scale and norm_weight are both given; the norm needs x before quantisation")
     if weight_scale.shape != weight.shape[:1] or weight_scale.dtype != torch.float32:
         raise ValueError(
             f"weight_scale is {weight_scale.dtype} {tuple(weight_scale.shape)}; "
             f"weight needs float32 ({weight.shape[0]},)"
         )
     rows = x.shape[0]
-    # One row that is quantised already has no use for a kernel that quantises.
+    # A row that is already quantised must not use the one-row kernels, which quantise x themselves.
     for_rows = rows if x_scale is None else max(rows, 2)
     plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
     if out is None and (plan is not None or not rows):
@@ -150,20 +155,22 @@ def linear_fp8(
     return out
 
 
-def allocate_gained(plan: Plan, result: torch.Tensor) -> Gained:
-    """For the result `[rows, columns]` of a product of `plan` without SwiGLU, which fills it."""
+def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm:
+    """Allocate the deferred norm of a GEMM's `result [rows, columns]`. The GEMM must have this `plan`, must
+    not compute SwiGLU, and fills the deferred norm."""
     rows, columns = result.shape
     parts = triton.cdiv(columns, plan.block_n)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=result.device)
-    return Gained(torch.empty((rows, columns), dtype=result.dtype, device=result.device), squares)
+    return DeferredNorm(torch.empty((rows, columns), dtype=result.dtype, device=result.device), squares)
 
 
 def quantise(
     x: torch.Tensor, *, values: torch.dtype = fused.FP8, pdl: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x [rows, n]`, contiguous, in e4m3, and scales `[rows, 1]` float32: as `reference.quantise_fp8`.
+    """Quantise `x [rows, n]`, contiguous, to e4m3 with scales `[rows, 1]` float32, as
+    `reference.quantise_fp8` does.
 
-    values: another dtype only where an interpreter, which cannot judge e4m3, checks the rest.
+    values: the dtype of the result; tests in Triton's interpreter, which does not support e4m3, pass another.
     """
     rows, n = x.shape
     quantised = torch.empty((rows, n), dtype=values, device=x.device)
@@ -185,7 +192,7 @@ def quantise(
 
 @triton.jit
 def _quantise(x, quantised, scales, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program."""
+    """Quantise one row per program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -198,16 +205,16 @@ def _quantise(x, quantised, scales, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(scales + row, tl.div_rn(largest, 448.0))
 
 
-# ── the ways to go ───────────────────────────────────────────────────────────────────────────────────
+# ── launching ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _launch(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
-    extras: Fused,
+    extras: FusedOps,
     out: torch.Tensor,
     workspace: Workspace | None,
     pdl: bool,
@@ -215,7 +222,7 @@ def _launch(
     if plan.form == "gemv":
         launch_gemv(plan, x, weight, weight_scale, extras, out, pdl)
     elif plan.form == "stream" and weight_scale is not None:
-        # Gluon has no interpreter: whoever has no GPU never gets here.
+        # Imported here because Gluon has no CPU interpreter; without a GPU this branch is never taken.
         from kernels.triton.linear_stream import launch_stream
 
         launch_stream(plan, x, weight, weight_scale, extras, out, pdl)
@@ -232,7 +239,7 @@ def _launch(
 
 
 def _cublas(
-    x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tensor | None, pdl: bool
+    x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.Tensor | None, pdl: bool
 ) -> torch.Tensor:
     if extras.bias is None and not extras.silu_mul and (out is None or out.dtype == x.dtype):
         if extras.residual is not None:
@@ -246,13 +253,14 @@ def _cublas_fp8(
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    extras: Fused,
+    extras: FusedOps,
     dtype: torch.dtype,
     out: torch.Tensor | None,
     pdl: bool,
 ) -> torch.Tensor:
-    """In the model's dtype, as our own products. The library is always asked for bfloat16: float16 with a
-    scale for each row is not right in every torch on every GPU, and sums of 14 bits lack its last ones."""
+    """Compute an FP8 GEMM with cuBLAS, with the result in the model's dtype. cuBLAS always returns bfloat16
+    here: float16 with a scale per row gives wrong results in some versions of torch on some GPUs, and sums of
+    14 bits do not have float16's last bits."""
     as_asked = dtype == torch.bfloat16
     product = torch._scaled_mm(
         x,
@@ -270,7 +278,7 @@ def _cublas_fp8(
     return _after(product, extras, out, pdl)
 
 
-def _after(product: torch.Tensor, extras: Fused, out: torch.Tensor | None, pdl: bool) -> torch.Tensor:
+def _after(product: torch.Tensor, extras: FusedOps, out: torch.Tensor | None, pdl: bool) -> torch.Tensor:
     if extras.silu_mul:
         product = fused.silu_mul(product, pdl=pdl)
     if extras.residual is not None:
@@ -278,20 +286,24 @@ def _after(product: torch.Tensor, extras: Fused, out: torch.Tensor | None, pdl: 
     return product if out is None else out.copy_(product)
 
 
-def _columns(weight: torch.Tensor, extras: Fused) -> int:
+def _columns(weight: torch.Tensor, extras: FusedOps) -> int:
     return weight.shape[0] // 2 if extras.silu_mul else weight.shape[0]
 
 
-def _allocate(x: torch.Tensor, weight: torch.Tensor, extras: Fused, dtype: torch.dtype) -> torch.Tensor:
+def _allocate(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty((x.shape[0], _columns(weight, extras)), dtype=dtype, device=x.device)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tensor | None) -> None:
-    """Raises ValueError for what does not fit."""
+def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.Tensor | None) -> None:
+    """Raise ValueError if shapes, dtypes or strides do not match."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; they must share K")
+        raise ValueError(
+            f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; their second dimensions must be equal"
+        )
     if x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(f"x has strides {x.stride()} and weight {weight.stride()}; their rows must be whole")
+        raise ValueError(
+            f"x has strides {x.stride()} and weight {weight.stride()}; their rows must be contiguous"
+        )
     shape = (x.shape[0], _columns(weight, extras))
     for name, tensor, wanted in (
         ("bias", extras.bias, weight.shape[:1]),
@@ -301,29 +313,32 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: Fused, out: torch.Tens
     ):
         if tensor is not None and (tensor.shape != wanted or tensor.stride(-1) != 1):
             raise ValueError(
-                f"{name} is {tuple(tensor.shape)}, strides {tensor.stride()}; needs whole rows of {wanted}"
+                f"{name} is {tuple(tensor.shape)}, strides {tensor.stride()}; "
+                f"needs shape {wanted} with contiguous rows"
             )
 
 
-def _check_shared(plan: Plan | None, x: torch.Tensor, weight: torch.Tensor, extras: Fused) -> None:
-    """Raises ValueError where a product cannot share a norm as it is asked to."""
+def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, extras: FusedOps) -> None:
+    """Raise ValueError if this GEMM cannot share a norm as requested."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
-        raise ValueError(f"a norm is shared by products of form dot or tiles, not by {plan or 'the library'}")
-    if extras.silu_mul and extras.gained is not None:
-        raise ValueError("gained is for results without SwiGLU; silu_mul asks for it")
+        raise ValueError(f"only GEMMs with form dot or tiles share a norm, not {plan or 'the library'}")
+    if extras.silu_mul and extras.deferred_norm is not None:
+        raise ValueError(
+            "deferred_norm and silu_mul are both given; a deferred norm needs a result without SwiGLU"
+        )
     wanted: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = []
     if extras.squares is not None:
         wanted.append(("squares", extras.squares, (len(extras.squares), rows)))
         if extras.norm_weight is not None:
             raise ValueError(
-                "squares say that x is multiplied by the norm's gain; norm_weight would be again"
+                "squares and norm_weight are both given; x with squares already includes the norm's gain"
             )
-    if extras.gained is not None:
+    if extras.deferred_norm is not None:
         wanted.append(("next_gain", extras.next_gain, (columns,)))
-        wanted.append(("gained.values", extras.gained.values, (rows, columns)))
+        wanted.append(("deferred_norm.values", extras.deferred_norm.values, (rows, columns)))
         parts = triton.cdiv(columns, plan.block_n)
-        wanted.append(("gained.squares", extras.gained.squares, (parts, rows)))
+        wanted.append(("deferred_norm.squares", extras.deferred_norm.squares, (parts, rows)))
     for name, tensor, shape in wanted:
         if tensor is None or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} is {None if tensor is None else tuple(tensor.shape)}; needs {shape}")

@@ -1,8 +1,9 @@
-"""How each product of few rows is cut into programs, and where cuBLAS takes over: rules for shapes that no
-table has (`linear_table`).
+"""How a GEMM of few rows is divided into programs, and where cuBLAS takes over: the rules for shapes without
+a measured entry (`linear_table`).
 
-The figures are what won on an H200 with the shapes of an 8B decoder (docs/measurements). No Triton here:
-plans can be made and tested anywhere.
+The constants are the best values on an H200 for the shapes of an 8B decoder
+(docs/performance-notes-linear.md). This module does not import Triton, so plans can be made and tested on any
+machine.
 """
 
 from __future__ import annotations
@@ -12,57 +13,61 @@ from typing import Literal
 
 import torch
 
-from kernels import Gained
+from kernels import DeferredNorm
 
-MOST_ROWS = 64
-"""Above, the tensor cores' rate begins to count, and cuBLAS has better tiles. Twice as many where the weights
-are e4m3 and outputs few: there the library reads them at a third of the memory's rate."""
+MAX_ROWS = 64
+"""Largest number of rows of a plan. Above it the GEMM is no longer limited by memory, and cuBLAS has better
+tiles. The limit is twice as high for e4m3 weights with few outputs, which cuBLAS reads at a third of the
+memory bandwidth."""
 
-SPLIT_PROGRAMS = 180
-"""Most programs of a split product: splits double while there are fewer than half as many."""
+MAX_SPLIT_PROGRAMS = 180
+"""Upper limit on the number of programs of a split-K GEMM: the split doubles while there are fewer than half
+as many programs."""
 
 HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory that a program can have on Hopper, for which these rules were made."""
+"""Bytes of shared memory available to a program on Hopper, for which these rules were made."""
 
 _SHARED_BESIDE = 2 << 10
-"""That a tiled program takes besides its tiles, at most."""
+"""Upper bound on the shared memory in bytes that a program uses besides its tiles."""
 
 WORKSPACE_SUMS, WORKSPACE_TILES = 1 << 22, 512
-"""Most float32 sums and tiles that the programs of a split product keep between them."""
+"""Capacity of the split-K workspace: number of float32 partial sums, and number of tiles."""
 
 ALIGNMENT = 64
-"""K must be a multiple."""
+"""K must be a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The programs of one product."""
+class GemmPlan:
+    """How one GEMM is divided into programs."""
 
     form: Literal["gemv", "stream", "dot", "tiles"]
-    """gemv: one row on the ordinary cores; dot: tiles in shared memory (both in `linear_rows`). stream: one
-    row, weights straight into tensor-core registers (`linear_stream`). tiles: as dot, with weights on their
-    way before the kernel in front has ended; needs a Hopper GPU (`linear_tiles`)."""
+    """The kernel. gemv: one row on the CUDA cores; dot: tiles in shared memory (both in `linear_rows`).
+    stream: one row, weights loaded directly into tensor-core registers (`linear_stream`). tiles: like dot,
+    but weight loads start before the previous kernel has ended; needs a Hopper GPU (`linear_tiles`)."""
     rows: int
-    """Tokens of the tile, padding included."""
+    """Number of tokens in the tile, padding included."""
     block_n: int
-    """Rows of the weight of a program."""
+    """Number of weight rows per program."""
     block_k: int
-    """Columns of a step: of a program; of a warp, in a stream."""
+    """Number of columns (of K) per pipeline step: of a program, or of a warp in a stream."""
     warps: int
     stages: int = 1
-    """Steps of weights under way."""
+    """Number of pipeline stages: steps whose weights are being loaded."""
     split: int = 1
-    """Programs that share K."""
+    """Number of programs that divide K among them (split-K)."""
 
     @property
     def tiled(self) -> bool:
-        """Whether a program has a tile of all tokens, and may share a norm with another product."""
+        """Whether a program has a tile with all tokens, so that the GEMM can share a norm with another
+        GEMM."""
         return self.form in ("dot", "tiles")
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
-    """What a product does on the way. Shapes: `kernels.triton.linear.linear`."""
+class FusedOps:
+    """Operations that a GEMM fuses into its prologue and epilogue. `kernels.triton.linear.linear` documents
+    the shapes."""
 
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
@@ -71,26 +76,28 @@ class Fused:
     silu_mul: bool = False
     squares: torch.Tensor | None = None
     next_gain: torch.Tensor | None = None
-    gained: Gained | None = None
+    deferred_norm: DeferredNorm | None = None
 
 
-def fits_workspace(plan: Plan, n: int) -> bool:
-    """Whether the sums of a split product of `n` outputs have room."""
+def fits_workspace(plan: GemmPlan, n: int) -> bool:
+    """Return whether the workspace has room for the partial sums of a split-K GEMM with `n` outputs."""
     tiles = -(-n // plan.block_n)
     return tiles <= WORKSPACE_TILES and tiles * plan.split * plan.block_n * plan.rows <= WORKSPACE_SUMS
 
 
-def tile_bytes(plan: Plan, itemsize: int) -> int:
-    """Of shared memory, for the tiles of a program with weights of so many bytes each."""
+def tile_bytes(plan: GemmPlan, itemsize: int) -> int:
+    """Return the bytes of shared memory that a program's tiles take with weights of `itemsize` bytes."""
     return plan.stages * (plan.block_n + plan.rows) * plan.block_k * itemsize
 
 
-def choose(rows: int, n: int, k: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED) -> Plan | None:
-    """The plan of `[rows, k] × [n, k]ᵀ` with weights of `dtype`, on a GPU whose programs can have so many
-    bytes of shared memory; None where cuBLAS does better or we do not serve the shape."""
+def choose(
+    rows: int, n: int, k: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED
+) -> GemmPlan | None:
+    """Return the plan of `[rows, k] × [n, k]ᵀ` with weights of `dtype`, for a GPU with `shared_bytes` of
+    shared memory per program. None: cuBLAS is faster, or the kernels do not support the shape."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return None
-    most = 2 * MOST_ROWS if dtype.itemsize == 1 and n < _MANY else MOST_ROWS
+    most = 2 * MAX_ROWS if dtype.itemsize == 1 and n < _MANY else MAX_ROWS
     if not 1 <= rows <= most or k % ALIGNMENT or n < 16:
         return None
     if rows > 1:
@@ -102,20 +109,21 @@ def choose(rows: int, n: int, k: int, dtype: torch.dtype, shared_bytes: int = HO
 
 
 _MANY = 16384
-"""Outputs from which one wave of programs is a small part of all."""
+"""Number of outputs from which one wave of programs is a small part of the whole GEMM."""
 
 
-def _gemv(n: int, k: int, dtype: torch.dtype) -> Plan:
+def _gemv(n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     whole = _power_of_2(k)
     if dtype.itemsize == 1:
-        return Plan("gemv", 1, 8, min(2048, whole), warps=4)
-    # 4096 columns at once of many rows, or long ones; else two steps, of which the first is before the wait.
+        return GemmPlan("gemv", 1, 8, min(2048, whole), warps=4)
+    # Weights with many rows or long rows: 4096 columns at once. Otherwise two steps, the first of which is
+    # loaded before the wait for the previous kernel.
     block_k = 4096 if k >= 8192 or (n >= _MANY and k >= 4096) else max(256, min(2048, whole // 2))
-    return Plan("gemv", 1, 4, min(block_k, whole), warps=4)
+    return GemmPlan("gemv", 1, 4, min(block_k, whole), warps=4)
 
 
-def _stream(n: int, k: int) -> Plan:
-    plan = Plan("stream", 1, 16, 256, warps=4, stages=3 if n <= 4096 else 2)
+def _stream(n: int, k: int) -> GemmPlan:
+    plan = GemmPlan("stream", 1, 16, 256, warps=4, stages=3 if n <= 4096 else 2)
     while k % (plan.warps * plan.block_k) and plan.block_k > 64:
         plan = replace(plan, block_k=plan.block_k // 2)
     while k % (plan.warps * plan.block_k):
@@ -123,20 +131,22 @@ def _stream(n: int, k: int) -> Plan:
     return plan
 
 
-def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> Plan:
+def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     padded = max(16, _power_of_2(rows))
     columns = 128 * 2 // dtype.itemsize  # 256 bytes of a row
     if n >= _MANY:
         if padded == 64 or (padded == 32 and dtype.itemsize == 2):
-            plan = Plan("dot", padded, 128, columns, warps=8, stages=4)
+            plan = GemmPlan("dot", padded, 128, columns, warps=8, stages=4)
         else:
-            plan = Plan("dot", padded, 64, columns, warps=4, stages=4)
+            plan = GemmPlan("dot", padded, 64, columns, warps=4, stages=4)
     else:
         split = 1
-        while -(-n // 64) * split < SPLIT_PROGRAMS // 2 and split < 8 and k % (2 * split * ALIGNMENT) == 0:
+        while (
+            -(-n // 64) * split < MAX_SPLIT_PROGRAMS // 2 and split < 8 and k % (2 * split * ALIGNMENT) == 0
+        ):
             split *= 2
         stages = {16: 6, 32: 5, 64: 5, 128: 4}[padded]
-        plan = Plan("dot", padded, 64, columns, warps=4, stages=stages, split=split)
+        plan = GemmPlan("dot", padded, 64, columns, warps=4, stages=stages, split=split)
     while k // plan.split % plan.block_k:
         plan = replace(plan, block_k=plan.block_k // 2)
     return plan

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs
-"""Products of few rows in Triton: one row on the ordinary cores, up to 64 on the tensor cores.
+"""GEMM kernels for few rows in Triton: `gemv` for one row on the CUDA cores, `dot` for more rows on the
+tensor cores.
 
-`gemv`: each program multiplies a few rows of the weight with one token, which it norms and quantises itself.
-`dot`: the weight is the 64-row side of the tensor cores' product and the tokens, padded to 16, 32 or 64, the
-other. K may be split over programs; the last of a tile to arrive adds the float32 sums of all in the order
-of the splits, so that results do not depend on timing.
+`gemv`: each program multiplies a few rows of the weight by one token, which the program norms and quantises
+itself. `dot`: the weight is the 64-row side of the tensor-core instruction, and the tokens, padded to 16, 32
+or 64, are the other side. K may be split over programs (split-K). The program that finishes a tile last adds
+the float32 partial sums in the order of the splits, so results do not depend on timing.
 
-See `kernels.triton.linear` for what a product does on the way, and how it rounds.
+`kernels.triton.linear` documents the fused operations and the rounding.
 """
 
 from __future__ import annotations
@@ -17,33 +18,33 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, Fused, Plan, fits_workspace
+from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOps, GemmPlan, fits_workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What the programs of split products keep between them. One for each stream; every product may use it,
-    since they run one after another, and one that starts early touches it only when the one in front is done.
-    """
+    """Memory shared by the programs of split-K GEMMs. Each stream needs one workspace. All GEMMs of a stream
+    can use the same one, because they run one after another, and a GEMM that starts early (PDL) touches the
+    workspace only after the previous kernel has ended."""
 
     partials: torch.Tensor
-    """float32 sums of the splits."""
+    """Partial sums of the splits, float32."""
     arrived: torch.Tensor
-    """int32, a counter for each tile; zero between launches."""
+    """Number of finished splits of each tile, int32; zero between launches."""
 
 
 def allocate_workspace(device: torch.device) -> Workspace:
-    """For every plan of `linear_plans.choose` and of a table."""
+    """Allocate a workspace large enough for every plan of `linear_plans.choose` and of a table."""
     partials = torch.empty(WORKSPACE_SUMS, dtype=torch.float32, device=device)
     return Workspace(partials, torch.zeros(WORKSPACE_TILES, dtype=torch.int32, device=device))
 
 
-def check_workspace(plan: Plan, n: int) -> None:
-    """Raises ValueError where the sums of a split product of `n` outputs have no room."""
+def check_workspace(plan: GemmPlan, n: int) -> None:
+    """Raise ValueError if the workspace has no room for the partial sums of a GEMM with `n` outputs."""
     if plan.split > 1 and not fits_workspace(plan, n):
         raise ValueError(
-            f"the sums of {plan} for {n} outputs do not fit the workspace "
-            f"({WORKSPACE_SUMS} of {WORKSPACE_TILES} tiles)"
+            f"the partial sums of {plan} for {n} outputs do not fit the workspace "
+            f"({WORKSPACE_SUMS} sums in {WORKSPACE_TILES} tiles)"
         )
 
 
@@ -51,15 +52,15 @@ def check_workspace(plan: Plan, n: int) -> None:
 
 
 def launch_gemv(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
-    fused: Fused,
+    fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """One row. With `weight_scale`, x is quantised on the way."""
+    """Multiply one row. With `weight_scale`, the kernel quantises x."""
     _gemv[(triton.cdiv(weight.shape[0], plan.block_n),)](
         x,
         weight,
@@ -88,18 +89,18 @@ def launch_gemv(
 
 
 def launch_dot(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
     workspace: Workspace,
-    fused: Fused,
+    fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
-    already, but for its tokens' factors where `fused` has its squares."""
+    """Multiply up to `plan.rows` rows of x, which has the weight's dtype; both have scales if that is e4m3. x
+    is already normed, except for the factor per token if `fused` has its squares."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]
@@ -113,8 +114,8 @@ def launch_dot(
         fused.residual,
         out,
         fused.next_gain,
-        None if fused.gained is None else fused.gained.values,
-        None if fused.gained is None else fused.gained.squares,
+        None if fused.deferred_norm is None else fused.deferred_norm.values,
+        None if fused.deferred_norm is None else fused.deferred_norm.squares,
         workspace.partials,
         workspace.arrived,
         x.shape[0],
@@ -134,7 +135,7 @@ def launch_dot(
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
-        GAIN=fused.gained is not None,
+        GAIN=fused.deferred_norm is not None,
         PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -142,12 +143,12 @@ def launch_dot(
     )
 
 
-# ── the parts of a program ───────────────────────────────────────────────────────────────────────────
+# ── parts of the kernels ─────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
 def _weight_rows(tile, columns, BLOCK_N: tl.constexpr, SILU: tl.constexpr):
-    """The weight's rows of a tile, int64. SwiGLU: gate and up of a column side by side."""
+    """Return the weight rows of a tile as int64. With SwiGLU, gate and up of a column are adjacent."""
     row = tl.arange(0, BLOCK_N)
     if SILU:
         column = tl.minimum(tile * (BLOCK_N // 2) + row // 2, columns - 1)
@@ -172,7 +173,7 @@ def _finish(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """What follows on the sums `acc [BLOCK_N, ROWS]`; writes them, and returns what it wrote."""
+    """Apply the epilogue to the sums `acc [BLOCK_N, ROWS]`, store the result and return it."""
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.arange(0, ROWS)
     if BIAS:
@@ -196,8 +197,11 @@ def _finish(
 
 
 @triton.jit
-def _write_gained(x, gain, tile, gained, squares, rows, columns, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile `x [BLOCK_N, ROWS]` of the result, for the norm with `gain [BLOCK_N]` that reads it next."""
+def _write_deferred_norm(
+    x, gain, tile, gained, squares, rows, columns, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Store the deferred norm of a tile `x [BLOCK_N, ROWS]` of the result, for the next norm with
+    `gain [BLOCK_N]`."""
     row = tl.arange(0, ROWS)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (column < columns)[:, None] & (row < rows)[None, :]
@@ -210,13 +214,13 @@ def _write_gained(x, gain, tile, gained, squares, rows, columns, ROWS: tl.conste
 
 @triton.jit
 def _widen(values, FP8: tl.constexpr):
-    """As float32. e4m3 takes the way over float16, which is one instruction for two values."""
+    """Convert to float32. e4m3 converts through float16, which takes one instruction for two values."""
     if FP8:
         values = values.to(tl.float16)
     return values.to(tl.float32)
 
 
-# ── the programs ─────────────────────────────────────────────────────────────────────────────────────
+# ── kernels ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
@@ -254,7 +258,7 @@ def _dot(
     GAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of BLOCK_N weight rows by 1 / SPLIT of K, for all tokens."""
+    """Compute a tile of BLOCK_N weight rows by 1 / SPLIT of K, for all tokens."""
     depth: tl.constexpr = K // SPLIT
     tile = tl.program_id(0) // SPLIT
     split = tl.program_id(0) % SPLIT
@@ -270,7 +274,7 @@ def _dot(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if PARTS:
-        # Asked for here and added up when the product is done: until then they are on their way.
+        # Load the squares here and sum them after the GEMM, so that the loads overlap with the GEMM.
         which = tl.arange(0, PARTS)
         there = (which < parts)[:, None] & live[None, :]
         squared = tl.load(x_squares + which[:, None] * rows + row[None, :], mask=there, other=0.0)
@@ -286,7 +290,7 @@ def _dot(
         sums = partials + tile * SPLIT * size
         cell = tl.arange(0, BLOCK_N)[:, None] * ROWS + row[None, :]
         tl.store(sums + split * size + cell, acc)
-        # Every thread's sums are written before one thread says so.
+        # All threads must have stored their sums before one thread increments the counter.
         tl.debug_barrier()
         last = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if last:
@@ -317,7 +321,7 @@ def _dot(
             RESIDUAL,
         )
         if GAIN:
-            _write_gained(result, gain, tile, gained, squares, rows, columns, ROWS, BLOCK_N)
+            _write_deferred_norm(result, gain, tile, gained, squares, rows, columns, ROWS, BLOCK_N)
 
 
 @triton.jit
@@ -344,7 +348,8 @@ def _gemv(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N weight rows by all of K, for one token. The first block of weights is read before the wait."""
+    """Multiply BLOCK_N weight rows by one token, over all of K. The first block of weights is loaded before
+    the wait for the previous kernel."""
     tile = tl.program_id(0)
     weight_row = _weight_rows(tile, columns, BLOCK_N, SILU)
     k = tl.arange(0, BLOCK_K)
@@ -360,7 +365,7 @@ def _gemv(
 
     inverse = 1.0
     if NORM or QUANTISE:
-        # The whole row at once: in turns, the compiler would hold more of it, not less.
+        # The whole row is loaded at once: a loop over parts would need more registers, not fewer.
         column = tl.arange(0, WHOLE)
         row = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
         if NORM:
@@ -374,7 +379,7 @@ def _gemv(
             scale = tl.div_rn(most, 448.0)
             factor = tl.div_rn(448.0, tl.where(most > 0.0, most, 1.0))
 
-    # Within a thread's 16 bytes the sum needs no other thread.
+    # Sums within the 16 bytes of a thread need no exchange between threads.
     acc = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
     for at in tl.static_range(0, K, BLOCK_K):
         inside = at + k < K

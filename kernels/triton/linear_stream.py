@@ -1,15 +1,15 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (a kernel's tuples know + alone)
-"""Products of one row, with weights that go from memory straight into tensor-core registers.
+"""GEMV of one row in Gluon, with weights loaded from memory directly into tensor-core registers.
 
-Written in Gluon, Triton's lower level, for one thing that Triton does not say: that a load's layout is that
-of a tensor-core operand. A thread's 16 bytes along K are then the operand of the next products, since any
-order of K will do that is the same in both operands, and no weight passes through shared memory. Each warp
-takes its own part of K; their float32 sums meet at the end, in a fixed order. The row, normed and quantised,
-lies in shared memory and takes the place of all 8 that the tensor cores want.
+Gluon, Triton's lower-level language, lets a load have the layout of a tensor-core operand, which Triton does
+not. The 16 bytes of a thread along K are then the operand of the next products: any order of K is valid that
+is the same in both operands. So no weight passes through shared memory. Each warp computes its own part of K,
+and the float32 sums of the warps are added at the end in a fixed order. The normed and quantised row is in
+shared memory and is broadcast to all 8 rows of the tensor-core operand.
 
-e4m3 weights are widened to float16, exactly, and multiplied there: sums are float32 throughout, where
-Hopper's FP8 products keep about 14 bits.
+e4m3 weights are converted exactly to float16 and multiplied in float16 with float32 sums; Hopper's FP8
+products keep only about 14 bits.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.triton.linear_plans import Fused, Plan
+from kernels.triton.linear_plans import FusedOps, GemmPlan
 
 
 def launch_stream(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
-    fused: Fused,
+    fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """One row, of which every program norms and quantises a copy."""
+    """Multiply one row. Every program norms and quantises the row itself."""
     k = x.shape[1]
     _stream[(triton.cdiv(weight.shape[0], plan.block_n),)](
         x,
@@ -61,7 +61,7 @@ def launch_stream(
 
 @gluon.jit
 def _weight_row(tile, index, columns, BLOCK_N: gl.constexpr, SILU: gl.constexpr):
-    """The weight's rows of a tile, int64. SwiGLU: gate and up of a column side by side."""
+    """Return the weight rows of a tile as int64. With SwiGLU, gate and up of a column are adjacent."""
     if SILU:
         column = gl.minimum(tile * (BLOCK_N // 2) + index // 2, columns - 1)
         return (column + (index % 2) * columns).to(gl.int64)
@@ -84,8 +84,8 @@ def _prepare(
     NORM: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Writes the row, normed and quantised, to shared memory, where each warp reads what it wrote: in
-    float16, which holds every e4m3 value. Returns its scale."""
+    """Norm and quantise the row, store it in shared memory as float16, which represents every e4m3 value, and
+    return its scale. Each warp reads only the part that it stored."""
     layout: gl.constexpr = gl.BlockedLayout([1, STEP // 32], [1, 32], [WARPS, 1], [1, 0])
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, layout))
     at = warp[:, None] * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, layout))[None, :]
@@ -106,7 +106,8 @@ def _prepare(
     if NORM:
         inverse = gl.rsqrt(gl.sum(gl.sum(squares, axis=1), axis=0) / K + eps)
         most = (most * inverse).to(dtype).to(gl.float32)
-    # Divisions that are rounded exactly cost registers, and with them a program on each SM.
+    # Exactly rounded divisions would take more registers, and one program fewer would fit on each
+    # multiprocessor.
     factor = 448.0 / gl.where(most > 0.0, most, 1.0)
     for step in gl.static_range(K // stride):
         part = parts[step]
@@ -139,9 +140,10 @@ def _stream(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """BLOCK_N weight rows by all of K, a part of K for each warp; AHEAD steps of weights are on their way."""
+    """Multiply BLOCK_N weight rows by one token. Each warp computes a part of K, with AHEAD steps of weights
+    in flight."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)  # 16 e4m3 values of a row are one load
+    in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)  # one load is 16 e4m3 values of a row
     in_x: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
     stride: gl.constexpr = WARPS * STEP
     steps: gl.constexpr = K // stride
@@ -172,7 +174,7 @@ def _stream(
         eight, _ = gl.broadcast(gl.expand_dims(one, 2), gl.zeros([WARPS, STEP, 8], gl.float16, layout=in_x))
         acc = mma_v2(tiles[step].to(gl.float16), eight, acc)
 
-    # ── what follows on the sums: eight times the same, of which one is written ──
+    # ── epilogue: the eight rows are equal, and one is stored ────────────────────
     dtype: gl.constexpr = out.dtype.element_ty
     pairs: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, WARPS], [0, 1])  # gate and up in one thread
     total = gl.convert_layout(gl.sum(acc, axis=0), pairs)

@@ -1,8 +1,8 @@
-"""The products that were measured: for each shape and number of rows the plan that won, or the library.
+"""Tables of measured GEMMs: for each shape and number of rows, the fastest plan or the library.
 
-A table belongs to one GPU. `python -m kernels.tune` writes it, to `kernels/tuned/<gpu>.json`; whoever owns
-the kernels of a device loads it once and hands it to every product. Shapes and rows that it lacks follow the
-rules of `linear_plans`. No Triton here, and no device.
+A table belongs to one GPU. `python -m kernels.tune` writes it to `kernels/tuned/<gpu>.json`. The owner of a
+device's kernels loads the table once and passes it to every GEMM. Shapes and numbers of rows without an entry
+follow the rules of `linear_plans`. This module needs neither Triton nor a device.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any
 import torch
 
 from kernels.triton import linear_plans
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 
 FOLDER = Path(__file__).resolve().parents[1] / "tuned"
-"""Where the tables are that ship."""
+"""Folder of the shipped tables."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
-"""Of weights, by their names in a table."""
+"""Dtypes of weights by their names in a table."""
 
 _LIBRARY = "library"
 _FORMS = ("gemv", "stream", "dot", "tiles")
 _NUMBERS = ("rows", "block_n", "block_k", "warps", "stages", "split")
-_REMEDY = "make the table again with python -m kernels.tune"
+_REMEDY = "write the table again with python -m kernels.tune"
 
 
 class TableError(ValueError):
-    """A table cannot be used: the message names file, product, rows, field and value."""
+    """A table cannot be used: the message names the file, GEMM, number of rows, field and value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`[rows, k] × [n, k]ᵀ`, with weights of `dtype`."""
+    """The GEMM `[rows, k] × [n, k]ᵀ`, with weights of `dtype` and any number of rows."""
 
     dtype: torch.dtype
     n: int
@@ -48,47 +48,48 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """What won, for up to so many rows."""
+class PlanEntry:
+    """The fastest kernel of one GEMM, for up to a number of rows."""
 
-    plan: Plan | None
-    """None: the library's product."""
+    plan: GemmPlan | None
+    """The plan; None: the library's GEMM."""
     us: float
-    """Microseconds that it adds to a decoder's layer, with what must run beside it."""
+    """Microseconds that the GEMM adds to a decoder layer, including the launches that it requires."""
     library_us: float
-    """The library's."""
+    """Microseconds that the library's GEMM adds to a decoder layer."""
     layer_us: float | None = None
-    """Microseconds of a decoder's layer, attention included, by which the plan was chosen together with those
-    of the layer's other products; None: it was chosen by `us`."""
+    """Microseconds of a whole decoder layer, attention included, if the layer's plans were chosen together by
+    that time; None: the plan was chosen by `us`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The measured products of one GPU. `Table()` has none, and leaves all to the rules."""
+    """The measured GEMMs of one GPU. `Table()` is empty and leaves every choice to the rules."""
 
     gpu: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
-    """Date and versions of the measurement."""
-    products: Mapping[Product, Mapping[int, Entry]] = field(default_factory=dict)
-    """By the most rows that an entry is for, rising."""
+    """Date and software versions of the measurement."""
+    products: Mapping[Product, Mapping[int, PlanEntry]] = field(default_factory=dict)
+    """Entries by GEMM and by the largest number of rows that each entry serves, in ascending order."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
-    """Of shared memory, that a program of the GPU can have: the rules keep to it."""
+    """Bytes of shared memory available to a program on the GPU; the rules respect this limit."""
 
-    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> Plan | None:
-        """As `linear_plans.choose`: the plan, or None for the library. The entry of the fewest rows that
-        suffice counts; where there is none, the rules."""
+    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
+        """Return the plan, or None for the library, as `linear_plans.choose` does. The entry with the fewest
+        sufficient rows decides; without an entry, the rules decide."""
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
             if rows <= most:
                 return entry.plan
         return linear_plans.choose(rows, n, k, dtype, self.shared_bytes)
 
-    def with_entry(self, product: Product, most_rows: int, entry: Entry) -> Table:
-        """This table and one entry more, in place of what was there."""
-        entries = {**self.products.get(product, {}), most_rows: entry}
+    def with_entry(self, product: Product, max_rows: int, entry: PlanEntry) -> Table:
+        """Return a copy of this table with one entry added or replaced."""
+        entries = {**self.products.get(product, {}), max_rows: entry}
         return replace(self, products={**self.products, product: dict(sorted(entries.items()))})
 
     def to_json(self) -> str:
-        """One line an entry, sorted, so that two tables can be compared line by line."""
+        """Return the table as sorted JSON with one line per entry, so that two tables can be compared line by
+        line."""
         lines = ["{", f' "gpu": {json.dumps(self.gpu)},']
         lines += [f' "{name}": {json.dumps(value)},' for name, value in self.about.items()]
         lines.append(' "products": {')
@@ -104,20 +105,22 @@ class Table:
 
 
 def table_path(gpu: str) -> Path:
-    """The file of a GPU's table, as the driver names the GPU: "NVIDIA H200" → `nvidia-h200.json`."""
+    """Return the file of a GPU's table from the driver's name of the GPU: "NVIDIA H200" →
+    `nvidia-h200.json`."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
 def load_table(gpu: str, shared_bytes: int = linear_plans.HOPPER_SHARED) -> Table:
-    """The table that ships for a GPU whose programs can have so many bytes of shared memory; an empty one
-    where there is none. Raises TableError."""
+    """Load the shipped table of a GPU with `shared_bytes` of shared memory per program, or return an empty
+    table if none ships. Raises TableError."""
     path = table_path(gpu)
     table = read_table(path) if path.exists() else Table(gpu)
     return replace(table, shared_bytes=shared_bytes)
 
 
 def read_table(path: Path) -> Table:
-    """Raises TableError for a file that is no table, and for plans that no kernel can run."""
+    """Read a table from a file. Raises TableError if the file is not a table or holds a plan that no kernel
+    can run."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -139,8 +142,8 @@ def read_table(path: Path) -> Table:
     return Table(str(values.get("gpu", "")), about, products)
 
 
-def problem(plan: Plan, most_rows: int, product: Product) -> str | None:
-    """Why a plan cannot serve a product of up to `most_rows` rows; None if it can."""
+def problem(plan: GemmPlan, max_rows: int, product: Product) -> str | None:
+    """Return why a plan cannot serve a GEMM of up to `max_rows` rows, or None if it can."""
     if plan.form not in _FORMS:
         return f"form is {plan.form!r}, not one of {', '.join(_FORMS)}"
     for name in _NUMBERS:
@@ -149,31 +152,31 @@ def problem(plan: Plan, most_rows: int, product: Product) -> str | None:
             return f"{name} is {value!r}, not a positive integer"
         if name != "stages" and value & (value - 1):
             return f"{name} is {value}, not a power of two"
-    if plan.rows < most_rows:
-        return f"rows is {plan.rows}, fewer than the {most_rows} that it is for"
+    if plan.rows < max_rows:
+        return f"rows is {plan.rows}; the entry needs at least {max_rows}"
     if plan.form in ("gemv", "stream"):
         if plan.rows != 1:
-            return f"rows is {plan.rows}; {plan.form} has one"
+            return f"rows is {plan.rows}; {plan.form} needs 1"
         if plan.split != 1:
-            return f"split is {plan.split}; {plan.form} has one"
+            return f"split is {plan.split}; {plan.form} needs 1"
     if plan.form == "stream" and product.dtype != torch.float8_e4m3fn:
-        return f"form is 'stream', which is for float8_e4m3fn weights, not {product.dtype}"
+        return f"form is 'stream', which needs float8_e4m3fn weights, not {product.dtype}"
     if plan.form == "tiles":
         if plan.rows < 8:
-            return f"rows is {plan.rows}; the tensor cores have at least 8"
+            return f"rows is {plan.rows}; the tensor cores need at least 8"
         if plan.warps % 4 or plan.block_n < 16 * plan.warps:
-            return f"warps is {plan.warps}: of a tile of {plan.block_n}, 4 share 64 weight rows"
+            return f"warps is {plan.warps}; needs a multiple of 4, at most block_n / 16"
         if plan.block_k * product.dtype.itemsize < 128:
-            return f"block_k is {plan.block_k}: a row of a tile is at least 128 bytes"
+            return f"block_k is {plan.block_k}; a row of a tile needs at least 128 bytes"
     step = {"gemv": 1, "stream": plan.warps * plan.block_k}.get(plan.form, plan.split * plan.block_k)
     if product.k % step:
-        return f"block_k is {plan.block_k}: steps of {step} do not divide k = {product.k}"
+        return f"block_k is {plan.block_k}; k = {product.k} is not a multiple of {step}"
     if plan.split > 1 and not linear_plans.fits_workspace(plan, product.n):
-        return f"split is {plan.split}: its sums do not fit the workspace"
+        return f"split is {plan.split}; its partial sums do not fit the workspace"
     return None
 
 
-def _entry_fields(entry: Entry) -> dict[str, Any]:
+def _entry_fields(entry: PlanEntry) -> dict[str, Any]:
     plan: dict[str, Any] = {"form": _LIBRARY}
     if entry.plan is not None:
         plan = {one.name: getattr(entry.plan, one.name) for one in fields(entry.plan)}
@@ -185,28 +188,28 @@ def _product(path: Path, name: str) -> Product:
     match = re.fullmatch(r"(\w+) ([1-9]\d*)x([1-9]\d*)", name)
     if match is None or match[1] not in DTYPES:
         raise TableError(
-            f"{path}: {name!r} is no product; needed is DTYPE NxK, DTYPE of {', '.join(DTYPES)}; {_REMEDY}"
+            f"{path}: {name!r} is not a GEMM; needs DTYPE NxK, DTYPE one of {', '.join(DTYPES)}; {_REMEDY}"
         )
     return Product(DTYPES[match[1]], int(match[2]), int(match[3]))
 
 
-def _entry(where: str, product: Product, most_rows: int, values: Any) -> Entry:
+def _entry(where: str, product: Product, max_rows: int, values: Any) -> PlanEntry:
     if not isinstance(values, dict):
         raise TableError(f"{where}: is {values!r}, not an object; {_REMEDY}")
     known = {"form", *_NUMBERS, "us", "library_us", "layer_us"}
     if unknown := sorted(set(values) - known):
         raise TableError(
-            f"{where}: {unknown[0]} is no field; there are {', '.join(sorted(known))}; {_REMEDY}"
+            f"{where}: unknown field {unknown[0]}; known fields: {', '.join(sorted(known))}; {_REMEDY}"
         )
     for name in ("us", "library_us", *({"layer_us"} & set(values))):
         if isinstance(values.get(name), bool) or not isinstance(values.get(name), int | float):
             raise TableError(f"{where}: {name} is {values.get(name)!r}, not a number; {_REMEDY}")
     plan = None
     if values.get("form") != _LIBRARY:
-        # A number that is missing is caught as None is no number.
+        # A missing number becomes None, which `problem` reports as not an integer.
         numbers = {name: values.get(name) for name in _NUMBERS}
-        plan = Plan(form=values.get("form"), **numbers)  # type: ignore[arg-type]
-        if (wrong := problem(plan, most_rows, product)) is not None:
+        plan = GemmPlan(form=values.get("form"), **numbers)  # type: ignore[arg-type]
+        if (wrong := problem(plan, max_rows, product)) is not None:
             raise TableError(f"{where}: {wrong}; {_REMEDY}")
     layer_us = float(values["layer_us"]) if "layer_us" in values else None
-    return Entry(plan, float(values["us"]), float(values["library_us"]), layer_us)
+    return PlanEntry(plan, float(values["us"]), float(values["library_us"]), layer_us)

@@ -1,15 +1,15 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 # ruff: noqa: RUF005 (a kernel's lists know + alone)
-"""Products of few rows on Hopper, with weights on their way before the kernel in front has ended.
+"""GEMM of few rows on Hopper in Gluon, whose weight loads start before the previous kernel has ended.
 
-As `linear_rows`' dot: the weight is the 64-row side of the tensor cores' product, the tokens the other, and K
-may be split over programs. But tiles are fetched by the copy engine (TMA), and Gluon, Triton's lower level,
-says when: each program asks for the weights of all its stages, waits for the kernel in front, and only then
-asks for x. Programs are small enough that those of the next product find room on a multiprocessor beside
-these, and fill their stages while these finish.
+As in `linear_rows.dot`, the weight is the 64-row side of the tensor-core instruction, the tokens are the
+other side, and K may be split over programs. Here the copy engine (TMA) loads the tiles, and Gluon, Triton's
+lower-level language, controls when. Each program first requests the weights of all its stages, then waits for
+the previous kernel, and only then requests x. Programs are small, so that programs of the next GEMM fit on a
+multiprocessor beside running ones and fill their stages while those finish.
 
-A stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a weight's
-tile are rows of the gate, half the same rows of up.
+Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
+weight tile holds rows of the gate and half the same rows of up.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.triton.linear_plans import Fused, Plan
+from kernels.triton.linear_plans import FusedOps, GemmPlan
 from kernels.triton.linear_rows import Workspace, check_workspace
 
 
 def launch_tiles(
-    plan: Plan,
+    plan: GemmPlan,
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
     workspace: Workspace,
-    fused: Fused,
+    fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Up to `plan.rows` rows of x, of the weight's dtype; with scales where that is e4m3. x is normed
-    already, but for its tokens' factors where `fused` has its squares."""
+    """Multiply up to `plan.rows` rows of x, which has the weight's dtype; both have scales if that is e4m3. x
+    is already normed, except for the factor per token if `fused` has its squares."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()
@@ -56,8 +56,8 @@ def launch_tiles(
         fused.residual,
         out,
         fused.next_gain,
-        None if fused.gained is None else fused.gained.values,
-        None if fused.gained is None else fused.gained.squares,
+        None if fused.deferred_norm is None else fused.deferred_norm.values,
+        None if fused.deferred_norm is None else fused.deferred_norm.squares,
         workspace.partials,
         workspace.arrived,
         x.shape[0],
@@ -77,7 +77,7 @@ def launch_tiles(
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
-        GAIN=fused.gained is not None,
+        GAIN=fused.deferred_norm is not None,
         PDL=pdl,
         WARPS=plan.warps,
         num_warps=plan.warps,
@@ -85,7 +85,7 @@ def launch_tiles(
     )
 
 
-def _weight_tiles(plan: Plan, weight: torch.Tensor, silu: bool) -> TensorDescriptor:
+def _weight_tiles(plan: GemmPlan, weight: torch.Tensor, silu: bool) -> TensorDescriptor:
     n, k = weight.shape
     if not silu:
         shared = _shared(weight.element_size(), 2)
@@ -96,7 +96,7 @@ def _weight_tiles(plan: Plan, weight: torch.Tensor, silu: bool) -> TensorDescrip
 
 
 def _shared(element_size: int, rank: int) -> gl.NVMMASharedLayout:
-    """Rows of 128 bytes, swizzled as the tensor cores read them."""
+    """Return the shared-memory layout of 128-byte rows, swizzled as the tensor cores read them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=rank)
 
 
@@ -107,7 +107,8 @@ def _signal(text: gl.constexpr):
 
 @gluon.constexpr_function
 def _to_store(width, rows, warps):
-    """For `[width, rows, 2]`: threads next to each other have columns next to each other, and both halves."""
+    """Return the layout for storing `[width, rows, 2]`: adjacent threads hold adjacent columns, and each
+    thread holds both halves."""
     vector = min(8, max(1, width * rows // (32 * warps)))
     lanes = min(32, width // vector)
     return gl.BlockedLayout([vector, 1, 2], [lanes, 32 // lanes, 1], [1, warps, 1], [2, 0, 1])
@@ -115,7 +116,7 @@ def _to_store(width, rows, warps):
 
 @gluon.constexpr_function
 def _to_add_up(rows, warps):
-    """For `[parts, rows]`: threads next to each other have rows next to each other."""
+    """Return the layout for summing `[parts, rows]`: adjacent threads hold adjacent rows."""
     lanes = min(32, rows)
     return gl.BlockedLayout([1, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
 
@@ -130,7 +131,7 @@ def _fetch_weights(w_tiles, tile, k, ready, w, wanted, BLOCK_N: gl.constexpr, SI
 
 @gluon.jit
 def _gated(acc, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """silu(gate) × up of sums `[n, rows]`: `[n / 2, rows]`."""
+    """Return silu(gate) × up of sums `[n, rows]`: `[n / 2, rows]`."""
     n: gl.constexpr = acc.shape[0]
     rows: gl.constexpr = acc.shape[1]
     both = gl.permute(gl.reshape(acc, [2, n // 2, rows]), [1, 2, 0])
@@ -176,7 +177,7 @@ def _tiles(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """A tile of BLOCK_N weight rows by 1 / SPLIT of K, for all tokens."""
+    """Compute a tile of BLOCK_N weight rows by 1 / SPLIT of K, for all tokens."""
     values: gl.constexpr = w_tiles.dtype
     bits: gl.constexpr = values.primitive_bitwidth
     dtype: gl.constexpr = out.dtype.element_ty
@@ -203,7 +204,7 @@ def _tiles(
         k = first_k + stage * BLOCK_K
         _fetch_weights(w_tiles, tile, k, ready.index(stage), ws.index(stage), True, BLOCK_N, SILU)
 
-    # What else is a weight.
+    # Weight scales, bias and gain do not depend on the previous kernel, so they are loaded before the wait.
     index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
     if SILU:
         column = gl.minimum(tile * (BLOCK_N // 2) + index % (BLOCK_N // 2), columns - 1)
@@ -222,7 +223,8 @@ def _tiles(
         gain = gl.load(next_gain + gl.minimum(column, columns - 1))
 
     if PDL:
-        # The copy engine reads x's description now. Rows behind the last one are zeros, not memory.
+        # Load a tile past the last row of x, which reads zeros instead of memory: the copy engine fetches x's
+        # descriptor now, before the wait.
         mbarrier.expect(described, ROWS * BLOCK_K * bits // 8)
         tma.async_copy_global_to_shared(x_tiles, [ROWS, 0], described, xs.index(0))
         mbarrier.wait(described, 0)
@@ -252,7 +254,7 @@ def _tiles(
         mbarrier.wait(ready.index(stage), phase)
         w = ws.index(stage).reshape([BLOCK_N, BLOCK_K])
         acc = warpgroup_mma(w, xs.index(stage).permute([1, 0]), acc)
-        # The stage is read; it takes what comes STAGES steps later.
+        # The stage has been read; reload it for the step that is STAGES later.
         more = step + STAGES < steps
         k = first_k + (step + STAGES) * BLOCK_K
         mbarrier.expect(ready.index(stage), stage_bytes, more)
@@ -268,7 +270,7 @@ def _tiles(
         sums = partials + tile * SPLIT * size
         cell = index[:, None] * ROWS + row[None, :]
         gl.store(sums + split * size + cell, acc)
-        # Every thread's sums are written before one thread says so.
+        # All threads must have stored their sums before one thread increments the counter.
         tl.debug_barrier()
         last = gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if last:
@@ -293,7 +295,7 @@ def _tiles(
         result = result.to(dtype)
         gl.store(out + at_token * out_stride + at_column, result, mask=inside)
         if GAIN:
-            # As `linear_rows._write_gained`.
+            # Store the deferred norm, as `linear_rows._write_deferred_norm` does.
             x = result.to(gl.float32)
             product = (x * gain.to(gl.float32)[:, None]).to(dtype)
             gl.store(gained + at_token * columns + at_column, product, mask=inside)

@@ -1,7 +1,6 @@
 # mypy: allow-untyped-defs
-"""Parts of kernels that take heads out of the product of q, k and v: RMSNorm of a head, RoPE, and what a
-cache keeps of it. Each rounds where `fused.rope_cache_write` does.
-"""
+"""Triton functions that take heads from the result of the qkv GEMM: QK-norm, RoPE, and conversion to the
+cache's dtype. They round at the same places as `fused.rope_cache_write`."""
 
 from __future__ import annotations
 
@@ -13,8 +12,9 @@ from kernels.triton.fused import fp8_scale
 
 @triton.jit
 def angles(line, HEAD_DIM: tl.constexpr):
-    """Cosines and sines `[HEAD_DIM]` of a line of `kernels.rope.cos_sin_table`, the sines of the first half
-    negative: a head turned is `head × cos + swapped × sin`, where its halves have changed places."""
+    """Return cosines and sines `[HEAD_DIM]` from a row of `kernels.rope.cos_sin_table`, with the sines of the
+    first half negated. The rotated head is `head × cos + swapped × sin`, where `swapped` is the head with its
+    halves exchanged."""
     half: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, HEAD_DIM)
     cos = tl.load(line + dim % half)
@@ -24,8 +24,8 @@ def angles(line, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def turned(row, head, mask, cos, sin, gain, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Heads `head [n]` of a token's row, normed with `gain [HEAD_DIM]` and rotated: `[n, HEAD_DIM]`
-    float32."""
+    """Return the heads with indices `head [n]` of a token's row, normed with `gain [HEAD_DIM]` and rotated:
+    `[n, HEAD_DIM]` float32."""
     dim = tl.arange(0, HEAD_DIM)
     swap = (dim + HEAD_DIM // 2) % HEAD_DIM
     at = row + head[:, None] * HEAD_DIM
@@ -44,7 +44,8 @@ def turned(row, head, mask, cos, sin, gain, eps, HEAD_DIM: tl.constexpr, NORM: t
 
 @triton.jit
 def rounded(head, cache, SCALED: tl.constexpr):
-    """One head `[1, n]` float32 as the cache keeps it, and its scale, 1.0 where the cache has none."""
+    """Return one head `[1, n]` float32 in the cache's dtype, and its scale (1.0 if the cache has no
+    scales)."""
     scale = 1.0
     if SCALED:
         scale, inverse = fp8_scale(tl.max(tl.abs(head)))

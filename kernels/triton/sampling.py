@@ -1,29 +1,31 @@
-"""Sampling from rows of logits without a sort: greedy, plain (a temperature) and full, and edits before them.
+"""Sampling on a GPU without a sort: variants greedy, plain (temperature) and full, and the logits processors
+before them.
 
-The operations of `kernels.draws.SamplingOps`; `kernels.sampling` is the twin. Noise is within 4e-6 of it, a
-probability mass within 2e-6 of the whole: draws differ only where two scores, or a token and the border of
-the nucleus, are closer than that. A NaN gives infinity.
+This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. Noise
+differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total. So draws
+differ only where two scores, or a token and the border of the nucleus, are closer than that. A NaN gives
+infinity.
 
-Every launcher takes `pdl`, programmatic dependent launch; None: where the device has it.
+Every launcher takes `pdl`, programmatic dependent launch; None uses it if the device supports it.
 
-How
----
-*scan*: each chunk of a row gives its best score, that token's id and logit, its largest logit, its sum of exp
-and its second best score. Greedy and plain rows need no more: *pick* takes the best chunk's.
+Algorithm --------- *scan* computes for each chunk of a row its best score, that token's id and logit, its
+largest logit, its sum of exp and its second best score. Greedy and plain rows need no more: *pick* selects
+the best chunk.
 
-A full row's winner before narrowing (the Gumbel-max draw from the whole distribution) is its winner after
-it if it survives top-k, top-p and min-p, which for top-p it does with probability top_p or more; else the
-next best may. *combine* finds both, *above* reads the row once more: how many tokens, with how much mass,
-are more likely than each; *decide* takes the one that is kept. So nearly all rows are done after two reads.
-The rest (*settle*) search for the border of what is kept, with several thresholds tried at each read, and
-draw again among the tokens that are not excluded yet, until the winner is known to be kept. The noise is a
-function of the token, so this is the very draw that sorting would have given. (Rejection with a shrinking
-set of candidates is FlashInfer's, Ye et al. 2025; there with fresh noise each round.)
+For a full row, take the Gumbel-max draw from the whole distribution. If it survives top-k, top-p and min-p,
+it is the row's result; for top-p this happens with probability top_p or more. Otherwise the second best score
+may survive. *combine* finds both candidates. *above* reads the row once more and computes how many tokens,
+with how much mass, are more likely than each candidate. *decide* selects the candidate that is kept. So
+nearly all rows finish after two reads. For the remaining rows, *settle* searches for the border of the kept
+tokens, with several thresholds per read, and draws again among the tokens that are not yet excluded, until
+the winner is known to be kept. The noise is a function of the token, so the result is exactly the draw that
+sorting would give. (Rejection over a shrinking set of candidates is FlashInfer's method, Ye et al. 2025,
+which uses new noise in each round.)
 
-A small top-k is settled by *decide* alone: *scan* leaves the largest logit of each group of 128 tokens, whose
-k-th largest says which few groups, and then tokens, to compare with each other.
+A small top-k is finished by *decide* alone: *scan* stores the largest logit of each group of 128 tokens. The
+k-th largest of those selects the few groups, and then tokens, that must be compared with each other.
 
-A row's result does not depend on the rows beside it, nor on their number: chunks are of fixed size and their
+The result of a row does not depend on the other rows or on their number: chunks have a fixed size, and their
 sums are added in the order of the chunks.
 """
 
@@ -40,18 +42,20 @@ from kernels.triton.sampling_search import settle_kernel
 
 _CHUNK = 4096
 _CHUNK_WARPS = 8
-"""Columns that one program of *scan* and *above* holds, and its warps. Both decide the order of sums."""
+"""Number of columns of one program of *scan* and *above*, and its number of warps. Both determine the order
+of sums."""
 _DECIDE_WARPS = 8
 _SETTLE_TILE = 2048
 _SETTLE_WARPS = 16
 _SETTLE_STAGES = 4
 _FEW = 64
-"""Largest top-k that is settled by groups of tokens, most groups that then are read, and half the most tokens
-that then are compared."""
+"""Largest top-k that *decide* finishes by groups of tokens. Also the largest number of groups that it then
+reads, and half of the largest number of tokens that it then compares."""
 _GROUP = 128
-"""Columns of a group."""
+"""Number of columns in a group."""
 _THRESHOLDS = 2
-"""Tried at each read of *settle*. More cost registers and instructions, fewer cost reads."""
+"""Number of thresholds that *settle* tries per read. More thresholds take more registers and instructions;
+fewer take more reads."""
 
 
 def greedy(logits: Logits, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,14 +67,14 @@ def greedy(logits: Logits, *, pdl: bool | None = None) -> tuple[torch.Tensor, to
 
 def plain(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     pdl = _pdl(logits, pdl)
-    rows = len(draws.rows)
+    rows = len(draws.slots)
     partials = _scan_rows(logits, draws, rows, 1, pdl)
     return _pick_rows(partials, draws, rows, pdl)
 
 
 def full(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     pdl = _pdl(logits, pdl)
-    rows = len(draws.rows)
+    rows = len(draws.slots)
     device = logits.values.device
     values, ids = _results(rows, device)
     chunks = triton.cdiv(logits.columns, _CHUNK)
@@ -86,9 +90,9 @@ def full(logits: Logits, draws: Draws, *, pdl: bool | None = None) -> tuple[torc
     summaries = torch.empty((rows, 8), dtype=torch.float32, device=device)
     states = torch.empty(rows, dtype=torch.int32, device=device)
     above = torch.empty((4, rows, chunks), dtype=torch.float32, device=device)
-    # FEW groups and twice as many tokens.
+    # Room for _FEW groups and twice as many tokens.
     group_lists = torch.empty((rows, 3 * _FEW), dtype=torch.int32, device=device)
-    parameters = (draws.rows, draws.floats, draws.floats.stride(0), draws.top_k)
+    parameters = (draws.slots, draws.floats, draws.floats.stride(0), draws.top_k)
     combine_kernel[(rows,)](
         logits.columns,
         *parameters,
@@ -161,7 +165,7 @@ def edit(
     draws: Draws,
     index: torch.Tensor,
     counts: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
+    count_slots: torch.Tensor | None = None,
     bias: Biases | None = None,
     banned: Bans | None = None,
     *,
@@ -177,15 +181,15 @@ def edit(
         logits.values.stride(0),
         logits.index,
         logits.columns,
-        draws.rows,
+        draws.slots,
         draws.floats,
         draws.floats.stride(0),
         index,
         counts,
-        slots,
+        count_slots,
         edited,
         INDEXED=logits.index is not None,
-        PENALISED=counts is not None and slots is not None,
+        PENALISED=counts is not None and count_slots is not None,
         PDL=pdl,
         CHUNK=_chunk(logits.columns),
         num_warps=_CHUNK_WARPS,
@@ -211,11 +215,15 @@ def _nvidia(logits: Logits) -> bool:
 
 
 def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The arguments and options by which kernels read logits."""
+    """Return the arguments and options with which the kernels read logits."""
     if logits.values.stride(1) != 1:
-        raise ValueError(f"logits have strides {logits.values.stride()}; columns must be side by side")
+        raise ValueError(
+            f"logits have strides {logits.values.stride()}; the columns of a row must be contiguous"
+        )
     if logits.columns > logits.values.shape[1]:
-        raise ValueError(f"logits have {logits.values.shape[1]} columns; {logits.columns} were asked for")
+        raise ValueError(
+            f"logits have {logits.values.shape[1]} columns, fewer than columns = {logits.columns}"
+        )
     arguments = (
         logits.values,
         logits.values.stride(0),
@@ -232,7 +240,7 @@ def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
 
 def _tables(draws: Draws) -> tuple[object, ...]:
     floats = draws.floats
-    return draws.rows, draws.positions, draws.noise_base, floats, floats.stride(0), draws.top_k
+    return draws.slots, draws.positions, draws.noise_base, floats, floats.stride(0), draws.top_k
 
 
 def _chunk(columns: int) -> int:
@@ -251,14 +259,14 @@ def _scan_rows(
     pdl: bool,
     groups: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[6, rows, chunks] float32: best score, its token id (int32 bits), its logit; largest logit; sum of exp;
-    second best score."""
+    """Launch *scan*. Returns [6, rows, chunks] float32: best score, its token id (int32 bits), its logit;
+    largest logit; sum of exp; second best score."""
     chunks = triton.cdiv(logits.columns, _CHUNK)
     partials = torch.empty((6, rows, chunks), dtype=torch.float32, device=logits.values.device)
     if rows == 0:
         return partials
     if draws is not None and logits.hashes is None:
-        raise ValueError("logits have no hashes; noise needs kernels.sampling.token_hashes of their columns")
+        raise ValueError("logits have no hashes; set them with kernels.sampling.token_hashes")
     source, options = _source(logits)
     tables = (None, None, None, None, 0, None) if draws is None else _tables(draws)
     scan_kernel[(chunks, rows)](
@@ -288,7 +296,7 @@ def _pick_rows(
         chunks = partials.shape[2]
         pick_kernel[(rows,)](
             partials,
-            None if draws is None else draws.rows,
+            None if draws is None else draws.slots,
             values,
             ids,
             rows,

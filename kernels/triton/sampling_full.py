@@ -1,7 +1,6 @@
 # mypy: allow-untyped-defs
-"""The kernels of full rows that end most of them: what top-k, top-p and min-p keep, and the best of it.
-
-See `kernels.triton.sampling`."""
+"""The sampling kernels that finish most full rows: they compute what top-k, top-p and min-p keep, and the
+best score of it. `kernels.triton.sampling` explains the algorithm."""
 
 from __future__ import annotations
 
@@ -15,8 +14,9 @@ from kernels.triton.sampling_kernels import finite, gumbel, noise_key, place_of,
 
 @triton.jit
 def limits_of(row_floats, k, columns, largest, total):
-    """What a row keeps: tokens with fewer than `limit` tokens more likely, holding less than `target` of
-    mass, from the logit `lowest` on. Whether by count, by mass."""
+    """Return the limits of a row: it keeps tokens with fewer than `limit` more likely tokens, which hold
+    less than `target` of mass, and with a logit of at least `lowest`. Also returns whether top-k and top-p
+    apply."""
     top_p = tl.load(row_floats + 2)
     min_p = tl.load(row_floats + 3)
     by_count = (k > 0) & (k < columns)
@@ -51,10 +51,10 @@ def combine_kernel(
     PDL: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """A row's best score, token and logit; the same of its next best, where that is known (else a score of
-    -inf); its largest logit, and its sum of exp(logit - largest): its summary. Rows that this settles get
-    their result. State: 0 settled, 1 to be counted by `above`, 2 a small top-k.
-    """
+    """Combine the chunks of a row into its summary: best score, token and logit; the same of its second
+    best score where it is known (else a score of -inf); its largest logit, and its sum of exp(logit -
+    largest). Rows that this decides get their result. State: 0 finished, 1 to be counted by *above*, 2 a
+    small top-k."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -79,7 +79,8 @@ def combine_kernel(
     best = tl.max(scores, axis=0)
     token = tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0)
     logit = tl.max(tl.where(tokens == token, logits, float("-inf")), axis=0)
-    # The best of the other chunks is the next best of all unless the winner's chunk has a better second.
+    # The best score of the other chunks is the second best of the row, unless the winner's own chunk has a
+    # better second score.
     bound = tl.max(tl.where(tokens == token, seconds, float("-inf")), axis=0)
     scores = tl.where(tokens == token, float("-inf"), scores)
     next_best = tl.max(scores, axis=0)
@@ -127,8 +128,8 @@ def above_kernel(
     EDITED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sum of exp of a chunk's tokens that are more likely than the row's best, and than its next best;
-    their numbers as well, where a top-k asks for them."""
+    """Sum exp over a chunk's tokens that are more likely than the row's best candidate, and than its second
+    best. With a top-k, also count those tokens."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -193,9 +194,9 @@ def decide_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The row's best or next best, if it is kept; all of a small top-k. For the rows that are left, the
-    summary gets the logit, count and mass of the most likely token that is known to be out (-inf if none
-    is): columns 2, 3, 4."""
+    """Select the row's best or second best candidate if it is kept, and finish rows with a small top-k. For
+    the remaining rows, columns 2, 3, 4 of the summary become the logit, count and mass of the most likely
+    token that is known to be excluded (-inf if there is none)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -242,12 +243,12 @@ def decide_kernel(
         next_count = tl.sum(tl.load(at_above + 3 * plane, mask=counted, other=0.0), axis=0)
         kept = (count < limit) & (mass < target)
         next_kept = (next_count < limit) & (next_mass < target)
-        # With both, top-p is of the mass that top-k leaves, which is not known yet.
+        # With both top-k and top-p, top-p applies to the mass that top-k keeps, which is not known yet.
         single = (by_count & by_mass) == 0
         known = single & (next_best > float("-inf"))
         take = single & (kept & (logit >= lowest))
         take_next = (take == 0) & (known & (next_kept & (next_logit >= lowest)))
-        # The summary is overwritten below: every warp has read it first.
+        # The summary is overwritten below: every warp must have read it first.
         tl.debug_barrier()
         if take | take_next:
             tl.store(states + i, 0)
@@ -285,19 +286,19 @@ def _settle_few(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """A small top-k: whether it was done, the best score and its token.
+    """Sample a row with a small top-k. Returns whether it is finished, the best score and its token.
 
-    The k-th largest of the groups' largest logits is reached by k tokens or more, so what top-k keeps is
-    among the tokens that reach it. They are collected, and each is compared with every other: how many are
-    more likely than it, and with how much mass. Not done where ties make them too many (groups above FEW,
-    tokens above 2 × FEW).
+    At least k tokens reach the k-th largest of the groups' largest logits, so top-k keeps only tokens that
+    reach it. Those tokens are collected, and each is compared with every other: how many are more likely, and
+    with how much mass. The row is not finished if ties make the lists too long (groups above FEW, tokens
+    above 2 × FEW).
     """
     group = tl.arange(0, GROUPS)
     highest = tl.load(groups + group, mask=group < row_groups, other=float("-inf"))
     ranks = rank_of(highest)
     top = rank_of(largest).to(tl.int64)
     bottom = tl.min(tl.where(group < row_groups, ranks, 0x7FFFFFFF), axis=0).to(tl.int64)
-    bottom = tl.where(row_groups < k, -2139095041, bottom)  # the rank of -inf: fewer groups than that
+    bottom = tl.where(row_groups < k, -2139095041, bottom)  # the rank of -inf: there are fewer than k groups
     j = tl.arange(0, 4)
     while bottom < top:
         tries = bottom + tl.maximum((top - bottom) * (j + 1) // 5, 1)
@@ -344,7 +345,7 @@ def _settle_few(
                     weight = tl.where(other >= border, tl.exp(other - largest), 0.0)
                     mass += tl.sum(tl.where(other[None, :] > logit[:, None], weight[None, :], 0.0), axis=1)
                 total = tl.sum(tl.where(kept, tl.exp(logit - largest), 0.0), axis=0)
-                # The largest is kept whatever top_p is.
+                # The largest token is kept for every top_p.
                 kept = kept & ((mass < top_p * total) | (logit >= largest))
             kept = kept & (logit >= lowest)
             token_hash = tl.load(hashes + of_entry, mask=of_entry < columns, other=0)
@@ -356,7 +357,7 @@ def _settle_few(
 
 @triton.jit
 def _entries(values, edited, at, copy, columns, tokens, start, count, EDITED: tl.constexpr):
-    """The logits of 16 entries of a list of columns."""
+    """Return the logits of 16 entries of a list of columns."""
     entry = start + tl.arange(0, 16)
     column = tl.load(tokens + entry, mask=entry < count, other=columns)
     return read(values, edited, at, copy, column, columns, EDITED)

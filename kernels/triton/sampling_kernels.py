@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""Noise, reading, scan, pick and edits of `kernels.triton.sampling`, whose text says how they fit."""
+"""Noise, logit loads, and the kernels *scan*, *pick* and *edit* of sampling. `kernels.triton.sampling`
+explains the algorithm."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def noise_key(base, position):
-    """splitmix64(base + position · golden), see `kernels.sampling.noise_keys`."""
+    """Return splitmix64(base + position · golden); see `kernels.sampling.noise_keys`."""
     x = base.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     x += 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
@@ -28,8 +29,8 @@ def _fmix32(x):
 
 @triton.jit
 def _log2(x, NVIDIA: tl.constexpr):
-    """The hardware's logarithm, off by at most 2^-22 (absolute near 1, else relative): 1 instruction, not
-    25."""
+    """Return the hardware's approximate logarithm: 1 instruction instead of 25. Its error is at most 2^-22
+    (absolute near 1, relative elsewhere)."""
     if NVIDIA:
         y = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -41,14 +42,14 @@ def _log2(x, NVIDIA: tl.constexpr):
 
 @triton.jit
 def gumbel(key, token_hash, NVIDIA: tl.constexpr):
-    """`kernels.sampling.gumbel_noise`, within 4e-6."""
+    """Return the noise of `kernels.sampling.gumbel_noise`, with an error of at most 4e-6."""
     low = key.to(tl.uint32)
     high = (key >> 32).to(tl.uint32) | 1
     bits = _fmix32((token_hash.to(tl.uint32, bitcast=True) ^ low) * high) & 0x7FFFFFFF
-    # (bits + ½) / 2^31: the product is exact, so this rounds as the twin does.
+    # (bits + ½) / 2^31: the multiplication is exact, so this rounds as the reference does.
     share = bits.to(tl.int32).to(tl.float32) * 4.656612873077393e-10 + 2.3283064365386963e-10
     share = tl.minimum(share, 1.0 - 5.9604645e-8)
-    # -ln(1 - share): where 1 - share would lose digits, a polynomial (Chebyshev fit, 1.7e-7 relative).
+    # -ln(1 - share): a polynomial where 1 - share would lose digits (Chebyshev fit, relative error 1.7e-7).
     series = 0.14381851255893707 + share * 0.3399522006511688
     series = 0.2578205168247223 + share * series
     series = 0.3328547775745392 + share * series
@@ -58,12 +59,12 @@ def gumbel(key, token_hash, NVIDIA: tl.constexpr):
     return -0.6931471805599453 * _log2(wait, NVIDIA)
 
 
-# ── reading ──────────────────────────────────────────────────────────────────────────────────────────
+# ── loads ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
 def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDITED: tl.constexpr):
-    """Where sampling row i's logits begin, and where its edited copy does; -1: it has none."""
+    """Return the offsets of sampling row i's logits and of its edited copy (-1 if it has none)."""
     at = i * stride
     if INDEXED:
         at = tl.load(index + i).to(tl.int64) * stride
@@ -75,7 +76,8 @@ def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDI
 
 @triton.jit
 def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
-    """Logits as float32, -inf beyond the last column. NaN becomes infinity: no maximum overlooks it."""
+    """Load logits as float32, with -inf past the last column. NaN becomes infinity, so that every maximum
+    finds it."""
     inside = column < columns
     if EDITED:
         if copy >= 0:
@@ -89,19 +91,20 @@ def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
 
 @triton.jit
 def finite(x):
-    """0 for -inf, so that differences with it are no NaN."""
+    """Replace -inf by 0, so that differences with it are not NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def flip(bits):
-    """The bits of a float32 as an integer that orders like the number; its own inverse."""
+    """Map the bits of a float32 to an integer with the same order as the number; the function is its own
+    inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def rank_of(x):
-    """An integer that orders like x; equal for both zeros."""
+    """Return an integer with the same order as x; both zeros give the same integer."""
     return tl.where(x == 0.0, 0, flip(x.to(tl.int32, bitcast=True)))
 
 
@@ -137,7 +140,8 @@ def scan_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One chunk of one row. DRAW: 0 the largest, 1 with noise, 2 and with what narrowing needs."""
+    """Scan one chunk of one row. DRAW: 0 takes the largest logit, 1 adds noise, 2 also stores what narrowing
+    needs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -161,7 +165,7 @@ def scan_kernel(
         if noise != 0.0:
             key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
             score = x + noise * gumbel(key, tl.load(hashes + column, mask=column < columns, other=0), NVIDIA)
-    # Reductions over a chunk are joined where they can be: each costs a barrier or two.
+    # Reductions over a chunk are joined where possible, because each costs one or two barriers.
     if DRAW == 2:
         best, largest = tl.split(tl.max(tl.join(score, x), axis=0))
     else:
@@ -200,7 +204,7 @@ def pick_kernel(
     PDL: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """The best of a row's chunks."""
+    """Select the best score among the chunks of a row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -221,7 +225,7 @@ def pick_kernel(
     tl.store(out_ids + i, tl.where(tl.abs(best) < float("inf"), token, -1).to(tl.int64))
 
 
-# ── edits ────────────────────────────────────────────────────────────────────────────────────────────
+# ── logits processors ────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -242,7 +246,7 @@ def edit_kernel(
     PDL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A chunk of a row's copy, with penalties: `kernels.sampling.penalize_`."""
+    """Copy a chunk of a row's logits and apply penalties, as `kernels.sampling.penalize_` does."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -271,7 +275,7 @@ def edit_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def scatter_kernel(edited, columns, rows, ids, values, count, BAN: tl.constexpr, PDL: tl.constexpr):
-    """Adds values at (row, id) pairs, or bans them."""
+    """Add biases at pairs of row and token id, or ban those tokens."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs
-"""The kernel of full rows that neither their best draw nor a small top-k settles: a search for the border of
-what is kept.
-
-See `kernels.triton.sampling`."""
+"""The sampling kernel *settle*: it searches for the border of the kept tokens, for full rows that neither
+their candidates nor a small top-k finished. `kernels.triton.sampling` explains the algorithm."""
 
 from __future__ import annotations
 
@@ -41,9 +39,9 @@ def settle_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row that is left: the border of what is kept, and another draw.
+    """Find the border of a remaining row's kept tokens and draw again.
 
-    Known all the time: tokens up to `low` are out, tokens from `high` are kept.
+    Invariant: tokens up to `low` are excluded, tokens from `high` are kept.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -68,7 +66,7 @@ def settle_kernel(
     at, copy = place_of(stride, index, edited_index, columns, i, INDEXED, EDITED)
     key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
 
-    # Top-k's border, where top-p needs the mass above it.
+    # Search for top-k's border first if top-p needs the mass above it.
     outside = count >= limit
     low = tl.where(outside, logit, float("-inf"))
     high = tl.where(outside, largest, logit)
@@ -86,7 +84,7 @@ def settle_kernel(
     target = tl.where(both, top_p * mass_over, target)
     limit = tl.where(both, 1e9, limit)
 
-    # What the winner's fate says about the border of all.
+    # Derive the first bounds from the candidate: whether it was kept, and its count and mass.
     low = tl.where(both, low, float("-inf"))
     survived = logit > low
     kept = survived & (count < limit) & (mass < target)
@@ -99,14 +97,14 @@ def settle_kernel(
     over = tl.where((both == 0) & (logit == float("-inf")), 1e30, over)
     best = largest
     token = tl.full((), 0, tl.int32)
-    # It may have been the small top-k's border alone that was missing.
+    # The candidate may have needed only the border of the small top-k.
     done = (both & kept) & ((logit >= lowest) & (logit > float("-inf")))
     if done:
         best = tl.load(summary)
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # A draw pays when not much more is left than what will be kept: it is likely to be the last.
+        # Draw once at most 1.5 times too many tokens remain: such a draw is likely to be final.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(
@@ -143,7 +141,7 @@ def _draw_over(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """The best score, its token and logit, among the tokens above `low` and from `lowest`."""
+    """Return the best score, its token and its logit among the tokens above `low` and from `lowest`."""
     scores = tl.full([TILE], float("-inf"), tl.float32)
     tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     logits = tl.full([TILE], float("-inf"), tl.float32)
@@ -182,15 +180,15 @@ def _narrow(
     STAGES: tl.constexpr,
     EDITED: tl.constexpr,
 ):
-    """One read: `low` and `high` closer together.
+    """Narrow `low` and `high` with one read of the row.
 
-    Also returns how many times too many tokens (by count or mass, the larger) are above the new `low`, 0
-    where no token is left between the two; and the mass above `low` (`mass_over`: of the old one). extra: a
-    value to try as well, or `high`.
+    Also returns by what factor there are too many tokens above the new `low` (by count or mass, the larger),
+    0 if no token is left between `low` and `high`; and the mass above `low` (`mass_over` is the mass above
+    the old one). extra: another value to try, or `high`.
     """
     j = tl.arange(0, THRESHOLDS)
-    # By value at first: fast for logits as models make them. By the order of float32 numbers in the end:
-    # 5 times fewer at each read, whatever the logits are.
+    # The first steps divide the range by value, which is fast for a model's usual logits. Later steps divide
+    # by the rank of float32 numbers, which converges for any logits.
     bottom = tl.maximum(low, high - 32.0)
     threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
     if step >= 8:
@@ -228,7 +226,7 @@ def _narrow(
     mass_over = tl.where(new_low > low, tl.max(tl.where(at_low, mass, 0.0), axis=0), mass_over)
     count_over = tl.max(tl.where(at_low, count, 0.0), axis=0)
 
-    # One value left between the two: what lies above it is what lies from `high`.
+    # If one value is left between `low` and `high`, the tokens above it are the tokens from `high`.
     value = tl.max(between_max, axis=0)
     single = tl.min(between_min, axis=0) == value
     top_count = tl.sum(top_counts, axis=0)

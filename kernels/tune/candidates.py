@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kernels.triton.linear_plans import HOPPER_SHARED, Plan, tile_bytes
+from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
@@ -19,7 +19,7 @@ HALF_SHARED = 112 << 10
 this one."""
 
 
-def candidates(product: Product, rows: int, hopper: bool) -> list[Plan]:
+def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
     """Plans of ours for a bucket, none of which is refused by the kernels. hopper: whether the GPU is one;
     for another, `tiles` make the compiler abort. One that asks for more shared memory than a GPU has is
     passed over when it fails to start."""
@@ -37,7 +37,7 @@ def candidates(product: Product, rows: int, hopper: bool) -> list[Plan]:
     return [plan for plan in dict.fromkeys(plans) if problem(plan, rows, product) is None]
 
 
-def shared_bytes(plan: Plan, product: Product) -> int:
+def shared_bytes(plan: GemmPlan, product: Product) -> int:
     """Bytes of shared memory of a program, within a kilobyte or two: of tiles the stages, of a stream the row
     in float16; of a gemv nothing but warps' sums."""
     if plan.form == "gemv":
@@ -47,7 +47,7 @@ def shared_bytes(plan: Plan, product: Product) -> int:
     return tile_bytes(plan, product.dtype.itemsize)
 
 
-def _gemvs(product: Product) -> Iterable[Plan]:
+def _gemvs(product: Product) -> Iterable[GemmPlan]:
     most = 1 << (product.k - 1).bit_length()
     if product.dtype.itemsize == 2:
         shapes = [(2, 1024, 4), (2, 2048, 4), (4, 1024, 4), (4, 2048, 4), (4, 4096, 4), (4, 2048, 8)]
@@ -55,46 +55,46 @@ def _gemvs(product: Product) -> Iterable[Plan]:
     else:
         shapes = [(4, 2048, 4), (8, 1024, 4), (8, 2048, 4), (8, 4096, 8), (16, 1024, 4), (4, 4096, 4)]
     for block_n, block_k, warps in shapes:
-        yield Plan("gemv", 1, block_n, min(block_k, most), warps)
+        yield GemmPlan("gemv", 1, block_n, min(block_k, most), warps)
 
 
-def _streams(product: Product) -> Iterable[Plan]:
+def _streams(product: Product) -> Iterable[GemmPlan]:
     if product.k > 8192:
         return  # the row, in float16, and what is on its way would not fit beside each other
     for step, warps, ahead in ((256, 4, 2), (256, 4, 3), (128, 4, 3), (128, 4, 4), (256, 8, 2), (128, 8, 2)):
-        yield Plan("stream", 1, 16, step, warps, stages=ahead)
+        yield GemmPlan("stream", 1, 16, step, warps, stages=ahead)
 
 
-def _dots(product: Product, tile: int) -> Iterable[Plan]:
+def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
     """Tiles by columns of 128, 256 and 512 bytes; narrow products also in parts of K."""
     bytes_256 = 256 // product.dtype.itemsize
     if product.n >= _MANY:
         for stages in (3, 4, 5):
-            yield Plan("dot", tile, 64, bytes_256, 4, stages)
-            yield Plan("dot", tile, 128, bytes_256, 8, stages)
-        yield Plan("dot", tile, 128, bytes_256, 4, 3)
+            yield GemmPlan("dot", tile, 64, bytes_256, 4, stages)
+            yield GemmPlan("dot", tile, 128, bytes_256, 8, stages)
+        yield GemmPlan("dot", tile, 128, bytes_256, 4, 3)
         for stages in (4, 5):
-            yield Plan("dot", tile, 128, bytes_256 // 2, 8, stages)
-        yield Plan("dot", tile, 128, bytes_256 // 2, 4, 5)
-        yield Plan("dot", tile, 64, bytes_256 // 2, 4, 6)
+            yield GemmPlan("dot", tile, 128, bytes_256 // 2, 8, stages)
+        yield GemmPlan("dot", tile, 128, bytes_256 // 2, 4, 5)
+        yield GemmPlan("dot", tile, 64, bytes_256 // 2, 4, 6)
         return
     for split in (1, 2, 4):
         for stages in (4, 6):
-            yield Plan("dot", tile, 64, bytes_256, 4, stages, split)
-        yield Plan("dot", tile, 64, 2 * bytes_256, 4, 3, split)
+            yield GemmPlan("dot", tile, 64, bytes_256, 4, stages, split)
+        yield GemmPlan("dot", tile, 64, 2 * bytes_256, 4, 3, split)
     for split in (1, 2, 4, 8):
-        yield Plan("dot", tile, 128, bytes_256, 8, 4, split)
+        yield GemmPlan("dot", tile, 128, bytes_256, 8, 4, split)
         if tile >= 128:
-            yield Plan("dot", tile, 128, bytes_256 // 2, 8, 4, split)
-            yield Plan("dot", tile, 64, bytes_256 // 2, 4, 5, split)
-    yield Plan("dot", tile, 64, bytes_256 // 2, 4, 8, 2)
-    yield Plan("dot", tile, 64, bytes_256, 4, 4, 8)
+            yield GemmPlan("dot", tile, 128, bytes_256 // 2, 8, 4, split)
+            yield GemmPlan("dot", tile, 64, bytes_256 // 2, 4, 5, split)
+    yield GemmPlan("dot", tile, 64, bytes_256 // 2, 4, 8, 2)
+    yield GemmPlan("dot", tile, 64, bytes_256, 4, 4, 8)
 
 
-def _tiles(product: Product, tile: int) -> Iterable[Plan]:
+def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
     """64 weight rows by columns of 128 and 256 bytes, and 128 by 128: as many stages as let two in."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
-        plan = Plan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
+        plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))
         for split in (1,) if product.n >= _MANY else (1, 2, 4, 8):
             yield replace(plan, split=split)

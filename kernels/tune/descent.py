@@ -14,9 +14,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 
-Choice = Mapping[str, Plan | None]
+Choice = Mapping[str, GemmPlan | None]
 """A plan for each product; None: the library."""
 Compare = Callable[[Sequence[Choice]], list[float]]
 """Microseconds of a layer with each choice, measured in turns; infinite for one that does not run."""
@@ -51,7 +51,7 @@ def race(replay: Replay, runners: int) -> list[float]:
     return [median(one) for one in times]
 
 
-def descend(start: Choice, options: Mapping[str, Sequence[Plan | None]], compare: Compare) -> Choice:
+def descend(start: Choice, options: Mapping[str, Sequence[GemmPlan | None]], compare: Compare) -> Choice:
     """The valley below `start`. Products are tried in the order of `options`; a plan stays that is faster
     than what was there when all are compared, and again when the two are. A product whose surroundings have
     not changed since its plans were tried is not tried again."""
@@ -75,7 +75,7 @@ def descend(start: Choice, options: Mapping[str, Sequence[Plan | None]], compare
 
 
 def search(
-    starts: Sequence[Choice], options: Mapping[str, Sequence[Plan | None]], compare: Compare
+    starts: Sequence[Choice], options: Mapping[str, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
     """The fastest of the valleys below some starts, its microseconds and the first start's. The first start
     is what there is: it stays where no valley is faster by more than ENOUGH."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import PAGE_TOKENS, Activation, Fp8Weight, Gained, KvPool, Rotation, Stream, Weight
+from kernels import PAGE_TOKENS, Activation, DeferredNorm, Fp8Weight, KvPool, Residual, Rotation, Weight
 from kernels.cuda import CudaOps
 from kernels.dimensions import Dimensions
 from kernels.reference import quantise_fp8, rms_norm
@@ -82,7 +82,7 @@ class Layers:
         ops = self._ops(table)
 
         def chain() -> torch.Tensor:
-            residual = Stream(self._x.clone())
+            residual = Residual(self._x.clone())
             for layer in self._layers * self._turns:
                 residual = self._run(ops, layer, residual, without)
             return residual.values
@@ -91,7 +91,7 @@ class Layers:
 
     def launch(self, table: Table) -> None:
         """A layer as the first and as one of many, without waiting: to note its kernels, or to warm up."""
-        ops, residual = self._ops(table), Stream(self._x.clone())
+        ops, residual = self._ops(table), Residual(self._x.clone())
         for _ in range(2):
             residual = self._run(ops, self._layers[0], residual, None)
 
@@ -102,10 +102,10 @@ class Layers:
         ops, layer = self._ops(table), self._layers[0]
         weight = getattr(layer, name)
         x = self._activated[:rows] if name == "down" else self._random(rows, self._shapes[name][1])
-        residual, stream = self._x[:rows], Stream(x)
+        residual, stream = self._x[:rows], Residual(x)
         normed = x.float()
         if name in ("qkv", "gate_up"):
-            stream = Stream(x, self._gained(x))
+            stream = Residual(x, self._gained(x))
             normed = ops.rms_norm(x, self._norm, _EPS).float()
         if isinstance(weight, Fp8Weight):
             values, scales = quantise_fp8(normed.to(x.dtype))
@@ -120,18 +120,18 @@ class Layers:
             got = gated if isinstance(gated, torch.Tensor) else gated.values.float() * gated.scales
         else:
             wanted = residual.float() + product
-            made = ops.linear_add(x, weight, None, Stream(residual.clone()), self._norm)
+            made = ops.linear_add(x, weight, None, Residual(residual.clone()), self._norm)
             got = made.values
-            if made.gained is not None:
-                factor = (made.gained.squares.sum(0) / self.dimensions.hidden + _EPS).rsqrt()
-                got = torch.cat((got.float(), made.gained.values.float() * factor[:, None]), dim=1)
+            if made.deferred_norm is not None:
+                factor = (made.deferred_norm.squares.sum(0) / self.dimensions.hidden + _EPS).rsqrt()
+                got = torch.cat((got.float(), made.deferred_norm.values.float() * factor[:, None]), dim=1)
                 wanted = torch.cat((wanted, rms_norm(wanted, self._norm.float(), _EPS)), dim=1)
         return float((got.float() - wanted).norm() / wanted.norm())
 
     def _ops(self, table: Table) -> CudaOps:
         return CudaOps(table=table, pdl=self._pdl)
 
-    def _run(self, ops: CudaOps, layer: _Layer, residual: Stream, without: str | None) -> Stream:
+    def _run(self, ops: CudaOps, layer: _Layer, residual: Residual, without: str | None) -> Residual:
         qkv = self._qkv
         if without != "qkv":
             qkv = ops.norm_linear(residual, self._norm, _EPS, layer.qkv, None)
@@ -156,10 +156,10 @@ class Layers:
     def _gain(self) -> torch.Tensor:
         return torch.rand(self.dimensions.hidden, device=self.device).add(0.5).to(self.dimensions.torch_dtype)
 
-    def _gained(self, x: torch.Tensor) -> Gained:
+    def _gained(self, x: torch.Tensor) -> DeferredNorm:
         """As a product of tiles of 64 outputs writes it."""
         squares = x.float().pow(2).unflatten(1, (-1, 64)).sum(2).T.contiguous()
-        return Gained((x.float() * self._norm.float()).to(x.dtype), squares)
+        return DeferredNorm((x.float() * self._norm.float()).to(x.dtype), squares)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=self.dimensions.torch_dtype, device=self.device)
@@ -204,14 +204,14 @@ class Head:
         """As `Layers.error`."""
         ops, x = self._ops(table), self._x[:rows]
         wanted = ops.rms_norm(x, self._norm, _EPS).float() @ self._weights[0].float().T
-        got = ops.norm_linear(Stream(x), self._norm, _EPS, self._weights[0], None)
+        got = ops.norm_linear(Residual(x), self._norm, _EPS, self._weights[0], None)
         return float((got.float() - wanted).norm() / wanted.norm())
 
     def _ops(self, table: Table) -> CudaOps:
         return CudaOps(table=table, pdl=self._pdl)
 
     def _run(self, ops: CudaOps, weight: torch.Tensor) -> None:
-        ops.norm_linear(Stream(self._x), self._norm, _EPS, weight, None, self._logits)
+        ops.norm_linear(Residual(self._x), self._norm, _EPS, weight, None, self._logits)
 
 
 def _copies(size: int, device: torch.device) -> int:

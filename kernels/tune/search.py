@@ -13,8 +13,8 @@ import torch
 from kernels.compiling import Gpu
 from kernels.dimensions import Dimensions
 from kernels.triton import linear_plans
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import PlanEntry, Product, Table
 from kernels.tune.candidates import candidates
 from kernels.tune.descent import Choice
 from kernels.tune.layers import Head, Layers
@@ -32,8 +32,8 @@ _NOISE = 0.002
 """By which two measurements of the same differ."""
 
 Report = Callable[[str], None]
-Microseconds = Callable[[Plan | None], float]
-Timed = list[tuple[Plan | None, float]]
+Microseconds = Callable[[GemmPlan | None], float]
+Timed = list[tuple[GemmPlan | None, float]]
 """Plans (None: the library) and microseconds, fastest first."""
 
 
@@ -43,7 +43,7 @@ class Measured:
 
     product: Product
     rows: int
-    entry: Entry
+    entry: PlanEntry
     raw: dict[str, Any]
 
 
@@ -100,7 +100,7 @@ def _search_layer(layers: Layers, rows: int, known: Table, report: Report, hoppe
     base = {name: rules[name] if entry is None else entry.plan for name, entry in entries.items()}
     searched = [name for name, entry in entries.items() if entry is None]
 
-    def beside(others: dict[str, Plan | None], name: str) -> Microseconds:
+    def beside(others: dict[str, GemmPlan | None], name: str) -> Microseconds:
         return lambda plan: _microseconds(layers, {**others, name: plan}, rows)
 
     timings = {name: _time(_tried(products[name], rows, hopper), beside(base, name)) for name in searched}
@@ -120,18 +120,20 @@ def _search_layer(layers: Layers, rows: int, known: Table, report: Report, hoppe
     return found
 
 
-def figures(layers: Layers, plans: Choice, names: Iterable[str], rows: int) -> dict[str, tuple[Entry, float]]:
+def figures(
+    layers: Layers, plans: Choice, names: Iterable[str], rows: int
+) -> dict[str, tuple[PlanEntry, float]]:
     """What each of some products adds to a layer that goes by `plans`, and the layer without it."""
     found = {}
     layer_us = _least(layers, plans, rows)
     for name in names:
         without_us = _least(layers, plans, rows, name)
         library_us = layer_us if plans[name] is None else _least(layers, {**plans, name: None}, rows)
-        found[name] = Entry(plans[name], layer_us - without_us, library_us - without_us), without_us
+        found[name] = PlanEntry(plans[name], layer_us - without_us, library_us - without_us), without_us
     return found
 
 
-def is_right(layers: Layers, name: str, plan: Plan | None, rows: int) -> bool:
+def is_right(layers: Layers, name: str, plan: GemmPlan | None, rows: int) -> bool:
     """Whether a product's results are, as `_is_right` says. Raises what a launch raises."""
     table = table_of(layers, {name: plan}, rows)
     return _is_right(lambda _, count: layers.error(name, table, count), plan, rows)
@@ -152,16 +154,16 @@ def _least(layers: Layers, plans: Choice, rows: int, without: str | None = None)
 
 
 def _search_head(head: Head, rows: int, report: Report, hopper: bool) -> Measured:
-    def us(plan: Plan | None) -> float:
+    def us(plan: GemmPlan | None) -> float:
         return head.microseconds(_table({head.product: plan}, rows))
 
-    def error(plan: Plan | None, count: int) -> float:
+    def error(plan: GemmPlan | None, count: int) -> float:
         return head.error(_table({head.product: plan}, rows), count)
 
     timed = _time(_tried(head.product, rows, hopper), us)
     library = next(time for plan, time in timed if plan is None)
     best, time = next((plan, time) for plan, time in timed if _is_right(error, plan, rows))
-    entry = Entry(best, time, library)
+    entry = PlanEntry(best, time, library)
     found = Measured(head.product, rows, entry, _raw("lm_head", head.product, rows, entry, timed, 0.0))
     report(f"{rows:4}: {_line(found)}")
     return found
@@ -171,16 +173,16 @@ def _unknown(known: Table, products: Iterable[Product], rows: int) -> bool:
     return any(rows not in known.products.get(product, {}) for product in products)
 
 
-def _tried(product: Product, rows: int, hopper: bool) -> list[Plan | None]:
+def _tried(product: Product, rows: int, hopper: bool) -> list[GemmPlan | None]:
     """The library, what the rules say, and the candidates."""
     rule = linear_plans.choose(rows, product.n, product.k, product.dtype)
     plans = [None, rule, *candidates(product, rows, hopper)]
     return list(dict.fromkeys(plans))
 
 
-def _time(plans: Sequence[Plan | None], us: Microseconds, rounds: int = 1) -> Timed:
+def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -> Timed:
     """The least of some rounds. Plans that do not start on this GPU are left out; the library must."""
-    timed: dict[Plan | None, float] = {}
+    timed: dict[GemmPlan | None, float] = {}
     for plan in [plan for _ in range(rounds) for plan in plans]:
         try:
             timed[plan] = min(us(plan), timed.get(plan, math.inf))
@@ -190,20 +192,20 @@ def _time(plans: Sequence[Plan | None], us: Microseconds, rounds: int = 1) -> Ti
     return sorted(timed.items(), key=lambda one: one[1])
 
 
-def _prefer(plan: Plan | None, timed: Timed) -> Plan | None:
+def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
     """The fastest, or `plan` where that is as fast as can be told: tables then change for a reason."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 
 
-def _is_right(error: Callable[[Plan | None, int], float], plan: Plan | None, rows: int) -> bool:
+def _is_right(error: Callable[[GemmPlan | None, int], float], plan: GemmPlan | None, rows: int) -> bool:
     """For the most rows that the plan is for, and for fewer. The library is what it is."""
     return plan is None or all(error(plan, count) < MOST_ERROR for count in {rows, rows // 2 + 1})
 
 
-def _table(plans: dict[Product, Plan | None], rows: int) -> Table:
+def _table(plans: dict[Product, GemmPlan | None], rows: int) -> Table:
     table = Table()
     for product, plan in plans.items():
-        table = table.with_entry(product, rows, Entry(plan, 0.0, 0.0))
+        table = table.with_entry(product, rows, PlanEntry(plan, 0.0, 0.0))
     return table
 
 
@@ -212,7 +214,7 @@ def _line(one: Measured) -> str:
 
 
 def _raw(
-    name: str, product: Product, rows: int, entry: Entry, timed: Timed, without_us: float
+    name: str, product: Product, rows: int, entry: PlanEntry, timed: Timed, without_us: float
 ) -> dict[str, Any]:
     return {
         "product": name,
@@ -226,6 +228,6 @@ def _raw(
     }
 
 
-def plan_text(plan: Plan | None) -> str:
+def plan_text(plan: GemmPlan | None) -> str:
     """Form, rows, block_n, block_k, warps, stages, split."""
     return "library" if plan is None else " ".join(str(getattr(plan, one.name)) for one in fields(plan))

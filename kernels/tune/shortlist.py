@@ -9,12 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from kernels.triton import linear_plans
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product
 from kernels.tune.candidates import candidates
 from kernels.tune.descent import Choice
 
-Tried = Mapping[tuple[str, int], Sequence[Plan | None]]
+Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
 """By product and rows, what a tuner tried, fastest first."""
 
 _PROGRAMS = 200
@@ -46,8 +46,8 @@ def starts(products: Mapping[str, Product], rows: int, shipped: Choice, hopper: 
 
 
 def shortlist(
-    product: Product, rows: int, hopper: bool, known: Iterable[Plan | None], tried: Tried, most: int
-) -> list[Plan | None]:
+    product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
+) -> list[GemmPlan | None]:
     """`known`, and as many more as make `most`: what a tuner found fastest or, where it tried nothing of the
     product, tiles that fill the GPU about once, and the plans most like the first that is known."""
     known, tiles = list(known), _tiles(product, rows, hopper)
@@ -66,7 +66,7 @@ def shortlist(
     return _some([*known, *library, *tiles[:half], *others, *tiles[half:]], most)
 
 
-def covering(options: Mapping[str, Sequence[Plan | None]]) -> Iterator[Choice]:
+def covering(options: Mapping[str, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
     """Choices that between them launch every kernel that any choice launches: each plan of a product that
     reads the residual stream, beside everything that those before it can leave of a norm."""
     left = {name: _sharers(options[name]) for name in ("o", "down")}
@@ -82,21 +82,21 @@ def covering(options: Mapping[str, Sequence[Plan | None]]) -> Iterator[Choice]:
             }
 
 
-def _sharers(plans: Iterable[Plan | None]) -> list[Plan | None]:
+def _sharers(plans: Iterable[GemmPlan | None]) -> list[GemmPlan | None]:
     """One for each number of sums of squares that some plans leave; the library, which leaves none."""
     tiled = [plan for plan in plans if plan is not None and plan.tiled]
     return [None, *{plan.block_n: plan for plan in tiled}.values()]
 
 
-def _some(plans: Iterable[Plan | None], most: int) -> list[Plan | None]:
+def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
     return list(dict.fromkeys(plans))[:most]
 
 
-def _tiles(product: Product, rows: int, hopper: bool) -> list[Plan]:
+def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
     """The smallest first, and of these the ones that fill the GPU best. Of one row too: a tile of 8 shares
     norms with its neighbours, which plans of one row do not."""
 
-    def order(plan: Plan) -> tuple[int, float, int, int]:
+    def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
         return plan.rows, abs(math.log2(programs / _PROGRAMS)), plan.block_n, -plan.block_k
 
@@ -104,13 +104,13 @@ def _tiles(product: Product, rows: int, hopper: bool) -> list[Plan]:
     return sorted((plan for plan in plans if plan.form == "tiles"), key=order)
 
 
-def _differences(plan: Plan, other: Plan) -> int:
+def _differences(plan: GemmPlan, other: GemmPlan) -> int:
     return sum(getattr(plan, one.name) != getattr(other, one.name) for one in fields(plan))
 
 
-def _parse(text: str) -> Plan | None:
+def _parse(text: str) -> GemmPlan | None:
     """Undoes `search.plan_text`."""
     if text == "library":
         return None
     form, *numbers = text.split()
-    return Plan(form, *map(int, numbers))  # type: ignore[arg-type]
+    return GemmPlan(form, *map(int, numbers))  # type: ignore[arg-type]

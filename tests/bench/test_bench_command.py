@@ -212,7 +212,7 @@ def test_what_is_wrong_is_said_before_the_run(cli: Run, fake: FakeServer, run_di
         (("--base-url", fake.url, "--json", run_dir / "file" / "below"), "cannot be written"),
         (("--socket", run_dir / "none.sock"), "there is no socket"),
         (("--socket", run_dir / "file"), "nobody answers at"),
-        (("--run-dir", run_dir), "no service answers at"),
+        (("--run-dir", run_dir), "no service is running at"),
     ):
         outcome = cli("bench", *words)
         assert outcome.code == 1, words
@@ -277,7 +277,8 @@ def test_a_number_that_cannot_be_is_refused_with_what_can(cli: Run, flag: str, v
     outcome = cli("bench", "--base-url", "http://127.0.0.1:1", flag, value)
     said = " ".join(outcome.err.split())
     assert outcome.code == 2 and outcome.out == ""
-    assert re.search(rf"{flag} {re.escape(value)}(\.0)? cannot be: give [\d.,]+ to [\d.,]+$", said), said
+    expected = rf"'{flag}': '{re.escape(value)}' cannot be used: write a (whole )?number, [\d.,]+ to [\d.,]+$"
+    assert re.search(expected, said), said
 
 
 def test_more_requests_than_memory_holds_are_refused(cli: Run) -> None:

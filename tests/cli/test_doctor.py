@@ -21,7 +21,7 @@ from appliance.cli.output import cells
 from appliance.gpus import Gpu, GpuReport
 from appliance.listeners import bind_unix
 from appliance.models.fit import CPU_MOST_KV_BYTES
-from appliance.protocol import Problem
+from appliance.protocol import CurrentProblem, Problem
 from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
 from appliance.watch.findings import Examination, Finding
@@ -301,7 +301,7 @@ def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_pat
             lock.release()
     assert [finding for finding in findings if finding.area == "leftovers" and finding.level != "ok"] == []
     (kept_out,) = (finding for finding in findings if finding.subject == "state")
-    assert kept_out.level == "warning" and "may not be opened by uid 65534" in kept_out.text
+    assert kept_out.level == "warning" and "permission denied for uid 65534" in kept_out.text
 
 
 def test_a_writer_of_the_databases_without_a_service_is_a_problem(doctor: Doctor, databases: Path) -> None:
@@ -365,18 +365,19 @@ def test_what_the_service_complains_of_is_a_finding(
     doctor: Doctor, admin: AdminService, run_dir: Path, tmp_path: Path
 ) -> None:
     admin.status.state, admin.status.reason = "degraded", "demo-0 has failed"
-    admin.status.models[0].state = "failed"
-    admin.status.models[0].replicas[0].last_error = "model.safetensors: truncated"
-    admin.status.databases[0].last_error = "the disk is full"
+    admin.status.current_problems = [
+        CurrentProblem(where="demo-0", what="model.safetensors: truncated", remedy="the service tries again")
+    ]
+    admin.status.databases[0].dropped_rows = 3
     admin.status.problems = [Problem(at=4e9, where="demo-0", what="it broke")]
     code, findings = doctor()
     text = " ".join(f"{finding['text']} → {finding['remedy']}" for finding in findings)
     assert code == 1
     for fact in (
         "degraded: demo-0 has failed",
-        "the service tries again by itself",
+        "the service tries again",
         "model.safetensors: truncated",
-        "the disk is full",
+        "3 rows were lost",
         "it broke",
     ):
         assert fact in text

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
     "torch",
     "fastapi",
-    "uvicorn",
+    "httptools",
     "sqlite_utils",
     "httpx",
     "textual",

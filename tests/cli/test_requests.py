@@ -88,7 +88,7 @@ def test_a_value_that_cannot_be_used_is_named_with_its_option(
     cli: Run, filled: Path, flag: str, value: str
 ) -> None:
     outcome = cli("requests", "--state-dir", filled, flag, value)
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert flag in outcome.err and repr(value) in outcome.err and "Traceback" not in outcome.err
 
 

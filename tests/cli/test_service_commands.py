@@ -26,8 +26,8 @@ NEED_THE_SERVICE = (
     ("status", "--json"),
     ("keys", "list"),
     ("keys", "create", "--name", "x"),
-    ("keys", "revoke", "key_1"),
-    ("requests", "cancel", "req-1"),
+    ("keys", "revoke", "key_1", "--yes"),
+    ("requests", "cancel", "req-1", "--yes"),
 )
 
 
@@ -38,7 +38,7 @@ def test_without_a_service_a_command_says_how_to_start_one(
     outcome = cli(*words, "--run-dir", run_dir)
     assert outcome.code == 1 and outcome.out == ""
     assert outcome.err == (
-        f"appliance: no service answers at {run_dir}/admin.sock; "
+        f"appliance: no service is running at {run_dir}/admin.sock: "
         f"start one with: appliance serve --run-dir {run_dir}\n"
     )
 
@@ -47,7 +47,7 @@ def test_a_socket_that_was_left_behind_is_no_service(cli: Run, run_dir: Path) ->
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(run_dir / "admin.sock"))
     outcome = cli("status", "--run-dir", run_dir)
-    assert outcome.code == 1 and "no service answers" in outcome.err
+    assert outcome.code == 1 and "no service is running" in outcome.err
 
 
 def test_a_run_directory_of_the_settings_file_is_found_though_a_model_is_gone(
@@ -147,8 +147,8 @@ def test_the_status_says_how_long_each_class_waits_and_what_an_overload_costs(ru
     status.queue.overload = "demo: P1 requests would wait 14.0 s, more than 10 s: new P3 requests are refused"
     text = "\n".join(status_lines(status, None))
     assert "37 ended · 3 preempted" in text
-    assert "P1  4 waiting, the oldest for 12 s; who comes now waits about 14 s (target 1.0 s)" in text
-    assert "P3  1 waiting, the oldest for 1 min 10 s; who comes now waits about 1 min 30 s\n" in text
+    assert "P1  4 waiting, the oldest for 12 s; new requests wait about 14 s (target 1.0 s)" in text
+    assert "P3  1 waiting, the oldest for 1 min 10 s; new requests wait about 1 min 30 s\n" in text
     assert "P0  " not in text
     assert status.queue.overload in text
 
@@ -165,7 +165,7 @@ def test_a_new_key_is_printed_alone_so_that_a_script_can_take_it(
 ) -> None:
     outcome = cli("keys", "create", "--name", "ci", "--run-dir", run_dir)
     assert outcome.out == "ak-secret\n"
-    assert "shown this once" in outcome.err and "key_1" in outcome.err
+    assert "shown only once" in outcome.err and "key_1" in outcome.err
     assert admin.actions == [("keys.create", {"name": "ci", "tenant": "default", "expires_at": None})]
 
 
@@ -183,7 +183,7 @@ def test_a_key_can_expire_after_a_span_or_at_a_date(cli: Run, admin: AdminServic
     assert abs(span - time.time() - 90 * 86400) < 60
     assert time.strftime("%Y-%m-%d", time.localtime(date)) == "2099-01-01"
     outcome = cli("keys", "create", "--name", "c", "--expires", "soon", "--run-dir", run_dir)
-    assert outcome.code == 1 and "'soon'" in outcome.err and "90s" in outcome.err
+    assert outcome.code == 2 and "'soon'" in outcome.err and "90s" in outcome.err
 
 
 def test_keys_are_listed_with_their_state(cli: Run, admin: AdminService, run_dir: Path) -> None:
@@ -198,19 +198,21 @@ def test_keys_are_listed_with_their_state(cli: Run, admin: AdminService, run_dir
     assert [each["id"] for each in listed] == ["key_good", "key_old", "key_gone"]
 
 
-def test_a_script_revokes_without_being_asked(cli: Run, admin: AdminService, run_dir: Path) -> None:
-    outcome = cli("keys", "revoke", "key_1", "--run-dir", run_dir)
+def test_a_script_revokes_with_yes(cli: Run, admin: AdminService, run_dir: Path) -> None:
+    outcome = cli("keys", "revoke", "key_1", "--yes", "--run-dir", run_dir)
     assert outcome.code == 0 and outcome.out == "keys.revoke is done\n"
     assert admin.actions == [("keys.revoke", {"id": "key_1", "cancel": False})]
 
 
 def test_the_services_refusal_is_told_in_a_line(cli: Run, admin: AdminService, run_dir: Path) -> None:
-    outcome = cli("keys", "revoke", "key_0", "--run-dir", run_dir)
+    outcome = cli("keys", "revoke", "key_0", "--yes", "--run-dir", run_dir)
     assert (outcome.code, outcome.err) == (1, "appliance: no key has id 'key_0'\n")
 
 
 @pytest.mark.parametrize(
-    "words", [("keys", "create", "--name"), ("keys", "revoke"), ("requests", "cancel")], ids=" ".join
+    "words",
+    [("keys", "create", "--name"), ("keys", "revoke", "--yes"), ("requests", "cancel", "--yes")],
+    ids=" ".join,
 )
 def test_what_is_no_text_is_refused_in_a_line(
     cli: Run, admin: AdminService, run_dir: Path, words: tuple[str, ...]
@@ -230,7 +232,7 @@ def test_a_person_is_asked_before_a_key_is_revoked(
         monkeypatch.setattr(sys, "stdin", terminal)
         outcome = cli("keys", "revoke", "key_1", "--run-dir", run_dir)
     os.close(master)
-    assert "Revoke a key key_1? [y/N]" in outcome.err
+    assert "Revoke key key_1? [y/N]" in outcome.err
     assert bool(admin.actions) is done
     assert outcome.code == (0 if done else 1)
 

@@ -95,7 +95,7 @@ def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> Non
     [
         (
             ("tenants", "set", "a", "--concurrent", "many"),
-            "--concurrent 'many' cannot be used: write a whole",
+            "'many' cannot be used: write a whole number, 1 to 1,000,000,000,000, such as 8, or none",
         ),
         (("tenants", "set", "a", "--concurrent", "1.5"), "or none"),
         (
@@ -107,13 +107,19 @@ def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> Non
         (("tenants", "set", "a", "--weight", "two"), "--weight 'two' cannot be used: write a number"),
         (("tenants", "set", "a", "--highest-class", "none"), "write P0, P1, P2 or P3\n"),
         (("tenants", "set", "a", "--highest-class", "P7"), "'P7' cannot be used: write P0, P1, P2 or P3\n"),
-        (("keys", "create", "--name", "a", "--expires", "2001-01-01"), "'2001-01-01' is past: write a later"),
-        (("tenants", "set", "a", "--burst", "60"), "--burst '60' is no span of time: write for example 90s"),
-        (("tenants", "set", "a"), "nothing was given to be changed: see appliance tenants set --help"),
-        (("keys", "set", "key_1"), "nothing was given to be changed: see appliance keys set --help"),
-        (("keys", "rotate", "key_1", "--overlap", "soon"), "--overlap 'soon' is no span of time"),
-        (("peers", "map", "user:nobody-here", "--tenant", "t"), "this box has no user 'nobody-here'"),
-        (("peers", "map", "group:nobody-here", "--tenant", "t"), "this box has no group 'nobody-here'"),
+        (
+            ("keys", "create", "--name", "a", "--expires", "2001-01-01"),
+            "'2001-01-01' is in the past: write a later",
+        ),
+        (
+            ("tenants", "set", "a", "--burst", "60"),
+            "--burst '60' is not a span of time: write for example 90s",
+        ),
+        (("tenants", "set", "a"), "nothing to change was given: see appliance tenants set --help"),
+        (("keys", "set", "key_1"), "nothing to change was given: see appliance keys set --help"),
+        (("keys", "rotate", "key_1", "--overlap", "soon"), "--overlap 'soon' is not a span of time"),
+        (("peers", "map", "user:nobody-here", "--tenant", "t"), "this machine has no user 'nobody-here'"),
+        (("peers", "map", "group:nobody-here", "--tenant", "t"), "this machine has no group 'nobody-here'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -121,7 +127,7 @@ def test_what_cannot_be_meant_is_told_with_flag_value_and_remedy(
     cli: Run, admin: AdminService, run_dir: Path, words: tuple[str, ...], said: str
 ) -> None:
     outcome = cli(*words, "--run-dir", run_dir)
-    assert outcome.code == 1 and said in outcome.err
+    assert outcome.code == 2 and said in outcome.err
     assert admin.actions == []
 
 
@@ -147,11 +153,11 @@ def test_a_key_gets_scopes_models_and_limits(cli: Run, admin: AdminService, run_
 def test_a_rotated_key_is_printed_alone_and_the_old_ones_end_is_told(
     cli: Run, admin: AdminService, run_dir: Path
 ) -> None:
-    outcome = cli("keys", "rotate", "key_1", "--overlap", "2h", "--run-dir", run_dir)
+    outcome = cli("keys", "rotate", "key_1", "--overlap", "2h", "--yes", "--run-dir", run_dir)
     assert outcome.out == "ak-fresh\n"
-    assert "key_2" in outcome.err and "Key key_1 goes on until " in outcome.err
+    assert "key_2" in outcome.err and "Key key_1 stays valid until " in outcome.err
     assert last(admin) == ("keys.rotate", {"id": "key_1", "overlap_s": 7200.0, "expires_at": None})
-    made = json.loads(cli("keys", "rotate", "key_1", "--json", "--run-dir", run_dir).out)
+    made = json.loads(cli("keys", "rotate", "key_1", "--json", "--yes", "--run-dir", run_dir).out)
     assert (made["key"], made["replaces"]) == ("ak-fresh", "key_1")
     assert last(admin)[1]["overlap_s"] == 86400.0
 
@@ -210,11 +216,11 @@ def test_a_tenant_is_shown_with_what_it_and_its_keys_use(
     out = cli("tenants", "show", "acme", "--run-dir", run_dir).out
     shown = [re.split(r" {2,}", line) for line in out.partition("\n\n")[2].splitlines()]
     assert shown == [
-        ["LIMIT OF", "ON", "USED", "OF", "HELD", "ALL LEFT AGAIN"],
-        ["all of it", "tokens a minute", "1,520", "200,000", "512", "in 456ms"],
-        ["all of it", "requests at once", "2", "16", "2", "when they end"],
-        ["all of it", "requests waiting", "0", "64", "0", "now"],
-        ["key app", "tokens a minute", "1,520", "200,000", "512", "in 456ms"],
+        ["SCOPE", "LIMIT", "USED", "OF", "HELD", "RESETS IN"],
+        ["tenant", "tokens a minute", "1,520", "200,000", "512", "456ms"],
+        ["tenant", "requests at once", "2", "16", "2", "when they end"],
+        ["tenant", "requests waiting", "0", "64", "0", "-"],
+        ["key app", "tokens a minute", "1,520", "200,000", "512", "456ms"],
     ]
     shown_json = json.loads(cli("tenants", "show", "acme", "--json", "--run-dir", run_dir).out)
     assert shown_json["usage"][0]["used"] == 1_520
@@ -231,9 +237,9 @@ def test_peers_are_listed_by_name_and_mapped_by_name_or_number(
         Peer(kind="gid", number=4_000_000_000, tenant="acme", source="mapped", created_at=1.79e9),
     ]
     lines = cli("peers", "list", "--run-dir", run_dir).out.splitlines()
-    assert lines[1].split()[:3] == ["uid:0", "root", "local"] and lines[1].endswith("the settings")
-    assert lines[2].split()[:4] == ["any", "anybody", "else", "local"]
-    assert lines[3].split()[:3] == ["gid:4000000000", "?", "acme"] and "an operator" in lines[3]
+    assert lines[1].split()[:3] == ["uid:0", "root", "local"] and lines[1].endswith("settings")
+    assert lines[2].split()[:5] == ["any", "every", "other", "user", "local"]
+    assert lines[3].split()[:3] == ["gid:4000000000", "?", "acme"] and "operator" in lines[3]
     for typed, meant in (
         ("uid:7", "uid:7"),
         ("user:root", "uid:0"),
@@ -243,7 +249,7 @@ def test_peers_are_listed_by_name_and_mapped_by_name_or_number(
         outcome = cli("peers", "map", typed, "--tenant", "acme", "--run-dir", run_dir)
         assert outcome.out == "peers.map is done\n"
         assert last(admin) == ("peers.map", {"peer": meant, "tenant": "acme"})
-        cli("peers", "unmap", typed, "--run-dir", run_dir)
+        cli("peers", "unmap", typed, "--yes", "--run-dir", run_dir)
         assert last(admin) == ("peers.unmap", {"peer": meant})
 
 
@@ -318,7 +324,7 @@ def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminServi
         (("tenants", "suspend", "acme"), "Suspend tenant acme? [y/N]", "y"),
         (("tenants", "delete", "acme"), "Delete tenant acme? Type its name:", "acme"),
         (("keys", "rotate", "key_1"), "Rotate key key_1? [y/N]", "y"),
-        (("peers", "unmap", "uid:7"), "Unmap uid:7? [y/N]", "y"),
+        (("peers", "unmap", "uid:7"), "Unmap peer uid:7? [y/N]", "y"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -128,6 +128,7 @@ class FakeFront:
         self.tasks: set[asyncio.Task[None]] = set()
         self.models: list[ServedModel] = []
         self.configured = 0
+        self.taken = 0
 
     def hear(self, message: CoreToFront) -> None:
         if isinstance(message, Configure):
@@ -142,6 +143,7 @@ class FakeFront:
             name = message.replica
             self.replicas[name] = ReplicaClient(sock, lambda handles: self.lost(name, handles))
         elif isinstance(message, Connection):
+            self.taken += 1
             task = self.loop.create_task(self.converse(socket.socket(fileno=self.channel.take_fd())))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
@@ -192,6 +194,8 @@ class FakeFront:
             self.channel.send(
                 FrontReport(
                     connections=0,
+                    max_connections=4096,
+                    taken_connections=self.taken,
                     streams=len(self.calls),
                     requests=0,
                     tokens=10,

@@ -1,7 +1,8 @@
 """A replica without an engine: speaks a rank's protocol, one token every 10 ms for each sample.
 
 `fake.json` in the model's folder may say: {"fatal": [kind, message]}, {"exit": code}, or {"hang": true} to
-say nothing more while it loads, for as long as the file says so.
+send nothing more while it loads, for as long as the file says so. `step.json`, as long as it exists, makes
+the next step long: {"announced_s": 2.0, "seconds": 9.0}.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from engine.messages import (
     DataInbound,
     Fatal,
     Finished,
+    LongStep,
     Output,
     Progress,
     RankInbound,
@@ -59,6 +61,7 @@ class FakeReplica:
         self.steps = 0
         self.gone: list[str] = []
         self.finished: list[Finished] = []
+        self.folder = Path()
 
     def hear(self, message: RankInbound) -> None:
         if isinstance(message, Start):
@@ -75,6 +78,7 @@ class FakeReplica:
             os._exit(0)
 
     def start(self, spec: ReplicaSpec) -> None:
+        self.folder = Path(spec.model_path)
         self.control.send(Progress("loading", 0.5))
         script = Path(spec.model_path) / "fake.json"
         while "hang" in (does := said(script)):
@@ -86,6 +90,14 @@ class FakeReplica:
         self.rows, self.tokens = spec.max_rows, 2 * spec.step_tokens
         self.control.send(Ready(info(spec)))
         asyncio.get_running_loop().create_task(self.step())
+
+    def long_step(self) -> None:
+        """Compute and send nothing else, as rank 0 does in a long step."""
+        long = said(self.folder / "step.json")
+        if long:
+            (self.folder / "step.json").unlink()
+            self.control.send(LongStep(long["announced_s"]))
+            time.sleep(long["seconds"])
 
     def take(self, front: str, message: DataInbound) -> None:
         if isinstance(message, Submit):
@@ -124,6 +136,7 @@ class FakeReplica:
     async def step(self) -> None:
         while True:
             self.steps += 1
+            self.long_step()
             frames: dict[str, list[Output]] = {}
             for run in list(self.running):
                 submit = run.submit

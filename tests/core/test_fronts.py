@@ -1,4 +1,4 @@
-"""A front's start when this process has no descriptors, memory or processes left: it is tried again."""
+"""Fronts as the core sees them: starts that fail, the choice of a front, and what operators are told."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from appliance import fronts
-from appliance.fronts import Front
-from appliance.messages import Configure, Limits
+from appliance.fronts import Dealer, Front
+from appliance.messages import Configure, Connection, FrontReport, Limits
+from appliance.refusals import RefusalWatch
 
 pytestmark = pytest.mark.system
 
@@ -82,3 +83,56 @@ def test_a_front_that_cannot_be_started_leaves_nothing_behind_and_is_tried_again
         assert held() == before
 
     asyncio.run(scenario())
+
+
+class Full(Front):
+    """A front whose every place is taken, or not."""
+
+    def __init__(self, number: int, *, room: bool) -> None:
+        super().__init__(number, Events(), hang_timeout_s=60, load_timeout_s=60)  # type: ignore[arg-type]
+        self.room, self.got = room, 0
+
+    takes_connections = True
+
+    @property
+    def has_room(self) -> bool:
+        return self.room
+
+    def give(self, connection: Connection, *descriptors: int) -> None:
+        self.got += 1
+
+
+def test_a_full_front_is_passed_over_while_another_one_has_room() -> None:
+    async def scenario() -> None:
+        full, free = Full(0, room=False), Full(1, room=True)
+        dealer = Dealer([full, free])
+        assert all(dealer.deal(Connection("unix", "")) for _ in range(4))
+        assert (full.got, free.got) == (0, 4)
+        free.room = False
+        assert all(dealer.deal(Connection("unix", "")) for _ in range(4))
+        assert (full.got, free.got) == (2, 6)
+
+    asyncio.run(scenario())
+
+
+def report(**counts: int) -> FrontReport:
+    return FrontReport(
+        connections=0, streams=0, requests=0, tokens=0, cpu_seconds=0.0, **({"unauthenticated": 0} | counts)
+    )
+
+
+def test_refusals_are_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("appliance.refusals.time.monotonic", lambda: now[0])
+    watch = RefusalWatch()
+    assert not list(watch.problems(report()))
+    (told,) = watch.problems(report(refused_connections=1, max_connections=40))
+    assert "all 40 are in use" in told
+    assert not list(watch.problems(report(refused_connections=9)))
+    assert not list(watch.problems(report(refused_connections=9, unauthenticated=99)))
+    (told,) = watch.problems(report(refused_connections=9, unauthenticated=100))
+    assert "no valid key" in told
+    now[0] += 61
+    assert not list(watch.problems(report(refused_connections=9, unauthenticated=150)))
+    (told,) = watch.problems(report(refused_connections=10, unauthenticated=150))
+    assert "connections are refused" in told

@@ -39,8 +39,11 @@ def looked_up(house: House, forecast: Forecast) -> Remaining:
     tokens, running_s = 0.0, 0.0
     for request in unfinished:
         if request.queued_at is None:
-            made = (house.now - (request.began_at or house.now)) / forecast.step_s if forecast.step_s else 0.0
-            left = max(1.0, lengths[request] - made)
+            made = request.generated_each
+            if not made and forecast.step_s:
+                made = (house.now - (request.began_at or house.now)) / forecast.step_s
+            left = lengths[request] - made if made < lengths[request] else made
+            left = max(1.0, min(left, request.most_each - made))
             tokens += left * request.admit.rows
             running_s = max(running_s, left * forecast.step_s)
     outputs = sum(request.expected_tokens for request in queued)

@@ -142,7 +142,39 @@ def test_a_replica_that_hangs_is_killed_and_started_anew(make_service: Make) -> 
     assert read_answer(stream)[-1] == "front-0 length"
     assert not alive(pid)
     (replica,) = service.admin.status().models[0].replicas
-    assert "no sign of life" in replica.last_error
+    assert "did not report" in replica.last_error
+
+
+def test_a_step_that_was_announced_is_neither_silence_nor_a_hang(make_service: Make) -> None:
+    service = make_service("hang_timeout_s = 2")
+    service.start()
+    before = service.wait_ready().models[0].replicas[0]
+    (service.folder / "m" / "step.json").write_text('{"announced_s": 60, "seconds": 6}')
+    wait_until(lambda: not (service.folder / "m" / "step.json").exists())
+    stream = service.connect("m 5")
+    seen: list[str] = []
+
+    def over() -> bool:
+        (replica,) = service.admin.status().models[0].replicas
+        seen.append(replica.state)
+        return len(seen) > 10 and (replica.last_report_s or 0) < 1
+
+    wait_until(over)
+    assert set(seen) == {"ready"}
+    assert read_answer(stream)[-1] == "front-0 length"
+    (after,) = service.admin.status().models[0].replicas
+    assert (after.pids, after.restarts) == (before.pids, 0)
+
+
+def test_a_step_that_takes_far_longer_than_announced_is_a_hang(make_service: Make) -> None:
+    service = make_service("hang_timeout_s = 2")
+    service.start()
+    before = service.wait_ready().models[0].replicas[0]
+    (service.folder / "m" / "step.json").write_text('{"announced_s": 0.6, "seconds": 600}')
+    wait_until(lambda: service.admin.status().models[0].replicas[0].state == "silent")
+    assert "m-0 is silent" in service.admin.status().reason
+    wait_until(lambda: service.admin.status().models[0].replicas[0].restarts == 1)
+    assert service.wait_ready().models[0].replicas[0].pids != before.pids
 
 
 def test_a_front_that_hangs_gets_no_connections_until_it_speaks_again(make_service: Make) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from engine.generate import LocalEngine
 from engine.messages import SamplingParams, Submit, TokenLogprob
-from kernels import sampling as twin
+from kernels import sampling as reference
 from tests.engine.soak_books import Entry
 from tests.engine.soak_traffic import Limits
 
@@ -135,17 +135,19 @@ def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: 
     x -= params.frequency_penalty * times + params.presence_penalty * (times > 0)
     x += torch.tensor([(params.logit_bias or {}).get(int(token), 0.0) for token in ids])
     x = x.unsqueeze(0)
-    if params.temperature < twin.GREEDY_BELOW:
+    if params.temperature < reference.GREEDY_BELOW:
         return int(ids[x.argmax()])
     x = x / params.temperature
     if params.top_k:
-        twin.keep_top_k_(x, torch.tensor([params.top_k]), params.top_k)
-    key = twin.noise_keys(torch.tensor([twin.noise_base(params.seed, 0)]), torch.tensor([len(history)]))
-    scores = twin.gumbel_noise(key, twin.token_hashes(0, vocab, x.device)[ids]) + x
-    twin.keep_min_p_(scores, x, torch.tensor([params.min_p]))
+        reference.keep_top_k_(x, torch.tensor([params.top_k]), params.top_k)
+    key = reference.noise_keys(
+        torch.tensor([reference.noise_base(params.seed, 0)]), torch.tensor([len(history)])
+    )
+    scores = reference.gumbel_noise(key, reference.token_hashes(0, vocab, x.device)[ids]) + x
+    reference.keep_min_p_(scores, x, torch.tensor([params.min_p]))
     if params.top_p < 1:
-        twin.keep_top_p_(scores, x, torch.tensor([params.top_p]))
-    return int(ids[twin.best(scores)[1]])
+        reference.keep_top_p_(scores, x, torch.tensor([params.top_p]))
+    return int(ids[reference.best(scores)[1]])
 
 
 def _ask(draw: random.Random, limits: Limits, kind: int) -> tuple[list[int], SamplingParams]:

@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_runs(
     folder.mkdir()
     for path, reason in ((folder, "Is a directory"), (below, "File exists")):
         assert refused(module, option, str(path)) == (
-            f"{option} is {path}, which cannot be written ({reason}): name a file that can"
+            f"{option} is {path}, which cannot be written ({reason}); name a writable file"
         )
 
 

@@ -134,7 +134,7 @@ class EagerPromptGraphs(PromptGraphs):
             assert tokens == sum(span.count for span in self._spans), window
         rest = size - sum(span.count for span in self._spans)
         chunks = [*self._spans, ChunkSpan(size - rest, rest, 0, 0)] if rest else self._spans
-        return AttentionInput(captured.block_table, captured.rows, captured.lens, 0, chunks)
+        return AttentionInput(captured.block_table, captured.slots, captured.lens, 0, chunks)
 
 
 @pytest.mark.parametrize("prompts", [[24], [100], [10, 60, 3], [1], [150, 42], [193], [9, 9, 9, 9]])

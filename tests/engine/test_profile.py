@@ -97,7 +97,7 @@ def test_names_lose_what_nobody_reads() -> None:
     assert short_name(gemm) == "cutlass device_kernel"
     assert short_name("void cublasLt::splitKreduce_kernel<32, 16, int>(Params)") == "splitKreduce_kernel"
     assert short_name("nvjet_tst_64x8_64x16_2x1_v_bz_TNT") == "nvjet_tst_64x8_64x16_2x1_v_bz_TNT"
-    assert short_name("_decode_kernel") == "_decode_kernel"
+    assert short_name("_prefill_kernel") == "_prefill_kernel"
 
 
 # ── what kernels do ──────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +136,7 @@ def test_a_decode_step_reads_every_weight_once_and_the_cache_once(llama: ModelCo
     assert works["gate_up"].bytes == pytest.approx(32 * 28672 * 4096 * 2, rel=1e-3)
     assert works["lm_head"].bytes == pytest.approx(128256 * 4096 * 2, rel=1e-3)
     # 641 tokens are 11 pages of 64.
-    assert works["_decode_kernel"].bytes == pytest.approx(32 * 2 * 8 * 704 * 128 * 2, rel=0.02)
+    assert works["decode_kernel"].bytes == pytest.approx(32 * 2 * 8 * 704 * 128 * 2, rel=0.02)
     products = [works[name] for name in ("qkv", "o", "gate_up", "down", "lm_head")]
     assert sum(work.limit_us(H200) for work in products) == pytest.approx(15.0e9 / 4355e3, rel=0.01)
     assert works["products"].bytes == sum(work.bytes for work in products)
@@ -146,7 +146,7 @@ def test_fp8_halves_the_layers_weights_and_the_cache_but_not_the_output_matrix(l
     wide = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
     half = work_by_kernel(llama, info(weights="fp8", kv_dtype="fp8"), [ONE_TOKEN], H200)
     assert half["down"].bytes / wide["down"].bytes == pytest.approx(0.5, rel=0.01)
-    assert half["_decode_kernel"].bytes / wide["_decode_kernel"].bytes == pytest.approx(132 / 256, rel=0.01)
+    assert half["decode_kernel"].bytes / wide["decode_kernel"].bytes == pytest.approx(132 / 256, rel=0.01)
     assert half["lm_head"].bytes == wide["lm_head"].bytes
 
 
@@ -164,7 +164,7 @@ def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     # In the last layer, all but the last token only go into the cache.
     assert works["o"].operations == 2 * (31 * 8192 + 1) * 4096 * 4096
     assert works["_prefill_kernel"].operations == 4 * 31 * 32 * 128 * 8192 * 8193 / 2
-    assert works["_decode_kernel"].operations == 4 * 32 * 128 * 8192
+    assert works["decode_kernel"].operations == 4 * 32 * 128 * 8192
     later = work_by_kernel(llama, info(), [StepShape([], [(4096, 4096)], 1)], H200)
     assert later["_prefill_kernel"].operations == pytest.approx(
         works["_prefill_kernel"].operations * 0.75, rel=0.01

@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.messages import (
     Attach,
     Chunk,
+    LongStep,
     Output,
     RankInbound,
     RankOutbound,
@@ -32,6 +33,7 @@ from engine.messages import (
 from engine.plans import PlanSender
 from engine.replica import Replica, _follow
 from engine.scheduler import Scheduler
+from engine.step_forecast import StepForecast
 from engine.wire import Channel, socketpair
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner
 
@@ -151,13 +153,17 @@ def engine_of_four_rows() -> EngineCore:
     return EngineCore(scheduler, SimulatedRunner(4, 80))
 
 
+def a_forecast() -> StepForecast:
+    return StepForecast(parameters=1000, attention_width=64, on_gpu=False)
+
+
 class Served:
     """Rank 0's loop over a simulated device, with one front."""
 
     def __init__(self) -> None:
         self.core, control = channel_pair(RankOutbound, RankInbound)
         self.reports: list[Report] = []
-        self.replica = Replica(engine_of_four_rows(), control)
+        self.replica = Replica(engine_of_four_rows(), control, a_forecast())
         self.loop = Outcome(self.replica.run)
 
     def attach(self, name: str, send_buffer: int = 1 << 16) -> socket.socket:
@@ -250,7 +256,7 @@ def test_what_a_front_has_not_read_reaches_it_at_its_own_pace_when_there_is_noth
 
 def test_a_front_may_come_with_the_descriptor_of_one_that_is_just_gone() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
-    loop = Replica(engine_of_four_rows(), control)
+    loop = Replica(engine_of_four_rows(), control, a_forecast())
     (first, theirs), (second, its) = socketpair(), socketpair()
     core.send(Attach("front-0"), (theirs.fileno(),))
     loop._take_in()
@@ -295,3 +301,15 @@ def test_while_it_computes_the_core_hears_of_it_more_often_than_gateways_call_ol
     assert seen.blocks_used > 3
     served.stop()
     front.close()
+
+
+def test_a_long_step_is_announced_before_it_is_waited_for() -> None:
+    core, control = channel_pair(RankOutbound, RankInbound)
+    slow = StepForecast(parameters=10_000_000_000, attention_width=1, on_gpu=False)
+    Replica(engine_of_four_rows(), control, slow)._announce(
+        StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(64)), [0])])
+    )
+    fast = StepForecast(parameters=1000, attention_width=1, on_gpu=False)
+    Replica(engine_of_four_rows(), control, fast)._announce(StepPlan(2, [], [], [], [0], []))
+    (message,) = core.read()
+    assert isinstance(message, LongStep) and message.expected_s > 1000

@@ -124,29 +124,46 @@ def test_every_answer_has_a_request_id_which_the_log_shares(front: Harness) -> N
         assert ask(front, "GET", path).headers["x-request-id"]
 
 
-def test_a_clients_request_id_begins_ours_and_never_collides(front: Harness) -> None:
-    ids = [
-        ask(front, "POST", "/v1/chat/completions", chat(), {"X-Request-Id": "trace-7"}).headers[
-            "x-request-id"
-        ]
-        for _ in range(2)
+def test_a_clients_request_id_is_echoed_exactly_and_the_logged_one_never_collides(front: Harness) -> None:
+    answers = [
+        ask(front, "POST", "/v1/chat/completions", chat(), {"X-Request-Id": "trace-7"}) for _ in range(2)
     ]
-    assert all(request_id.startswith("trace-7.") for request_id in ids)
-    assert ids[0] != ids[1]
-    insane = ask(front, "GET", "/v1/models", headers={"X-Request-Id": "a b" * 100})
-    assert insane.headers["x-request-id"].startswith("req-")
+    assert [answer.headers["x-request-id"] for answer in answers] == ["trace-7", "trace-7"]
+    logged = [answer.headers["x-appliance-request-id"] for answer in answers]
+    assert logged == [settle.request_id for settle in front.settled(2)]
+    assert all(request_id.startswith("trace-7.") for request_id in logged)
+    assert logged[0] != logged[1]
+    odd = ask(front, "GET", "/v1/models", headers={"X-Request-Id": 'a b"{ü' * 10})
+    assert odd.headers["x-request-id"] == 'a b"{ü' * 10
+    assert odd.headers["x-appliance-request-id"].startswith("req-")
 
 
-def test_health_says_whether_and_why_not(front: Harness) -> None:
+def test_health_says_whether_and_only_to_known_clients_why_not(front: Harness) -> None:
+    key = {"Authorization": f"Bearer {KEY}"}
     assert ask(front, "GET", "/health/ready", tcp=True).json == {"status": "ready", "reason": None}
-    unknown = ask(front, "GET", "/health/ready?model=gone", tcp=True)
-    assert (unknown.status, unknown.json["reason"]) == (404, "there is no model 'gone'")
     front.configure(ready=False, reason="demo loads: 40%")
     front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 503)
-    answer = ask(front, "GET", "/health/ready", tcp=True)
-    assert answer.json == {"status": "not_ready", "reason": "demo loads: 40%"}
-    assert int(answer.headers["retry-after"]) > 0
+    for answer in (
+        ask(front, "GET", "/health/ready", headers=key, tcp=True),
+        ask(front, "GET", "/health/ready"),
+    ):
+        assert answer.json == {"status": "not_ready", "reason": "demo loads: 40%"}
+        assert int(answer.headers["retry-after"]) > 0
+    stranger = ask(front, "GET", "/health/ready", tcp=True)
+    assert stranger.status == 503 and "demo" not in stranger.body.decode()
     assert ask(front, "GET", "/health/live", tcp=True).json["status"] == "live"
+
+
+def test_strangers_learn_nothing_about_models_from_health(front: Harness) -> None:
+    answers = [
+        ask(front, "GET", f"/health/ready?{query}", tcp=True)
+        for query in ("model=gone", "model=demo", "%6dodel=demo", "x=1&model=demo")
+    ]
+    assert {answer.status for answer in answers} == {401}
+    assert len({answer.body for answer in answers}) == 1
+    unknown = ask(front, "GET", "/health/ready?model=gone")
+    assert (unknown.status, unknown.json["reason"]) == (404, "there is no model 'gone'")
+    assert ask(front, "GET", "/health/ready?model=demo").status == 200
 
 
 def test_a_class_is_asked_for_by_header_or_service_tier(front: Harness) -> None:

@@ -222,16 +222,30 @@ def test_a_stream_outlives_every_timeout_for_requests(own_front: Callable[..., H
     assert ask(own, "POST", "/v1/chat/completions", chat(stream=True)).body.endswith(b"data: [DONE]\n\n")
 
 
-def test_connections_over_the_limit_are_closed_at_once(own_front: Callable[..., Harness]) -> None:
+def test_over_the_limit_the_connection_that_waited_longest_makes_room(
+    own_front: Callable[..., Harness],
+) -> None:
     own = own_front(Limits(max_connections=3))
-    inside = [connect(own) for _ in range(3)]
-    own.wait_for(lambda: own.reports[-1].connections == 3)
-    with connect(own) as outside:
-        assert outside.recv(10) == b""
-    for sock in inside:
-        sock.sendall(head("GET", "/v1/models"))
-        assert read_answer(sock).status == 200
+    own.endless()
+    waiting = connect(own)
+    own.wait_for(lambda: own.reports[-1].connections == 1)
+    streaming = [connect(own) for _ in range(2)]
+    for sock in streaming:
+        body = json.dumps(chat(stream=True)).encode()
+        sock.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)
+    own.wait_for(lambda: own.reports[-1].busy_connections == 2)
+    with connect(own) as third:
+        assert waiting.recv(10) == b""
+        body = json.dumps(chat(stream=True)).encode()
+        third.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)
+        own.wait_for(lambda: own.reports[-1].busy_connections == 3)
+        refused = ask(own, "GET", "/v1/models")
+        assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+        assert refused.headers["retry-after"] == "1"
+    own.wait_for(lambda: own.reports[-1].refused_connections == 1)
+    for sock in (waiting, *streaming):
         sock.close()
+    own.wait_for(lambda: ask(own, "GET", "/v1/models").status == 200)
 
 
 def test_a_client_that_leaves_while_sending_is_forgotten(front: Harness) -> None:

@@ -410,7 +410,8 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
         assert moved.kind == ("tcp" if tcp else "unix") and bool(moved.peer) == tcp
         answer = read_answer(sock)
         assert (answer.status, text(answer)) == (200, front.text())
-        assert answer.headers["x-request-id"].startswith("mine.")
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.headers["x-appliance-request-id"].startswith("mine.")
         # The connection goes on where it is now.
         send(sock, "moving", body, **headers)
         assert "idempotent-replayed" in read_answer(sock).headers

@@ -1,5 +1,5 @@
-"""How far results are off, over all and where they are worst: one wrong head of one token drowns in a norm
-over two thousand tokens of 32 heads."""
+"""Error measures for test results, over the whole tensor and for its worst vector. A norm over two thousand
+tokens of 32 heads would hide one wrong head of one token."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of all, relative to the norm of all."""
+    """Return the error of the whole tensor, relative to the norm of the exact result."""
     return float((found.double() - exact).norm() / exact.norm())
 
 
 def worst_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of the vector (the last dimension: a head of a token, a token's outputs) that is the furthest off,
-    relative to its norm; where that is zero, anything else is infinitely far."""
+    """Return the largest error of a vector (the last dimension: a head of a token, or a token's outputs),
+    relative to the vector's norm. Where that norm is zero, any difference is an infinite error."""
     off, size = (found.double() - exact).norm(dim=-1), exact.double().norm(dim=-1)
     return float(torch.where(off == 0, 0.0, off / size).max())
 
@@ -21,8 +21,9 @@ def worst_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def check_as_torch(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
-    """At most twice torch's error, over all and of the worst vector, and so many roundings of the result,
-    whose error is a quarter of its dtype's eps in norm."""
+    """Assert that the error is at most twice torch's error, over the whole tensor and for the worst vector,
+    plus `roundings` roundings of the result. One rounding has an error of a quarter of the dtype's eps, by
+    norm."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     assert found.shape == exact.shape and found.isfinite().all()
     assert error(found, exact) <= 2 * error(torchs, exact) + more
@@ -32,8 +33,8 @@ def check_as_torch(
 def check_worst(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
-    """As `check_as_torch`, of the worst vector alone. Torch's worst may be another: of vectors that are sums
-    of a few, one is lucky where another is not."""
+    """Assert the bound of `check_as_torch` for the worst vector alone. torch's worst vector may be another
+    one: the error of a vector that sums few terms varies by chance."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     off, bound = worst_error(found, exact), 2 * worst_error(torchs, exact) + more
     if not off <= bound:

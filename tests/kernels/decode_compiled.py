@@ -1,5 +1,5 @@
-"""Compiles decode attention of new tokens for Hopper and prints, as JSON, what each kernel does to memory in
-which order; a process of its own, as `launches_of_serving`."""
+"""Compiles decode attention with a `Rotation` for Hopper and prints, as JSON, the order of each kernel's
+memory accesses. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ EVENTS = re.compile(
 
 
 def launch(sequences: int, fp8: bool) -> None:
-    """Lengths and rows are words of 32 bits, as angles are; page numbers have 64, the product 16."""
+    """Launch decode attention with dtypes that identify the loads in PTX: lengths, slots and angles are
+    32-bit words, page numbers 64-bit, and the result of the qkv GEMM 16-bit."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)

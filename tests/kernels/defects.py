@@ -1,6 +1,6 @@
-"""Defects to seed into the kernels, one at a time: each must make the kernel's tests fail, in the interpreter
-and on a GPU. `scripts/seed_defects` tries them; `test_defects.py` holds that each still fits the source.
-"""
+"""Defects to seed into the kernels, one at a time. Each must make the kernel's tests fail, in the
+interpreter and on a GPU. `scripts/seed_defects` tries them; `test_defects.py` checks that each still matches
+the source."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """One wrong place in a kernel, or in what prepares its launch."""
+    """One wrong line in a kernel or in its launcher."""
 
     name: str
     file: str
-    """In `kernels/triton`."""
+    """File name in `kernels/triton`."""
     right: str
-    """Stands in the file exactly once."""
+    """Correct source text, which occurs in the file exactly once."""
     wrong: str
     keyword: str
-    """Which tests of the file's are expected to notice: pytest's -k."""
+    """pytest's -k expression for the tests that must detect the defect."""
     interpreted: bool = True
-    """Whether an interpreter can notice: Triton's fuses no product with a sum, that of Gluon does not know
-    all of it."""
+    """Whether the interpreter can detect the defect. Triton's interpreter does not fuse a product with a sum,
+    and the Gluon interpreter does not support every kernel."""
 
     @property
     def source(self) -> Path:
@@ -36,7 +36,8 @@ class Defect:
         return Path("tests/kernels") / f"test_triton_{stem}.py"
 
     def apply(self, tree: Path) -> None:
-        """Seed it into a copy of the tree. Raises ValueError where it does not fit."""
+        """Seed the defect into a copy of the tree. Raises ValueError if the source text does not occur
+        exactly once."""
         path = tree / self.source
         text = path.read_text()
         if text.count(self.right) != 1:
@@ -46,6 +47,7 @@ class Defect:
 
 _TESTED_BY = {
     "linear_rows.py": "linear",
+    "attention_decode_kernel.py": "attention_decode",
     "new_tokens.py": "attention_decode",
     "linear_stream.py": "linear",
     "sampling_kernels.py": "sampling",
@@ -55,84 +57,84 @@ _TESTED_BY = {
 
 _DECODE = [
     Defect(
-        "a token too many is seen",
-        "attention_decode.py",
+        "one token too many is visible",
+        "attention_decode_kernel.py",
         "seen = position < cached",
         "seen = position <= cached",
         "attends or error",
     ),
     Defect(
         "the last page is dropped",
-        "attention_decode.py",
+        "attention_decode_kernel.py",
         "end = tl.minimum(begin + each, pages)",
         "end = tl.minimum(begin + each, pages - 1)",
         "attends or error",
     ),
     Defect(
         "the window is a token short",
-        "attention_decode.py",
+        "attention_decode_kernel.py",
         "seen = seen & (position >= length - WINDOW)",
         "seen = seen & (position > length - WINDOW)",
         "attends or (error and mixed)",
     ),
     Defect(
-        "every KV head reads the first",
-        "attention_decode.py",
+        "every KV head reads the pages of the first",
+        "attention_decode_kernel.py",
         "tile = (tl.load(blocks + page).to(tl.int32) * KV_HEADS + kv_head) * 64",
         "tile = (tl.load(blocks + page).to(tl.int32) * KV_HEADS) * 64",
         "attends or error",
     ),
     Defect(
-        "values have the scales of keys",
-        "attention_decode.py",
+        "values use the scales of keys",
+        "attention_decode_kernel.py",
         "weights = weights * tl.load(v_scales + tile + token)[None, :]",
         "weights = weights * tl.load(k_scales + tile + token)[None, :]",
         "scales or (error and fp8)",
     ),
     Defect(
-        "pieces are summed without their maxima",
-        "attention_decode.py",
+        "splits are combined without their maxima",
+        "attention_decode_kernel.py",
         "acc = acc * old[:, None] + part * weight[:, None]",
         "acc = acc + part * weight[:, None]",
-        "cut or (error and long)",
+        "split or (error and long)",
     ),
     Defect(
-        "the counter of pieces is left",
-        "attention_decode.py",
+        "the counter of splits is not reset",
+        "attention_decode_kernel.py",
         "tl.store(counter, 0)",
         "tl.store(counter, 1)",
-        "cut or bits",
+        "split or bits",
     ),
     Defect(
-        "every piece counts the new token",
-        "attention_decode.py",
+        "every split adds the new token",
+        "attention_decode_kernel.py",
         "newest = begin + each >= pages",
         "newest = begin + each >= 0",
-        "new_tokens and (cut or (error and mixed))",
+        "new_tokens and (split or (error and mixed))",
     ),
     Defect(
-        "the new token's value is not weighed",
-        "attention_decode.py",
+        "the new token's value is not weighted",
+        "attention_decode_kernel.py",
         "acc += weight[:, None] * kept_v",
         "acc += kept_v",
         "new_tokens",
     ),
     Defect(
-        "the new token is written a place too far",
-        "attention_decode.py",
+        "the new token is written one slot too far",
+        "attention_decode_kernel.py",
         "new_slot = new_page * 64 + new_position % 64",
         "new_slot = new_page * 64 + (new_position + 1) % 64",
         "new_tokens",
     ),
     Defect(
-        "new values have the scale of keys",
-        "attention_decode.py",
+        "new values use the scale of keys",
+        "attention_decode_kernel.py",
         "tl.store(v_scales + new_slot, v_scale)",
         "tl.store(v_scales + new_slot, k_scale)",
         "new_tokens and (scale or (error and fp8))",
     ),
     Defect(
-        "a new token is turned the other way",
+        "a new token is rotated backwards",
         "new_tokens.py",
         "tl.where(dim < half, -sin, sin)",
         "tl.where(dim < half, sin, -sin)",
@@ -155,19 +157,19 @@ _PREFILL = [
         "attend or error",
     ),
     Defect(
-        "the diagonal's page counts as whole",
+        "the page on the diagonal is not masked",
         "attention_prefill.py",
         "whole = (first_position + 1) // 64",
         "whole = (first_position + 64) // 64",
         "attend or error",
     ),
     Defect(
-        "a key that is not seen has a finite score",
+        "a masked key has a finite score",
         "attention_prefill.py",
         'scores = tl.where(seen, scores, float("-inf"))',
         "scores = tl.where(seen, scores, _LOWEST)",
         "error and mixed",
-        interpreted=False,  # which rounds the score before it takes the largest from it
+        interpreted=False,  # which rounds the score before it takes the maximum
     ),
     Defect(
         "KV heads overlap in the queries",
@@ -184,21 +186,21 @@ _PREFILL = [
         "attend or error",
     ),
     Defect(
-        "every tile of a chunk stands at its first position",
+        "every tile of a chunk has the first tile's position",
         "attention_prefill.py",
         "part[:, 2] = chunk.context + offset",
         "part[:, 2] = chunk.context",
         "attend or error",
     ),
     Defect(
-        "expanded values have the scales of keys",
+        "expanded values use the scales of keys",
         "attention_prefill.py",
         "tl.load(v_scales + tile + token)[:, None]",
         "tl.load(k_scales + tile + token)[:, None]",
         "expanded or (error and fp8)",
     ),
     Defect(
-        "an expanded window begins at the first page",
+        "an expanded window starts at the first page",
         "attention_prefill.py",
         "chunk.context, used - first))",
         "chunk.context, used))",
@@ -229,22 +231,22 @@ _PREFILL_HOPPER = [
             "at = [token + half * (64 // GROUP), kv_head, 0]",
         ),
         (
-            "128 keys are one page twice",
+            "128 keys are the same page twice",
             "next_page = gl.minimum(page + 1, last // 64)",
             "next_page = page",
         ),
         (
-            "a page behind the last is read",
+            "a page after the last one is read",
             "next_page = gl.minimum(page + 1, last // 64)",
             "next_page = page + 1",
         ),
         (
-            "every chunk reads the scratch of the first",
+            "every chunk reads the scratch blocks of the first",
             "one = ((row + page) * KV_HEADS + kv_head) * 64",
             "one = (page * KV_HEADS + kv_head) * 64",
         ),
         (
-            "both warpgroups have the same half of a tile",
+            "both warpgroups compute the same half of a tile",
             "operands, bars, 1, KV_HEADS",
             "operands, bars, 0, KV_HEADS",
         ),
@@ -252,32 +254,32 @@ _PREFILL_HOPPER = [
 ]
 _FUSED = [
     Defect(
-        "a norm's mean is over its padding",
+        "the mean of a norm includes padding",
         "fused.py",
         "mean = tl.sum(row * row, axis=0) / hidden",
         "mean = tl.sum(row * row, axis=0) / BLOCK",
         "norm",
     ),
     Defect(
-        "keys and queries are turned the other way",
+        "keys and queries are rotated backwards",
         "fused.py",
         "a * cos - b * sin",
         "a * cos + b * sin",
-        "turned",
+        "rotated",
     ),
     Defect(
-        "queries are normed with the keys' weight",
+        "queries use the norm weight of keys",
         "fused.py",
         "a * norm * tl.where(is_q[:, None], q_low[None, :], k_low[None, :])",
         "a * norm * k_low[None, :]",
-        "turned",
+        "rotated",
     ),
     Defect(
-        "the last slots of a page are the first's",
+        "the last slots of a page map to the first",
         "fused.py",
         "offset = slot % PAGE",
         "offset = slot % (PAGE - 1)",
-        "turned",
+        "rotated",
     ),
     Defect(
         "padding writes to the first slot",
@@ -287,14 +289,14 @@ _FUSED = [
         "minus_one",
     ),
     Defect(
-        "e4m3 scales are another format's",
+        "e4m3 scales use the range of another format",
         "fused.py",
         "return tl.div_rn(largest, 448.0)",
         "return tl.div_rn(largest, 240.0)",
         "quantised",
     ),
     Defect(
-        "the gate is what it gates",
+        "gate and up are exchanged",
         "fused.py",
         "gate = tl.load(gate_up + at, mask",
         "gate = tl.load(gate_up + at + width, mask",
@@ -307,98 +309,98 @@ _LINEAR = [
         "linear_rows.py",
         "inside = at + k < K\n",
         "inside = at + k < K - 1\n",
-        "product",
+        "gemm",
     ),
     Defect(
-        "gemv: a norm's mean is over its padding",
+        "gemv: the mean of a norm includes padding",
         "linear_rows.py",
         "inverse = tl.rsqrt(tl.sum(row * row, axis=0) / K + eps)",
         "inverse = tl.rsqrt(tl.sum(row * row, axis=0) / WHOLE + eps)",
-        "product",
+        "gemm",
     ),
     Defect(
-        "dot: every split takes the first part of K",
+        "dot: every split reads the first part of K",
         "linear_rows.py",
         "k = split * depth + tl.arange(0, BLOCK_K)",
         "k = tl.arange(0, BLOCK_K)",
-        "product",
+        "gemm",
     ),
     Defect(
-        "dot: the counters of splits are left",
+        "dot: the counters of splits are not reset",
         "linear_rows.py",
         "tl.store(arrived + tile, 0)",
         "tl.store(arrived + tile, 1)",
         "counters or bit",
     ),
     Defect(
-        "dot: weights have no scale",
+        "dot: the weight scale is not applied",
         "linear_rows.py",
         "acc = acc * of_token[None, :] * tl.load(weight_scale + weight_row)[:, None]",
         "acc = acc * of_token[None, :]",
-        "product",
+        "gemm",
     ),
     Defect(
-        "gate and up change places",
+        "gate and up are exchanged in the epilogue",
         "linear_rows.py",
         "return (column + (row % 2) * columns).to(tl.int64)",
         "return (column + (1 - row % 2) * columns).to(tl.int64)",
-        "product",
+        "gemm",
     ),
     Defect(
         "the residual is missing",
         "linear_rows.py",
         "acc += tl.load(before, mask=inside, other=0.0).to(tl.float32)",
         "acc += tl.load(before, mask=inside, other=0.0).to(tl.float32) * 0.0",
-        "product",
+        "gemm",
     ),
     Defect(
-        "dot: a shared norm's mean is over its parts",
+        "dot: the mean of a shared norm divides by the number of parts",
         "linear_rows.py",
         "tl.rsqrt(tl.sum(squared, axis=0) / K + eps)",
         "tl.rsqrt(tl.sum(squared, axis=0) / PARTS + eps)",
-        "normed_after or accuracy",
+        "applied_after or accuracy",
     ),
     Defect(
-        "dot: a shared norm has a part too many",
+        "dot: a shared norm sums one part too many",
         "linear_rows.py",
         "there = (which < parts)[:, None] & live[None, :]",
         "there = (which <= parts)[:, None] & live[None, :]",
-        "normed_after or accuracy",
+        "applied_after or accuracy",
     ),
     Defect(
-        "dot: every token has the first one's squares",
+        "dot: every token uses the squares of the first",
         "linear_rows.py",
         "tl.load(x_squares + which[:, None] * rows + row[None, :],",
         "tl.load(x_squares + which[:, None] * rows + row[None, :] * 0,",
-        "normed_after or accuracy",
+        "applied_after or accuracy",
     ),
     Defect(
-        "dot: squares of what fills no tile count",
+        "dot: squares include elements past the last column",
         "linear_rows.py",
         "tl.sum(tl.where(inside, x * x, 0.0), axis=0)",
         "tl.sum(x * x, axis=0)",
-        "gained",
+        "deferred_norm_is_written",
     ),
     Defect(
-        "dot: what is gained is not rounded before",
+        "dot: a deferred norm uses the unrounded result",
         "linear_rows.py",
         "    return result\n",
         "    return acc\n",
-        "gained",
+        "deferred_norm_is_written",
     ),
     Defect(
-        "quantised rows have another format's scale",
+        "quantised rows use the range of another format",
         "linear.py",
         "tl.store(scales + row, tl.div_rn(largest, 448.0))",
         "tl.store(scales + row, tl.div_rn(largest, 240.0))",
-        "product or quantised",
+        "gemm or quantised",
     ),
     Defect(
-        "stream: every step takes the first part of the row",
+        "stream: every step reads the first part of the row",
         "linear_stream.py",
         "one = prepared.slice(step * WARPS, WARPS, 0)",
         "one = prepared.slice(0, WARPS, 0)",
-        "fp8_product",
+        "fp8_gemm",
         interpreted=False,
     ),
     Defect(
@@ -406,35 +408,35 @@ _LINEAR = [
         "linear_stream.py",
         "total += gl.load(residual + column + copy * 0, mask=inside, other=0.0).to(gl.float32)",
         "total += gl.load(residual + column + copy * 0, mask=inside, other=0.0).to(gl.float32) * 0.0",
-        "fp8_product",
+        "fp8_gemm",
         interpreted=False,
     ),
     Defect(
-        "tiles: a stage is filled with x of the first steps again",
+        "tiles: a stage is refilled with x of the first steps",
         "linear_tiles.py",
         "(x_tiles, [0, k], ready.index(stage), xs.index(stage), more)",
         "(x_tiles, [0, first_k], ready.index(stage), xs.index(stage), more)",
-        "product",
+        "gemm",
         interpreted=False,
     ),
     Defect(
-        "tiles: a part of a split is not added",
+        "tiles: one split is not added",
         "linear_tiles.py",
         "for other in gl.static_range(1, SPLIT):",
         "for other in gl.static_range(2, SPLIT):",
-        "product",
+        "gemm",
         interpreted=False,
     ),
     Defect(
-        "tiles: scales and biases of up are the gate's",
+        "tiles: up uses the scales and biases of the gate",
         "linear_tiles.py",
         "weight_row = column + index // (BLOCK_N // 2) * columns",
         "weight_row = column",
-        "product",
+        "gemm",
         interpreted=False,
     ),
     Defect(
-        "tiles: a shared norm's mean is over its parts",
+        "tiles: the mean of a shared norm divides by the number of parts",
         "linear_tiles.py",
         "gl.rsqrt(gl.sum(squared, axis=0) / K + eps)",
         "gl.rsqrt(gl.sum(squared, axis=0) / PARTS + eps)",
@@ -442,7 +444,7 @@ _LINEAR = [
         interpreted=False,
     ),
     Defect(
-        "tiles: squares of what fills no tile count",
+        "tiles: squares include elements past the last column",
         "linear_tiles.py",
         "gl.sum(gl.where(inside, x * x, 0.0), axis=0)",
         "gl.sum(x * x, axis=0)",
@@ -450,7 +452,7 @@ _LINEAR = [
         interpreted=False,
     ),
     Defect(
-        "tiles: every tile has the first one's gain",
+        "tiles: every tile uses the gain of the first",
         "linear_tiles.py",
         "gain = gl.load(next_gain + gl.minimum(column, columns - 1))",
         "gain = gl.load(next_gain + gl.minimum(column % width, columns - 1))",
@@ -462,7 +464,7 @@ _LINEAR = [
         "linear_tiles.py",
         "result += before.to(gl.float32)",
         "result += before.to(gl.float32) * 0.0",
-        "product",
+        "gemm",
         interpreted=False,
     ),
 ]
@@ -475,70 +477,70 @@ _SAMPLING = [
         "ties",
     ),
     Defect(
-        "scan: the noise is the next position's",
+        "scan: the noise belongs to the next position",
         "sampling_kernels.py",
         "key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))",
         "key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i) + 1)",
         "mix or real_vocabulary",
     ),
     Defect(
-        "pick: the last chunk is not looked at",
+        "pick: the last chunk is ignored",
         "sampling_kernels.py",
         "there = chunk < chunks\n",
         "there = chunk < chunks - 1\n",
         "greedy",
     ),
     Defect(
-        "combine: chunks' sums are added as they are",
+        "combine: the sums of chunks are added without rescaling",
         "sampling_full.py",
         "total = tl.sum(sums * tl.exp(highest - finite(largest)), axis=0)",
         "total = tl.sum(sums, axis=0)",
         "every_kind or real_vocabulary",
     ),
     Defect(
-        "decide: the nucleus is what it leaves out",
+        "decide: the nucleus is replaced by its complement",
         "sampling_full.py",
         'target = tl.where(by_mass, top_p * total, float("inf"))',
         'target = tl.where(by_mass, (1.0 - top_p) * total, float("inf"))',
         "every_kind or real_vocabulary",
     ),
     Defect(
-        "above: the best token counts as more likely than itself",
+        "above: the best token is counted as more likely than itself",
         "sampling_full.py",
         "masses = tl.join(tl.where(x > logit, weight, 0.0)",
         "masses = tl.join(tl.where(x >= logit, weight, 0.0)",
         "every_kind or real_vocabulary or ties",
     ),
     Defect(
-        "few: a token too many is kept",
+        "few: one token too many is kept",
         "sampling_full.py",
         "kept = (entry < count) & (higher < k)",
         "kept = (entry < count) & (higher <= k)",
         "every_kind or real_vocabulary",
     ),
     Defect(
-        "decide: whoever keeps few enough keeps any mass",
+        "decide: the mass limit is ignored",
         "sampling_full.py",
         "kept = (count < limit) & (mass < target)\n        next_kept",
         "kept = count < limit\n        next_kept",
         "every_kind or real_vocabulary",
     ),
     Defect(
-        "settle: the border does not follow the mass",
+        "settle: the mass limit is ignored",
         "sampling_search.py",
         "kept = (count < limit) & (mass < target)",
         "kept = count < limit",
         "every_kind or real_vocabulary",
     ),
     Defect(
-        "settle: top-p is of all that there is, whatever top-k left",
+        "settle: top-p ignores what top-k excluded",
         "sampling_search.py",
         "target = tl.where(both, top_p * mass_over, target)",
         "target = tl.where(both, top_p * total, target)",
         "ties or real_vocabulary",
     ),
     Defect(
-        "settle: the draw forgets min-p",
+        "settle: the draw ignores min-p",
         "sampling_search.py",
         "better = (x > low) & (x >= lowest) & (score > scores)",
         "better = (x > low) & (score > scores)",
@@ -552,28 +554,28 @@ _SAMPLING = [
         "penalties",
     ),
     Defect(
-        "edit: a bias takes the logit's place",
+        "edit: a bias replaces the logit",
         "sampling_kernels.py",
         "tl.store(at, x + tl.load(values + entry, mask=there, other=0.0), mask=there)",
         "tl.store(at, x * 0.0 + tl.load(values + entry, mask=there, other=0.0), mask=there)",
         "penalties",
     ),
 ]
-_ROWS = [
+_DECODE_STEP = [
     Defect(
-        "a full page's next token goes to its page",
-        "rows.py",
+        "the token after a full page is placed in that page",
+        "decode_step.py",
         "block = tl.load(block_table + row * stride + position // PAGE,",
         "block = tl.load(block_table + row * stride + (position - 1) // PAGE,",
         "placed",
     ),
     Defect(
-        "a bad token is fed",
-        "rows.py",
+        "a bad token becomes the next input",
+        "decode_step.py",
         "tl.where(token < 0, 0, token)",
         "token",
         "sampled",
     ),
 ]
 
-DEFECTS = [*_DECODE, *_PREFILL, *_PREFILL_HOPPER, *_FUSED, *_LINEAR, *_SAMPLING, *_ROWS]
+DEFECTS = [*_DECODE, *_PREFILL, *_PREFILL_HOPPER, *_FUSED, *_LINEAR, *_SAMPLING, *_DECODE_STEP]

@@ -1,10 +1,11 @@
-"""Each kernel once or a few times at small odd shapes: what `scripts/sanitize` runs under compute-sanitizer.
+"""Runs each kernel once or a few times at small odd shapes. `scripts/sanitize` runs this program under
+compute-sanitizer.
 
     python -m tests.kernels.exercise decode prefill
 
-Tensors are as large as they must be and no larger, tables name blocks that do not exist past a sequence's
-end, and results must be finite. Whether they are right is for the tests to say. Without a GPU: in the
-interpreter, in float32, and without what that does not know.
+Tensors are exactly as large as needed, block tables name blocks that do not exist after the end of a
+sequence, and results must be finite. Other tests check that results are correct. Without a GPU the kernels
+run in the interpreter, in float32, without the features that it does not support.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kernels.draws import Logits
-from kernels.triton import attention_decode, fused, linear, rows, sampling
-from kernels.triton.linear_plans import Plan
+from kernels.triton import attention_decode, decode_step, fused, linear, sampling
+from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import test_triton_attention_decode as decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
 from tests.kernels import test_triton_attention_prefill_hopper as hopper_cases
@@ -39,7 +40,8 @@ HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 
 
 def decode() -> None:
-    """Sequences in one piece and in several, with and without a window, padding, FP8."""
+    """Decode sequences with one and several splits, with and without a window, with padding, and in
+    FP8."""
     for lens, window in (([1, 64, 65, 0, 130, 700], None), ([300], None), ([200, 127], 100), ([0], None)):
         case = decode_cases.make(lens, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
         config = attention_decode.config_for(len(lens), 2, 64, case.keys.element_size(), 8)
@@ -54,7 +56,8 @@ def decode() -> None:
 
 
 def prefill() -> None:
-    """Chunks with context over blocks' borders, with and without a window; FP8 pages read and expanded."""
+    """Prefill chunks whose context crosses block borders, with and without a window; FP8 pages are read
+    directly and expanded."""
     chunks = [(0, 65), (200, 33), (0, 1), (127, 130)]
     for window in (None, 100):
         case = prefill_cases.make(chunks, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
@@ -66,8 +69,8 @@ def prefill() -> None:
 
 
 def prefill_hopper() -> None:
-    """Chunks with context over borders of blocks and of 128 keys, more tiles than there are programs; pages
-    and scratch."""
+    """Prefill on Hopper with chunks whose context crosses the borders of blocks and of 128 keys, and with
+    more tiles than programs; from pages and from the scratch pool."""
     if not HOPPER:
         return
     for chunks, heads, kv_heads in (("several chunks", 4, 2), ("across blocks of keys", 3, 3)):
@@ -76,7 +79,8 @@ def prefill_hopper() -> None:
 
 
 def fuse() -> None:
-    """Norms, rotation and cache writes, SwiGLU: plain and quantised, at widths that fill no tile."""
+    """Run RMSNorm, RoPE with cache writes, and SwiGLU, plain and quantised, at widths that are no multiple of
+    a tile."""
     pdl = ON_GPU
     values = E4M3 if ON_GPU else torch.float32
     for tokens, width in ((1, 64), (5, 100), (3, 2880)):
@@ -94,12 +98,12 @@ def fuse() -> None:
 
 
 def multiply() -> None:
-    """Products of few rows in every form, with all that may be done on the way."""
+    """Run GEMMs of few rows with every kernel and all fused operations."""
     everything = ("norm", "bias", "residual")
     plans = [(case[0], case[4]) for case in linear_cases.CASES]
-    plans += [(1, Plan("stream", 1, 16, 64, warps=2, stages=2)), (9, replace(linear_cases.DOT, split=2))]
+    plans += [(1, GemmPlan("stream", 1, 16, 64, warps=2, stages=2)), (9, replace(linear_cases.DOT, split=2))]
     if HOPPER:
-        plans += [(5, Plan("tiles", 8, 64, 64, warps=4, stages=2, split=split)) for split in (1, 3)]
+        plans += [(5, GemmPlan("tiles", 8, 64, 64, warps=4, stages=2, split=split)) for split in (1, 3)]
     for tokens, of_two_bytes in plans:
         of_one = replace(of_two_bytes, block_k=128) if of_two_bytes.form == "tiles" else of_two_bytes
         for extras in (everything, ("norm", "bias", "silu")):
@@ -113,17 +117,17 @@ def multiply() -> None:
         if of_two_bytes.tiled:
             case = linear_cases.Case(tokens, 160, 384, everything, DTYPE)
             gain = case.weight[:, 0].contiguous()
-            half, gained = case.half_normed(3), linear.allocate_gained(of_two_bytes, case.out)
+            half, deferred_norm = case.half_normed(3), linear.allocate_deferred_norm(of_two_bytes, case.out)
             options = case.options_after(replace(half, squares=half.squares.clone()))
-            options |= {"next_gain": gain, "gained": gained}
+            options |= {"next_gain": gain, "deferred_norm": deferred_norm}
             _finite(linear.linear(half.values, case.weight, **options, plan=of_two_bytes, pdl=ON_GPU))
-            _finite(gained.values, gained.squares)
+            _finite(deferred_norm.values, deferred_norm.squares)
     _finite(*linear.quantise(case.x, values=E4M3 if ON_GPU else torch.float32, pdl=ON_GPU))
 
 
 def ship(dtype: torch.dtype) -> None:
-    """Products by every plan that ships for weights of `dtype`, with all that it may do on the way; in the
-    interpreter, which gives a plan's stages and warps no meaning, by one of each form."""
+    """Run every shipped plan for weights of `dtype` with all fused operations. The interpreter ignores stages
+    and warps, so there one plan of each form is enough."""
     plans = [one for one in shipped_plans() if one.dtype == dtype]
     if not ON_GPU:
         plans = list(
@@ -138,7 +142,8 @@ def ship(dtype: torch.dtype) -> None:
 
 
 def sample() -> None:
-    """Rows of every kind over two chunks and a part of one, edited and not; ties that make searches long."""
+    """Sample rows of every variant over two and a half chunks, with and without logits processors, and with
+    ties that make searches long."""
     params = sampling_cases.MIXED
     draws = sampling_cases._draws(params)
     for step in (0.0, 0.5) if ON_GPU else (0.5,):
@@ -161,12 +166,12 @@ def sample() -> None:
 
 
 def place() -> None:
-    """The ends of a decode step, with padding."""
+    """Run the first and last kernel of a decode step, with padding."""
     tokens, lengths, blocks = (torch.arange(n, device=DEVICE) for n in (130, 130, 130 * 3))
     which = torch.cat((torch.arange(130, device=DEVICE), torch.full((7,), -1, device=DEVICE)))
-    decodes = rows.empty_decodes(137, DEVICE)
-    rows.place(which, tokens, lengths, blocks.view(130, 3), decodes)
-    rows.advance(which, decodes.token_ids, decodes.positions, tokens, lengths)
+    decodes = decode_step.empty_decodes(137, DEVICE)
+    decode_step.place(which, tokens, lengths, blocks.view(130, 3), decodes)
+    decode_step.advance(which, decodes.token_ids, decodes.positions, tokens, lengths)
 
 
 GROUPS: dict[str, Callable[[], None]] = {

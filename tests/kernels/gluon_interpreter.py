@@ -1,10 +1,11 @@
-"""Runs a Gluon kernel's own Python on the CPU, and reports what would be a race or a hang on a GPU.
+"""Runs the Python source of a Gluon kernel on the CPU and reports what would be a race or a deadlock on a
+GPU.
 
-Triton's interpreter knows no Gluon. Here torch's operations, on a `gluon_machine.Program`, stand in for `gl`,
-`mbarrier`, `tma` and the products of warpgroups. Not modelled: layouts of registers (the compiler checks
-them), the lives of registers that a product reads, fences between plain and asynchronous accesses, clusters,
-the width of numbers that no tensor has, which Python does not bound, and `//` and `%` of negative numbers,
-which it rounds down. What is not here is refused by name.
+Triton's interpreter does not support Gluon. Here torch operations on a `gluon_machine.Program` replace `gl`,
+`mbarrier`, `tma` and the warpgroup products. Not modelled: register layouts (the compiler checks them), the
+lifetime of registers that a product reads, fences between plain and asynchronous accesses, clusters, the
+width of scalar integers, which Python does not bound, and `//` and `%` of negative integers, which Python
+rounds down. Unsupported features raise an error that names them.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from triton.runtime.jit import JITFunction
 from tests.kernels.gluon_machine import Barrier, Barriers, Fault, Program, Shared, UnfinishedProduct, flat
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
-"""Of a launch, not the kernel's."""
+"""Launch options that are not arguments of the kernel."""
 
 
 class Interpreted:
-    """A Gluon kernel to launch as the kernel itself is: `Interpreted(kernel, seed)[(programs,)](…)`.
+    """A Gluon kernel to interpret, launched like the kernel itself:
+    `Interpreted(kernel, seed)[(programs,)](…)`.
 
-    Programs run one after another, in an order by the seed. Raises Fault, or Deadlock, which is one.
+    Programs run one after another, in an order that depends on the seed. Raises Fault, or its subclass
+    Deadlock.
     """
 
     def __init__(self, kernel: JITFunction, seed: int) -> None:
@@ -61,7 +64,8 @@ class Interpreted:
         return launch
 
     def _stand_in(self, value: Any) -> Any:
-        """What a global of the kernel's module is here; a kernel is its function, on globals like these."""
+        """Return the replacement for a global of the kernel's module. A kernel becomes its Python function
+        with replaced globals."""
         if isinstance(value, gl.constexpr):
             return value.value
         if id(value) in self._stand_ins or not isinstance(value, JITFunction):
@@ -77,7 +81,7 @@ class Interpreted:
 class _Pointer:
     base: torch.Tensor
     own: torch.Tensor
-    """Which elements of the memory that it spans are the tensor's."""
+    """Mask of the spanned memory's elements that belong to the tensor."""
     offset: Any = 0
 
     @classmethod
@@ -94,19 +98,20 @@ class _Pointer:
         return replace(self, offset=self.offset + offset)
 
     def places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which elements, and which of them at all. Raises Fault for one that is not the tensor's."""
+        """Return the addressed elements and their mask. Raises Fault for an element that does not belong to
+        the tensor."""
         everywhere = torch.as_tensor(True if mask is None else mask)
         place, mask = torch.broadcast_tensors(torch.as_tensor(self.offset).long(), everywhere)
         there = torch.where(mask, place, 0)
         outside = (there < 0) | (there >= len(self.own))
         outside |= ~self.own[torch.where(outside, 0, there)]
         if outside.any():
-            raise Fault(f"element {int(there[outside][0])} is not of a tensor of {list(self.base.shape)}")
+            raise Fault(f"element {int(there[outside][0])} is outside of a tensor of {list(self.base.shape)}")
         return there, mask
 
 
 class _Language:
-    """`gl`, `tl`, `mbarrier`, `tma` and products, as the program that runs means them."""
+    """Replacements for `gl`, `tl`, `mbarrier`, `tma` and the products, bound to the running program."""
 
     float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
     int32, int64 = torch.int32, torch.int64
@@ -122,7 +127,7 @@ class _Language:
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
             return getattr(gl, name)
-        raise NotImplementedError(f"the interpreter does not know {name}")
+        raise NotImplementedError(f"the interpreter does not support {name}")
 
     def program_id(self, axis: int) -> int:
         return self.program.number
@@ -132,7 +137,7 @@ class _Language:
 
     def inline_asm_elementwise(self, text: str, *_: Any) -> None:
         if not text.startswith("griddepcontrol."):
-            raise NotImplementedError(f"the interpreter does not know {text}")
+            raise NotImplementedError(f"the interpreter does not support {text}")
 
     # ── registers ──
 
@@ -171,16 +176,17 @@ class _Language:
         return values if mask.all() else torch.where(mask, values, other)
 
     def store(self, pointer: _Pointer, value: torch.Tensor, mask: Any = None) -> None:
-        """Each element once in a launch: nothing orders two programs' stores."""
+        """Store elements, each at most once per launch, because nothing orders the stores of two
+        programs."""
         place, mask = pointer.places(mask)
         to = place[mask]
         times = self.stored.setdefault(id(pointer.base), torch.zeros(len(pointer.own), dtype=torch.int32))
         times.index_add_(0, to, torch.ones(len(to), dtype=torch.int32))
         if (times[to] > 1).any():
-            raise Fault(f"element {int(to[times[to] > 1][0])} is stored a second time")
+            raise Fault(f"element {int(to[times[to] > 1][0])} is stored twice")
         flat(pointer.base)[to] = value.to(pointer.base.dtype).expand(place.shape)[mask]
 
-    # ── shared memory, barriers and what is asynchronous ──
+    # ── shared memory, barriers and asynchronous operations ──
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
         if not isinstance(layout, self.MBarrierLayout):
@@ -207,7 +213,8 @@ class _Language:
         barrier.init(count)
 
     def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
-        """By one thread, which knows of the other warps only what a barrier among them has settled."""
+        """Arrive at a barrier from one thread, which knows about the other warps only what a barrier among
+        them has established."""
         if pred:
             self.program.pause()
             barrier.arrive(count, self.program.current.known)
@@ -219,11 +226,12 @@ class _Language:
             barrier.arrive(1, self.program.current.known)
 
     def wait(self, barrier: Barrier, phase: Any, pred: Any = True) -> None:
-        """Until the phase of that parity has ended: as the hardware has it, the one before the first has."""
+        """Wait until the phase with the given parity has ended. As in hardware, the phase before the first
+        one has already ended."""
         if not pred:
             return
         if not barrier.count:
-            raise Fault(f"{barrier} is waited for before it is initialised")
+            raise Fault(f"waits for {barrier} before its initialisation")
         parity = int(phase)
         self.program.pause(lambda: barrier.phase % 2 != parity, lambda: f"parity {parity} of {barrier}")
         self.program.current.known |= barrier.completed
@@ -256,12 +264,12 @@ class _Language:
         if not isinstance(value, UnfinishedProduct):
             return value
         if not value.retired:
-            raise Fault(f"{self.program.current.name} takes a product that it has not waited for")
+            raise Fault(f"{self.program.current.name} uses a product before waiting for it")
         return value.value
 
 
 def _call(value: Any, name: str) -> None:
-    """Names what a kernel holds in a variable, for what is said of it."""
+    """Give barriers and memories the name of the kernel's variable that holds them, for error messages."""
     if isinstance(value, Shared):
         value.memory.name = value.memory.name or name
     elif isinstance(value, Barrier):

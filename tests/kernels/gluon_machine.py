@@ -1,10 +1,11 @@
-"""A program on a GPU as far as its order goes: partitions of warps, barriers, copies, products.
+"""A model of one GPU program's execution order: partitions of warps, barriers, asynchronous copies and
+products.
 
-Each partition is a thread, of which one runs at a time: at every asynchronous operation a seed chooses who
-goes on, the copy engine included. But order is proved, not sampled: every copy and every product is an event,
-a partition knows the events that happened before where it stands, and arrivals and waits at barriers hand
-that knowledge on (happens-before, Lamport 1978). Who reads what it does not know to be written, or overwrites
-what it does not know to be read, is at fault, however the threads happened to run.
+Each partition is a Python thread, and one thread runs at a time. At every asynchronous operation, a seed
+selects the next thread; the copy engine is one of them. But races are proved, not sampled: every copy and
+product is an event, each partition tracks the events that happened before its current point, and arrivals and
+waits at barriers pass that knowledge on (happens-before, Lamport 1978). A read of memory that is not known to
+be written, or a write of memory that is not known to be read, is a fault in any thread order.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GRANULE = 512
-"""Elements of shared memory whose reads and writes are noted together: in 16 bits, the eight rows after which
-a swizzle repeats."""
+"""Number of elements of shared memory whose reads and writes are tracked together: with 16-bit elements, the
+eight rows after which a swizzle repeats."""
 
 
 class Fault(Exception):
-    """What a GPU would do wrong, or might."""
+    """An error that would or could occur on a GPU."""
 
 
 class Deadlock(Fault):
-    """Everybody waits."""
+    """Every partition is waiting."""
 
 
 class _Stopped(BaseException):
-    """Another partition is at fault."""
+    """Raised in the other partitions after one partition has a fault."""
 
 
 @dataclass(eq=False)
 class Partition:
-    """Some warps. Sets of events have one bit for each."""
+    """A group of warps. Sets of events are bit masks with one bit per event."""
 
     name: str
     warps: int
     known: int = 0
-    """What happened before where all of its warps stand."""
+    """Events that happened before the current point of all warps of the partition."""
     unsettled: int = 0
-    """What each of its warps saw the end of for itself alone, until a barrier among them."""
+    """Events whose end each warp has seen for itself alone, until a barrier among the warps."""
     products: list[UnfinishedProduct] = field(default_factory=list)
     ready: Callable[[], bool] = lambda: True
     waits_for: Callable[[], str] = str
@@ -55,7 +56,7 @@ class Partition:
 
 @dataclass(eq=False)
 class UnfinishedProduct:
-    """What an asynchronous product returns: no tensor before a wait makes one of it."""
+    """The result of an asynchronous product, which becomes a tensor only after a wait."""
 
     value: torch.Tensor
     event: int
@@ -63,7 +64,8 @@ class UnfinishedProduct:
 
 
 class Barrier:
-    """An mbarrier: what its phase still misses, and what those who came to it knew."""
+    """An mbarrier: the arrivals and bytes that its phase still needs, and the events known to the threads
+    that arrived."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -77,7 +79,7 @@ class Barrier:
 
     def arrive(self, count: int, known: int) -> None:
         if count > self.missing:
-            raise Fault(f"{count} arrivals are too many at {self}")
+            raise Fault(f"{count} arrivals exceed the count of {self}")
         self.missing -= count
         self.gathering |= known
         self._complete()
@@ -106,7 +108,7 @@ class Barriers:
 
 
 class Memory:
-    """Of one allocation; NaN where nothing was written."""
+    """The memory of one allocation; NaN where nothing was written."""
 
     def __init__(self, elements: int, dtype: torch.dtype) -> None:
         self.name, self.data = "", torch.full((elements,), float("nan"), dtype=dtype)
@@ -115,7 +117,7 @@ class Memory:
 
 
 class Shared:
-    """A view of shared memory: which element of the allocation stands at each place of it."""
+    """A view of shared memory: for each position, the element of the allocation."""
 
     def __init__(
         self, memory: Memory, places: torch.Tensor, layout: Any, granules: list[int] | None = None
@@ -142,30 +144,32 @@ class Shared:
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         if dtype != self.memory.data.dtype or prod(shape) != len(self.memory.data):
-            raise NotImplementedError(f"shared memory as {dtype} {list(shape)}: other elements than it has")
+            raise NotImplementedError(
+                f"shared memory cannot be reinterpreted as {dtype} {list(shape)}: dtype or size differs"
+            )
         return Shared(self.memory, _places(shape, layout), layout)
 
     def read(self, event: int, by: Partition) -> torch.Tensor:
         for granule in self._granules:
             if self.memory.writer[granule] & ~by.known:
-                raise Fault(f"{by.name} reads {self.memory.name} before it waited for what is copied there")
+                raise Fault(f"{by.name} reads {self.memory.name} before waiting for the copy into it")
             self.memory.readers[granule] |= event
         return self.memory.data[self.places]
 
     def claim(self, event: int, by: Partition) -> None:
-        """For what is about to be written."""
+        """Record a coming write; a fault if earlier reads or writes are not known to have ended."""
         memory = self.memory
         for granule in self._granules:
             if memory.readers[granule] & ~by.known:
                 raise Fault(f"{by.name} overwrites {memory.name}, which a product may still read")
             if memory.writer[granule] & ~by.known:
-                raise Fault(f"{by.name} overwrites {memory.name}, where a copy may still be on its way")
+                raise Fault(f"{by.name} overwrites {memory.name}, to which a copy may still be in flight")
             memory.writer[granule], memory.readers[granule] = event, 0
 
 
 def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
-    """A tile is laid out in panels as wide as its swizzle, each with all rows; what is before the layout's
-    dimensions counts tiles."""
+    """Return the memory layout of a tile: panels as wide as the swizzle, each with all rows. Dimensions
+    before the layout's dimensions count tiles."""
     columns, rows = shape[-1], prod(shape[-layout.rank : -1])
     width = min(columns, layout.swizzle_byte_width * 8 // layout.element_bitwidth or columns)
     panels = torch.arange(prod(shape)).view(-1, columns // width, rows, width)
@@ -174,13 +178,13 @@ def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
 
 def _inside(place: int, count: int) -> int:
     if not 0 <= place < count:
-        raise Fault(f"index {int(place)} of {count}")
+        raise Fault(f"index {int(place)} is out of range of {count}")
     return int(place)
 
 
 @dataclass(eq=False)
 class Copy:
-    """A box on its way into shared memory. What lies outside of the tensor is zero."""
+    """An asynchronous copy of a box into shared memory. Elements outside of the tensor are zero."""
 
     source: TensorDescriptor
     at: list[int]
@@ -204,13 +208,13 @@ class Copy:
 
 
 def flat(base: torch.Tensor) -> torch.Tensor:
-    """All memory from a tensor's first element to its last, gaps included."""
+    """Return all memory from a tensor's first element to its last, gaps included."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
     return base.as_strided((span,), (1,))
 
 
 class Program:
-    """One program: its partitions, which of them runs, and the copies on their way."""
+    """A running GPU program: its partitions, the partition whose turn it is, and the copies in flight."""
 
     def __init__(self, number: int, warps: int, random_: random.Random) -> None:
         self.number = number
@@ -224,7 +228,8 @@ class Program:
         self._fault: BaseException | None = None
 
     def run(self, kernel: Callable[[], None]) -> None:
-        """Raises what any partition raised: a Fault, if it is the program's."""
+        """Run the program to its end. Raises the exception that any partition raised, a Fault if the program
+        is wrong."""
         try:
             kernel()
             self._check_rest()
@@ -238,7 +243,7 @@ class Program:
             raise self._fault
 
     def specialize(self, parts: list[tuple[Callable[[], None], str, int]]) -> None:
-        """Runs functions beside each other: what, its name, its warps."""
+        """Run functions concurrently, each given with its name and its number of warps."""
         parent = self.current
         children = [
             Partition(f"partition {n} ({name})", warps, parent.known)
@@ -253,20 +258,23 @@ class Program:
             parent.known |= child.known
 
     def pause(self, ready: Callable[[], bool] = lambda: True, waits_for: Callable[[], str] = str) -> None:
-        """Anybody may go on; returns when it is this partition's turn again, and it is ready."""
+        """Let any partition or the copy engine continue; return when this partition is selected again and is
+        ready."""
         self.current.ready, self.current.waits_for = ready, waits_for
         self._pass_on(self.current)
 
     def copy(self, source: TensorDescriptor, at: list[int], barrier: Barrier, to: Shared) -> None:
-        """By the copy engine, in its own time."""
+        """Start a copy, which the copy engine completes at any later time."""
         if list(to.places.shape) != list(source.block_shape) or to.layout != source.layout:
-            raise Fault(f"a box of {source.block_shape} is copied to {list(to.places.shape)} of {to.layout}")
+            raise Fault(
+                f"a box of {source.block_shape} cannot be copied to {list(to.places.shape)} of {to.layout}"
+            )
         me, event = self.current, self._event()
         self._copied |= event
         to.claim(event, me)
         self._copies.append(Copy(source, at, barrier, to, me.known | event))
         if sum(each.bytes for each in self._copies if each.barrier is barrier) > barrier.bytes:
-            raise Fault(f"{me.name} copies more to {to.memory.name} than is expected at {barrier}")
+            raise Fault(f"{me.name} copies more bytes to {to.memory.name} than {barrier} expects")
 
     def multiply(self, a: torch.Tensor | Shared, b: Shared) -> UnfinishedProduct:
         me, event = self.current, self._event()
@@ -275,7 +283,7 @@ class Program:
         return me.products[-1]
 
     def retire(self, outstanding: int) -> None:
-        """Products end in their order. Each warp knows it of its own part."""
+        """Retire products in their order. Each warp knows only about its own part of a product."""
         me = self.current
         while len(me.products) > outstanding:
             product = me.products.pop(0)
@@ -285,7 +293,7 @@ class Program:
             self.settle()
 
     def settle(self) -> None:
-        """The partition's warps meet."""
+        """Synchronise the warps of the partition."""
         self.current.known |= self.current.unsettled
         self.current.unsettled = 0
 
@@ -332,12 +340,12 @@ class Program:
 
     def _check_products(self, me: Partition) -> None:
         if me.products:
-            raise Fault(f"{me.name} ends before a product of its own")
+            raise Fault(f"{me.name} ends before one of its products")
 
     def _check_rest(self) -> None:
         self._check_products(self.current)
         if self._copied & ~self.current.known:
-            raise Fault("the program ends with a copy that nobody waited for")
+            raise Fault("the program ends without waiting for a copy")
         for barrier in self.barriers:
             if barrier.missing != barrier.count or barrier.bytes:
-                raise Fault(f"the program leaves {barrier}")
+                raise Fault(f"the program ends with an unfinished phase of {barrier}")

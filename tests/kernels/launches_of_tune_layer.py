@@ -22,7 +22,7 @@ import torch
 
 from kernels import compiling
 from kernels.triton import linear_plans
-from kernels.triton.linear_table import Entry, Product, Table, load_table, read_table
+from kernels.triton.linear_table import PlanEntry, Product, Table, load_table, read_table
 from kernels.tune import layers, search
 
 GPU = compiling.Gpu.of("NVIDIA H200", 90)
@@ -36,7 +36,7 @@ def table_before() -> Table:
     table, product = load_table(GPU.name), Product(torch.bfloat16, 28672, 4096)
     for rows in ROWS:
         rule = linear_plans.choose(rows, product.n, product.k, product.dtype)
-        table = table.with_entry(product, rows, Entry(rule, 99.0, 99.0))
+        table = table.with_entry(product, rows, PlanEntry(rule, 99.0, 99.0))
     return table
 
 

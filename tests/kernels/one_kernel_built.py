@@ -1,4 +1,5 @@
-"""Compiles one kernel for a GPU that need not be here; a process of its own, as `launches_of_serving`."""
+"""Compiles one kernel for a GPU that need not be present. Runs in a separate process, like
+`launches_of_serving`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Compiles for Hopper, of each form, the shipped plan that takes most shared memory, with all that it may do
-on the way, and prints, as JSON, how much that is; a process of its own, as `launches_of_serving`."""
+"""Compiles for Hopper, for each form, the shipped plan with the largest shared memory and all fused
+operations, and prints, as JSON, how much shared memory each takes. Runs in a separate process, like
+`launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def multiply(shipped: Shipped, rows: int, k: int) -> None:
         return
     if plan.tiled:
         squares = torch.empty((PARTS, rows), dtype=torch.float32, device=META)
-        gained = linear.allocate_gained(plan, bf16(rows, n))
-        options |= {"squares": squares, "next_gain": bf16(n), "gained": gained}
+        deferred_norm = linear.allocate_deferred_norm(plan, bf16(rows, n))
+        options |= {"squares": squares, "next_gain": bf16(n), "deferred_norm": deferred_norm}
     linear.linear(bf16(rows, k), weight, **options)
 
 

@@ -1,8 +1,8 @@
-"""The plans of the tables that ship, each once, and products by them: what the tests of parity and PDL, and
-the sanitizer's exercise, run over, so that a table that is tuned anew is tested as it is.
+"""The plans of all shipped tables, each once, and GEMMs that use them. The parity and PDL tests and the
+sanitizer's exercise iterate over these plans, so that a newly tuned table is tested as shipped.
 
-A product here has the plan, the numbers of rows and the K of what ships, and few outputs: two tiles and a
-half. It does on the way all that a product of its form may do at once.
+A GEMM here has a shipped plan with its numbers of rows and its K, but few outputs: two and a half tiles. It
+fuses every operation that its form can fuse at once.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import Gained
+from kernels import DeferredNorm
 from kernels.triton import linear, linear_table
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from tests.kernels.test_triton_linear import DEVICE, Case, Fp8Case
 
 FP8 = torch.float8_e4m3fn
 PARTS = 7
-"""Of the squares that the product before is said to have left."""
+"""Number of parts of the squares that the preceding GEMM is assumed to have written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shipped:
-    """A plan of weights of `dtype`."""
+    """A shipped plan for weights of `dtype`."""
 
     dtype: torch.dtype
-    plan: Plan
+    plan: GemmPlan
     uses: tuple[tuple[int, int], ...]
-    """The most rows and the K of each product that has it, rising."""
+    """Largest number of rows and K of each GEMM that has this plan, in ascending order."""
 
     def __str__(self) -> str:
         p = self.plan
@@ -37,12 +37,13 @@ class Shipped:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """Rows and K: at each use its most rows, and the fewest that the next smaller plan leaves it."""
+        """Return pairs of rows and K: for each use the largest number of rows, and the smallest number that
+        the next smaller plan does not serve."""
         return sorted({(rows, k) for most, k in self.uses for rows in (most, most // 2 + 1)})
 
     @property
     def short_k(self) -> int:
-        """A K that fills all stages and two steps more, unless none that ships is as long."""
+        """Return a K that fills all stages plus two steps, or the largest shipped K if that is smaller."""
         plan = self.plan
         step = {"gemv": plan.block_k, "stream": plan.warps * plan.block_k}
         least = (plan.stages + 2) * step.get(plan.form, plan.split * plan.block_k)
@@ -50,8 +51,8 @@ class Shipped:
 
 
 def shipped_plans() -> list[Shipped]:
-    """Of all tables that ship. Raises TableError for one that cannot be used."""
-    uses: dict[tuple[torch.dtype, Plan], set[tuple[int, int]]] = {}
+    """Return the plans of all shipped tables. Raises TableError for a table that cannot be used."""
+    uses: dict[tuple[torch.dtype, GemmPlan], set[tuple[int, int]]] = {}
     for path in sorted(linear_table.FOLDER.glob("*.json")):
         for product, entries in linear_table.read_table(path).products.items():
             for most, entry in entries.items():
@@ -61,13 +62,14 @@ def shipped_plans() -> list[Shipped]:
 
 
 class Product:
-    """A product by a shipped plan. `dtype`: of the tokens, and of weights that are no e4m3."""
+    """A GEMM with a shipped plan. `dtype`: of the tokens, and of weights that are not e4m3."""
 
     def __init__(
         self, shipped: Shipped, rows: int, k: int, silu: bool, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self.plan, self.silu = shipped.plan, silu
-        # Two tiles and a half; one row's are so narrow that results then begin anywhere.
+        # Two and a half tiles. One-row plans have such narrow tiles that the results may start at any
+        # alignment.
         n = 96 if silu and not self.plan.tiled else self.plan.block_n * 5 // 2
         extras = ("norm", "bias", "silu" if silu else "residual")
         if shipped.dtype == FP8:
@@ -89,10 +91,11 @@ class Product:
         residual: torch.Tensor | None,
         out: torch.Tensor,
         squares: torch.Tensor | None = None,
-        gained: Gained | None = None,
+        deferred_norm: DeferredNorm | None = None,
         pdl: bool = True,
     ) -> list[torch.Tensor]:
-        """The result, and what it leaves for the next norm: in `gained`, if given."""
+        """Run the GEMM and return the result, and the deferred norm of the result (`deferred_norm` if
+        given)."""
         case = self.case
         options = {**case.options(), "residual": residual, "out": out}
         options |= {"workspace": self.workspace, "plan": self.plan, "pdl": pdl}
@@ -102,6 +105,6 @@ class Product:
             options |= {"norm_weight": None, "squares": squares}
         if not self.gains:
             return [linear.linear(x, case.weight, **options)]
-        gained = gained or linear.allocate_gained(self.plan, out)
-        options |= {"next_gain": self.gain, "gained": gained}
-        return [linear.linear(x, case.weight, **options), gained.values, gained.squares]
+        deferred_norm = deferred_norm or linear.allocate_deferred_norm(self.plan, out)
+        options |= {"next_gain": self.gain, "deferred_norm": deferred_norm}
+        return [linear.linear(x, case.weight, **options), deferred_norm.values, deferred_norm.squares]

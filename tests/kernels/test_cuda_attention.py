@@ -1,5 +1,5 @@
-"""Attention of a pass whose ends alone ask, by a GPU's operations in Triton's interpreter, against the
-twins."""
+"""Attention of a pass with `AttentionInput.queries`, where only the last token of each sequence attends: the
+GPU operations in Triton's interpreter against the reference implementations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BLOCKS, COLUMNS = 24, 3
 
 @dataclass
 class Pass:
-    """Row r has blocks 3r to 3r + 2. Each of `tokens` is a row and a position in it; those at `ends` ask."""
+    """A pass over sequences with slots 0, 1, …; slot r has blocks 3r to 3r + 2. Each of `tokens` is a slot
+    and a position; attention is computed for the tokens at `ends`."""
 
     tokens: list[tuple[int, int]]
     ends: list[int]
@@ -43,7 +44,7 @@ class Pass:
             self.slots.fill_(-1)
 
     def attend(self, ops: object, padding: int) -> tuple[torch.Tensor, KvPool]:
-        """The result, and the cache as it is then."""
+        """Return the result of attention, and the cache after the pass."""
         pool = KvPool(self.pool.keys.clone(), self.pool.values.clone())
         asking = [(*self.tokens[at], at) for at in self.ends]
         columns = [(row, position + 1, at) for row, position, at in asking] + [(0, 0, 0)] * padding
@@ -57,12 +58,12 @@ class Pass:
 def ops() -> object:
     from kernels.cuda import CudaOps
 
-    return CudaOps(pdl=False)  # of which an interpreter knows nothing
+    return CudaOps(pdl=False)  # the interpreter does not support PDL
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_the_ends_see_what_the_pass_wrote_and_padding_sees_nothing(ops: object, padding: int) -> None:
-    """Two rows decode beside a chunk that goes on in the cache and one of a token."""
+def test_queries_attend_to_the_tokens_of_their_pass_and_padding_to_nothing(ops: object, padding: int) -> None:
+    """Two sequences decode beside a chunk with earlier context and a chunk of one token."""
     tokens = [(1, 70), (0, 5), *((2, at) for at in range(60, 133)), (3, 0)]
     made = Pass(tokens, [0, 1, len(tokens) - 2, len(tokens) - 1])
     (found, pool), (expected, other) = made.attend(ops, padding), made.attend(reference, 0)
@@ -73,8 +74,8 @@ def test_the_ends_see_what_the_pass_wrote_and_padding_sees_nothing(ops: object, 
     torch.testing.assert_close(pool.values, other.values)
 
 
-def test_padding_alone_leaves_the_cache_as_it_is(ops: object) -> None:
-    """As kernels are loaded."""
+def test_a_pass_of_padding_leaves_the_cache_unchanged(ops: object) -> None:
+    """Loading kernels before serving runs such a pass."""
     made = Pass([(0, 0)] * 3, [], written=False)
     found, pool = made.attend(ops, 3)
     assert found.shape == (3, HEADS, HEAD_DIM) and not found.any()

@@ -1,4 +1,5 @@
-"""The catalogue of seeded defects fits the source. `scripts/seed_defects` tries them, in minutes."""
+"""Checks that every seeded defect still matches the source. `scripts/seed_defects` tries the defects, which
+takes minutes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.kernels.test_exercise import script
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: f"{defect.file}: {defect.name}")
-def test_a_defect_fits_the_source_once(defect: Defect, tmp_path: Path) -> None:
+def test_each_defect_matches_the_source_exactly_once(defect: Defect, tmp_path: Path) -> None:
     source = (ROOT / defect.source).read_text()
     (tmp_path / defect.source.parent).mkdir(parents=True)
     (tmp_path / defect.source).write_text(source)
@@ -28,7 +29,7 @@ def test_a_defect_fits_the_source_once(defect: Defect, tmp_path: Path) -> None:
 
 
 def _kernels() -> Iterator[tuple[str, str, str]]:
-    """File, name and source of every function that is compiled for a GPU."""
+    """Yield file, name and source of every Triton or Gluon function."""
     for path in sorted((ROOT / "kernels" / "triton").glob("*.py")):
         text = path.read_text()
         for node in ast.parse(text).body:
@@ -38,7 +39,7 @@ def _kernels() -> Iterator[tuple[str, str, str]]:
                 yield path.name, node.name, ast.get_source_segment(text, node) or ""
 
 
-def test_every_kernel_that_is_launched_has_a_defect_of_its_own() -> None:
+def test_every_launched_kernel_has_a_defect() -> None:
     texts = [path.read_text() for path in (ROOT / "kernels" / "triton").glob("*.py")]
     launched = {name for text in texts for name in re.findall(r"(\w+)\[\(", text)}
     found = [(file, name, source) for file, name, source in _kernels() if name in launched]
@@ -50,21 +51,21 @@ def test_every_kernel_that_is_launched_has_a_defect_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nosuchword"], "no defect has nosuchword; there are\n  attention_decode.py: "),
-        (["linear", "nosuchword", "norword"], "no defect has nosuchword, norword; there are\n"),
-        (["sampling", "tiles:"], "no defect has all of sampling, tiles:; leave one out"),
-        (["linear_tiles.py"], "only a GPU notices those with linear_tiles.py: give --gpu on one"),
+        (["nosuchword"], "no defect contains nosuchword; known defects:\n  attention_decode_kernel.py: "),
+        (["linear", "nosuchword", "norword"], "no defect contains nosuchword, norword; known defects:\n"),
+        (["sampling", "tiles:"], "no defect contains all of sampling, tiles:; leave out one word"),
+        (["linear_tiles.py"], "defects with linear_tiles.py need a GPU: run with --gpu"),
     ],
     ids=["unknown", "some unknown", "in none together", "on a GPU alone"],
 )
-def test_a_trial_of_nothing_is_refused(words: list[str], said: str) -> None:
+def test_words_that_select_no_defect_are_refused(words: list[str], said: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "seed_defects"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and said in done.stderr
-    assert "every defect was noticed" not in done.stdout
+    assert "every defect was detected" not in done.stdout
 
 
-def test_words_choose_defects_that_have_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_select_the_defects_that_contain_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seed_defects = script("seed_defects")
     for words in ([], ["new_tokens.py"], ["sampling", "tie"]):
         monkeypatch.setattr(sys, "argv", ["seed_defects", *words])

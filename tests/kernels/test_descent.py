@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.bench.decode_layers import Way
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product, problem
 from kernels.tune.candidates import candidates
 from kernels.tune.descent import ENOUGH, Choice, descend, race, search
@@ -21,7 +21,7 @@ from kernels.tune.shortlist import covering, read_tried, shortlist, starts
 from tests.kernels import test_build
 from tests.kernels.test_tune import BF16, FP8, SHAPES
 
-A, B, C = (Plan("dot", 16, 64, 128, 4, stages) for stages in (4, 5, 6))
+A, B, C = (GemmPlan("dot", 16, 64, 128, 4, stages) for stages in (4, 5, 6))
 
 
 class Timer:

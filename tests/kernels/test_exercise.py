@@ -1,4 +1,5 @@
-"""What runs under compute-sanitizer on a GPU runs in the interpreter; what the tool says is understood."""
+"""Tests of `scripts/sanitize`, `scripts/test_gpu` and `exercise`: the kernels that run under
+compute-sanitizer also run in the interpreter, and the tool's output is parsed correctly."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_a_group_of_kernels_runs(group: str) -> None:
     GROUPS[group]()
 
 
-def test_every_plan_that_ships_is_exercised_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shipped_plan_is_exercised_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = set()
 
     def product(shipped: Shipped, rows: int, k: int, silu: bool, dtype: torch.dtype) -> Mock:
@@ -65,7 +66,7 @@ def test_the_script_runs_every_group(sanitize: ModuleType) -> None:
     assert set(sanitize.GROUPS) == set(GROUPS)
 
 
-def test_the_tool_is_found_in_a_toolkit_that_is_not_on_the_path(
+def test_the_sanitizer_is_found_in_a_toolkit_outside_the_path(
     sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -80,7 +81,7 @@ def test_the_tool_is_found_in_a_toolkit_that_is_not_on_the_path(
     assert sanitize.find_tool() == f"{tmp_path}/home/bin/compute-sanitizer"
 
 
-def test_a_group_that_does_not_run_is_told_and_the_others_are_checked(
+def test_a_failing_group_is_reported_and_the_others_are_checked(
     sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
@@ -97,11 +98,11 @@ def test_a_group_that_does_not_run_is_told_and_the_others_are_checked(
     assert asked == [(False, "prefill"), (False, "place"), (True, "place")]
     said = capsys.readouterr().out
     assert 'exercise.py", line 62, in prefill' in said and "3 of 192 are not finite" in said
-    assert "ok    memcheck   place" in said and "1 not clean" in said
+    assert "ok    memcheck   place" in said and "1 with findings" in said
     assert (tmp_path / "no-tool-prefill.log").read_text() == TRACEBACK.format(root=ROOT)
 
 
-def test_what_is_not_finite_is_said_in_a_line() -> None:
+def test_a_non_finite_result_is_reported_in_one_line() -> None:
     result = torch.zeros(4, 6, 8)
     result[2, 1, 5:] = float("nan")
     said = r"result 1, torch.float32 \(4, 6, 8\): 3 of 192 are not finite, the first at \(2, 1, 5\)$"
@@ -109,7 +110,7 @@ def test_what_is_not_finite_is_said_in_a_line() -> None:
         exercise._finite(torch.ones(3), result)
 
 
-def test_a_group_that_hangs_is_cut_off_and_not_clean(
+def test_a_hanging_group_is_stopped_and_counts_as_a_failure(
     sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging = tmp_path / "compute-sanitizer"
@@ -121,7 +122,7 @@ def test_a_group_that_hangs_is_cut_off_and_not_clean(
     assert not sanitize.is_clean(outcome)
 
 
-def test_on_a_gpu_each_file_that_needs_one_has_a_process_or_several() -> None:
+def test_each_gpu_test_file_runs_in_processes_of_its_own() -> None:
     test_gpu = script("test_gpu")
     commands = test_gpu._commands(Namespace(timeout=400.0, logs=Path("logs")))
     assert set(test_gpu.ALONE) <= set(commands)
@@ -137,7 +138,7 @@ def test_on_a_gpu_each_file_that_needs_one_has_a_process_or_several() -> None:
     assert set(test_gpu.SHARES) <= {path.stem for path in found}
 
 
-def test_what_failed_on_a_gpu_is_run_again_by_its_name() -> None:
+def test_a_failed_part_can_be_repeated_by_its_name() -> None:
     test_gpu = script("test_gpu")
     names = ["defects", "sanitize", "test_loading", "test_triton_linear.1", "test_triton_linear.2"]
 
@@ -150,7 +151,7 @@ def test_what_failed_on_a_gpu_is_run_again_by_its_name() -> None:
     assert chosen("test_triton") == []
 
 
-def test_shares_of_a_file_are_all_its_tests_once(tmp_path: Path) -> None:
+def test_the_shares_of_a_file_contain_each_test_once(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]")
     names = [f"test_{number}" for number in range(8)]
     (tmp_path / "test_some.py").write_text("\n".join(f"def {name}(): pass" for name in names))
@@ -178,7 +179,7 @@ and what else was said
 NO_ERRORS = "========= ERROR SUMMARY: 0 errors"
 MEMCHECK = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 16 bytes
-=========     at _decode_kernel+0x1230 in attention_decode.py:201
+=========     at decode_kernel+0x1230 in attention_decode_kernel.py:201
 =========     by thread (32,0,0) in block (5,0,0)
 ran decode
 ========= ERROR SUMMARY: 1 error
@@ -199,7 +200,7 @@ ran place
 @pytest.mark.parametrize(
     ("text", "count", "kernels"),
     [
-        (MEMCHECK, 1, {"_decode_kernel"}),
+        (MEMCHECK, 1, {"decode_kernel"}),
         (RACECHECK, 1, {"_dot"}),
         (CLEAN, 0, set()),
         (CLEAN.replace("ran place", "a traceback"), None, set()),
@@ -207,7 +208,7 @@ ran place
     ],
     ids=["memcheck", "racecheck", "clean", "ended early", "no summary"],
 )
-def test_what_the_tool_says_is_understood(
+def test_the_output_of_the_sanitizer_is_parsed(
     sanitize: ModuleType, text: str, count: int | None, kernels: set[str]
 ) -> None:
     outcome = sanitize.read_log(text, 1.0)
@@ -215,7 +216,7 @@ def test_what_the_tool_says_is_understood(
     assert sanitize.is_clean(outcome) == (count == 0)
 
 
-# Of an H200; the numbers of lines are put in by what stands on them.
+# Racecheck's report on an H200; the line numbers are filled in from the kernel's source.
 DISPATCH = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Read access at _prefill_hopper+0xf0 in {define}
 =========     and Write access at _prefill_hopper+0x9970 in {define} [49 hazards]
@@ -231,7 +232,7 @@ ran prefill_hopper
 OTHERS = {
     "a read elsewhere": "Read at _prefill_hopper in {init}, Write at _prefill_hopper in {define}",
     "a write elsewhere": "Read at _prefill_hopper in {define}, Write at _prefill_hopper in {init}",
-    "the other way round": "Write at _prefill_hopper in {store}, Read at _prefill_hopper in {define}",
+    "in reverse order": "Write at _prefill_hopper in {store}, Read at _prefill_hopper in {define}",
     "a read of the call": "Read at _prefill_hopper in {call}, Write at _prefill_hopper in {define}",
     "two writes": "Write at _prefill_hopper in {define}, Write at _prefill_hopper in {call}",
     "another kernel": "Read at _prefill in {define}, Write at _prefill in {define}",
@@ -246,7 +247,7 @@ OTHERS = {
 
 
 def placed(text: str) -> str:
-    """With places in the kernel as racecheck writes them."""
+    """Return a racecheck report with line numbers of the kernel's current source."""
     name = "attention_prefill_hopper.py"
     source = (ROOT / "kernels" / "triton" / name).read_text().splitlines()
     lines = {
@@ -258,7 +259,7 @@ def placed(text: str) -> str:
     return text.format(**{place: f"{name}:{source.index(line) + 1}" for place, line in lines.items()})
 
 
-def test_races_of_tritons_own_dispatch_are_explained(sanitize: ModuleType) -> None:
+def test_races_in_tritons_own_dispatch_are_suppressed(sanitize: ModuleType) -> None:
     log = placed(DISPATCH)
     outcome = sanitize.read_log(log, 1.0)
     assert outcome.count == 2 and set(outcome.kernels) == {"_prefill_hopper"}
@@ -268,15 +269,15 @@ def test_races_of_tritons_own_dispatch_are_explained(sanitize: ModuleType) -> No
     assert not sanitize.is_clean(outcome), "one of them was not understood"
 
 
-def test_a_race_is_told_if_more_were_found_than_are_printed(
+def test_races_are_reported_if_the_tool_found_more_than_it_printed(
     sanitize: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sanitize, "MOST_PRINTED", 2)
+    monkeypatch.setattr(sanitize, "MAX_PRINTED", 2)
     assert not sanitize.is_clean(sanitize.read_log(placed(DISPATCH), 1.0))
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_race_of_anything_else_in_the_kernel_is_told(other: str, sanitize: ModuleType) -> None:
+def test_any_other_race_in_the_kernel_is_reported(other: str, sanitize: ModuleType) -> None:
     accesses = re.sub(r"at (\w+)", r"access at \1+0xb10", placed(OTHERS[other])).split(", ")
     report = "\n=========     and ".join(accesses)
     report = f"========= Error: Race reported between {report} [3 hazards]\n=========\nran "

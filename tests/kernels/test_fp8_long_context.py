@@ -1,23 +1,24 @@
-"""Decode attention over an FP8 cache of 65,536 tokens stays within a derived bound of exact arithmetic.
+"""Decode attention over an FP8 cache of 65,536 tokens stays within a derived error bound.
 
-Only a GPU can prove it of the kernel at that length, and in bfloat16; in the interpreter it runs at 2,048.
+Only a GPU can prove the bound at that length and in bfloat16. The interpreter runs the kernel at 2,048
+tokens.
 
-The exact result is that of what the cache holds, in float64. Of each element of the output, with N tokens,
-heads of d dimensions, weights w (the softmax's terms, the largest 1), values v = e × scale:
+The exact result is attention over the cache's values in float64. For each element of the output, with N
+tokens, heads of d dimensions, weights w (the softmax terms, the largest is 1) and values v = e × scale:
 
     |error| ≤ ROUND |o| + (WEIGHT + 2 δ + SUM N / 64) a + TINY b
 
     o   the exact output
-    a   Σ w |v| / Σ w: the attention of magnitudes. Where values cancel, it is much more than |o|
-    δ   (d + 8) 2⁻²³ max Σ |q k| scale: a score is a sum of d products in float32, and some more roundings;
-        an error of δ in a score is one of δ in a weight, and in their sum, by which is divided
+    a   Σ w |v| / Σ w: the attention of magnitudes. Where values cancel, a is much larger than |o|
+    δ   (d + 8) 2⁻²³ max Σ |q k| scale: the error of a score, a float32 sum of d products with a few more
+        roundings. An error of δ in a score is a relative error of δ in its weight and in the sum of weights
     b   Σ |e| / Σ w
 
-    ROUND   the result's rounding: 2⁻⁹ in bfloat16
+    ROUND   the rounding of the result: 2⁻⁹ in bfloat16
     WEIGHT  the rounding of w × scale before the product with e: 2⁻¹¹ in float16
-    SUM     what a page of 64 tokens adds to the error of a sum in float32, eight roundings: 2⁻²¹. Were it in
-            float16, or in the 14 bits that FP8 tensor cores keep of a sum, this would be what fails
-    TINY    half of float16's smallest step, over the 2⁸ by which weights are lifted: 2⁻³³
+    SUM     the error that a page of 64 tokens adds to a float32 sum, eight roundings: 2⁻²¹. Sums in float16,
+            or in the 14 bits of FP8 tensor cores, would exceed this term
+    TINY    half of float16's smallest step, divided by the factor 2⁸ on the weights: 2⁻³³
 """
 
 from __future__ import annotations
@@ -41,44 +42,45 @@ SCALE = HEAD_DIM**-0.5
 
 @dataclass
 class Sequence:
-    """One sequence's query and cache, its blocks in a random order."""
+    """The query and cache of one sequence whose blocks are in random order."""
 
     q: torch.Tensor
-    """[1, heads, HEAD_DIM]"""
+    """Query: [1, heads, HEAD_DIM]."""
     keys: torch.Tensor
-    """[blocks, kv_heads, 64, HEAD_DIM] e4m3"""
+    """Keys: [blocks, kv_heads, 64, HEAD_DIM] e4m3."""
     values: torch.Tensor
     k_scales: torch.Tensor
-    """[blocks, kv_heads, 64]"""
+    """Scales of the keys: [blocks, kv_heads, 64]."""
     v_scales: torch.Tensor
     table: torch.Tensor
-    """[1, blocks] int64"""
+    """Block table: [1, blocks] int64."""
 
     @property
     def tokens(self) -> int:
         return self.table.shape[1] * PAGE_TOKENS
 
     def in_order(self, pool: torch.Tensor) -> torch.Tensor:
-        """`[kv_heads, tokens, ...]` float64."""
-        # As bytes: indexing knows no FP8.
+        """Return a pool's values in token order: `[kv_heads, tokens, ...]` float64."""
+        # Indexed as bytes, because torch cannot index FP8.
         raw = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
         return raw[self.table[0]].view(pool.dtype).double().transpose(0, 1).flatten(1, 2)
 
 
 @dataclass
 class Exact:
-    """By head, float64; see the head of this file."""
+    """The exact attention and the terms of its error bound, by head, in float64; the module's docstring has
+    the formula."""
 
     output: torch.Tensor
-    """[1, heads, HEAD_DIM], like `magnitudes` and `units`"""
+    """Exact output: [1, heads, HEAD_DIM]; `magnitudes` and `units` have the same shape."""
     magnitudes: torch.Tensor
     units: torch.Tensor
     score_error: torch.Tensor
-    """[1, heads, 1]"""
+    """The bound δ of a score's error: [1, heads, 1]."""
     pages: int
 
     def worst(self, found: torch.Tensor, *, rounding: float, weight: float, tiny: float) -> float:
-        """The largest error of `found`, in units of its bound."""
+        """Return the largest error of `found`, in units of its bound."""
         assert found.shape == self.output.shape
         relative = weight + 2 * self.score_error + 2**-21 * self.pages
         bound = rounding * self.output.abs() + relative * self.magnitudes + tiny * self.units
@@ -114,7 +116,8 @@ Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator], N
 
 
 def _needle(value: float) -> Change:
-    """One key that the first head of each group looks for, e⁶ times as heavy as all others together."""
+    """Return a sequence with one key that the first head of each group weighs e⁶ times as much as all other
+    keys together."""
 
     def change(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, draw: torch.Generator) -> None:
         heads, kv_heads = q.shape[1], keys.shape[1]
@@ -171,7 +174,7 @@ def make(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_twins_stay_within_the_bound_in_float32(kind: str) -> None:
+def test_the_reference_stays_within_the_bound_in_float32(kind: str) -> None:
     sequence = make(kind, 0, 2, 1, torch.float32, "cpu")
     pools = (sequence.q, sequence.keys, sequence.values)
     scales = (sequence.k_scales, sequence.v_scales)
@@ -183,8 +186,8 @@ def test_the_twins_stay_within_the_bound_in_float32(kind: str) -> None:
         assert expected.worst(found, rounding=2**-24, weight=2**-23, tiny=0.0) <= 1
 
 
-def test_sums_of_fewer_bits_would_show() -> None:
-    """Pages summed in float32, and their sums added up in float16."""
+def test_sums_with_fewer_bits_exceed_the_bound() -> None:
+    """With pages summed in float32 but added up in float16, the error exceeds the bound."""
     sequence = make("values that add up", 0, 2, 1, torch.float32, "cpu")
     values = sequence.in_order(sequence.values) * sequence.in_order(sequence.v_scales).unsqueeze(-1)
     scores = sequence.in_order(sequence.keys) @ sequence.q[0].double().T

@@ -1,4 +1,4 @@
-"""The interpreter of Gluon kernels computes what they say, and notices what a GPU would do wrong."""
+"""The interpreter of Gluon kernels computes correct results and detects what would go wrong on a GPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _square(out, steps, ring, full, empty, WRONG: gl.constexpr):
 
 @gluon.jit
 def _squares(tiles, out, steps, WRONG: gl.constexpr):
-    """Of a ring of two tiles: the sum of each with itself transposed."""
+    """Sum the product of each tile with its own transpose, through a ring buffer of two tiles."""
     ring = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -105,7 +105,8 @@ def descriptor(x: torch.Tensor) -> TensorDescriptor:
 
 
 def launch(wrong: str, seed: int, rows: int = 7 * 64 - 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """What comes out and what should: of seven tiles, of which the last has rows that are not there."""
+    """Launch the kernel on seven tiles, the last of which exceeds the tensor, and return the actual and
+    expected results."""
     x = torch.randn((rows, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
     out = torch.zeros(64, 64, dtype=torch.float16)
     Interpreted(_squares, seed)[(1,)](descriptor(x), out, 7, WRONG=wrong, num_warps=4)
@@ -114,29 +115,29 @@ def launch(wrong: str, seed: int, rows: int = 7 * 64 - 5) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_outside_of_a_tensor_are_zeros(seed: int) -> None:
+def test_rows_outside_a_tensor_are_read_as_zeros(seed: int) -> None:
     found, expected = launch("", seed)
     assert torch.allclose(found.float(), expected, rtol=1e-3, atol=0.1)
 
 
 FAULTS = {
-    "reads early": r"reads ring before it waited for what is copied there|overwrites ring, which",
-    "overwrites": r"partition 1 \(_bring\) overwrites ring|1 arrivals are too many at full\[0\]",
+    "reads early": r"reads ring before waiting for the copy into it|overwrites ring, which",
+    "overwrites": r"partition 1 \(_bring\) overwrites ring|1 arrivals exceed the count of full\[0\]",
     "releases early": r"partition 1 \(_bring\) overwrites ring, which a product may still read",
     "warps apart": r"partition 1 \(_bring\) overwrites ring, which a product may still read",
-    "expects nothing": r"copies more to ring than is expected at full\[0\]",
-    "a copy too many": r"ends with a copy that nobody waited for",
-    "two arrivals": r"2 arrivals are too many at empty\[\d\], whose phase \d misses 1 of 1 arrivals",
-    "takes early": r"partition 0 \(_square\) takes a product that it has not waited for",
+    "expects nothing": r"copies more bytes to ring than full\[0\]",
+    "a copy too many": r"ends without waiting for a copy",
+    "two arrivals": r"2 arrivals exceed the count of empty\[\d\], whose phase \d misses 1 of 1 arrivals",
+    "takes early": r"partition 0 \(_square\) uses a product before waiting for it",
     "not initialised": r"full\[\d\], whose phase 0 misses 0 of 0 arrivals",
-    "stores outside": r"element 4096 is not of a tensor of \[64, 64\]",
-    "stores again": r"element 4032 is stored a second time",
+    "stores outside": r"element 4096 is outside of a tensor of \[64, 64\]",
+    "stores again": r"element 4032 is stored twice",
 }
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("wrong", FAULTS)
-def test_a_fault_is_found_in_whichever_order_partitions_run(wrong: str, seed: int) -> None:
+def test_a_fault_is_found_in_any_order_of_the_partitions(wrong: str, seed: int) -> None:
     before = threading.active_count()
     with pytest.raises(Fault, match=FAULTS[wrong]):
         launch(wrong, seed)
@@ -148,26 +149,28 @@ def test_a_fault_is_found_in_whichever_order_partitions_run(wrong: str, seed: in
     ("wrong", "stage", "missing"),
     [("wrong parity", 0, "1 of 1"), ("never arrives", 0, "1 of 1"), ("half arrives", 1, "1 of 2")],
 )
-def test_a_deadlock_says_who_waits_for_what(wrong: str, stage: int, missing: str, seed: int) -> None:
+def test_a_deadlock_names_each_partition_and_its_barrier(
+    wrong: str, stage: int, missing: str, seed: int
+) -> None:
     bringing = rf"partition 1 \(_bring\) waits for parity \d of empty\[{stage}\], whose phase 0"
     with pytest.raises(Deadlock, match=rf"partition 0 \(_square\) waits for .*; {bringing} misses {missing}"):
         launch(wrong, seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_arrival_that_ends_a_phase_too_many_is_found(seed: int) -> None:
+def test_an_arrival_that_ends_an_extra_phase_is_found(seed: int) -> None:
     with pytest.raises(Fault):
         launch("arrives again", seed)
 
 
-def test_a_product_is_no_tensor_before_its_wait() -> None:
+def test_a_product_is_not_usable_before_its_wait() -> None:
     with pytest.raises(TypeError, match="UnfinishedProduct"):
         launch("uses no wait", 0)
 
 
 @gluon.jit
 def _alone(tiles, out, WRONG: gl.constexpr):
-    """A tile with itself, by the kernel's own warps."""
+    """Multiply a tile by itself with the kernel's own warps, without warp specialisation."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     pair = gl.allocate_shared_memory(out.dtype.element_ty, [2, 64, 64], tiles.layout)
     here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -195,31 +198,31 @@ def _alone(tiles, out, WRONG: gl.constexpr):
 
 
 ALONE = {
-    "waits uninitialised": r"whose phase 0 misses 0 of 0 arrivals and 0 bytes is waited for before",
+    "waits uninitialised": r"whose phase 0 misses 0 of 0 arrivals and 0 bytes before its initialisation",
     "initialised twice": r"is initialised twice",
-    "a stage too far": r"index 2 of 2",
-    "another box": r"a box of \[64, 64\] is copied to \[32, 128\]",
-    "copies onto a copy": r"the kernel overwrites .*, where a copy may still be on its way",
-    "reads before the wait": r"the kernel reads .* before it waited for what is copied there",
-    "leaves an expectation": r"the program leaves .* whose phase 1 misses 0 of 1 arrivals and 2 bytes",
-    "leaves a product": r"the kernel ends before a product of its own",
+    "a stage too far": r"index 2 is out of range of 2",
+    "another box": r"a box of \[64, 64\] cannot be copied to \[32, 128\]",
+    "copies onto a copy": r"the kernel overwrites .*, to which a copy may still be in flight",
+    "reads before the wait": r"the kernel reads .* before waiting for the copy into it",
+    "leaves an expectation": r"unfinished phase of .* whose phase 1 misses 0 of 1 arrivals and 2 bytes",
+    "leaves a product": r"the kernel ends before one of its products",
 }
 
 
 def alone(wrong: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What comes out and what should: the sums of the rows of a tile's square."""
+    """Launch `_alone` and return the actual and expected results: the row sums of a tile's square."""
     x = torch.randn((64, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
     out = torch.zeros(64, dtype=torch.float16)
     Interpreted(_alone, seed)[(1,)](descriptor(x), out, WRONG=wrong, num_warps=4)
     return out, (x.float() @ x.float()).sum(1)
 
 
-def test_a_kernel_need_not_be_specialised() -> None:
+def test_a_kernel_without_warp_specialisation_runs() -> None:
     found, expected = alone("", 0)
     assert torch.allclose(found.float(), expected, rtol=1e-3, atol=0.1)
 
 
-def test_a_product_at_once_is_refused() -> None:
+def test_a_synchronous_product_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="asynchronous products only"):
         alone("at once", 0)
 
@@ -241,17 +244,17 @@ def _unwritten(out, tiles):
     gl.store(out + row, gl.max(square, axis=1), mask=row < 60)
 
 
-def test_what_was_never_written_is_no_number_and_what_is_masked_is_left() -> None:
+def test_unwritten_memory_is_nan_and_masked_elements_are_unchanged() -> None:
     out = torch.zeros(64, dtype=torch.float16)
     tiles = descriptor(torch.zeros(64, 64, dtype=torch.float16))
     Interpreted(_unwritten, 0)[(1,)](out, tiles, num_warps=4)
     assert out[:60].isnan().all() and not out[60:].any()
 
 
-def test_what_lies_between_the_rows_of_a_tensor_is_not_its_own() -> None:
+def test_gaps_between_the_rows_of_a_tensor_do_not_belong_to_it() -> None:
     out = torch.zeros(64, 2, dtype=torch.float16)[:, 0]
     tiles = descriptor(torch.zeros(64, 64, dtype=torch.float16))
-    with pytest.raises(Fault, match=r"element 1 is not of a tensor of \[64\]"):
+    with pytest.raises(Fault, match=r"element 1 is outside of a tensor of \[64\]"):
         Interpreted(_unwritten, 0)[(1,)](out, tiles, num_warps=4)
 
 
@@ -260,6 +263,6 @@ def _unknown(out):
     gl.atomic_add(out, 1)
 
 
-def test_what_the_interpreter_does_not_know_is_refused_by_name() -> None:
+def test_an_unsupported_feature_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="atomic_add"):
         Interpreted(_unknown, 0)[(1,)](torch.zeros(1), num_warps=4)

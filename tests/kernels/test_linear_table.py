@@ -1,4 +1,5 @@
-"""Which kernel a product gets: a table's entries, rules for what it lacks, and tables that are wrong."""
+"""Selection of a GEMM's kernel: a table's entries, rules for shapes without entries, and invalid
+tables."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from engine.bench.shapes import SHAPES
 from kernels import compiling
 from kernels.dimensions import read_dimensions
 from kernels.triton import linear_plans, linear_table
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table, TableError, read_table
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import PlanEntry, Product, Table, TableError, read_table
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-ONE = Plan("gemv", 1, 4, 2048, warps=8)
-FEW = Plan("dot", 16, 64, 128, warps=4, stages=6, split=2)
+ONE = GemmPlan("gemv", 1, 4, 2048, warps=8)
+FEW = GemmPlan("dot", 16, 64, 128, warps=4, stages=6, split=2)
 PRODUCT = Product(BF16, 4096, 4096)
 
 
@@ -28,30 +29,30 @@ PRODUCT = Product(BF16, 4096, 4096)
 def table() -> Table:
     made = Table("NVIDIA H200", {"date": "2026-11-21"})
     for rows, plan in ((64, None), (1, ONE), (16, FEW)):
-        made = made.with_entry(PRODUCT, rows, Entry(plan, 8.6, 14.5))
+        made = made.with_entry(PRODUCT, rows, PlanEntry(plan, 8.6, 14.5))
     return made
 
 
-def test_the_entry_of_the_fewest_rows_that_suffice_counts(table: Table) -> None:
+def test_the_entry_with_the_fewest_sufficient_rows_is_used(table: Table) -> None:
     chosen = {rows: table.choose(rows, 4096, 4096, BF16) for rows in (1, 2, 16, 17, 64, 65, 8000)}
     assert chosen == {1: ONE, 2: FEW, 16: FEW, 17: None, 64: None, 65: None, 8000: None}
     assert linear_plans.choose(17, 4096, 4096, BF16) is not None
 
 
 def test_rows_beyond_the_last_entry_follow_the_rules() -> None:
-    table = Table().with_entry(PRODUCT, 1, Entry(ONE, 8.6, 14.5))
+    table = Table().with_entry(PRODUCT, 1, PlanEntry(ONE, 8.6, 14.5))
     assert table.choose(2, 4096, 4096, BF16) == linear_plans.choose(2, 4096, 4096, BF16) is not None
 
 
-def test_shapes_and_dtypes_that_are_not_there_follow_the_rules(table: Table) -> None:
+def test_unknown_shapes_and_dtypes_follow_the_rules(table: Table) -> None:
     for rows, n, k, dtype in ((1, 4096, 2048, BF16), (8, 4096, 4096, FP8), (20, 6144, 4096, BF16)):
         assert table.choose(rows, n, k, dtype) == linear_plans.choose(rows, n, k, dtype) is not None
     assert Table().choose(1, 4096, 4096, BF16) == linear_plans.choose(1, 4096, 4096, BF16)
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
-def test_the_rules_keep_to_the_shared_memory_that_a_gpu_has(capability: int) -> None:
-    """Only the steps under way are fewer; on Hopper none are."""
+def test_the_rules_respect_a_gpus_shared_memory(capability: int) -> None:
+    """With less shared memory, plans have fewer stages; on Hopper no plan changes."""
     has = compiling.Gpu.of("Voodoo 2", capability).shared_bytes
     table = linear_table.load_table("Voodoo 2", has)
     fewer = 0
@@ -70,7 +71,7 @@ def test_the_rules_keep_to_the_shared_memory_that_a_gpu_has(capability: int) -> 
 
 def test_a_table_is_read_as_it_was_written(table: Table, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    table = table.with_entry(PRODUCT, 32, Entry(None, 8.6, 14.5, layer_us=123.4))
+    table = table.with_entry(PRODUCT, 32, PlanEntry(None, 8.6, 14.5, layer_us=123.4))
     path.write_text(table.to_json())
     assert read_table(path) == table
     assert sum('"us"' in line for line in path.read_text().splitlines()) == 4
@@ -89,16 +90,16 @@ def good() -> dict[str, Any]:
         ({"block_k": None}, "block_k is None, not a positive integer"),
         ({"warps": "4"}, "warps is '4', not a positive integer"),
         ({"block_n": 48}, "block_n is 48, not a power of two"),
-        ({"rows": 8}, "rows is 8, fewer than the 16 that it is for"),
-        ({"block_k": 4096}, "block_k is 4096: steps of 8192 do not divide k = 4096"),
-        ({"form": "gemv"}, "rows is 16; gemv has one"),
-        ({"split": 32, "rows": 64}, "split is 32: its sums do not fit the workspace"),
+        ({"rows": 8}, "rows is 8; the entry needs at least 16"),
+        ({"block_k": 4096}, "block_k is 4096; k = 4096 is not a multiple of 8192"),
+        ({"form": "gemv"}, "rows is 16; gemv needs 1"),
+        ({"split": 32, "rows": 64}, "split is 32; its partial sums do not fit the workspace"),
         ({"us": "fast"}, "us is 'fast', not a number"),
         ({"layer_us": None}, "layer_us is None, not a number"),
-        ({"speed": 1}, "speed is no field"),
+        ({"speed": 1}, "unknown field speed"),
     ],
 )
-def test_an_entry_that_no_kernel_can_run_is_named(
+def test_an_entry_that_no_kernel_can_run_is_reported(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "table.json"
@@ -115,12 +116,12 @@ def test_an_entry_that_no_kernel_can_run_is_named(
     [
         ("{", "cannot be read"),
         ("[]", "has no object `products`"),
-        ('{"products": {"int8 4x4": {}}}', "'int8 4x4' is no product"),
+        ('{"products": {"int8 4x4": {}}}', "'int8 4x4' is not a GEMM"),
         ('{"products": {"bfloat16 4096x4096": {"some": {}}}}', "a key for each number of rows"),
         ('{"products": {"bfloat16 4096x4096": {"1": 3}}}', "is 3, not an object"),
     ],
 )
-def test_a_file_that_is_no_table_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_table_file_is_reported(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)
     with pytest.raises(TableError, match=r"table\.json") as error:
@@ -133,14 +134,14 @@ def test_a_gpu_without_a_table_has_an_empty_one() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(linear_table.FOLDER.glob("*.json")), ids=lambda path: path.stem)
-def test_tables_that_ship_can_be_used(path: Path) -> None:
+def test_shipped_tables_are_valid(path: Path) -> None:
     table = read_table(path)
     assert linear_table.table_path(table.gpu) == path
     assert table.to_json() == path.read_text()
 
 
 @pytest.mark.parametrize("shape", ["llama-3.1-8b"])
-def test_the_h200_table_has_every_product_of_the_common_shapes(tmp_path: Path, shape: str) -> None:
+def test_the_h200_table_has_every_gemm_of_the_common_shapes(tmp_path: Path, shape: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     table = linear_table.load_table("NVIDIA H200")
     for name, (n, k) in read_dimensions(tmp_path).products.items():

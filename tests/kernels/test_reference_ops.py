@@ -28,7 +28,7 @@ def _close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
 def test_a_device_without_a_backend_is_refused() -> None:
     backend: Ops = select_backend("cuda")
     assert backend.name
-    with pytest.raises(ValueError, match="device is 'mps'; backends exist for cpu and cuda"):
+    with pytest.raises(ValueError, match="device is 'mps'; supported devices: cpu, cuda"):
         select_backend("mps")
 
 
@@ -44,7 +44,9 @@ def test_embedding_of_a_shard_gives_zeros_for_foreign_tokens() -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 16, 130])
 @pytest.mark.parametrize("shape", [(48, 64), (157, 31), (1, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_linear_is_a_product_packed_or_not(tokens: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_linear_multiplies_by_packed_and_plain_weights(
+    tokens: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     weight, bias, x = (
         _random(*shape).to(dtype),
         _random(shape[0]).to(dtype),
@@ -62,7 +64,7 @@ def test_float32_weights_are_packed_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("left", [[], ["_reorder_linear_weight"], ["_linear_pointwise"]])
-def test_a_torch_without_the_packed_product_computes_with_plain_weights(
+def test_without_torchs_packed_linear_weights_stay_plain(
     left: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**dict.fromkeys(left)))
@@ -139,7 +141,7 @@ def _attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """One token's attention, `[heads, head_dim]` float64, key by key."""
+    """Compute one token's attention key by key: `[heads, head_dim]` float64."""
     heads, size = q.shape
     group = heads // keys.shape[1]
     first = 0 if window is None else max(0, position - window + 1)
@@ -179,8 +181,8 @@ def test_decodes_attend_to_their_own_pages(lens: list[int], window: int | None) 
         _close(found[row], _attend(q[row], keys, values, tables[row], length - 1, 0.3, window))
 
 
-def test_broken_numbers_of_one_sequence_are_not_copied_into_another() -> None:
-    """A table names anybody's block past the end of its sequence."""
+def test_non_finite_values_of_one_sequence_do_not_reach_another() -> None:
+    """After the end of a sequence, its block table names blocks of other sequences."""
     keys, values = _pool(2, 8, 10)
     tables = torch.tensor([[1, 9, 9], [2, 3, 4]])
     rows, lens = torch.tensor([0, 1]), torch.tensor([60, 190])

@@ -1,4 +1,4 @@
-"""Frequencies of every scaling follow the papers' formulas, in float64."""
+"""The frequencies of every scaling method follow the papers' formulas, in float64."""
 
 from __future__ import annotations
 

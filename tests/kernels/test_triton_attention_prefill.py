@@ -1,7 +1,7 @@
-"""Paged prefill attention in Triton equals its twin.
+"""Paged prefill attention in Triton equals its reference implementation.
 
-The interpreter (CPU, float32) proves indexing and masking: chunks, contexts, tiles, windows, scales. Only a
-GPU proves the numerics of bfloat16 and FP8, the pipelined loads of pages, and PDL: the tests marked `gpu`.
+The interpreter (CPU, float32) proves indexing and masking: chunks, contexts, tiles, windows and scales. Only
+a GPU proves the numerics of bfloat16 and FP8, the pipelined loads of pages, and PDL: the tests marked `gpu`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Case:
         return out, plan
 
     def expected(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """By the twin, chunk by chunk, in `dtype`."""
+        """Return the reference result, chunk by chunk, in `dtype`."""
         keys, values = self.keys.to(dtype), self.values.to(dtype)
         if self.k_scales is not None and self.v_scales is not None:
             keys = (keys * self.k_scales.unsqueeze(-1)).to(dtype)
@@ -96,7 +96,7 @@ class Case:
                 self.q[span].to(dtype),
                 keys,
                 values,
-                self.table[chunk.row, :pages].long(),
+                self.table[chunk.slot, :pages].long(),
                 chunk.context,
                 self.scale,
                 self.window,
@@ -116,7 +116,8 @@ def make(
     blocks: int = 24,
     seed: int = 0,
 ) -> Case:
-    """Chunks of (context, count) over shared random blocks, after three tokens of something else."""
+    """Make chunks of (context, count) over shared random blocks, after three tokens that belong to no
+    chunk."""
     random_ = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -194,7 +195,7 @@ def test_scales_belong_to_tokens_and_heads(head_dim: int) -> None:
 @needs_cpu
 def test_chunks_may_share_blocks() -> None:
     case = make([(130, 70), (64, 90), (0, 64)])
-    first, second, third = (chunk.row for chunk in case.chunks)
+    first, second, third = (chunk.slot for chunk in case.chunks)
     case.table[second, :2] = case.table[first, :2]
     case.table[third, 0] = case.table[first, 0]
     close(case.run(out=torch.zeros_like(case.q)), case.expected(), 1e-5)
@@ -225,7 +226,7 @@ def test_tiles_cover_every_token_once_the_longest_first() -> None:
 
 @needs_cpu
 @pytest.mark.parametrize("window", [None, 100])
-def test_an_expanded_cache_gives_what_the_cache_gives(window: int | None) -> None:
+def test_an_expanded_cache_gives_the_same_result(window: int | None) -> None:
     case = make([(0, 90), (200, 33), (300, 70), (127, 130), (5, 200)], scaled=True, window=window)
     found, plan = case.run_expanded(scratch_blocks=12)
     assert len(plan.pages) <= 12
@@ -237,13 +238,13 @@ def test_an_expanded_cache_gives_what_the_cache_gives(window: int | None) -> Non
 def test_a_scratch_that_is_too_small_is_refused() -> None:
     pool, scales = torch.zeros(4, 1, 64, 16), torch.zeros(4, 1, 64)
     pages, table = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match="pages has 3 pages, the scratch 2 blocks"):
+    with pytest.raises(ValueError, match="pages has 3 pages, but the scratch pool has only 2 blocks"):
         kernel.expand(pool, pool, scales, scales, table, pages, pool[:2], pool[:2])
 
 
 @needs_cpu
-def test_one_wrong_head_of_one_token_is_noticed() -> None:
-    """In float16, which the interpreter rounds as a GPU does."""
+def test_one_wrong_head_of_one_token_is_detected() -> None:
+    """Uses float16, which the interpreter rounds as a GPU does."""
     case = make([(0, 70), (200, 33)], 8, 2, 32, dtype=torch.float16)
     case.scale = 32**-0.5
     found, torchs, exact = (
@@ -294,13 +295,13 @@ OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
     + [(LLAMA, "mixed", 300)]
     + [(shape, "mixed", window) for shape in OTHERS for window in (None, 100)],
 )
-def test_the_error_is_that_of_torch(
+def test_the_error_is_at_most_twice_that_of_torch(
     shape: tuple[int, int, int], chunks: str, window: int | None, dtype: torch.dtype, fp8: bool
 ) -> None:
-    """At most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus half a
-    rounding of the result: over all, and of the worst token and head. Windows that leave rows whole pages of
-    which they see nothing, in several sizes of heads: how a product with the scale is rounded depends on the
-    size."""
+    """The error is at most twice that of torch's attention in the same dtype (float16 for FP8 caches), plus
+    half a rounding of the result, over the whole tensor and for the worst token and head. Some windows leave
+    rows with whole pages that they do not see. Several head sizes are tested, because the rounding of the
+    product with the scale depends on the size."""
     case = make(GPU_CHUNKS[chunks], *shape, window, dtype=dtype, device="cuda", blocks=90)
     case = _fp8(case) if fp8 else case
     exact = case.expected()
@@ -314,7 +315,7 @@ def test_the_error_is_that_of_torch(
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_the_bits_are_the_same_every_time_and_without_pdl(fp8: bool) -> None:
+def test_all_bits_are_the_same_in_every_run_and_without_pdl(fp8: bool) -> None:
     case = make(GPU_CHUNKS["mixed"], *LLAMA, dtype=torch.bfloat16, device="cuda")
     case = _fp8(case) if fp8 else case
     first = case.run(out=torch.zeros_like(case.q))
@@ -328,9 +329,9 @@ def test_the_bits_are_the_same_every_time_and_without_pdl(fp8: bool) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_chunk_of_a_64k_sequence_in_fp8_stays_near_float32() -> None:
-    """Of what the FP8 cache holds: flat weights (the sum of 65,536 small ones) and peaked ones. The result's
-    rounding is half of its dtype's eps at most, and 1.7e-3 in norm. Expanded, keys are rounded as well, which
-    peaked weights magnify: as torch's are."""
+    """Compares with attention over the FP8 cache's values, for flat weights (the sum of 65,536 small weights)
+    and peaked weights. The rounding of the result is at most half of its dtype's eps, and 1.7e-3 by norm.
+    Expansion also rounds the keys, and peaked weights magnify that error, as in torch."""
     for sharpness in (0.0, 1.0, 30.0):
         case = make([(65_000, 536)], *LLAMA, dtype=torch.bfloat16, device="cuda", blocks=1024)
         case = _fp8(replace(case, q=case.q * sharpness))

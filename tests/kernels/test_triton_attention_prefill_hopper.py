@@ -1,11 +1,11 @@
-"""Prefill attention of Hopper equals its twin, as `test_triton_attention_prefill` holds the other kernel to
-that.
+"""Hopper's prefill attention equals its reference implementation, like `test_triton_attention_prefill` for
+the other kernel.
 
-The interpreter of Gluon (CPU) proves indexing and masking, in the dtypes themselves, and the order of copies,
-barriers and products: that nothing is read before it is there or overwritten before it was read, and that
-nobody waits for ever. Compiled for a Hopper, anywhere: that weights and products are worked out beside each
-other. Only a GPU, a Hopper, proves what the compiler makes of it (layouts, and which registers live while
-products run), the sums of its tensor cores, and PDL: the tests marked `gpu`.
+The Gluon interpreter (CPU) proves indexing and masking in the actual dtypes, and the order of copies,
+barriers and products: no buffer is read before it is full or overwritten before it was read, and nothing
+deadlocks. Compiling for Hopper, on any machine, proves that softmax and products overlap. Only a Hopper GPU
+proves the compiler's work (layouts and register lifetimes during products), the sums of the tensor cores, and
+PDL: the tests marked `gpu`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_HOPPER else 3
-"""In the interpreter few, so that each program has several tiles."""
+"""Few in the interpreter, so that each program has several tiles."""
 
 CHUNKS = {
     **cases.GPU_CHUNKS,
@@ -48,36 +48,37 @@ CHUNKS = {
 }
 SMALL = [*cases.CHUNKS, "across blocks of keys", "two blocks of keys"]
 GROUPS = [(8, 8), (16, 8), (8, 1), (16, 1), (32, 1), (64, 1)]
-"""Of (heads, KV heads), beside (32, 8)."""
+"""Numbers of heads and KV heads to test besides (32, 8)."""
 BF16, F16 = torch.bfloat16, torch.float16
 
 
 def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = BF16) -> Case:
-    """NaN in every block that no chunk reads, of which one follows each row's own in the block table."""
+    """Make a case with NaN in every block that no chunk reads; one such block follows each sequence's own
+    blocks in the block table."""
     case = cases.make(CHUNKS[chunks], heads, kv_heads, 128, dtype=dtype, device=DEVICE, blocks=90)
     last = len(case.keys)
     unread = torch.ones(last + 1, dtype=torch.bool, device=DEVICE)
     for chunk in case.chunks:
         pages = -(-chunk.end // PAGE_TOKENS)
-        unread[case.table[chunk.row, :pages]] = False
-        case.table[chunk.row, pages:] = last
+        unread[case.table[chunk.slot, :pages]] = False
+        case.table[chunk.slot, pages:] = last
     case.keys, case.values = (torch.cat((pool, pool[:1])) for pool in (case.keys, case.values))
     case.keys[unread] = case.values[unread] = float("nan")
     return case
 
 
 def paged(case: Case, pdl: bool = True, table: torch.Tensor | None = None) -> torch.Tensor:
-    """Tokens that no chunk has stay as they are: zero, as `Case.expected` has them."""
+    """Run the kernel on the paged cache. Tokens of no chunk stay zero, as in `Case.expected`."""
     return _prefill(case, case.keys, case.values, case.table if table is None else table, case.chunks, pdl)
 
 
 def expanded(case: Case, pdl: bool = True, programs: int | None = None) -> torch.Tensor:
-    """From a scratch that has the blocks of every chunk one after another, then NaN. programs: None: one on
-    each multiprocessor."""
+    """Run the kernel on a scratch pool that holds the blocks of every chunk one after another, then NaN.
+    programs: None launches one per multiprocessor."""
     rows, chunks, used = [], [], 0
     for chunk in case.chunks:
         pages = -(-chunk.end // PAGE_TOKENS)
-        rows.append(case.table[chunk.row, :pages])
+        rows.append(case.table[chunk.slot, :pages])
         chunks.append(ChunkSpan(chunk.first, chunk.count, chunk.context, used))
         used += pages
     keys, values = (
@@ -102,17 +103,17 @@ def _prefill(
     return hopper.prefill(case.q, *read, case.scale, out, programs or MULTIPROCESSORS, pdl)
 
 
-# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+# ── on any machine ───────────────────────────────────────────────────────────────────────────────────
 
 
 def suited(chunks: list[tuple[int, int]], **changes: Any) -> bool:
-    """Of chunks of (context, count) in layers of Llama-3.1-8B."""
+    """Return whether chunks of (context, count) suit the Hopper kernel in layers of Llama-3.1-8B."""
     shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": BF16, "window": None} | changes
     spans = [ChunkSpan(0, count, context, row) for row, (context, count) in enumerate(chunks)]
     return suits_hopper(plan_tiles(spans, shape["heads"], shape["kv_heads"]), **shape)
 
 
-def test_tiles_that_see_many_keys_are_for_hopper() -> None:
+def test_tiles_with_many_keys_use_the_hopper_kernel() -> None:
     for chunks in ([(0, 8192)], [(0, 2048)] * 2, [(4096, 64)], [(1024, 1)], [(0, 4096), (0, 1000)]):
         assert suited(chunks)
     for chunks in ([], [(0, 1024)] * 4, [(0, 512)] * 16, [(1023, 1)], [(0, 4096)] + [(0, 64)] * 1000):
@@ -127,12 +128,12 @@ def test_tiles_that_see_many_keys_are_for_hopper() -> None:
     + [({"heads": heads, "kv_heads": 1}, False) for heads in (3, 7, 12, 128)],
     ids=str,
 )
-def test_hoppers_kernel_serves_what_fits_its_tiles(changes: dict[str, Any], served: bool) -> None:
+def test_the_hopper_kernel_serves_shapes_that_fit_its_tiles(changes: dict[str, Any], served: bool) -> None:
     assert suited([(0, 8192)], **changes) == served
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-def test_a_hopper_alone_has_it_where_a_replica_serves_as_where_it_is_built_for(
+def test_only_hopper_gpus_use_the_hopper_kernel_in_serving_and_in_builds(
     capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     properties = SimpleNamespace(multi_processor_count=78)
@@ -157,28 +158,28 @@ def test_a_hopper_alone_has_it_where_a_replica_serves_as_where_it_is_built_for(
         (0, True, 64, 4096, False, "expanded"),
     ],
 )
-def test_a_pass_gets_hoppers_kernel_where_there_is_one_and_nothing_is_fp8(
+def test_a_pass_on_hopper_without_fp8_uses_the_hopper_kernel(
     multiprocessors: int, scaled: bool, blocks: int, count: int, hopper: bool, lists: str
 ) -> None:
     q, pool = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((count, 32, 128), (9, 8, 64, 128)))
-    nobody = torch.empty(0, dtype=torch.int64)
-    seen = AttentionInput(torch.empty(1, 64), nobody, nobody, 0, [ChunkSpan(0, count, 0, 0)])
+    no_slots = torch.empty(0, dtype=torch.int64)
+    seen = AttentionInput(torch.empty(1, 64), no_slots, no_slots, 0, [ChunkSpan(0, count, 0, 0)])
     ops = CudaOps(blocks, pdl=True, hopper_multiprocessors=multiprocessors)
     plan = ops._plan_chunks(q, pool, seen, None, scaled)
     assert plan.hopper == hopper
     assert (plan.expanded is not None, plan.direct is not None) == (lists == "expanded", lists == "direct")
 
 
-def test_captured_passes_whose_tiles_nobody_knows_keep_the_other_kernel() -> None:
-    nobody, tiles = torch.empty(0, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.int32)
-    captured = AttentionInput(torch.empty(1, 64), nobody, nobody, 0, [], {None: tiles})
+def test_captured_passes_use_the_other_kernel() -> None:
+    no_slots, tiles = torch.empty(0, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.int32)
+    captured = AttentionInput(torch.empty(1, 64), no_slots, no_slots, 0, [], {None: tiles})
     plan = CudaOps(pdl=True, hopper_multiprocessors=132).plan_attention(captured)
     assert plan.chunks[None].direct is tiles and not plan.chunks[None].hopper
 
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, dict[str, Any]]:
-    """What `prefill_hopper_compiled` prints, by the name of a variant."""
+    """Return the output of `prefill_hopper_compiled` by name of variant."""
     done = compiled("tests.kernels.prefill_hopper_compiled")
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
@@ -186,10 +187,10 @@ def built() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_weights_are_worked_out_while_products_with_values_run_and_nothing_is_spilled(
+def test_softmax_weights_overlap_with_value_products_without_spills(
     built: dict[str, dict[str, Any]],
 ) -> None:
-    """By the instructions of each warpgroup's loop."""
+    """Checks the instructions of each warpgroup's loop."""
     for name, kernel in built.items():
         events = kernel["events"]
         assert "spill" not in events, name
@@ -198,16 +199,16 @@ def test_weights_are_worked_out_while_products_with_values_run_and_nothing_is_sp
         for place in loops:
             assert events[place - 16 : place] == ["product"] * 16, name
             after = events[place + 1 : events.index("wait for all", place)]
-            assert after == ["weight"] * (64 + 2), name  # a thread's share, and what two rows' sums are worth
+            assert after == ["weight"] * (64 + 2), name  # a thread's weights, and two rescaling factors
         assert kernel["shared"] <= 227 << 10, name
 
 
-def test_warps_read_what_they_run_after_it_is_written_and_before_it_is_written_anew(
+def test_tritons_dispatch_to_warps_has_no_race(
     built: dict[str, dict[str, Any]],
 ) -> None:
-    """Triton's dispatch, as compiled: it writes behind 0, 3, 6, ... barriers of all threads and reads behind
-    1, 4, 7, ...; no thread accesses shared memory otherwise. So scripts/sanitize may suppress what racecheck
-    says of it."""
+    """Triton's compiled dispatch of warp_specialize writes after 0, 3, 6, … barriers of all threads and reads
+    after 1, 4, 7, …, and no thread accesses shared memory otherwise. Therefore `scripts/sanitize` may
+    suppress racecheck's report about it."""
     for name, kernel in built.items():
         assert set(kernel["dispatch"]) == {"^w", "wbbbw", "wb$", "^br", "rbbbr", "r$"}, name
 
@@ -217,7 +218,7 @@ def test_warps_read_what_they_run_after_it_is_written_and_before_it_is_written_a
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has the kernel interpreted, with its partitions in the order of a seed."""
+    """Interpret the kernel, with its partitions in the order of a seed."""
     own = hopper._prefill_hopper
 
     def patch(seed: int, stages: int = 2, kernel: Any = own) -> None:
@@ -234,7 +235,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     + [("a cached prefix", heads, 1, "bfloat16", 2) for heads in (1, 4, 8, 16, 64)]
     + [("several chunks", 2, 1, "float16", 2), ("across blocks of keys", 2, 1, "bfloat16", 3)],
 )
-def test_the_error_is_that_of_torch_in_the_interpreter(
+def test_the_error_is_at_most_twice_that_of_torch_in_the_interpreter(
     chunks: str, heads: int, kv_heads: int, dtype: str, stages: int, interpreted: Callable[..., None]
 ) -> None:
     case = make(chunks, heads, kv_heads, getattr(torch, dtype))
@@ -266,7 +267,7 @@ def test_a_block_table_may_be_narrow_and_queries_strided_in_the_interpreter(
 
 
 @cases.needs_cpu
-def test_one_stage_would_not_do(interpreted: Callable[..., None]) -> None:
+def test_one_stage_deadlocks(interpreted: Callable[..., None]) -> None:
     interpreted(0, stages=1)
     with pytest.raises(gluon.Fault, match=r"_compute\) waits for .* k_full.* waits for .* v_empty"):
         paged(make("across blocks of keys", 2, 1))
@@ -276,14 +277,14 @@ ORDERS = {
     "keys are not waited for": (
         "        mbarrier.wait(k_full.index(stage), phase)\n",
         "",
-        "reads k_smem before it waited|overwrites k_smem",
+        "reads k_smem before waiting|overwrites k_smem",
     ),
     "the next keys are not waited for": (
         "ahead = back + 1 < blocks",
         "ahead = back + 2 < blocks",
-        "reads k_smem before it waited|overwrites k_smem",
+        "reads k_smem before waiting|overwrites k_smem",
     ),
-    "keys that nobody fetches are waited for": (
+    "keys that are never loaded are waited for": (
         "ahead = back + 1 < blocks",
         "ahead = back + 0 < blocks",
         r"waits for parity . of k_full",
@@ -291,12 +292,12 @@ ORDERS = {
     "values are not waited for": (
         "            mbarrier.wait(v_full.index(stage), phase)\n            of_values",
         "            of_values",
-        "reads v_smem before it waited|overwrites v_smem",
+        "reads v_smem before waiting|overwrites v_smem",
     ),
     "queries are not waited for": (
         "        mbarrier.wait(q_full, turn & 1)\n",
         "",
-        "reads q_smem before it waited|overwrites q_smem",
+        "reads q_smem before waiting|overwrites q_smem",
     ),
     "a stage is filled before it is free": (
         "    mbarrier.wait(empty, phase ^ 1)\n",
@@ -311,42 +312,42 @@ ORDERS = {
     "queries are replaced before they are free": (
         "        mbarrier.wait(q_empty, (turn & 1) ^ 1)\n",
         "",
-        "overwrites q_smem|arrivals are too many at q_full",
+        "overwrites q_smem|arrivals exceed the count of q_full",
     ),
-    "one warpgroup says for both that queries are free": (
+    "one warpgroup releases the queries for both": (
         "mbarrier.init(q_empty, count=2)",
         "mbarrier.init(q_empty, count=1)",
-        "overwrites q_smem|too many at q_empty|waits for parity . of q_",
+        "overwrites q_smem|exceed the count of q_empty|waits for parity . of q_",
     ),
-    "keys are never free again": (
+    "keys are never released": (
         "            mbarrier.arrive(k_empty.index(k_stage), count=1)\n",
         "",
         r"waits for parity . of k_empty",
     ),
-    "values are free for one warp's word": (
+    "values are released by one warp alone": (
         "p = warpgroup_mma_wait(0, deps=[of_values, following, p])\n            tl.debug_barrier()\n",
         "p = warpgroup_mma_wait(0, deps=[of_values, following, p])\n",
         "overwrites v_smem, which a product may still read",
     ),
-    "scores are taken before their product": (
+    "scores are used before their product has ended": (
         "warpgroup_mma_wait(1, deps=[of_keys])",
         "warpgroup_mma_wait(2, deps=[of_keys])",
-        "takes a product that it has not waited for",
+        "uses a product before waiting for it",
     ),
     "half the bytes are expected": (
         "mbarrier.expect(ready, 128 * 128 * 2)",
         "mbarrier.expect(ready, 128 * 64 * 2)",
-        "copies more to k_smem than is expected",
+        "copies more bytes to k_smem than",
     ),
     "a step too few is counted": (
         "        step += 1\n        count = ",
         "        count = ",
-        "reads . before|overwrites ._smem|waits for parity|nobody waited for",
+        "reads . before|overwrites ._smem|waits for parity|without waiting for",
     ),
-    "programs take tiles of others": (
+    "programs compute tiles of other programs": (
         "return turn * programs + gl.where",
         "return turn * (programs - 1) + gl.where",
-        "is stored a second time",
+        "is stored twice",
     ),
 }
 
@@ -354,10 +355,10 @@ ORDERS = {
 @cases.needs_cpu
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_wrong_order_is_noticed(
+def test_a_wrong_order_is_detected(
     order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
 ) -> None:
-    """Whichever way the partitions run. On a GPU it may go well for years."""
+    """Each defect is detected for every order of the partitions. On a GPU it might not show for years."""
     right, wrong, fault = ORDERS[order]
     defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")
     interpreted(seed, kernel=_seeded(defect, tmp_path)._prefill_hopper)
@@ -366,7 +367,7 @@ def test_a_wrong_order_is_noticed(
 
 
 def _seeded(defect: Defect, tree: Path) -> ModuleType:
-    """The kernel's module with a defect."""
+    """Return the kernel's module with a defect."""
     path = tree / defect.source
     path.parent.mkdir(parents=True)
     path.write_text((ROOT / defect.source).read_text())
@@ -388,10 +389,10 @@ def _seeded(defect: Defect, tree: Path) -> ModuleType:
     [(chunks, 32, 8, dtype) for chunks in CHUNKS for dtype in ("bfloat16", "float16")]
     + [("mixed", *group, "bfloat16") for group in GROUPS],
 )
-def test_the_error_is_that_of_torch(chunks: str, heads: int, kv_heads: int, dtype: str) -> None:
-    """As that of the other kernel: at most twice that of torch's attention in the same dtype, plus half a
-    rounding of the result, over all and of the worst token and head. In float16 for one group, since each
-    kernel takes seconds to compile, and what the dtype changes does not meet what the group does."""
+def test_the_error_is_at_most_twice_that_of_torch(chunks: str, heads: int, kv_heads: int, dtype: str) -> None:
+    """The error is at most twice that of torch's attention in the same dtype, plus half a rounding of the
+    result, over the whole tensor and for the worst token and head. float16 is tested with one group only,
+    since each kernel takes seconds to compile and the dtype does not interact with the group."""
     case = make(chunks, heads, kv_heads, getattr(torch, dtype))
     exact, torchs = case.expected(), case.expected(case.q.dtype)
     check_as_torch(paged(case), torchs, exact)
@@ -402,7 +403,7 @@ def test_the_error_is_that_of_torch(chunks: str, heads: int, kv_heads: int, dtyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunks", ["mixed", "more than there are multiprocessors"])
 @pytest.mark.parametrize("way", [paged, expanded])
-def test_the_bits_are_the_same_every_time_and_without_pdl(
+def test_all_bits_are_the_same_in_every_run_and_without_pdl(
     way: Callable[..., torch.Tensor], chunks: str
 ) -> None:
     case = make(chunks)
@@ -426,7 +427,7 @@ def test_a_block_table_may_be_narrow_and_queries_strided() -> None:
 @pytest.mark.gpu
 def test_chunks_may_share_blocks() -> None:
     case = make("several chunks")
-    _, second, _, fourth = (chunk.row for chunk in case.chunks)
+    _, second, _, fourth = (chunk.slot for chunk in case.chunks)
     case.table[fourth, :3] = case.table[second, :3]
     check_as_torch(paged(case), case.expected(BF16), case.expected())
 
@@ -434,11 +435,11 @@ def test_chunks_may_share_blocks() -> None:
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_a_pass_with_a_long_prompt_is_what_the_other_kernel_makes_of_it(
+def test_a_pass_with_a_long_prompt_matches_the_other_kernel(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through `CudaOps`, beside decodes and a chunk that alone would have the other kernel. Both round
-    weights and results to bfloat16: 1.7e-3 each in norm."""
+    """Runs through `CudaOps`, beside decodes and a chunk that would use the other kernel if it were alone.
+    Both kernels round weights and results to bfloat16, 1.7e-3 each by norm."""
     launches = []
     launch = hopper.prefill
 
@@ -455,7 +456,8 @@ def test_a_pass_with_a_long_prompt_is_what_the_other_kernel_makes_of_it(
 
 
 def _attend(ops: Any, fp8: bool) -> tuple[torch.Tensor, KvPool]:
-    """The result and the cache of three decodes, 2,200 tokens of a prompt and 70 behind 300 of another."""
+    """Return the result and the cache of a pass with three decodes, 2,200 tokens of one prompt, and 70 tokens
+    of another with a context of 300."""
     heads, kv_heads, columns = 32, 8, 35
     random_ = torch.Generator("cuda").manual_seed(5)
 
@@ -471,7 +473,7 @@ def _attend(ops: Any, fp8: bool) -> tuple[torch.Tensor, KvPool]:
     chunks = [ChunkSpan(3, 2200, 0, 3), ChunkSpan(2203, 70, 300, 4)]
     lens = torch.tensor([5, 64, 700], device="cuda")
     asked = [(row, int(length) - 1) for row, length in enumerate(lens)]
-    asked += [(chunk.row, chunk.context + place) for chunk in chunks for place in range(chunk.count)]
+    asked += [(chunk.slot, chunk.context + place) for chunk in chunks for place in range(chunk.count)]
     rows, positions = torch.tensor(asked, device="cuda").T.contiguous().unbind()
     slots = table[rows, positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS
     angle = draw(columns * PAGE_TOKENS, 64)

@@ -1,13 +1,13 @@
-"""The fused elementwise kernels against their twins.
+"""The fused elementwise kernels against their reference implementations.
 
-The interpreter (on a CPU, in CI) proves indexing and masking: which element is read, which is written, what
-is left alone, at widths and head counts that fill no tile, in float32 and float16. Only a GPU proves
-bfloat16 and e4m3 numerics, that PDL changes no bit, and that a graph replays what was captured (marked
-`gpu`).
+The interpreter (on a CPU, in CI) proves indexing and masking: which elements are read, written and left
+unchanged, at widths and head counts that are no multiple of a tile, in float32 and float16. Only a GPU proves
+bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, and that a graph replays what was
+captured (marked `gpu`).
 
-Tolerances: a result in bfloat16 or float16 may be off its float64 value by at most twice what the twin, in
-the same dtype, is off, plus half a unit in the last place (the twin may be lucky). e4m3 values and scales
-are compared with the twin's quantisation of the kernel's own unquantised result: to the bit.
+Tolerances: the error of a bfloat16 or float16 result against float64 is at most twice the reference's error
+in the same dtype, plus half a unit in the last place (the reference may be accurate by chance). e4m3 values
+and scales equal the reference's quantisation of the kernel's own unquantised result bit for bit.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
     return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
 
-def _as_good(found: torch.Tensor, twin: torch.Tensor, exact: torch.Tensor) -> None:
-    """Errors against float64 at most twice the twin's, plus half a unit in the last place of the largest."""
-    assert found.shape == twin.shape and found.dtype == twin.dtype
+def _as_good(found: torch.Tensor, by_torch: torch.Tensor, exact: torch.Tensor) -> None:
+    """Assert an error against float64 of at most twice the reference's error, plus half a unit in the last
+    place of the largest value."""
+    assert found.shape == by_torch.shape and found.dtype == by_torch.dtype
     exact = exact.to(found.device)
     unit = torch.finfo(found.dtype).eps * exact.abs().max()
-    twin_error = (twin.double() - exact).abs().max()
-    assert (found.double() - exact).abs().max() <= 2 * twin_error + unit / 2
+    torch_error = (by_torch.double() - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= 2 * torch_error + unit / 2
 
 
 # ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────
@@ -57,18 +58,18 @@ def _norm_exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 4096), (2, 2880), (300, 72)], ids=str)
-def test_a_norm_is_as_good_as_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_norm_is_as_accurate_as_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight = _random(*shape, dtype=dtype), _random(shape[1], seed=1, dtype=dtype)
     _as_good(fused.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), _norm_exact(x, weight))
 
 
-def test_no_token_is_no_launch() -> None:
+def test_zero_tokens_launch_nothing() -> None:
     empty = _random(0, 64)
     assert fused.rms_norm(empty, _random(64), EPS).shape == (0, 64)
     assert fused.silu_mul(empty).shape == (0, 32)
 
 
-def test_a_tensor_that_is_not_whole_is_refused() -> None:
+def test_a_non_contiguous_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="x has strides"):
         fused.rms_norm(_random(4, 128)[:, ::2], _random(64), EPS)
 
@@ -77,7 +78,8 @@ def test_a_tensor_that_is_not_whole_is_refused() -> None:
 
 
 def _scaled_only(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The twin's quantisation without the rounding to e4m3, which the interpreter cannot judge."""
+    """Quantise as the reference does, but without rounding to e4m3, which the interpreter does not
+    support."""
     largest = x.float().abs().amax(-1, keepdim=True)
     full = torch.full_like(largest, 448.0)
     return x.float() * (full / torch.where(largest > 0, largest, 1.0)), largest / full
@@ -99,9 +101,9 @@ def test_quantised_rows_are_scaled_by_their_largest_value() -> None:
 @on_gpu
 @pytest.mark.parametrize("tokens", [1, 3, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_quantised_results_are_the_twins(tokens: int, dtype: torch.dtype) -> None:
-    """Of silu_mul to the bit. A norm's sum may be added in another order, which decides the last bit of few
-    results before they are quantised: they are one step of e4m3 apart."""
+def test_quantised_results_equal_the_reference(tokens: int, dtype: torch.dtype) -> None:
+    """silu_mul is bit-equal. A norm may sum in another order, which changes the last bit of a few results
+    before quantisation; such values differ by one step of e4m3."""
     x, weight = _random(tokens, 4096, dtype=dtype), _random(4096, seed=1, dtype=dtype)
     gate_up = _random(tokens, 2 * 14336, dtype=dtype)
     x[0, :100] = 1e-3
@@ -122,7 +124,7 @@ Pool = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rope:
-    """Inputs of one call, and pools that are poisoned so that a stray write shows."""
+    """Inputs of one call, and pools filled with a poison value, so that stray writes show."""
 
     def __init__(
         self, heads: int, kv_heads: int, size: int, tokens: int, dtype: torch.dtype, norm: bool
@@ -155,21 +157,22 @@ ROPE_CASES = [(6, 2, 16, 9, True), (4, 4, 64, 3, False), (32, 8, 128, 2, False),
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ROPE_CASES, ids=str)
-def test_heads_are_normed_turned_and_written(
+def test_heads_are_normed_rotated_and_written(
     case: tuple[int, int, int, int, bool], dtype: torch.dtype
 ) -> None:
     rope = Rope(*case[:4], dtype, case[4])
-    found_pools, twin_pools, exact_pools = rope.pools(dtype), rope.pools(dtype), rope.pools(torch.float64)
+    found_pools, torch_pools, exact_pools = rope.pools(dtype), rope.pools(dtype), rope.pools(torch.float64)
     found = rope.run(fused.rope_cache_write, *found_pools)
-    twin = rope.run(reference.rope_cache_write, *twin_pools)
+    by_torch = rope.run(reference.rope_cache_write, *torch_pools)
     exact = _rope_exact(rope, *exact_pools)
-    for results in zip((found, *found_pools), (twin, *twin_pools), (exact, *exact_pools), strict=True):
+    for results in zip((found, *found_pools), (by_torch, *torch_pools), (exact, *exact_pools), strict=True):
         _as_good(*results)
-    assert torch.equal(found_pools[1], twin_pools[1]), "values are only copied"
+    assert torch.equal(found_pools[1], torch_pools[1]), "values are only copied"
 
 
 def _rope_exact(rope: Rope, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """In float64, one token and head after the other; the normed head is rounded to its dtype, as stated."""
+    """Compute the expected result in float64, one token and head at a time; the normed head is rounded to its
+    dtype, as documented."""
     heads, kv_heads, size = rope.heads, rope.kv_heads, rope.size
     queries = torch.empty(rope.tokens, heads, size, dtype=torch.float64, device=DEVICE)
     cos, sin = rope.table[rope.positions].double().chunk(2, dim=-1)
@@ -192,14 +195,14 @@ def _rope_exact(rope: Rope, keys: torch.Tensor, values: torch.Tensor) -> torch.T
 
 def test_a_slot_of_minus_one_writes_nothing() -> None:
     rope = Rope(6, 2, 16, 5, torch.float32, True)
-    pools, twin_pools = rope.pools(torch.float32), rope.pools(torch.float32)
-    rope.run(reference.rope_cache_write, *twin_pools)
+    pools, torch_pools = rope.pools(torch.float32), rope.pools(torch.float32)
+    rope.run(reference.rope_cache_write, *torch_pools)
     for slot in rope.slots[[1, 4]].tolist():
-        for pool in twin_pools:
+        for pool in torch_pools:
             pool[slot // PAGE_TOKENS, :, slot % PAGE_TOKENS] = POISON
     rope.slots[[1, 4]] = -1
     rope.run(fused.rope_cache_write, *pools)
-    for found, expected in zip(pools, twin_pools, strict=True):
+    for found, expected in zip(pools, torch_pools, strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -220,23 +223,23 @@ def test_quantised_pages_have_a_scale_for_each_token_and_head() -> None:
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("norm", [False, True])
-def test_quantised_pages_are_the_twins(norm: bool) -> None:
-    """Values (copied) to the bit; keys within one step of e4m3 at the few places where the rotation's last
-    bit decides the rounding."""
+def test_quantised_pages_equal_the_reference(norm: bool) -> None:
+    """Values, which are copied, are bit-equal. Keys differ by at most one step of e4m3, where the last bit of
+    the rotation decides the rounding."""
     rope = Rope(32, 8, 128, 300, torch.bfloat16, norm)
     found, found_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
-    twin, twin_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
+    by_torch, torch_scales = rope.pools(torch.float8_e4m3fn), rope.scales()
     assert torch.equal(
         rope.run(fused.rope_cache_write, *found, *found_scales),
         rope.run(fused.rope_cache_write, *rope.pools(torch.bfloat16)),
     )
-    rope.run(reference.rope_cache_write, *twin, *twin_scales)
-    assert torch.equal(found[1].view(torch.uint8), twin[1].view(torch.uint8))
-    assert torch.equal(found_scales[1], twin_scales[1])
-    torch.testing.assert_close(found_scales[0], twin_scales[0], rtol=1e-6 if not norm else 1e-2, atol=0)
-    apart = found[0].float() != twin[0].float()
+    rope.run(reference.rope_cache_write, *by_torch, *torch_scales)
+    assert torch.equal(found[1].view(torch.uint8), by_torch[1].view(torch.uint8))
+    assert torch.equal(found_scales[1], torch_scales[1])
+    torch.testing.assert_close(found_scales[0], torch_scales[0], rtol=1e-6 if not norm else 1e-2, atol=0)
+    apart = found[0].float() != by_torch[0].float()
     assert apart.float().mean() < (2e-3 if norm else 1e-4)
-    torch.testing.assert_close(found[0].float(), twin[0].float(), rtol=0.126, atol=0.002)
+    torch.testing.assert_close(found[0].float(), by_torch[0].float(), rtol=0.126, atol=0.002)
 
 
 # ── SwiGLU ───────────────────────────────────────────────────────────────────────────────────────────
@@ -244,22 +247,22 @@ def test_quantised_pages_are_the_twins(norm: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 48), (3, 4500), (2, 28672)], ids=str)
-def test_silu_mul_is_as_good_as_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_silu_mul_is_as_accurate_as_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = _random(*shape, dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     exact = gate / (1 + (-gate).exp()) * up
     _as_good(fused.silu_mul(gate_up), reference.silu_mul(gate_up.clone()), exact)
 
 
-# ── what only a GPU has ──────────────────────────────────────────────────────────────────────────────
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_pdl_and_a_graph_change_no_bit(tokens: int) -> None:
-    """A chain in which each kernel reads what the one before it wrote, launched with and without PDL, and
-    replayed from a graph on other inputs than it was captured with."""
+    """In a chain, each kernel reads what the previous one wrote. The chain is launched with and without PDL,
+    and replayed from a graph with other inputs than at capture."""
     rope = Rope(32, 8, 128, tokens, torch.bfloat16, True)
     weight = _random(4096, seed=7, dtype=torch.bfloat16)
     source = _random(tokens, 4096, seed=8, dtype=torch.bfloat16)

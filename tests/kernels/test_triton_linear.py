@@ -1,18 +1,19 @@
-"""Products of few rows against their twins.
+"""GEMMs of few rows against their reference implementations.
 
-The interpreter (on a CPU, in CI) proves indexing and masking of the forms that are written in Triton (gemv
-and dot): which weight meets which token, outputs and columns that fill no tile, splits of K, what is done on
-the way, in float32 and float16. The stream form is Gluon, which has no interpreter: it is proved on a GPU
-alone, as are bfloat16 and e4m3 numerics, that PDL changes no bit, that a result does not change from run to
-run, and that a graph replays what was captured (marked `gpu`).
+The interpreter (on a CPU, in CI) proves indexing and masking of the Triton kernels (gemv and dot): which
+weight is multiplied with which token, outputs and columns that are no multiple of a tile, split-K and fused
+operations, in float32 and float16. The stream kernel is written in Gluon and runs on a GPU only. Only a GPU
+proves bfloat16 and e4m3 numerics, that results with and without PDL are bit-equal, that runs are
+deterministic, and that a graph replays what was captured (marked `gpu`).
 
-Tolerances: the error against float64 may be twice the twin's, plus half a unit in the last place of the
-largest value (the twin may be lucky), plus what any order of K float32 sums may leave, √K × 2**-24 of the sum
-of the terms' magnitudes (Higham and Mary 2019): of a 32-bit result that is most of it, where tensor cores
-that round to TF32 would leave 60 times as much. FP8: of the quantised product, by norm, plus 4e-3, since the
-tensor cores sum more than one row in about 14 bits, and a last place of a norm may turn a value to its
-neighbour. So by the norm of all, by that of each token's row, and each element by a hundredth of the largest:
-14 bits that are cut off at each step of 32 leave half of that at K = 14336.
+Tolerances: the error against float64 is at most the sum of three terms: twice the reference's error; half a
+unit in the last place of the largest value (the reference may be accurate by chance); and √K × 2**-24 of the
+sum of the terms' magnitudes, the error of K float32 additions in any order (Higham and Mary 2019). The last
+term dominates for 32-bit results; tensor cores that round to TF32 would leave 60 times as much. FP8 compares
+with the GEMM of quantised values, by norm, plus 4e-3, since the tensor cores sum more than one row in about
+14 bits, and a rounding of the norm may change a quantised value by one step. The bound holds for the norm of
+the whole result and of each row, and each element is within a hundredth of the largest: truncation to 14 bits
+at each step of 32 leaves half of that at K = 14336.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import Fp8Activation, Fp8Weight, Gained, reference
-from kernels.triton.linear_plans import MOST_ROWS, SPLIT_PROGRAMS, Plan, choose
+from kernels import DeferredNorm, Fp8Activation, Fp8Weight, reference
+from kernels.triton.linear_plans import MAX_ROWS, MAX_SPLIT_PROGRAMS, GemmPlan, choose
 from tests.kernels.closeness import error, worst_error
 
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
@@ -37,12 +38,12 @@ POISON = 77.0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
 
-GEMV = Plan("gemv", 1, 2, 256, warps=4)
-RAGGED_GEMV = Plan("gemv", 1, 4, 512, warps=4)
-DOT = Plan("dot", 16, 64, 64, warps=4, stages=3)
-SPLIT_DOT = Plan("dot", 16, 64, 64, warps=4, stages=3, split=3)
+GEMV = GemmPlan("gemv", 1, 2, 256, warps=4)
+RAGGED_GEMV = GemmPlan("gemv", 1, 4, 512, warps=4)
+DOT = GemmPlan("dot", 16, 64, 64, warps=4, stages=3)
+SPLIT_DOT = GemmPlan("dot", 16, 64, 64, warps=4, stages=3, split=3)
 ALL = ("norm", "bias", "residual")
-HIGH_DOT = Plan("dot", 16, 128, 64, warps=4, stages=3)
+HIGH_DOT = GemmPlan("dot", 16, 128, 64, warps=4, stages=3)
 
 
 def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -51,7 +52,7 @@ def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Case:
-    """A product of random numbers, its twin and its exact result."""
+    """A GEMM of random matrices, its reference result and its exact result."""
 
     def __init__(self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype) -> None:
         self.x = _random(rows, k, seed=1, dtype=dtype)
@@ -76,7 +77,7 @@ class Case:
     def normed(self) -> torch.Tensor:
         return self.x if self.norm is None else reference.rms_norm(self.x, self.norm, EPS)
 
-    def twin(self, product: torch.Tensor) -> torch.Tensor:
+    def by_torch(self, product: torch.Tensor) -> torch.Tensor:
         if self.silu:
             product = reference.silu_mul(product)
         return product if self.residual is None else product + self.residual
@@ -95,33 +96,35 @@ class Case:
             return x
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
 
-    def half_normed(self, parts: int) -> Gained:
-        """x as a product that shares the norm writes it, in so many parts, with other numbers behind them."""
+    def half_normed(self, parts: int) -> DeferredNorm:
+        """Return the deferred norm of x as the preceding GEMM writes it: squares in `parts` parts, followed
+        by poison values."""
         assert self.norm is not None
         squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
         for index, part in enumerate(self.x.float().tensor_split(parts, dim=1)):
             squares[index] = part.pow(2).sum(1)
-        return Gained((self.x.float() * self.norm.float()).to(self.x.dtype), squares)
+        return DeferredNorm((self.x.float() * self.norm.float()).to(self.x.dtype), squares)
 
-    def options_after(self, gained: Gained) -> dict[str, object]:
-        """Of the product of `gained.values`."""
-        return {**self.options(), "norm_weight": None, "squares": gained.squares}
+    def options_after(self, deferred_norm: DeferredNorm) -> dict[str, object]:
+        """Return the options of a GEMM that reads `deferred_norm.values`."""
+        return {**self.options(), "norm_weight": None, "squares": deferred_norm.squares}
 
 
 def _check(case: Case, found: torch.Tensor) -> None:
     assert found is case.out
-    twin = case.twin(reference.linear(case.normed(), case.weight, case.bias))
+    by_torch = case.by_torch(reference.linear(case.normed(), case.weight, case.bias))
     x, weight = case.exact_normed(), case.weight.double()
     exact = case.exact(x @ weight.T)
-    assert found.shape == twin.shape and found.dtype == twin.dtype
+    assert found.shape == by_torch.shape and found.dtype == by_torch.dtype
     unit = torch.finfo(found.dtype).eps * exact.abs().max()
     sums = x.shape[1] ** 0.5 * 2**-24 * (x.abs() @ weight.abs().T).max()
-    twin_error = (twin.double() - exact).abs().max()
-    assert (found.double() - exact).abs().max() <= 2 * twin_error + unit / 2 + sums
+    torch_error = (by_torch.double() - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= 2 * torch_error + unit / 2 + sums
 
 
 class Fp8Case(Case):
-    """With weights of `values`: where that is not e4m3, for an interpreter, scaled but not rounded."""
+    """A case with FP8 weights of dtype `values`. For the interpreter this is not e4m3: values are scaled but
+    not rounded."""
 
     def __init__(
         self, rows: int, n: int, k: int, extras: tuple[str, ...], dtype: torch.dtype, values: torch.dtype
@@ -140,8 +143,8 @@ def _check_fp8(
     quantised: tuple[torch.Tensor, torch.Tensor] | None = None,
     rounded: torch.dtype = torch.float64,
 ) -> None:
-    """quantised: what the product was given, where it was not x that it norms and quantises. rounded: what
-    the product may be rounded to before anything is done with it."""
+    """Check an FP8 result. quantised: the quantised input, if the GEMM was not given x itself. rounded: dtype
+    to which the GEMM may be rounded before its epilogue."""
     x = case.normed()
     dequantised = x.double()
     if case.quantised.dtype == torch.float8_e4m3fn:
@@ -151,17 +154,18 @@ def _check_fp8(
     product = dequantised @ weight.T
     exact = case.exact(product)
     biased = product.to(rounded).double().add(0 if case.bias is None else case.bias)
-    twin = case.twin(biased.to(x.dtype))
-    assert error(found, exact) <= 2 * error(twin, exact) + 4e-3
-    assert worst_error(found, exact) <= 2 * worst_error(twin, exact) + 4e-3
-    off, twin_off = ((each.double() - exact).abs().max() for each in (found, twin))
+    by_torch = case.by_torch(biased.to(x.dtype))
+    assert error(found, exact) <= 2 * error(by_torch, exact) + 4e-3
+    assert worst_error(found, exact) <= 2 * worst_error(by_torch, exact) + 4e-3
+    off, torch_off = ((each.double() - exact).abs().max() for each in (found, by_torch))
     unit = torch.finfo(found.dtype).eps * exact.abs().max()
-    assert off <= 2 * twin_off + unit / 2 + 1e-2 * max(exact.abs().max(), product.abs().max())
+    assert off <= 2 * torch_off + unit / 2 + 1e-2 * max(exact.abs().max(), product.abs().max())
 
 
 def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """x normed and quantised. Of several rows by the kernel that the product launches before itself, since
-    the last place of a row's largest value decides on a step of many others: it is held to the twin here."""
+    """Return x normed and quantised. Several rows are quantised by the kernel that the GEMM launches first,
+    since the last bit of a row's largest value decides the rounding of many others; that kernel is compared
+    with the reference here."""
     expected, expected_scales = reference.quantise_fp8(case.normed())
     if case.norm is None or len(case.x) == 1:
         return expected, expected_scales
@@ -171,10 +175,10 @@ def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scales
 
 
-# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+# ── on any machine ───────────────────────────────────────────────────────────────────────────────────
 
 CASES = [
-    # rows, outputs, K, extras, plan: outputs that fill no tile, K that fills no block
+    # Fields: rows, outputs, K, extras, plan. Outputs and K are not multiples of the tile.
     (1, 160, 384, ALL, GEMV),
     (1, 160, 384, ("norm", "bias", "silu"), RAGGED_GEMV),
     (1, 96, 192, ("residual",), DOT),
@@ -187,7 +191,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_output_is_its_product(case: tuple, dtype: torch.dtype) -> None:
+def test_every_output_of_a_gemm_is_correct(case: tuple, dtype: torch.dtype) -> None:
     *shape, plan = case
     if DEVICE.type == "cuda" and dtype == torch.float32 and plan.form == "dot":
         plan = replace(plan, stages=2)
@@ -196,7 +200,7 @@ def test_every_output_is_its_product(case: tuple, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_output_is_its_scaled_product(case: tuple) -> None:
+def test_every_output_of_a_scaled_gemm_is_correct(case: tuple) -> None:
     *shape, plan = case
     made = Fp8Case(*shape, torch.float16, torch.float16)
     product = linear.linear_fp8(
@@ -206,7 +210,7 @@ def test_every_output_is_its_scaled_product(case: tuple) -> None:
 
 
 GAINING = [
-    # rows, outputs, K, extras, plan: outputs that fill no tile
+    # Fields: rows, outputs, K, extras, plan. Outputs are not multiples of the tile.
     (5, 160, 192, ("residual",), DOT),
     (16, 157, 192, ("bias", "residual"), HIGH_DOT),
     (3, 200, 384, ("residual",), SPLIT_DOT),
@@ -214,38 +218,45 @@ GAINING = [
 ]
 
 
-def poisoned_gained(out: torch.Tensor, plan: Plan) -> tuple[Gained, list[torch.Tensor]]:
-    """For a result like `out`, and what lies behind it, which nobody may write."""
+def poisoned_deferred_norm(out: torch.Tensor, plan: GemmPlan) -> tuple[DeferredNorm, list[torch.Tensor]]:
+    """Allocate a deferred norm for a result like `out`, and return it with the memory after it, which must
+    stay unchanged."""
     rows, columns = out.shape
     parts = -(-columns // plan.block_n)
     values = torch.full((rows + 2, columns), POISON, dtype=out.dtype, device=DEVICE)
     squares = torch.full((parts + 1, rows), POISON, device=DEVICE)
-    return Gained(values[:rows], squares[:parts]), [values[rows:], squares[parts:]]
+    return DeferredNorm(values[:rows], squares[:parts]), [values[rows:], squares[parts:]]
 
 
-def check_is_gained(gained: Gained, result: torch.Tensor, gain: torch.Tensor, plan: Plan) -> None:
-    """What a product made for the next norm is of its result."""
-    assert torch.equal(gained.values, (result.float() * gain.float()).to(result.dtype))
-    for part, squared in zip(result.double().pow(2).split(plan.block_n, dim=1), gained.squares, strict=True):
+def check_deferred_norm(
+    deferred_norm: DeferredNorm, result: torch.Tensor, gain: torch.Tensor, plan: GemmPlan
+) -> None:
+    """Assert that the deferred norm matches the GEMM's result."""
+    assert torch.equal(deferred_norm.values, (result.float() * gain.float()).to(result.dtype))
+    for part, squared in zip(
+        result.double().pow(2).split(plan.block_n, dim=1), deferred_norm.squares, strict=True
+    ):
         assert torch.allclose(squared.double(), part.sum(1), rtol=1e-5)
 
 
-def check_gained(case: Case, plan: Plan) -> None:
-    """A product and what it makes for the next norm, and nothing around that."""
+def check_gained(case: Case, plan: GemmPlan) -> None:
+    """Run a GEMM with a deferred norm, and check both and the memory around them."""
     gain = _random(case.out.shape[1], seed=6, dtype=case.x.dtype)
-    gained, behind = poisoned_gained(case.out, plan)
+    deferred_norm, behind = poisoned_deferred_norm(case.out, plan)
     alone = linear.linear(case.x, case.weight, **{**case.options(), "out": None}, plan=plan, pdl=False)
-    options = {"next_gain": gain, "gained": gained, "plan": plan, "pdl": False}
+    options = {"next_gain": gain, "deferred_norm": deferred_norm, "plan": plan, "pdl": False}
     assert torch.equal(linear.linear(case.x, case.weight, **case.options(), **options), alone)
-    check_is_gained(gained, alone, gain, plan)
+    check_deferred_norm(deferred_norm, alone, gain, plan)
     assert all(part.eq(POISON).all() for part in behind)
-    made = linear.allocate_gained(plan, alone)
-    assert made.values.shape == gained.values.shape and made.squares.shape == gained.squares.shape
+    made = linear.allocate_deferred_norm(plan, alone)
+    assert (
+        made.values.shape == deferred_norm.values.shape and made.squares.shape == deferred_norm.squares.shape
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", GAINING, ids=str)
-def test_a_result_is_gained_for_the_norm_that_reads_it(case: tuple, dtype: torch.dtype) -> None:
+def test_a_deferred_norm_is_written_beside_the_result(case: tuple, dtype: torch.dtype) -> None:
     *shape, plan = case
     if DEVICE.type == "cuda" and dtype == torch.float32:
         plan = replace(plan, stages=2)
@@ -253,7 +264,7 @@ def test_a_result_is_gained_for_the_norm_that_reads_it(case: tuple, dtype: torch
 
 
 AFTER = [
-    # rows, outputs, K, extras, plan, parts of the squares
+    # Fields: rows, outputs, K, extras, plan, number of parts of the squares.
     (5, 160, 384, ALL, DOT, 3),
     (16, 160, 384, ("norm", "bias", "silu"), HIGH_DOT, 6),
     (3, 160, 384, ("norm",), SPLIT_DOT, 1),
@@ -263,15 +274,18 @@ AFTER = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", AFTER, ids=str)
-def test_a_gained_x_is_normed_after_its_product(case: tuple, dtype: torch.dtype) -> None:
+def test_a_deferred_norm_is_applied_after_the_gemm(case: tuple, dtype: torch.dtype) -> None:
     *shape, plan, parts = case
     if DEVICE.type == "cuda" and dtype == torch.float32:
         plan = replace(plan, stages=2)
     made = Case(*shape, dtype)
-    made.x *= torch.arange(1, len(made.x) + 1, device=DEVICE).unsqueeze(1) / 4  # a factor of its own each
-    gained = made.half_normed(parts)
+    made.x *= torch.arange(1, len(made.x) + 1, device=DEVICE).unsqueeze(1) / 4  # different norm factors
+    deferred_norm = made.half_normed(parts)
     _check(
-        made, linear.linear(gained.values, made.weight, **made.options_after(gained), plan=plan, pdl=False)
+        made,
+        linear.linear(
+            deferred_norm.values, made.weight, **made.options_after(deferred_norm), plan=plan, pdl=False
+        ),
     )
 
 
@@ -286,7 +300,7 @@ def test_the_counters_of_a_split_are_zero_again() -> None:
     )
 
 
-def test_rows_may_lie_apart_and_a_residual_in_the_result() -> None:
+def test_rows_may_be_strided_and_the_residual_may_be_the_output() -> None:
     case = Case(5, 160, 192, ("residual",), torch.float16)
     wide_x = torch.full((5, 256), POISON, dtype=torch.float16, device=DEVICE)
     wide_x[:, :192] = case.x
@@ -319,29 +333,29 @@ def test_a_plan_fits_its_shape(dtype: torch.dtype) -> None:
                 if plan.form == "dot":
                     assert k % plan.split == 0 and k // plan.split % plan.block_k == 0
                     assert plan.block_k >= 32
-                    assert plan.split == 1 or -(-n // 64) * plan.split < SPLIT_PROGRAMS
+                    assert plan.split == 1 or -(-n // 64) * plan.split < MAX_SPLIT_PROGRAMS
 
 
 def test_other_shapes_are_left_to_cublas() -> None:
-    assert choose(MOST_ROWS + 1, 4096, 4096, torch.bfloat16) is None
+    assert choose(MAX_ROWS + 1, 4096, 4096, torch.bfloat16) is None
     assert choose(1, 4096, 4000, torch.bfloat16) is None
     assert choose(1, 4096, 4096, torch.float32) is None
 
 
-def test_e4m3_products_of_few_outputs_stay_ours_for_twice_the_rows() -> None:
+def test_e4m3_gemms_with_few_outputs_have_plans_for_twice_the_rows() -> None:
     fp8 = torch.float8_e4m3fn
-    plan = choose(2 * MOST_ROWS, 4096, 14336, fp8)
+    plan = choose(2 * MAX_ROWS, 4096, 14336, fp8)
     assert plan is not None and plan.rows == 128 and plan.split == 2
-    assert choose(2 * MOST_ROWS, 28672, 4096, fp8) is None
-    assert choose(2 * MOST_ROWS + 1, 4096, 14336, fp8) is None
+    assert choose(2 * MAX_ROWS, 28672, 4096, fp8) is None
+    assert choose(2 * MAX_ROWS + 1, 4096, 14336, fp8) is None
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_an_argument_that_does_not_match_is_reported() -> None:
     x = torch.zeros(2, 64)
     weight = torch.zeros(32, 64)
     with pytest.raises(ValueError, match=r"bias is \(31,\)"):
         linear.linear(x, weight, bias=torch.zeros(31))
-    with pytest.raises(ValueError, match="share K"):
+    with pytest.raises(ValueError, match="second dimensions must be equal"):
         linear.linear(x, torch.zeros(32, 63))
     with pytest.raises(ValueError, match="must be the same"):
         linear.linear(x, weight.half())
@@ -351,7 +365,8 @@ def test_what_does_not_fit_is_named() -> None:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The library's product as every torch has it on a GPU: bfloat16, with a bias of that. What it gave."""
+    """Replace the library's FP8 GEMM by one that, like torch's on every GPU, returns bfloat16 and needs a
+    bfloat16 bias. Returns the list of its results."""
     given = []
 
     def scaled_mm(
@@ -368,9 +383,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("extras", [(), ("bias",), ("bias", "residual"), ("bias", "silu")], ids=str)
-def test_the_librarys_product_has_the_models_dtype_as_ours_has(
-    extras: tuple[str, ...], library: list[torch.dtype]
-) -> None:
+def test_the_librarys_gemm_has_the_models_dtype(extras: tuple[str, ...], library: list[torch.dtype]) -> None:
     case = Fp8Case(130, 96, 192, extras, torch.float16, torch.float8_e4m3fn)
     values, scales = reference.quantise_fp8(case.x)
     weight = (case.quantised, case.weight_scale)
@@ -382,8 +395,8 @@ def test_the_librarys_product_has_the_models_dtype_as_ours_has(
     assert len(library) == 2
 
 
-def test_a_split_models_product_has_its_dtype(library: list[torch.dtype]) -> None:
-    """There is no residual stream in it, which would say of which dtype the result is."""
+def test_a_gemm_of_a_sharded_model_has_its_dtype(library: list[torch.dtype]) -> None:
+    """A GEMM of a sharded model has no residual to tell the dtype of the result."""
     case = Fp8Case(130, 96, 192, ("bias",), torch.float16, torch.float8_e4m3fn)
     quantised = Fp8Activation(*reference.quantise_fp8(case.x), torch.float16)
     weight = Fp8Weight(case.quantised, case.weight_scale)
@@ -396,17 +409,17 @@ def test_a_split_models_product_has_its_dtype(library: list[torch.dtype]) -> Non
 
 def test_a_norm_that_cannot_be_shared_is_refused() -> None:
     x, weight, squares = torch.zeros(2, 64), torch.zeros(32, 64), torch.zeros(1, 2)
-    with pytest.raises(ValueError, match="dot or tiles, not by the library"):
+    with pytest.raises(ValueError, match="dot or tiles share a norm, not the library"):
         linear.linear(x, weight, squares=squares)
     with pytest.raises(ValueError, match=r"squares is \(1, 3\); needs \(1, 2\)"):
         linear.linear(x, weight, squares=torch.zeros(1, 3), plan=DOT)
-    with pytest.raises(ValueError, match="norm_weight would be again"):
+    with pytest.raises(ValueError, match="squares and norm_weight are both given"):
         linear.linear(x, weight, squares=squares, norm_weight=torch.zeros(64), plan=DOT)
-    gained = linear.allocate_gained(DOT, torch.zeros(2, 32))
+    deferred_norm = linear.allocate_deferred_norm(DOT, torch.zeros(2, 32))
     with pytest.raises(ValueError, match=r"next_gain is None; needs \(32,\)"):
-        linear.linear(x, weight, gained=gained, plan=DOT)
-    options = {"next_gain": torch.zeros(32), "gained": gained}
-    with pytest.raises(ValueError, match=r"gained.squares is \(1, 2\); needs \(2, 2\)"):
+        linear.linear(x, weight, deferred_norm=deferred_norm, plan=DOT)
+    options = {"next_gain": torch.zeros(32), "deferred_norm": deferred_norm}
+    with pytest.raises(ValueError, match=r"deferred_norm.squares is \(1, 2\); needs \(2, 2\)"):
         linear.linear(x, weight, **options, plan=replace(DOT, block_n=16))
     with pytest.raises(ValueError, match="without SwiGLU"):
         linear.linear(x, weight, **options, silu_mul=True, plan=DOT)
@@ -431,7 +444,7 @@ ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65)
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
+def test_a_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
     for rows in ROWS:
         case = Case(rows, *shape, dtype)
         _check(case, linear.linear(case.x, case.weight, **case.options()))
@@ -441,8 +454,8 @@ def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 16 == 0], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
-    """The library's, of the most rows, is rounded to bfloat16 first."""
+def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
+    """With the largest number of rows the library computes the GEMM and rounds to bfloat16 first."""
     rounded = torch.bfloat16 if dtype == torch.float16 else torch.float64
     for rows in (*ROWS, 200):
         case = Fp8Case(rows, *shape, dtype, torch.float8_e4m3fn)
@@ -457,10 +470,12 @@ def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype)
         assert linear.linear_fp8(values, *weight, **{**options, "out": None}).dtype == dtype
 
 
-def check_as_good_as_apart(case: Case, plan: Plan) -> None:
-    """A product of a gained x against the same product of a normed x."""
-    gained = case.half_normed(7)
-    shared = linear.linear(gained.values, case.weight, **case.options_after(gained), plan=plan).clone()
+def check_as_good_as_apart(case: Case, plan: GemmPlan) -> None:
+    """Compare a GEMM with a deferred norm with the same GEMM of a normed x."""
+    deferred_norm = case.half_normed(7)
+    shared = linear.linear(
+        deferred_norm.values, case.weight, **case.options_after(deferred_norm), plan=plan
+    ).clone()
     apart = linear.linear(case.x, case.weight, **case.options(), plan=plan)
     exact = case.exact(case.exact_normed() @ case.weight.double().T)
     assert error(shared, exact) <= 1.5 * error(apart, exact)
@@ -482,31 +497,33 @@ def test_a_shared_norm_costs_no_accuracy(shape: tuple, dtype: torch.dtype) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 7, 16, 33, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_result_is_gained_in_every_dtype(rows: int, dtype: torch.dtype) -> None:
+def test_a_deferred_norm_is_written_in_every_dtype(rows: int, dtype: torch.dtype) -> None:
     for shape in ((4096, 4096, ("residual",)), (1000, 192, ("bias", "residual"))):
         plan = choose(rows, *shape[:2], dtype)
         assert plan is not None
         check_gained(Case(rows, *shape, dtype), plan)
 
 
-def sharing_layers(case: Case, workspace: object, pdl: bool, plans: tuple[Plan, Plan]) -> list[torch.Tensor]:
-    """Products that share norms and depend on one another, so that one that starts too early reads too
-    early."""
+def sharing_layers(
+    case: Case, workspace: object, pdl: bool, plans: tuple[GemmPlan, GemmPlan]
+) -> list[torch.Tensor]:
+    """Return a chain of dependent GEMMs that share norms, so that a GEMM that starts too early reads stale
+    data."""
     results = [case.x]
     for _ in range(4):
         x, options = results[-1], {"workspace": workspace, "pdl": pdl}
-        gained = linear.allocate_gained(plans[0], x)
-        first = {"residual": x, "next_gain": case.norm, "gained": gained, "plan": plans[0]}
+        deferred_norm = linear.allocate_deferred_norm(plans[0], x)
+        first = {"residual": x, "next_gain": case.norm, "deferred_norm": deferred_norm, "plan": plans[0]}
         x = linear.linear(x, case.weight, **first, **options)
-        then = {"squares": gained.squares, "eps": EPS, "plan": plans[1]}
-        results += [x, gained.values, gained.squares]
-        results.append(linear.linear(gained.values, case.weight, **then, **options))
+        then = {"squares": deferred_norm.squares, "eps": EPS, "plan": plans[1]}
+        results += [x, deferred_norm.values, deferred_norm.squares]
+        results.append(linear.linear(deferred_norm.values, case.weight, **then, **options))
     return results
 
 
 def check_bits(run: Callable[[bool], list[torch.Tensor]]) -> None:
-    """That products with PDL, again and in a graph, give what those without it do. run: with PDL or without;
-    what it gives begins with its input."""
+    """Assert that runs with PDL, repeated runs and graph replays are bit-equal to a run without PDL. run:
+    takes whether PDL is used; its first result is its input."""
     expected = run(False)
     assert not any(tensor.isnan().any() for tensor in expected)
     for _ in range(5):
@@ -536,7 +553,7 @@ def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
 
 
 def _layer(case: Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
-    """Products that depend on one another, so that one that starts too early reads too early."""
+    """Return a chain of dependent GEMMs, so that a GEMM that starts too early reads stale data."""
     results = [case.x]
     for _ in range(4):
         x = results[-1]

@@ -1,7 +1,8 @@
-"""Products by every plan of the tables that ship, as `test_triton_linear` holds all products to their twins.
+"""GEMMs with every plan of the shipped tables, compared with the reference as in `test_triton_linear`.
 
-Parity and PDL are a Hopper's to prove (marked `gpu`), at the rows and K of what ships. Anywhere: that no plan
-that ships is left out, that each fits a Hopper's shared memory, and that the hungriest of each form compiles.
+Parity and PDL need a Hopper GPU (marked `gpu`) and run at the shipped rows and K. On any machine: every
+shipped plan is tested, fits Hopper's shared memory, and the plan with the largest shared memory of each form
+compiles.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ on_hopper = pytest.mark.skipif(
 )
 SHIPPED = shipped_plans()
 BARRIERS = 1024
-"""More bytes than a program's barriers and its warps' sums take."""
+"""Upper bound on the shared memory in bytes of a program's barriers and its warps' sums."""
 
 
 def check(made: Product) -> None:
-    """A product, its residual in its result as a decoder has it, against the twin."""
+    """Compare a GEMM with the reference; its residual is its output tensor, as in a decoder."""
     case, inputs = made.case, dict(made.inputs)
-    gained, behind = products.poisoned_gained(case.out, made.plan)
+    deferred_norm, behind = products.poisoned_deferred_norm(case.out, made.plan)
     if case.residual is not None:
         inputs["residual"] = case.out.copy_(case.residual)
-    found, *left = made.run(**inputs, out=case.out, gained=gained)
+    found, *left = made.run(**inputs, out=case.out, deferred_norm=deferred_norm)
     if isinstance(case, products.Fp8Case):
         products._check_fp8(case, found)
     else:
         products._check(case, found)
     if left:
-        products.check_is_gained(gained, found, made.gain, made.plan)
+        products.check_deferred_norm(deferred_norm, found, made.gain, made.plan)
     assert all(part.eq(products.POISON).all() for part in behind)
     assert made.workspace.arrived.eq(0).all()
 
@@ -51,7 +52,7 @@ def check(made: Product) -> None:
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
-def test_a_product_by_a_plan_that_ships_is_as_good_as_its_twin(shipped: Shipped) -> None:
+def test_a_gemm_with_a_shipped_plan_is_as_accurate_as_the_reference(shipped: Shipped) -> None:
     for rows, k in shipped.cases:
         for silu in (False, True):
             check(Product(shipped, rows, k, silu))
@@ -60,8 +61,8 @@ def test_a_product_by_a_plan_that_ships_is_as_good_as_its_twin(shipped: Shipped)
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
-def test_pdl_and_graphs_change_no_bit_of_a_plan_that_ships(shipped: Shipped) -> None:
-    """Behind kernels that let it begin before they write what it reads."""
+def test_pdl_and_graphs_change_no_bit_of_a_shipped_plan(shipped: Shipped) -> None:
+    """The preceding kernels allow the GEMM to start before they write its inputs."""
     made = Product(shipped, *shipped.uses[-1], silu=False)
     sources = {
         name: each.view(1, -1) if name == "squares" else each
@@ -80,7 +81,7 @@ def test_pdl_and_graphs_change_no_bit_of_a_plan_that_ships(shipped: Shipped) -> 
     assert made.workspace.arrived.eq(0).all()
 
 
-# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+# ── on any machine ───────────────────────────────────────────────────────────────────────────────────
 
 
 def _tested(test: Any) -> list[Shipped]:
@@ -88,7 +89,7 @@ def _tested(test: Any) -> list[Shipped]:
     return plans
 
 
-def test_every_plan_that_ships_is_tested_at_its_rows_and_k() -> None:
+def test_every_shipped_plan_is_tested_at_its_rows_and_k() -> None:
     ships = set()
     for path in linear_table.FOLDER.glob("*.json"):
         for name, entries in json.loads(path.read_text())["products"].items():
@@ -99,8 +100,8 @@ def test_every_plan_that_ships_is_tested_at_its_rows_and_k() -> None:
                     ships.add((dtype, *plan, int(rows), int(shape.partition("x")[2])))
     assert len(ships) > 50
     for test in (
-        test_a_product_by_a_plan_that_ships_is_as_good_as_its_twin,
-        test_pdl_and_graphs_change_no_bit_of_a_plan_that_ships,
+        test_a_gemm_with_a_shipped_plan_is_as_accurate_as_the_reference,
+        test_pdl_and_graphs_change_no_bit_of_a_shipped_plan,
     ):
         found = _tested(test)
         assert len({str(shipped) for shipped in found}) == len(found)
@@ -115,7 +116,7 @@ def test_every_plan_that_ships_is_tested_at_its_rows_and_k() -> None:
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
-def test_a_plan_that_ships_fits_a_hopper_and_is_cut_as_it_ships(shipped: Shipped) -> None:
+def test_a_shipped_plan_fits_hopper_and_the_tested_shape(shipped: Shipped) -> None:
     plan = shipped.plan
     for _, k in shipped.uses:
         assert shared_bytes(plan, Shape(shipped.dtype, 4096, k)) + BARRIERS <= HOPPER_SHARED
@@ -123,7 +124,7 @@ def test_a_plan_that_ships_fits_a_hopper_and_is_cut_as_it_ships(shipped: Shipped
     assert linear_table.problem(plan, rows, Shape(shipped.dtype, 160, shipped.short_k)) is None
 
 
-def test_the_hungriest_plan_of_each_form_compiles_to_what_it_is_said_to_take() -> None:
+def test_the_largest_plan_of_each_form_compiles_to_its_predicted_shared_memory() -> None:
     done = compiled("tests.kernels.shipped_compiled")
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)

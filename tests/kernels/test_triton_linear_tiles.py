@@ -1,7 +1,8 @@
-"""Products by `linear_tiles` against their twins, as `test_triton_linear` holds the other forms to them.
+"""GEMMs with `linear_tiles` against their reference implementations, as `test_triton_linear` tests the other
+kernels.
 
-The kernel is Gluon, which has no interpreter: what it computes is proved on a GPU alone (a Hopper, marked
-`gpu`). Anywhere, it is compiled for one, to prove what it is for: that weights are asked for before the wait.
+The kernel is written in Gluon, so its results are proved on a Hopper GPU only (marked `gpu`). On any machine
+it is compiled for Hopper, to prove its purpose: weight loads start before the wait for the previous kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import test_triton_linear as products
 from tests.kernels.test_build import compiled
 
@@ -26,49 +27,51 @@ on_hopper = pytest.mark.skipif(
 ROWS = (2, 3, 7, 8, 9, 16, 17, 33, 64)
 BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
-SHAPES: list[tuple[int, int, tuple[str, ...], Plan]] = [
-    # outputs, K, extras, the plan of 2-byte weights: outputs that fill no tile, fewer steps than stages
-    (1024, 2048, ("residual",), Plan("tiles", 8, 64, 128, 4, 6, 2)),
-    (2880, 1024, ("norm", "silu", "bias", "residual"), Plan("tiles", 8, 128, 64, 8, 4)),
-    (720, 2048, ("silu",), Plan("tiles", 8, 64, 128, 4, 3, 4)),
-    (1000, 384, ("norm", "bias"), Plan("tiles", 8, 64, 64, 4, 9)),
-    (1152, 1024, ("bias", "residual"), Plan("tiles", 8, 128, 128, 4, 2, 2)),
+SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
+    # Fields: outputs, K, extras, plan for 2-byte weights
+    (1024, 2048, ("residual",), GemmPlan("tiles", 8, 64, 128, 4, 6, 2)),
+    (2880, 1024, ("norm", "silu", "bias", "residual"), GemmPlan("tiles", 8, 128, 64, 8, 4)),
+    (720, 2048, ("silu",), GemmPlan("tiles", 8, 64, 128, 4, 3, 4)),
+    (1000, 384, ("norm", "bias"), GemmPlan("tiles", 8, 64, 64, 4, 9)),
+    (1152, 1024, ("bias", "residual"), GemmPlan("tiles", 8, 128, 128, 4, 2, 2)),
 ]
 
 
-def plan_for(shape: tuple[int, int, tuple[str, ...], Plan], rows: int, dtype: torch.dtype) -> Plan:
-    """Of a shape, for tokens padded to 8, 16, 32 or 64 and for steps of the same bytes."""
+def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype: torch.dtype) -> GemmPlan:
+    """Return the plan of a shape with tokens padded to 8, 16, 32 or 64 and with pipeline steps of the
+    same number of bytes for every dtype."""
     plan = shape[-1]
     padded = next(most for most in (8, 16, 32, 64) if rows <= most)
     return replace(plan, rows=padded, block_k=plan.block_k * 2 // dtype.itemsize)
 
 
-# ── anywhere ─────────────────────────────────────────────────────────────────────────────────────────
+# ── on any machine ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Any]:
-    """What each of some kernels does in which order."""
+    """Return the order of operations of each compiled kernel."""
     done = compiled("tests.kernels.tiles_compiled")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_weights_are_asked_for_before_the_wait_and_x_after_it(kernels: dict[str, Any]) -> None:
+def test_weights_are_requested_before_the_wait_and_x_after_it(kernels: dict[str, Any]) -> None:
     assert len(kernels) == 5
     for name, kernel in kernels.items():
         events = [event for event in kernel["events"] if event != "load"]
         wait, first_product = events.index("wait"), events.index("product")
         assert events[0] == "launch_dependents", name
-        # Of each stage its weights, and once nothing of x, to read x's description.
+        # One copy per stage for its weights, and one copy of no element of x, which fetches x's descriptor.
         assert events[1:wait] == ["copy"] * (kernel["stages"] + 1), name
         assert events[wait + 1 : first_product] == ["copy"] * kernel["stages"], name
-        assert kernel["shared"] <= 113 << 10, name  # so that two programs fit a multiprocessor
+        assert kernel["shared"] <= 113 << 10, name  # so that two programs fit on a multiprocessor
 
 
-def test_what_a_shared_norm_reads_is_on_its_way_during_the_product(kernels: dict[str, Any]) -> None:
+def test_loads_of_a_shared_norm_overlap_with_the_gemm(kernels: dict[str, Any]) -> None:
     def loads(name: str) -> tuple[int, int, int]:
-        """Before the wait, between it and the first product, and later."""
+        """Return the numbers of loads before the wait, between the wait and the first product, and
+        later."""
         events = kernels[name]["events"]
         wait, product = events.index("wait"), events.index("product")
         return tuple(part.count("load") for part in (events[:wait], events[wait:product], events[product:]))
@@ -76,7 +79,7 @@ def test_what_a_shared_norm_reads_is_on_its_way_during_the_product(kernels: dict
     gains, residual, _ = loads("gaining")
     assert gains > 0 and residual > 0
     assert loads("gaining")[2] == loads("normed_after")[2] == 0
-    # 64 parts for 8 tokens by 128 threads.
+    # 64 parts for 8 tokens, loaded by 128 threads.
     assert loads("normed_after") == (0, 4, 0)
 
 
@@ -87,7 +90,7 @@ def test_what_a_shared_norm_reads_is_on_its_way_during_the_product(kernels: dict
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> None:
+def test_a_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype) -> None:
     for rows in ROWS:
         case = products.Case(rows, *shape[:3], dtype)
         plan = plan_for(shape, rows, dtype)
@@ -97,7 +100,7 @@ def test_a_product_is_as_good_as_its_twin(shape: tuple, dtype: torch.dtype) -> N
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
+def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple) -> None:
     for rows in ROWS:
         case = products.Fp8Case(rows, *shape[:3], BF16, FP8)
         weight, plan = (case.quantised, case.weight_scale), plan_for(shape, rows, FP8)
@@ -110,7 +113,7 @@ def test_an_fp8_product_is_as_good_as_its_twin(shape: tuple) -> None:
 
 @on_hopper
 @pytest.mark.gpu
-def test_rows_may_lie_apart_anywhere_and_a_residual_in_the_result() -> None:
+def test_rows_may_have_any_stride_and_the_residual_may_be_the_output() -> None:
     case = products.Case(5, 1024, 2048, ("residual",), BF16)
     plan = plan_for(SHAPES[0], 5, BF16)
     wide = torch.full((5, 1100), POISON, dtype=BF16, device=DEVICE)
@@ -130,7 +133,7 @@ def test_rows_may_lie_apart_anywhere_and_a_residual_in_the_result() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_a_norm_is_shared_with_the_product_before_and_after(shape: tuple, dtype: torch.dtype) -> None:
+def test_a_norm_is_shared_with_the_gemm_before_and_after(shape: tuple, dtype: torch.dtype) -> None:
     n, k, extras, _ = shape
     for rows in ROWS:
         plan = plan_for(shape, rows, dtype)
@@ -147,14 +150,14 @@ def test_pdl_and_graphs_change_no_bit_of_a_shared_norm(rows: int) -> None:
     case = products.Case(rows, 4096, 4096, ("norm",), BF16)
     workspace = linear.allocate_workspace(DEVICE)
     few = plan_for(SHAPES[0], rows, BF16)
-    dot = Plan("dot", max(16, few.rows), 64, 128, 4, 4, 2)
+    dot = GemmPlan("dot", max(16, few.rows), 64, 128, 4, 4, 2)
     for plans in ((few, replace(few, split=1)), (replace(few, split=4), dot), (dot, few)):
         products.check_bits(lambda pdl, plans=plans: products.sharing_layers(case, workspace, pdl, plans))
     assert workspace.arrived.eq(0).all()
 
 
 def _layer(case: products.Fp8Case, workspace: object, pdl: bool) -> list[torch.Tensor]:
-    """Products that depend on one another, so that one that starts too early reads too early."""
+    """Return a chain of dependent GEMMs, so that a GEMM that starts too early reads stale data."""
     rows, results = len(case.x), [case.x]
     few = plan_for(SHAPES[0], rows, BF16)
     for _ in range(4):

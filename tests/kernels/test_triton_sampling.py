@@ -1,11 +1,13 @@
-"""The sampling kernels against their twin, `kernels.sampling`, put together as `engine.sampler` does.
+"""The sampling kernels against their reference implementation, `kernels.sampling`, combined as in
+`engine.sampler`.
 
 The interpreter (on a CPU, in CI) proves which tokens are read, compared, counted and kept: every row of a
-mixed batch draws the twin's token. Only a GPU proves bfloat16 logits, the hardware's logarithm, that PDL
-changes no bit and that a graph replays, at a real vocabulary (marked `gpu`).
+mixed batch draws the reference's token. Only a GPU proves bfloat16 logits, the hardware's logarithm, that
+results with and without PDL are bit-equal, and that a graph replays what was captured, at a real vocabulary
+(marked `gpu`).
 
-Where draws may differ: two scores, or a token's and the border's mass, closer than the stated errors. The
-cases are fixed by their seeds and have none.
+Draws may differ only where two scores, or a token's mass and the border's mass, are closer than the stated
+errors. The seeds of the cases are fixed, and none of the cases has such a difference.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels import sampling as twin
+from kernels import sampling as reference
 
 triton_sampling = pytest.importorskip("kernels.triton.sampling", exc_type=ImportError)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
 COLUMNS = 9001
-"""Two full chunks and a part of one."""
+"""Two and a half chunks."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Params:
 
 
 def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
-    """Row i of the batch is row i + 1 of the tables."""
+    """Return draws in which row i of the batch has slot i + 1."""
     floats = torch.zeros(len(params) + 2, 7)
     top_k = torch.zeros(len(params) + 2, dtype=torch.int64)
     base = torch.zeros(len(params) + 2, dtype=torch.int64)
@@ -47,7 +49,7 @@ def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
         rates = (1 / p.temperature if drawn else 1.0, float(drawn), p.top_p, p.min_p)
         floats[row] = torch.tensor((*rates, p.repetition, p.frequency, p.presence))
         top_k[row] = p.top_k
-        base[row] = twin.noise_base(1234 + row, row % 3)
+        base[row] = reference.noise_base(1234 + row, row % 3)
     rows = torch.arange(1, len(params) + 1)
     positions = position + torch.arange(len(params)) * 1001
     parts = (rows, positions, base, floats, top_k)
@@ -55,24 +57,24 @@ def _draws(params: list[Params], position: int = 17) -> triton_sampling.Draws:
 
 
 def _expected(logits: torch.Tensor, params: list[Params], draws: triton_sampling.Draws) -> torch.Tensor:
-    """The twin's tokens, row by row, by sorting."""
-    keys = twin.noise_keys(draws.noise_base[draws.rows], draws.positions)
-    hashes = twin.token_hashes(0, logits.shape[1], logits.device)
+    """Return the reference's tokens, row by row, by sorting."""
+    keys = reference.noise_keys(draws.noise_base[draws.slots], draws.positions)
+    hashes = reference.token_hashes(0, logits.shape[1], logits.device)
     tokens = []
     for row, p in enumerate(params):
         x = logits[row : row + 1].float().clone()
         if p.temperature == 0:
-            values, ids = twin.best(x)
+            values, ids = reference.best(x)
         else:
-            x *= draws.floats[draws.rows[row], 0]
+            x *= draws.floats[draws.slots[row], 0]
             if p.top_k:
-                twin.keep_top_k_(x, torch.tensor([p.top_k], device=x.device), p.top_k)
-            scores = twin.gumbel_noise(keys[row : row + 1], hashes) + x
+                reference.keep_top_k_(x, torch.tensor([p.top_k], device=x.device), p.top_k)
+            scores = reference.gumbel_noise(keys[row : row + 1], hashes) + x
             if p.min_p:
-                twin.keep_min_p_(scores, x, torch.tensor([p.min_p], device=x.device))
+                reference.keep_min_p_(scores, x, torch.tensor([p.min_p], device=x.device))
             if p.top_p < 1:
-                twin.keep_top_p_(scores, x, torch.tensor([p.top_p], device=x.device))
-            values, ids = twin.best(scores)
+                reference.keep_top_p_(scores, x, torch.tensor([p.top_p], device=x.device))
+            values, ids = reference.best(scores)
         tokens.append(int(ids) if bool(values.isfinite()) else -1)
     return torch.tensor(tokens, device=logits.device)
 
@@ -82,7 +84,7 @@ def _logits(rows: int, columns: int = COLUMNS, spread: float = 2.0, seed: int = 
 
 
 def _wrap(values: torch.Tensor, **more: object) -> triton_sampling.Logits:
-    hashes = twin.token_hashes(0, values.shape[1], values.device)
+    hashes = reference.token_hashes(0, values.shape[1], values.device)
     return triton_sampling.Logits(values, values.shape[1], hashes=hashes, **more)
 
 
@@ -97,26 +99,26 @@ def test_greedy_takes_the_largest_and_the_lowest_id_on_ties(columns: int) -> Non
         logits[1, [48, columns - 1]] = 50.0
         logits[2, columns - 1] = 50.0
     values, ids = triton_sampling.greedy(_wrap(logits))
-    expected = twin.best(logits)
+    expected = reference.best(logits)
     assert torch.equal(ids, expected[1]) and torch.equal(values, expected[0])
 
 
 def test_padding_columns_are_not_read_and_ids_begin_at_the_first() -> None:
     logits = _logits(3, 5000)
     logits[:, 4500:] = math.nan
-    hashes = twin.token_hashes(1000, 4500, logits.device)
+    hashes = reference.token_hashes(1000, 4500, logits.device)
     wrapped = triton_sampling.Logits(logits, 4500, first=1000, hashes=hashes)
     assert torch.equal(triton_sampling.greedy(wrapped)[1], logits[:, :4500].argmax(1) + 1000)
     params = [Params() for _ in range(3)]
     draws = _draws(params)
-    keys = twin.noise_keys(draws.noise_base[draws.rows], draws.positions)
-    scores = twin.gumbel_noise(keys, hashes) + logits[:, :4500] / 0.8
+    keys = reference.noise_keys(draws.noise_base[draws.slots], draws.positions)
+    scores = reference.gumbel_noise(keys, hashes) + logits[:, :4500] / 0.8
     assert torch.equal(triton_sampling.plain(wrapped, draws)[1], scores.argmax(1) + 1000)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("draw", ["greedy", "plain", "full"])
-def test_a_row_with_broken_numbers_is_bad_and_alone(bad: float, draw: str) -> None:
+def test_a_row_with_non_finite_logits_is_bad_and_affects_no_other(bad: float, draw: str) -> None:
     params = [Params(top_p=0.9), Params(top_k=5), Params(min_p=0.1)]
     logits = _logits(3)
     logits[1, 4200 if not bad < 0 else slice(None)] = bad
@@ -136,7 +138,7 @@ def test_padding_rows_give_a_bad_token_and_the_others_their_own() -> None:
     params = [Params(top_p=0.9), Params(), Params(top_k=3)]
     logits, draws = _logits(3), _draws(params)
     expected = _expected(logits, params, draws)
-    draws.rows[1] = -1
+    draws.slots[1] = -1
     expected[1] = -1
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], expected)
     expected[2] = triton_sampling.plain(_wrap(logits), draws)[1][2]
@@ -181,7 +183,7 @@ MIXED = [
 @pytest.mark.parametrize(
     ("columns", "spread"), [(COLUMNS, 0.05), (COLUMNS, 2.0), (COLUMNS, 20.0), (4096, 2.0), (100, 1.0)]
 )
-def test_every_kind_of_row_draws_the_twins_token(columns: int, spread: float) -> None:
+def test_every_kind_of_row_draws_the_reference_token(columns: int, spread: float) -> None:
     logits, draws = _logits(len(MIXED), columns, spread, seed=int(spread)), _draws(MIXED)
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, MIXED, draws))
 
@@ -191,8 +193,8 @@ def test_every_kind_of_row_draws_the_twins_token(columns: int, spread: float) ->
 def test_ties_with_the_last_kept_token_are_kept(
     levels: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few different values: every border is in a tie. With `few` at 16, most top-k rows take the way of the
-    large ones."""
+    """The logits have few different values, so every border is in a tie. With `_FEW` set to 16, most top-k
+    rows use the search for large top-k."""
     monkeypatch.setattr(triton_sampling, "_FEW", few)
     params = MIXED * 2
     logits = _logits(len(params), 2000, seed=few).clamp(-6, 6)
@@ -202,8 +204,9 @@ def test_ties_with_the_last_kept_token_are_kept(
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, params, draws))
 
 
-def test_the_search_ends_whatever_the_logits_are() -> None:
-    """Values over the whole range of float32, where steps by value do not help, and forbidden tokens."""
+def test_the_search_ends_for_any_logits() -> None:
+    """Values cover the whole range of float32, where steps by value do not converge, and some tokens are
+    banned."""
     params = [Params(1.0, top_k=k, top_p=p) for k in (3, 300) for p in (0.4, 1.0)]
     logits = _logits(len(params), 3000, spread=20.0)
     logits = logits.sign() * 10 ** logits.clamp(-30, 30)
@@ -212,17 +215,17 @@ def test_the_search_ends_whatever_the_logits_are() -> None:
     assert torch.equal(triton_sampling.full(_wrap(logits), draws)[1], _expected(logits, params, draws))
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_does_not_depend_on_the_other_rows() -> None:
     logits, draws = _logits(len(MIXED)), _draws(MIXED)
     together = triton_sampling.full(_wrap(logits), draws)
     for row in (0, 8, 9):
-        alone = replace(draws, rows=draws.rows[row : row + 1], positions=draws.positions[row : row + 1])
+        alone = replace(draws, slots=draws.slots[row : row + 1], positions=draws.positions[row : row + 1])
         found = triton_sampling.full(_wrap(logits[row : row + 1]), alone)
         assert torch.equal(found[1], together[1][row : row + 1])
         assert torch.equal(found[0], together[0][row : row + 1])
 
 
-# ── edits ────────────────────────────────────────────────────────────────────────────────────────────
+# ── logits processors ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_penalties_then_bias_then_bans() -> None:
@@ -248,7 +251,7 @@ def test_penalties_then_bias_then_bans() -> None:
         if slot >= 0:
             rates = draws.floats[source + 1]
             part = (counts[slot : slot + 1], *(rates[column : column + 1] for column in (4, 5, 6)))
-            twin.penalize_(expected[row : row + 1], *part)
+            reference.penalize_(expected[row : row + 1], *part)
     expected[bias[0][:4], bias[1][:4]] += bias[2][:4]
     expected[banned[0][:2], banned[1][:2]] = -math.inf
     torch.testing.assert_close(edited[:3], expected, rtol=1e-6, atol=1e-6)
@@ -261,15 +264,16 @@ def test_penalties_then_bias_then_bans() -> None:
         assert torch.equal(found, _expected(edited[edited_index], params_now, draws))
 
 
-# ── what only a GPU has ──────────────────────────────────────────────────────────────────────────────
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("spread", [0.5, 3.0])
-def test_a_real_vocabulary_draws_the_twins_tokens(dtype: torch.dtype, spread: float) -> None:
-    """256 rows; at most one may differ (a near-tie), and then its score is within 1e-5 of the twin's best."""
+def test_a_real_vocabulary_draws_the_reference_tokens(dtype: torch.dtype, spread: float) -> None:
+    """Of 256 rows at most one may differ (a near-tie), and its score is then within 1e-5 of the reference's
+    best."""
     generator = torch.Generator("cuda").manual_seed(5)
     logits = (torch.randn(256, 128256, device=DEVICE, generator=generator) * spread).to(dtype)
     for kind in (
@@ -288,19 +292,19 @@ def test_a_real_vocabulary_draws_the_twins_tokens(dtype: torch.dtype, spread: fl
 @pytest.mark.gpu
 @on_gpu
 def test_draws_follow_the_distribution() -> None:
-    """Chi-square of 200,000 draws over 64 tokens, plain and with top-k, top-p and min-p, at 1e-4."""
+    """Chi-square test of 200,000 draws over 64 tokens, plain and with top-k, top-p and min-p, at 1e-4."""
     logits = _logits(1, 64, spread=1.5)
     draws_each = 200_000
     index = torch.zeros(draws_each, dtype=torch.int64, device=DEVICE)
     for p in (Params(1.0), Params(0.7, top_p=0.8), Params(1.0, top_k=12), Params(1.3, 30, 0.9, 0.02)):
         draws = _draws([p])
-        rows = draws.rows.expand(draws_each).contiguous()
-        many = replace(draws, rows=rows, positions=torch.arange(draws_each, device=DEVICE))
+        rows = draws.slots.expand(draws_each).contiguous()
+        many = replace(draws, slots=rows, positions=torch.arange(draws_each, device=DEVICE))
         found = torch.cat(
             [
                 triton_sampling.full(
                     _wrap(logits, index=index[at : at + 50_000]),
-                    replace(many, rows=rows[:50_000], positions=many.positions[at : at + 50_000]),
+                    replace(many, slots=rows[:50_000], positions=many.positions[at : at + 50_000]),
                 )[1]
                 for at in range(0, draws_each, 50_000)
             ]
@@ -308,17 +312,18 @@ def test_draws_follow_the_distribution() -> None:
         x = (logits * draws.floats[1, 0]).clone()
         scores = torch.zeros_like(x)
         if p.top_k:
-            twin.keep_top_k_(x, torch.tensor([p.top_k], device=DEVICE), p.top_k)
+            reference.keep_top_k_(x, torch.tensor([p.top_k], device=DEVICE), p.top_k)
         if p.min_p:
-            twin.keep_min_p_(scores, x, torch.tensor([p.min_p], device=DEVICE))
-        twin.keep_top_p_(scores, x, torch.tensor([p.top_p], device=DEVICE))
+            reference.keep_min_p_(scores, x, torch.tensor([p.min_p], device=DEVICE))
+        reference.keep_top_p_(scores, x, torch.tensor([p.top_p], device=DEVICE))
         probabilities = x.masked_fill(scores == -math.inf, -math.inf).double().softmax(1)[0]
         counts = torch.bincount(found, minlength=64)
         assert (counts[probabilities == 0] == 0).all()
         expected = probabilities[probabilities > 0] * draws_each
         statistic = float(((counts[probabilities > 0] - expected) ** 2 / expected).sum())
         freedom = len(expected) - 1
-        # Wilson and Hilferty's normal approximation of chi-square; 3.72 is the normal's 1e-4 quantile.
+        # Wilson and Hilferty's normal approximation of chi-square; 3.72 is the normal distribution's 1e-4
+        # quantile.
         bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
         assert statistic < bound, (p, statistic, bound)
 

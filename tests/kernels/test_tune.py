@@ -13,8 +13,8 @@ import torch
 
 from kernels import compiling, dimensions
 from kernels.triton import linear_plans
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table, problem
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import PlanEntry, Product, Table, problem
 from kernels.tune import search
 from kernels.tune.__main__ import main
 from kernels.tune.candidates import BUCKETS, candidates
@@ -105,21 +105,25 @@ def test_a_product_is_compared_with_its_twin_and_shares_its_norm(
     found = replace(dimensions.read_dimensions(tmp_path), dtype="float32")
     layers = Layers(found, torch.device("cpu"), pdl=False)
     layers.set_rows(5)
-    plan = Plan("dot", 16, 64, 64, 4, 3)
-    gained = layers._gained
+    plan = GemmPlan("dot", 16, 64, 64, 4, 3)
+    deferred_norm = layers._gained
     for name, product in layers.products().items():
-        table = Table().with_entry(product, 5, Entry(plan, 0.0, 0.0))
-        monkeypatch.setattr(layers, "_gained", gained)
+        table = Table().with_entry(product, 5, PlanEntry(plan, 0.0, 0.0))
+        monkeypatch.setattr(layers, "_gained", deferred_norm)
         assert layers.error(name, table, 5) < 1e-5
         # Half of what the norm makes of x: only a product that shares its norm reads these squares.
-        monkeypatch.setattr(layers, "_gained", lambda x: replace(gained(x), squares=4 * gained(x).squares))
+        monkeypatch.setattr(
+            layers, "_gained", lambda x: replace(deferred_norm(x), squares=4 * deferred_norm(x).squares)
+        )
         assert (layers.error(name, table, 5) > 0.1) == (name in ("qkv", "gate_up"))
 
 
 class FakeLayers:
     """Products that take what `us` says, LIBRARY_US where it says nothing; `wrong` plans compute nonsense."""
 
-    def __init__(self, us: dict[tuple[str, Plan], float], wrong: set[Plan], broken: set[Plan]) -> None:
+    def __init__(
+        self, us: dict[tuple[str, GemmPlan], float], wrong: set[GemmPlan], broken: set[GemmPlan]
+    ) -> None:
         self.us, self.wrong, self.broken = us, wrong, broken
 
     def products(self) -> dict[str, Product]:
@@ -141,18 +145,18 @@ class FakeLayers:
 
 
 def searched(
-    us: dict[tuple[str, Plan], float],
+    us: dict[tuple[str, GemmPlan], float],
     known: Table | None = None,
-    wrong: set[Plan] = frozenset(),
-    **plans: set[Plan],
-) -> dict[str, Entry]:
+    wrong: set[GemmPlan] = frozenset(),
+    **plans: set[GemmPlan],
+) -> dict[str, PlanEntry]:
     layers = FakeLayers(us, wrong, plans.get("broken", set()))
     names = {product: name for name, product in layers.products().items()}
     found = search._search_layer(layers, 16, known or Table(), lambda line: None, False)  # type: ignore[arg-type]
     return {names[one.product]: one.entry for one in found}
 
 
-def plans_of(name: str) -> list[Plan]:
+def plans_of(name: str) -> list[GemmPlan]:
     """Those that no product's rule names."""
     rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
     return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16, False) if plan not in rules]
@@ -183,6 +187,6 @@ def test_the_rules_plan_stays_where_no_difference_can_be_told() -> None:
 
 def test_what_the_table_has_is_kept_and_not_measured_again() -> None:
     kept, faster, *_ = plans_of("qkv")
-    known = Table().with_entry(Product(BF16, *SHAPES["qkv"]), 16, Entry(kept, 14.0, 20.0))
+    known = Table().with_entry(Product(BF16, *SHAPES["qkv"]), 16, PlanEntry(kept, 14.0, 20.0))
     found = searched({("qkv", kept): 14.0, ("qkv", faster): 3.0}, known)
     assert set(found) == {"o", "gate_up", "down"}

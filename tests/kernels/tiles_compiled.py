@@ -1,5 +1,5 @@
-"""Compiles some products by `linear_tiles` for Hopper and prints, as JSON, what each does in which order; a
-process of its own, as `launches_of_serving`."""
+"""Compiles some GEMMs with `linear_tiles` for Hopper and prints, as JSON, the order of their operations. Runs
+in a process of its own, like `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from kernels import compiling
 from kernels.triton import linear
-from kernels.triton.linear_plans import Plan
+from kernels.triton.linear_plans import GemmPlan
 
 GPU = compiling.Gpu.of("NVIDIA H200", 90)
 META = torch.device("meta")
-PLAN = Plan("tiles", 8, 64, 128, 4, 6)
+PLAN = GemmPlan("tiles", 8, 64, 128, 4, 6)
 EVENTS = {
     r"griddepcontrol\.launch_dependents": "launch_dependents",
     r"griddepcontrol\.wait": "wait",
@@ -39,9 +39,9 @@ def gated() -> None:
 
 
 def gaining() -> None:
-    gained = linear.allocate_gained(PLAN, bf16(8, 4096))
+    deferred_norm = linear.allocate_deferred_norm(PLAN, bf16(8, 4096))
     residual = bf16(8, 4096)
-    shared = {"next_gain": bf16(4096), "gained": gained}
+    shared = {"next_gain": bf16(4096), "deferred_norm": deferred_norm}
     linear.linear(bf16(8, 4096), bf16(4096, 4096), residual=residual, plan=PLAN, **shared)
 
 

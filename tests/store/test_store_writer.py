@@ -312,3 +312,17 @@ for number in range(10**9):
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     found = numbers(path)
     assert len(found) >= len(seen) and found == list(range(len(found)))
+
+
+def test_a_call_that_does_not_begin_in_time_is_never_made(writer):
+    with closing(sqlite3.connect(writer.path, isolation_level=None)) as intruder:
+        intruder.execute("BEGIN IMMEDIATE")
+        first = writer.call(insert(1), within_s=60)  # waits for the lock, in vain
+        second = writer.call(insert(2), within_s=0.1)
+        with pytest.raises(StorageFaultError, match="locked"):
+            first.result(60)
+        with pytest.raises(StorageFaultError, match=r"took no change for .* the change was not made"):
+            second.result(60)
+        intruder.execute("ROLLBACK")
+    writer.call(insert(3), within_s=60).result(60)
+    assert numbers(writer.path) == [3]

@@ -63,9 +63,9 @@ def operate(running: Service) -> None:
     running.command("tenants", "create", "acme", "--weight", "2")
     running.command("tenants", "set", "acme", "--weight", "3")
     key = running.command("keys", "create", "--name", "ci", "--tenant", "acme")
-    running.command("drain", "--model", "demo", "--grace", "1s", "--no-wait")
+    running.command("drain", "--yes", "--model", "demo", "--grace", "1s", "--no-wait")
     running.command("resume", "--model", "demo")
-    running.command("keys", "revoke", key["id"])
+    running.command("keys", "revoke", "--yes", key["id"])
 
 
 def let_auditors_read(running: Service) -> None:
@@ -281,7 +281,7 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         served = len(load.request_ids)
         running.wait_until(lambda: len(load.request_ids) > served + 3, 60, "requests to be served")
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "acme")
-        running.command("drain", "--model", "demo", "--queue", "--grace", "5s", "--no-wait")
+        running.command("drain", "--yes", "--model", "demo", "--queue", "--grace", "5s", "--no-wait")
         running.command("resume", "--model", "demo")
         status = running.status()
         assert status["state"] == "degraded"

@@ -177,7 +177,7 @@ def check_order(load: Load) -> None:
 @contextmanager
 def draining(running: Service, *options: str) -> Iterator[subprocess.Popen[str]]:
     """`appliance drain` with its output."""
-    command = [APPLIANCE, "drain", "--run-dir", str(running.run_dir), *options]
+    command = [APPLIANCE, "drain", "--yes", "--run-dir", str(running.run_dir), *options]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -131,8 +131,8 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
     generated = sum(box.logged("tenant", "sum(generated_tokens)").values())
     assert sum(box.values("appliance_engine_generated_tokens_total").values()) == generated
 
-    running.command("keys", "revoke", running.command("keys", "list")[0]["id"])
-    running.command("tenants", "delete", "acme")
+    running.command("keys", "revoke", "--yes", running.command("keys", "list")[0]["id"])
+    running.command("tenants", "delete", "--yes", "acme")
     box.wait_for("appliance_tenant_requests_total", lambda shown: not any(t == "acme" for t, _ in shown))
     assert 'tenant="acme"' not in box.text()
 

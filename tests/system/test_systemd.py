@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,6 +120,16 @@ class Stream(threading.Thread):
             self.begun.set()
 
 
+def shown_to_the_sandbox() -> str:
+    """Return lines for the unit that show it this checkout and its Python, where the sandbox hides their
+    folder."""
+    needed = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)}
+    hidden = [path for path in sorted(needed) if path.parts[1] in ("home", "root", "tmp")]
+    return "".join(
+        ["ProtectHome=tmpfs\n"] * bool(hidden) + [f"BindReadOnlyPaths={path}\n" for path in hidden]
+    )
+
+
 @pytest.fixture(scope="module")
 def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     if reason := why_not():
@@ -128,7 +141,8 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         f"{socket}.d/tcp.conf": (UNITS / "examples/appliance.socket.d/tcp.conf").read_text(),
         f"{unit}.d/test.conf": "[Service]\n"
         f'Environment="PYTHONPATH={ROOT}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n'
-        "TimeoutStopSec=2s\n",  # shorter than a drain: the service asks for more
+        "TimeoutStopSec=2s\n"  # shorter than a drain: the service asks for more
+        f"{shown_to_the_sandbox()}",
         "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
         "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 60\n",
     }
@@ -166,6 +180,18 @@ def test_the_units_pass_systemds_own_check(tmp_path: Path) -> None:
     # What else is installed on this machine is not ours to judge.
     said = [line for line in (done.stdout + done.stderr).splitlines() if "appliance" in line]
     assert (done.returncode, said) == (0, []), done.stderr
+
+
+def test_the_sandbox_exposes_little_by_systemds_own_measure() -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager"]
+    done = subprocess.run(
+        [*command, "--threshold=20", str(UNITS / SERVICE)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr  # above 2.0 it is 1
+    score = re.search(r"Overall exposure level for appliance.service: ([0-9.]+)", done.stdout)
+    assert score and float(score[1]) <= 2.0
 
 
 def test_start_returns_when_the_models_answer(booted: Machine) -> None:
@@ -249,6 +275,29 @@ def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box)
     assert "Watchdog timeout" in journal
     assert "Fatal Python error: Aborted" in journal  # and where each thread was
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
+
+
+def test_commands_find_the_units_service_and_nothing_in_tmp(box: Box) -> None:
+    inside = box.inside
+    inside.run("useradd", "--system", "--groups", "appliance", "appliance-operator")
+    trap = inside.root / "tmp/appliance-0"
+    trap.mkdir()
+    (trap / "admin.sock").touch()
+    os.chown(trap, 65534, 65534)
+    as_operator = ("setpriv", "--reuid=appliance-operator", "--regid=appliance-operator", "--init-groups")
+    command = "/opt/appliance/bin/appliance"
+
+    assert box.complete() == 200
+    assert inside.appliance("status")["run_dir"] == "/run/appliance"
+    seen = inside.run(*as_operator, command, "status", "--json")
+    assert json.loads(seen.stdout)["run_dir"] == "/run/appliance"
+    assert json.loads(inside.run(*as_operator, command, "requests", "--json").stdout)
+
+    inside.systemctl("stop", "appliance.socket", SERVICE)
+    stopped = inside.run(command, "status", check=False)
+    assert stopped.returncode == 1
+    assert stopped.stderr.endswith("start it with: systemctl start appliance\n")
+    shutil.rmtree(trap)
 
 
 def test_stop_drains_and_leaves_nothing(box: Box) -> None:

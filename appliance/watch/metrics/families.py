@@ -204,6 +204,26 @@ class Families:
         self.front_connections = _gauge(
             "appliance_front_connections", "Open connections of a front.", "front"
         )
+        self.front_unauthenticated_connections = _gauge(
+            "appliance_front_unauthenticated_connections",
+            "Open connections that have not yet sent a request with a valid key.",
+            "front",
+        )
+        self.front_refused_connections = _counter(
+            "appliance_front_refused_connections_total",
+            "Connections that were refused because no place was free.",
+            "front",
+        )
+        self.front_evicted_connections = _counter(
+            "appliance_front_evicted_connections_total",
+            "Connections without a valid key that were closed to make room for others.",
+            "front",
+        )
+        self.front_refused_bodies = _counter(
+            "appliance_front_refused_bodies_total",
+            "Requests that were refused because too many bytes of bodies were under way.",
+            "front",
+        )
         self.front_streams = _gauge("appliance_front_streams", "Streams that a front writes.", "front")
         self.front_requests = _counter(
             "appliance_front_requests_total", "Requests that reached a front.", "front"
@@ -247,6 +267,11 @@ class Families:
             "appliance_audit_lost_rows_total", "Audit rows for which there was no room; the log has them."
         )
 
+        self.log_dropped_lines = _counter(
+            "appliance_log_dropped_lines_total",
+            "Lines of the log that were dropped because nobody read standard error.",
+            "process",
+        )
         self.process_cpu = _counter("process_cpu_seconds_total", "CPU time of the core.")
         self.process_memory = _gauge("process_resident_memory_bytes", "Resident memory of the core.")
         self.process_started = _gauge("process_start_time_seconds", "When the core started, unix seconds.")

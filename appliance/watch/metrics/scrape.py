@@ -21,6 +21,7 @@ from appliance.traffic.figures import ModelFigures
 from appliance.watch.metrics.counting import CountedRows
 from appliance.watch.metrics.exposition import render
 from appliance.watch.metrics.tenants import OTHERS
+from engine.logs import log_state
 from engine.messages import BLOCK_TOKENS
 from store.control import ControlStore
 from store.policies import Policies
@@ -74,6 +75,7 @@ class Scraper:
         self._read_replicas()
         self._read_fronts()
         self._read_store()
+        self._read_log()
         self._read_gateway_names(models)
         return render(self._families)
 
@@ -165,6 +167,10 @@ class Scraper:
             families.front_restarts.set(status.restarts, name)
             families.front_cpu.set(status.cpu_seconds, name)
             families.front_connections.set(status.connections, name)
+            families.front_unauthenticated_connections.set(status.unauthenticated_connections, name)
+            families.front_refused_connections.set(status.refused_connections, name)
+            families.front_evicted_connections.set(status.evicted_connections, name)
+            families.front_refused_bodies.set(status.refused_bodies, name)
             families.front_streams.set(status.streams, name)
             families.front_requests.set(status.requests, name)
             families.front_tokens.set(status.tokens, name)
@@ -187,6 +193,15 @@ class Scraper:
         families.audit_rows.set(trail.head.seq)
         families.audit_spooled.set(trail.spool.rows)
         families.audit_lost.set(trail.spool.lost)
+
+    def _read_log(self) -> None:
+        dropped = self._families.log_dropped_lines
+        dropped.clear()
+        dropped.set(log_state().dropped_lines, "core")
+        for front in self._switchboard.fronts:
+            dropped.set(front.status().log_dropped_lines, f"front-{front.number}")
+        for replica in self._switchboard.replicas:
+            dropped.set(replica.status().log_dropped_lines, replica.name)
 
     def _read_gateway_names(self, models: list[ModelFigures]) -> None:
         families, fleet = self._families, self._switchboard.fleet

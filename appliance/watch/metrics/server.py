@@ -1,9 +1,15 @@
-"""Serves the metrics on a TCP address of their own to whoever can connect: those who scrape bring no key."""
+"""Serves the metrics on a TCP address of their own, without a key, to every client that can connect.
+
+This listener is inside the core, so its clients must not cost the core much: few connections with short time
+limits, the oldest of which makes room for a new one, one answer on a connection with several requests, and a
+scrape that is shared by requests that come together.
+"""
 
 from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI, Response
@@ -19,12 +25,29 @@ from appliance.watch.metrics.exposition import CONTENT_TYPE
 
 log = logging.getLogger(__name__)
 
-_LIMITS = Limits(max_body_bytes=1024, max_connections=16)
+_LIMITS = Limits(max_body_bytes=1024, max_unauthenticated_connections=16)
+SHARED_S = 0.1
+"""Requests within this time get the same scrape. Gateways call metrics older than 0.2 s stale."""
 _STOP_S = 1.0
 
 
+class SharedScrape:
+    """Scrapes at most once within `SHARED_S`."""
+
+    def __init__(self, scrape: Callable[[], bytes]) -> None:
+        self._scrape = scrape
+        self._taken_at = -SHARED_S
+        self._taken = b""
+
+    def __call__(self) -> bytes:
+        now = time.monotonic()
+        if now - self._taken_at >= SHARED_S:
+            self._taken, self._taken_at = self._scrape(), now
+        return self._taken
+
+
 def metrics_app(scrape: Callable[[], bytes]) -> FastAPI:
-    """The application: one route."""
+    """Return the application, which has one route."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     router = APIRouter(route_class=routes_for(OPEN))
 
@@ -41,7 +64,7 @@ class MetricsServer:
     """Listens where `metrics.listen` says, if it says anything."""
 
     def __init__(self, scrape: Callable[[], bytes]) -> None:
-        self._app = metrics_app(scrape)
+        self._app = metrics_app(SharedScrape(scrape))
         self._server: HttpServer | None = None
         self._address = ""
         self._background = Background()
@@ -62,7 +85,7 @@ class MetricsServer:
             log.info("metrics do not listen on %s any more", self._address)
         if opened is not None:
             self._address = address_of(opened)
-            self._server = HttpServer(self._app, _LIMITS)
+            self._server = HttpServer(self._app, _LIMITS, known=lambda peer: False)
             self._background.run(self._server.listen(opened))
             log.info("metrics listen on %s", self._address)
 

@@ -64,7 +64,7 @@ class Driver:
             slots=torch.tensor(slots),
             attention=AttentionInput(
                 block_table=torch.tensor(tables),
-                rows=torch.arange(len(decodes)),
+                slots=torch.arange(len(decodes)),
                 lens=torch.tensor([sequence.length for sequence, _ in decodes], dtype=torch.int64),
                 columns=max((len(sequence.blocks) for sequence, _ in decodes), default=0),
                 chunks=spans,

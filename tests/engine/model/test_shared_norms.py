@@ -1,5 +1,8 @@
-"""A decoder whose products share norms against one of the twins, in Triton's interpreter: that each norm has
-its own gain, stream and squares, whichever products can share it. Attention is the twins' in both."""
+"""A decoder whose GEMMs share norms equals a decoder of reference operations, in Triton's interpreter.
+
+Each shared norm uses its own gain, residual and squares, for every combination of GEMMs that can share norms.
+Both decoders use the reference attention.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import single
-from kernels import Stream, reference
-from kernels.triton.linear_plans import Plan
-from kernels.triton.linear_table import Entry, Product, Table
+from kernels import Residual, reference
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import PlanEntry, Product, Table
 from tests.engine.model.driver import Driver, Sequence
 from tests.kernels.test_build import SMALL
 
@@ -42,10 +45,10 @@ PRODUCTS = {
     "down": (HIDDEN, INTERMEDIATE),
 }
 PLANS = {
-    "qkv": Plan("dot", 16, 64, 64, 4, 2),
-    "o": Plan("dot", 16, 128, 64, 4, 2),
-    "gate_up": Plan("dot", 16, 64, 32, 4, 2, split=2),
-    "down": Plan("dot", 16, 64, 64, 4, 2, split=2),
+    "qkv": GemmPlan("dot", 16, 64, 64, 4, 2),
+    "o": GemmPlan("dot", 16, 128, 64, 4, 2),
+    "gate_up": GemmPlan("dot", 16, 64, 32, 4, 2, split=2),
+    "down": GemmPlan("dot", 16, 64, 64, 4, 2, split=2),
 }
 
 
@@ -72,7 +75,7 @@ def test_products_that_share_norms_make_the_same_model(
 
     table = Table()
     for name, shape in PRODUCTS.items():
-        entry = Entry(None if name in librarys else PLANS[name], 0.0, 0.0)
+        entry = PlanEntry(None if name in librarys else PLANS[name], 0.0, 0.0)
         table = table.with_entry(Product(torch.float32, *shape), 16, entry)
     launched = []
     norm = fused.rms_norm
@@ -112,6 +115,6 @@ def test_float16_shares_no_norm_since_x_times_its_gain_may_leave_the_range() -> 
     gain = torch.full((64,), 40.0).half()
     ends = []
     for ops in (CudaOps(pdl=False), reference):
-        stream = ops.linear_add(x, weight, None, Stream(x.clone()), gain)
+        stream = ops.linear_add(x, weight, None, Residual(x.clone()), gain)
         ends.append(ops.norm_linear(stream, gain, 1e-5, weight, None))
     assert (ends[0] - ends[1]).abs().max() < 2e-3 * ends[1].abs().max()

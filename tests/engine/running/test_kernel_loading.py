@@ -14,7 +14,7 @@ from engine.kernel_loading import load_attention, load_products
 from engine.parallel import single
 from engine.runner import Runner
 from engine.sizing import product_ladder
-from kernels import AttentionInput, Stream
+from kernels import AttentionInput, Residual
 from tests.engine.running.test_runner import folder, quiet, spec_of
 
 __all__ = ["folder"]
@@ -40,9 +40,9 @@ def test_every_product_is_run_for_every_number_of_rows(folder: Path) -> None:
         """Notes the rows that meet each weight."""
 
         def __getattr__(self, name: str) -> Any:
-            def noted(x: torch.Tensor | Stream, *others: Any, **options: Any) -> Any:
+            def noted(x: torch.Tensor | Residual, *others: Any, **options: Any) -> Any:
                 matrix = next(one for one in others if isinstance(one, torch.Tensor) and one.dim() == 2)
-                weights[id(matrix)].append(len(x.values if isinstance(x, Stream) else x))
+                weights[id(matrix)].append(len(x.values if isinstance(x, Residual) else x))
                 return original(x, *others, **options)
 
             original = getattr(ops, name)
@@ -77,7 +77,7 @@ def test_attention_is_run_for_every_number_of_rows_of_padding_alone(folder: Path
         ) -> torch.Tensor:
             _, pool, heads, plan, *_ = rest
             assert pool is runner.steps.kv[-1] and (slots == -1).all() and not plan.lens.any()
-            assert len(qkv) == len(positions) == len(slots) == len(plan.rows)
+            assert len(qkv) == len(positions) == len(slots) == len(plan.slots)
             assert plan.queries is None or len(plan.queries) == len(qkv)
             asked.append((len(qkv), plan.queries is not None))
             return qkv[:, : heads * decoder.config.head_dim]

@@ -107,7 +107,7 @@ def full_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
                 slots=positions,
                 attention=AttentionInput(
                     block_table=torch.arange(blocks, device=device).unsqueeze(0),
-                    rows=none,
+                    slots=none,
                     lens=none,
                     columns=0,
                     chunks=[ChunkSpan(0, count, 0, 0)],

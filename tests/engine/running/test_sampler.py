@@ -27,7 +27,7 @@ from engine.messages import BAD_TOKEN, LOWEST_LOGPROB, Chunk, RowSetup, Sampling
 from engine.parallel import Ranks, single
 from engine.sampler import SampledStep, Sampler
 from kernels import draws as seam
-from kernels import sampling as twin
+from kernels import sampling as reference
 from kernels import select_sampling
 from kernels.draws import SamplingOps, Variant
 from tests.engine.running.test_sampling_ops import chi_square
@@ -59,7 +59,7 @@ def staged(cases: Sequence[Case], vocab: int) -> tuple[RowTables, SamplingBatch]
 
 
 def sample(
-    cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None, ops: SamplingOps = twin
+    cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None, ops: SamplingOps = reference
 ) -> SampledStep:
     """`logits` [cases, vocabulary]; with ranks, each takes its columns, the last padded."""
     vocab = logits.shape[1]
@@ -168,7 +168,7 @@ def test_frequencies_over_many_seeds_are_those_of_transformers_distribution(name
     ]
     plan = StepPlan(1, setups, [], [], [], [Chunk(0, len(history) - 1, [0], list(range(draws)))])
     tables.apply(plan)
-    sampler = Sampler(single(), CPU, twin, vocab_size=vocab)
+    sampler = Sampler(single(), CPU, reference, vocab_size=vocab)
     tokens = sampler.sample(logits, tables.step_batch(plan).sampling, tables).token_ids
     observed = torch.bincount(tokens, minlength=vocab).numpy()
     assert (observed[expected == 0] == 0).all()
@@ -354,7 +354,7 @@ def test_a_bad_row_leaves_a_token_to_feed() -> None:
     """The step after is launched before anybody sees the -1: what it feeds must be a token."""
     case = Case(SamplingParams(max_tokens=1))
     tables, batch = staged([case], 8)
-    Sampler(single(), CPU, twin, vocab_size=8).sample(torch.full((1, 8), math.nan), batch, tables)
+    Sampler(single(), CPU, reference, vocab_size=8).sample(torch.full((1, 8), math.nan), batch, tables)
     assert tables.last_tokens[0] == 0
 
 

@@ -157,7 +157,7 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
     positions = [row.computed for row in decodes]
     slots = [slots_of(row, range(row.computed, row.computed + 1))[0] for row in decodes]
     attention = forward.attention
-    assert attention.rows.tolist() == plan.decodes
+    assert attention.slots.tolist() == plan.decodes
     assert attention.lens.tolist() == [p + 1 for p in positions]
     for n, row in zip(plan.decodes, decodes, strict=True):
         used = row.computed // BLOCK_TOKENS + 1
@@ -199,7 +199,7 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
         assert batch.logit_index is None
         ends = forward.ends
         assert ends is not None and ends.queries is not None and not ends.chunks
-        assert (ends.queries.tolist(), ends.rows.tolist(), ends.lens.tolist()) == (queries, table_rows, lens)
+        assert (ends.queries.tolist(), ends.slots.tolist(), ends.lens.tolist()) == (queries, table_rows, lens)
         assert ends.columns >= -(-max(lens) // BLOCK_TOKENS)
         assert batch.sampled_logits == (len(queries) if sampling_rows(plan) else 0)
     else:

@@ -1,7 +1,7 @@
-"""The two ends of a decode step: what the tables' own torch says, with and without padding.
+"""The first and last kernel of a decode step equal plain torch on the same tables, with and without padding.
 
-The interpreter (on a CPU, in CI) proves all that there is to prove of integers: which row is read, which is
-written, what is left alone. A GPU runs the same tests.
+The interpreter (on a CPU, in CI) proves everything about integers: which slot is read, which is written, and
+which stays unchanged. A GPU runs the same tests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.triton.rows import advance, empty_decodes, place
+from kernels.triton.decode_step import advance, empty_decodes, place
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TABLE_ROWS = 300
@@ -26,7 +26,9 @@ def _tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("count", "padding"), [(1, 0), (7, 1), (128, 0), (129, 70), (300, 0)])
-def test_each_row_is_placed_where_its_sequence_ends_and_padding_nowhere(count: int, padding: int) -> None:
+def test_each_token_is_placed_at_the_end_of_its_sequence_and_padding_nowhere(
+    count: int, padding: int
+) -> None:
     tokens, lengths, blocks = _tables()
     rows = torch.randperm(TABLE_ROWS)[:count].to(DEVICE)
     padded = torch.cat((rows, rows.new_full((padding,), -1)))
@@ -36,15 +38,15 @@ def test_each_row_is_placed_where_its_sequence_ends_and_padding_nowhere(count: i
     assert torch.equal(decodes.token_ids[:count], tokens[rows])
     assert torch.equal(decodes.positions[:count], positions)
     assert torch.equal(decodes.lens[:count], positions + 1)
-    assert torch.equal(decodes.slots[:count], blocks[rows, positions // 64] * 64 + positions % 64)
-    assert torch.equal(decodes.table_rows[:count], rows)
-    assert (decodes.slots[count:] == -1).all() and (decodes.lens[count:] == 0).all()
-    for part in (decodes.token_ids, decodes.positions, decodes.table_rows):
+    assert torch.equal(decodes.kv_slots[:count], blocks[rows, positions // 64] * 64 + positions % 64)
+    assert torch.equal(decodes.slots[:count], rows)
+    assert (decodes.kv_slots[count:] == -1).all() and (decodes.lens[count:] == 0).all()
+    for part in (decodes.token_ids, decodes.positions, decodes.slots):
         assert (part[count:] == 0).all()
 
 
 @pytest.mark.parametrize(("count", "padding"), [(1, 0), (129, 70), (300, 0)])
-def test_sampled_tokens_become_the_next_input_of_their_rows_alone(count: int, padding: int) -> None:
+def test_sampled_tokens_become_the_next_input_of_their_own_slots(count: int, padding: int) -> None:
     tokens, lengths, _ = _tables()
     rows = torch.randperm(TABLE_ROWS)[:count].to(DEVICE)
     padded = torch.cat((rows, rows.new_full((padding,), -1)))

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
-"""The two ends of a decode step on the tables of the running sequences: where each row's token stands, before
-the pass; the sampled token as the row's next input, after it. One launch each; both may be captured.
-"""
+"""The first and last kernel of a decode step, which read and write the device tables of running sequences.
+`place` finds the position and KV slot of each sequence's token before the forward pass; `advance` stores each
+sampled token as the sequence's next input. Both can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,58 +18,60 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """One token a row to be computed; all `[rows]` int64. Of padding, nothing is read or written."""
+    """The inputs of a decode pass, one token per sequence; all tensors are `[decodes]` int64. Padding entries
+    name no slot and are not written to the cache."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
-    """Block × 64 + offset in the KV pool; -1: padding."""
+    kv_slots: torch.Tensor
+    """KV slot of each token: block × 64 + offset in the KV pool; -1 for padding."""
     lens: torch.Tensor
-    """Tokens of the sequence, this one included, which is where the next will stand; 0: padding."""
-    table_rows: torch.Tensor
-    """Of the tables; 0 for padding."""
+    """Number of tokens of each sequence, the new token included, which is also the position of the next
+    token; 0 for padding."""
+    slots: torch.Tensor
+    """Sequence slot of each decode in the device tables; 0 for padding."""
 
     def first(self, count: int) -> Decodes:
         return Decodes(
             self.token_ids[:count],
             self.positions[:count],
-            self.slots[:count],
+            self.kv_slots[:count],
             self.lens[:count],
-            self.table_rows[:count],
+            self.slots[:count],
         )
 
 
 def empty_decodes(rows: int, device: torch.device) -> Decodes:
-    token_ids, positions, slots, lens, table_rows = (
+    token_ids, positions, kv_slots, lens, slots = (
         torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(5)
     )
-    return Decodes(token_ids, positions, slots, lens, table_rows)
+    return Decodes(token_ids, positions, kv_slots, lens, slots)
 
 
 def place(
-    rows: torch.Tensor,
+    slots: torch.Tensor,
     last_tokens: torch.Tensor,
     lengths: torch.Tensor,
     block_table: torch.Tensor,
     decodes: Decodes,
 ) -> None:
-    """Fill `decodes` for `rows` [rows] int64 of the tables, -1 for padding.
+    """Fill `decodes` for the sequences in `slots` [decodes] int64; -1 marks padding.
 
-    last_tokens, lengths: [table rows] int64, what is fed and what is cached; block_table: [table rows,
-    columns] int64.
+    last_tokens, lengths: [slots] int64, each slot's input token and number of cached tokens. block_table:
+    [slots, columns] int64.
     """
-    _place[(triton.cdiv(len(rows), _BLOCK),)](
-        rows,
+    _place[(triton.cdiv(len(slots), _BLOCK),)](
+        slots,
         last_tokens,
         lengths,
         block_table,
         block_table.stride(0),
         decodes.token_ids,
         decodes.positions,
-        decodes.slots,
+        decodes.kv_slots,
         decodes.lens,
-        decodes.table_rows,
-        len(rows),
+        decodes.slots,
+        len(slots),
         PAGE=PAGE_TOKENS,
         BLOCK=_BLOCK,
         num_warps=4,
@@ -77,16 +79,16 @@ def place(
 
 
 def advance(
-    rows: torch.Tensor,
+    slots: torch.Tensor,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
     last_tokens: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
-    """`token_ids` at `positions`, [rows] int64, become the next input of `rows` (-1: padding); a bad token
-    (negative) becomes token 0."""
-    _advance[(triton.cdiv(len(rows), _BLOCK),)](
-        rows, token_ids, positions, last_tokens, lengths, len(rows), BLOCK=_BLOCK, num_warps=4
+    """Store `token_ids` with their `positions`, [decodes] int64, as the next input of `slots` (-1: padding).
+    A bad token (negative id) becomes token 0."""
+    _advance[(triton.cdiv(len(slots), _BLOCK),)](
+        slots, token_ids, positions, last_tokens, lengths, len(slots), BLOCK=_BLOCK, num_warps=4
     )
 
 

@@ -1,0 +1,74 @@
+"""Bounds the memory that request bodies take while they are received and prepared."""
+
+from __future__ import annotations
+
+from appliance.front.errors import ApiError
+from appliance.messages import Limits
+
+_RETRY_AFTER_S = 1.0
+
+
+class BodyBudget:
+    """Bytes of request bodies that this front holds, in total and by tenant."""
+
+    def __init__(self) -> None:
+        self.limits = Limits()
+        self.held_bytes = 0
+        self.refused = 0
+        """Requests that were refused because too many bytes were held."""
+        self._by_tenant: dict[str, int] = {}
+
+    def reserve(self, tenant: str, size: int) -> None:
+        """Count `size` more bytes. Raises a 503 if the tenant, or all tenants together, hold too many."""
+        held = self._by_tenant.get(tenant, 0)
+        # One whole body is always possible, whatever the settings say.
+        tenant_limit = max(self.limits.max_tenant_body_bytes, self.limits.max_body_bytes)
+        front_limit = max(self.limits.max_front_body_bytes, self.limits.max_body_bytes)
+        if held + size > tenant_limit:
+            self._refuse(
+                f"tenant {tenant!r} has request bodies of {held:,} bytes under way here", tenant_limit
+            )
+        if self.held_bytes + size > front_limit:
+            self._refuse(f"request bodies of {self.held_bytes:,} bytes are under way here", front_limit)
+        self._by_tenant[tenant] = held + size
+        self.held_bytes += size
+
+    def release(self, tenant: str, size: int) -> None:
+        """Give bytes back."""
+        self.held_bytes -= size
+        left = self._by_tenant[tenant] - size
+        if left:
+            self._by_tenant[tenant] = left
+        else:
+            del self._by_tenant[tenant]
+
+    def _refuse(self, held: str, limit: int) -> None:
+        self.refused += 1
+        raise ApiError(
+            503,
+            f"{held}, and the limit is {limit:,}: send this request again in a moment",
+            code="too_many_body_bytes",
+            retry_after_s=_RETRY_AFTER_S,
+            headers={"connection": "close"},
+        )
+
+
+class BodyReservation:
+    """The bytes that one request's body takes, from its receipt until the request is prepared."""
+
+    def __init__(self, budget: BodyBudget, tenant: str) -> None:
+        self._budget = budget
+        self._tenant = tenant
+        self._bytes = 0
+
+    def grow_to(self, size: int) -> None:
+        """Reserve so many bytes in all. Raises a 503."""
+        if size > self._bytes:
+            self._budget.reserve(self._tenant, size - self._bytes)
+            self._bytes = size
+
+    def release(self) -> None:
+        """Give everything back; further calls do nothing."""
+        if self._bytes:
+            self._budget.release(self._tenant, self._bytes)
+            self._bytes = 0

@@ -1,0 +1,14 @@
+"""HTTP/1.1 over sockets that the core bound or accepted, for fronts, the admin API and the metrics listener.
+
+Our own asyncio protocol drives the ASGI application, and httptools (llhttp) parses. It adds what ASGI servers
+lack: the peer's identity (`SO_PEERCRED`), time limits for headers, bodies and writes, bounds on the bytes and
+connections that a client can occupy, and a direct way to write a stream (`Connection.write_chunk`).
+"""
+
+from appliance.http.connection import Connection
+from appliance.http.errors import error_document
+from appliance.http.headers import bearer
+from appliance.http.peers import Peer, unix_peer
+from appliance.http.server import HttpServer
+
+__all__ = ["Connection", "HttpServer", "Peer", "bearer", "error_document", "unix_peer"]

@@ -1,0 +1,104 @@
+"""Takes the body of one request out of a connection's bytes, and never a byte that follows it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import httptools
+
+from appliance.http.errors import RequestError
+from appliance.http.heads import RequestHead
+
+FRAMING_BYTES = 64 << 10
+"""Chunk sizes, extensions and trailers may take so many bytes, and in addition as many as the content. A body
+of 1-byte chunks would otherwise cost 0.4 µs of CPU for each byte of content."""
+
+_CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+_EMPTY_LINE = b"\r\n\r\n"
+
+
+class Body(Protocol):
+    """A body that is being received."""
+
+    complete: bool
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        """Return the content in `data`, and how many of its bytes belong to this body. Raises
+        RequestError."""
+        ...
+
+
+class SizedBody:
+    """A body of known length."""
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.complete = not length
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        """See `Body.feed`."""
+        content = data[: self._left]
+        self._left -= len(content)
+        self.complete = not self._left
+        return content, len(content)
+
+
+class ChunkedBody:
+    """A body in chunks.
+
+    llhttp decodes it, in a parser of its own that starts after a fixed head. The last chunk and the trailers
+    end with an empty line, so the parser is fed up to one empty line at a time: it stops at the body's end
+    exactly, and the next request stays unparsed. Trailers are dropped.
+    """
+
+    def __init__(self) -> None:
+        self.complete = False
+        self._content: list[bytes] = []
+        self._messages = 0
+        self._framing_left = FRAMING_BYTES
+        self._tail = b""
+        """The last three bytes that were fed: an empty line may begin in them."""
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(_CHUNKED_HEAD)
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        """See `Body.feed`."""
+        window = self._tail + data
+        fed = len(self._tail)
+        while fed < len(window) and not self.complete:
+            found = window.find(_EMPTY_LINE, max(fed - 3, 0))
+            end = len(window) if found < 0 else found + len(_EMPTY_LINE)
+            try:
+                self._parser.feed_data(window[fed:end])
+            except httptools.HttpParserError:
+                raise RequestError(400, "the body's chunks are not valid HTTP/1.1") from None
+            fed = end
+        if self._messages != 1:
+            raise RequestError(400, "the body's chunks are not valid HTTP/1.1")
+        consumed = fed - len(self._tail)
+        self._tail = window[max(fed - 3, 0) : fed]
+        content = b"".join(self._content)
+        self._content.clear()
+        self._framing_left += 2 * len(content) - consumed
+        if self._framing_left < 0:
+            raise RequestError(400, "the body's chunks are too small: send at least 8 bytes in each")
+        return content, consumed
+
+    # ── the parser's callbacks ──
+
+    def on_message_begin(self) -> None:
+        """Count the messages that the parser found: a second one would be a request in disguise."""
+        self._messages += 1
+
+    def on_body(self, content: bytes) -> None:
+        """Take decoded content."""
+        self._content.append(content)
+
+    def on_message_complete(self) -> None:
+        """The body has ended."""
+        self.complete = True
+
+
+def body_of(head: RequestHead) -> Body:
+    """Return the body that follows a head."""
+    return ChunkedBody() if head.chunked else SizedBody(head.content_length)

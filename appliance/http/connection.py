@@ -1,0 +1,464 @@
+"""One client's connection: which bytes are read when, within which time, and when the connection closes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from appliance.http.bodies import Body, body_of
+from appliance.http.errors import RequestError
+from appliance.http.exchange import CONTINUE, Exchange, whole_response
+from appliance.http.heads import HeadReader, RequestHead
+from appliance.http.peers import Peer, peer_of
+from appliance.http.pools import Pool
+
+if TYPE_CHECKING:
+    from appliance.http.server import HttpServer
+
+LINGER_S = 2.0
+"""A refused request may go on arriving for so long, and is dropped, before the connection closes. Closing at
+once would reset the connection before the client has read the answer."""
+UNAUTHENTICATED_LINGER_BYTES = 1 << 20
+"""At most so much is dropped for a client without a valid key."""
+FIRST_PROBE_S = 0.5
+"""A TCP client that has sent its last byte may wait for the answer, or be gone: after this time, and then at
+twice the interval each time, it is sent `100 Continue`, which a client that is gone answers with a reset."""
+_POLL_S = 0.5
+_PIECE_BYTES = 64 << 10
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client's connection. Applications find it, and its peer, in the scope: `state["connection"]`,
+    `state["peer"]`.
+
+    At most one request is parsed at a time. While it is answered, or its application does not take the body,
+    at most one read buffer of further bytes is held; the rest stays in the kernel, which slows the sender.
+
+    While a response streams, `write_chunk` hands bytes straight to the transport. It never waits: the writer
+    checks `writable` first and keeps what it has until `on_writable`.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: HttpServer, address: str, request: bytes = b"") -> None:
+        self.server = server
+        self.authenticated = False
+        """Whether the connection has a place among those of known clients."""
+        self.on_writable: Callable[[], None] | None = None
+        """Called when the transport takes bytes again."""
+        self.on_lost: Callable[[], None] | None = None
+        """Called once when the connection is gone. Both belong to the response under way."""
+        self._address = address
+        self._peer: Peer | None = None
+        self.pool: Pool | None = None
+        """The pool that has a place for this connection; the server sets it."""
+        self._input = bytearray(request)
+        self._reader = HeadReader()
+        self._exchange: Exchange | None = None
+        self._body: Body | None = None
+        self._advancing = False
+        self._read_paused = False
+        self._ended = False
+        """The client has sent its last byte."""
+        self._linger_bytes: int | None = None
+        """While the connection lingers: how much more is dropped."""
+        self._probe_s = FIRST_PROBE_S
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._half_closed_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # ── for a response under way ──
+
+    @property
+    def writable(self) -> bool:
+        """Whether the transport's buffer is below its high-water mark."""
+        return self._writable.is_set()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the client is gone, or the connection is about to close."""
+        return self.transport.is_closing()
+
+    @property
+    def date_line(self) -> bytes:
+        """The Date header of a response that begins now."""
+        return self.server.date_line
+
+    async def drain(self) -> None:
+        """Wait until the transport takes bytes again."""
+        await self._writable.wait()
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part of a response that was started without a content length. `data` is not empty."""
+        if self._exchange is not None and self._exchange.chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self.transport.write(data)
+
+    def release(self) -> None:
+        """Forget the callbacks: the response is over."""
+        self.on_writable = self.on_lost = None
+
+    def abort(self) -> None:
+        """Close now, dropping what was not sent."""
+        self.transport.abort()
+
+    def authenticate(self) -> bool:
+        """Give the connection a place among those of known clients: its request has a valid identity. Return
+        False if every one of these places belongs to a connection whose request is being answered."""
+        if not self.authenticated:
+            self.authenticated = self.server.promote(self)
+            if self.pool is not None and self._exchange is not None and self._exchange.request_complete:
+                self.pool.mark_busy(self)
+        return self.authenticated
+
+    # ── for a request that another process answers ──
+
+    def leave(self) -> int | None:
+        """Stop reading, so that another process can go on with this connection; return its descriptor. Return
+        None if bytes of a further request were read already, or a part of an earlier answer is not sent
+        yet."""
+        if self._input or self.transport.get_write_buffer_size():
+            return None
+        self._pause_reading(True)
+        descriptor: int = self.transport.get_extra_info("socket").fileno()
+        return descriptor
+
+    async def abandon(self) -> None:
+        """Close this process's descriptor; the process that has another one keeps the connection."""
+        gone = asyncio.Event()
+        self.on_lost = gone.set
+        self.transport.abort()
+        await gone.wait()
+
+    # ── the connection's life ──
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Identify the peer and take a place."""
+        self.transport = transport
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._peer = peer_of(sock, self._address)
+        if not self.server.admit(self, self._peer):
+            transport.abort()
+            return
+        self._arm(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
+        # What another process has read of this connection comes before anything that is read here.
+        self.advance()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Free the place, and tell the response under way."""
+        self.server.forget(self)
+        for timer in (self._timer, self._half_closed_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._half_closed_timer = self._write_timer = None
+        self._writable.set()
+        self._input.clear()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.disconnect()
+        on_lost = self.on_lost
+        self.release()
+        if on_lost is not None:
+            on_lost()
+
+    def evict(self) -> None:
+        """Close the connection, which has no complete request: another one needs its place."""
+        self.transport.abort()
+
+    def stop(self) -> None:
+        """Close the connection as soon as the response under way is written."""
+        if self._exchange is None:
+            self._close_now()
+        else:
+            self._exchange.keep_alive = False
+
+    # ── reading ──
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Lend the transport the server's read buffer: it is filled and taken in one step."""
+        return self.server.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take what was read."""
+        if self._linger_bytes is not None:
+            self._linger_bytes -= nbytes
+            if self._linger_bytes < 0:
+                self.transport.abort()
+            return
+        self._input += self.server.read_buffer[:nbytes]
+        self.advance()
+
+    def eof_received(self) -> bool:
+        """Keep the connection open if the client may still wait for an answer."""
+        self._ended = True
+        exchange = self._exchange
+        if exchange is None or not exchange.request_complete or self._linger_bytes is not None:
+            return False
+        if self._peer_is_gone():
+            self.transport.abort()
+            return False
+        self._watch_half_closed()
+        return True
+
+    def advance(self) -> None:
+        """Parse as much as can be used now: at most the next request's head, or a part of its body that the
+        application waits for."""
+        if self._advancing:
+            return
+        self._advancing = True
+        try:
+            while self._linger_bytes is None and not self.transport.is_closing() and self._step():
+                pass
+        except RequestError as error:
+            self.refuse(error)
+        finally:
+            self._advancing = False
+        if self._linger_bytes is None and not self.transport.is_closing():
+            self._pause_reading(not self._wants_bytes())
+
+    def _step(self) -> bool:
+        """Parse one piece of the input; False when there is nothing to parse now."""
+        if not self._input:
+            return False
+        exchange = self._exchange
+        if exchange is None:
+            begun = self._reader.begun
+            head = self._reader.feed(self._input)
+            if head is not None:
+                self._begin(head)
+            elif self._reader.begun and not begun:
+                self._arm(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
+            return head is not None
+        if not exchange.wants_body:
+            return False
+        self._take_body(exchange)
+        return True
+
+    def _begin(self, head: RequestHead) -> None:
+        self._reader = HeadReader()
+        self._body = body_of(head)
+        state = {"peer": self._peer, "connection": self}
+        exchange = self._exchange = Exchange(self, head, state)
+        if self._body.complete:
+            self._request_complete(exchange)
+        else:
+            self._arm(self.server.limits.body_timeout_s, self._body_late)
+        self.server.run(exchange)
+        if self._ended:
+            self._watch_half_closed()
+
+    def _take_body(self, exchange: Exchange) -> None:
+        body = self._body
+        assert body is not None
+        content, consumed = body.feed(bytes(self._input[:_PIECE_BYTES]))
+        del self._input[:consumed]
+        if body.complete:
+            self._request_complete(exchange)
+        exchange.receive_body(content, body.complete)
+
+    def _request_complete(self, exchange: Exchange) -> None:
+        exchange.request_complete = True
+        self._disarm()
+        if self.pool is not None:
+            self.pool.mark_busy(self)
+        if self._input and not self.authenticated:
+            # Known clients may send several requests at once; one that is not known yet gets one answer.
+            exchange.keep_alive = False
+
+    def skip_body(self) -> bool:
+        """Drop the part of the body that the application did not read, if all of it is here; return whether
+        the request is complete."""
+        body = self._body
+        if body is None or body.complete or self._exchange is None:
+            return True
+        try:
+            while self._input and not body.complete:
+                _, consumed = body.feed(bytes(self._input[:_PIECE_BYTES]))
+                del self._input[:consumed]
+        except RequestError:
+            return False
+        if body.complete:
+            self._request_complete(self._exchange)
+        return body.complete
+
+    def _wants_bytes(self) -> bool:
+        """Whether bytes that arrive now can be used. One buffer of a further request is read ahead: that is
+        how the end of the connection is noticed while an answer is made."""
+        exchange = self._exchange
+        if exchange is None or exchange.wants_body:
+            return True
+        return exchange.request_complete and not self._input
+
+    def _pause_reading(self, paused: bool) -> None:
+        if paused == self._read_paused or self._ended:
+            return
+        self._read_paused = paused
+        if paused:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
+
+    # ── the end of a response, and of the connection ──
+
+    def finish(self, exchange: Exchange) -> None:
+        """Go on after a complete response: with the next request, or by closing."""
+        self._exchange = None
+        body, self._body = self._body, None
+        if self.pool is not None:
+            self.pool.mark_waiting(self)
+        if self._half_closed_timer is not None:
+            self._half_closed_timer.cancel()
+        if self.transport.is_closing():
+            return
+        if body is not None and not body.complete:
+            self._linger(2 * self.server.limits.max_body_bytes + _PIECE_BYTES)
+        elif not exchange.keep_alive or (self._ended and not self._input):
+            if self.authenticated and not self._input:
+                self._close_now()
+            else:
+                self._linger(_PIECE_BYTES)
+        else:
+            self._arm(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
+            self.advance()
+
+    def close(self) -> None:
+        """Close after what was written so far."""
+        self._close_now()
+
+    def refuse(self, error: RequestError) -> None:
+        """Answer in the application's place, and close. A response that has begun is cut off instead."""
+        exchange = self._exchange
+        if exchange is not None and exchange.started:
+            self.transport.abort()
+            return
+        if exchange is not None:
+            self._exchange = None
+            exchange.disconnect()
+        self.transport.write(whole_response(error))
+        self._linger(2 * self.server.limits.max_body_bytes + _PIECE_BYTES)
+
+    def _linger(self, most_bytes: int) -> None:
+        """Close, but drop what still arrives for a moment, so that the client reads the answer."""
+        self._input.clear()
+        if self._ended:
+            self._close_now()
+            return
+        if not self.authenticated:
+            most_bytes = min(most_bytes, UNAUTHENTICATED_LINGER_BYTES)
+        self._linger_bytes = most_bytes
+        if self.pool is not None:
+            self.pool.mark_waiting(self)
+        self._arm(LINGER_S, self._linger_over)
+        self.transport.write_eof()
+        self._pause_reading(False)
+
+    def _linger_over(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self._arm(self.server.write_timeout_s, self.transport.abort)
+        else:
+            self.transport.abort()
+
+    def _close_now(self) -> None:
+        if self.transport.is_closing():
+            return
+        # A close waits until the peer has taken everything.
+        self._arm(self.server.write_timeout_s, self.transport.abort)
+        self.transport.close()
+
+    # ── half-closed clients ──
+
+    def _peer_is_gone(self) -> bool:
+        """Whether the client has closed both directions: the kernel knows that of a Unix socket, and of TCP
+        after a reset."""
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        return any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0))
+
+    def _watch_half_closed(self, waited_s: float = 0.0) -> None:
+        """Look regularly whether a half-closed client has left."""
+        if self._exchange is None or self.transport.is_closing():
+            return
+        if self._peer_is_gone():
+            self.transport.abort()
+            return
+        if waited_s >= self._probe_s and self._may_probe():
+            self._probe_s *= 2
+            waited_s = 0.0
+            self.transport.write(CONTINUE)
+        loop = asyncio.get_running_loop()
+        self._half_closed_timer = loop.call_later(_POLL_S, self._watch_half_closed, waited_s + _POLL_S)
+
+    def _may_probe(self) -> bool:
+        exchange = self._exchange
+        return (
+            exchange is not None
+            and not exchange.started
+            and exchange.head.version == "1.1"
+            and self._peer is not None
+            and self._peer.kind == "tcp"
+        )
+
+    # ── time limits ──
+
+    def _limit_s(self, seconds: float) -> float:
+        """Return the time limit for a client that sends nothing: shorter while it is not known."""
+        if self.authenticated:
+            return seconds
+        return min(seconds, self.server.limits.unauthenticated_timeout_s)
+
+    def _request_late(self) -> None:
+        if self._reader.begun:
+            self.refuse(RequestError(408, "the request's header did not arrive in time", "header_timeout"))
+        elif self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self._close_now()
+
+    def _body_late(self) -> None:
+        exchange = self._exchange
+        if exchange is None or self._linger_bytes is not None:
+            return
+        if not exchange.wants_body and self._input:
+            # The application has not taken yet what is here.
+            self._arm(self.server.limits.body_timeout_s, self._body_late)
+        elif exchange.started:
+            self.transport.abort()
+        else:
+            self.refuse(RequestError(408, "the request's body did not arrive in time", "body_timeout"))
+
+    def _arm(self, seconds: float, late: Callable[[], Any]) -> None:
+        self._disarm()
+        self._timer = asyncio.get_running_loop().call_later(seconds, late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ── writing, within a time limit ──
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is full: the peer has a time limit to take something."""
+        self._writable.clear()
+        if self._write_timer is None:
+            loop = asyncio.get_running_loop()
+            self._write_timer = loop.call_later(self.server.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The transport takes bytes again."""
+        self._writable.set()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        if self.on_writable is not None:
+            self.on_writable()

@@ -1,0 +1,21 @@
+"""Errors of the protocol, before an application sees the request."""
+
+from __future__ import annotations
+
+import json
+
+
+class RequestError(Exception):
+    """A request that is refused without calling the application; the connection closes afterwards."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_http") -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+
+
+def error_document(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    """Return an error in OpenAI's shape, as JSON."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return json.dumps({"error": error}, ensure_ascii=False).encode()

@@ -1,0 +1,23 @@
+"""Header fields that several applications read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Headers = Iterable[tuple[bytes, bytes]]
+"""Names are lower case, as in ASGI."""
+
+
+def header(headers: Headers, wanted: bytes) -> bytes | None:
+    """Return the value of the first header with this name."""
+    return next((value for name, value in headers if name == wanted), None)
+
+
+def bearer(headers: Headers) -> tuple[bytes, bytes]:
+    """Return the scheme (lower case) and the credentials of the first Authorization header; both are empty
+    without one."""
+    value = header(headers, b"authorization")
+    if value is None:
+        return b"", b""
+    scheme, _, credentials = value.strip().partition(b" ")
+    return scheme.lower(), credentials.strip()

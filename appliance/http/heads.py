@@ -1,0 +1,185 @@
+"""Reads the head of one request: request line and headers.
+
+A head is collected until its empty line and parsed as a whole. The parser never sees a byte that follows it,
+so a client that sends many requests at once (pipelining) has at most one of them parsed. Where the body ends
+is decided here too, strictly: a request that two servers could frame differently is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from dataclasses import dataclass
+
+import httptools
+
+from appliance.http.errors import RequestError
+
+MAX_HEAD_BYTES = 64 << 10
+
+_BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
+_CONTENT_LENGTH = re.compile(rb"[0-9]{1,18}")
+_END = b"\r\n\r\n"
+
+
+@dataclass(slots=True)
+class RequestHead:
+    """The head of a request."""
+
+    method: str
+    path: str
+    """Percent-decoded."""
+    raw_path: bytes
+    query: bytes
+    version: str
+    """"1.0" or "1.1"."""
+    headers: list[tuple[bytes, bytes]]
+    """Names in lower case."""
+    content_length: int
+    chunked: bool
+    keep_alive: bool
+    """Whether the client allows another request on the connection."""
+    expects_continue: bool
+
+
+class HeadReader:
+    """Collects the bytes of one head."""
+
+    def __init__(self) -> None:
+        self._collected = bytearray()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of a head has arrived."""
+        return bool(self._collected)
+
+    def feed(self, data: bytearray) -> RequestHead | None:
+        """Move the head's bytes from `data` to the reader; return the head when it is complete.
+
+        Raises RequestError for a head that is too long or malformed, as soon as that is certain.
+        """
+        collected = self._collected
+        before = len(collected)
+        if not collected:
+            if data[:1] in (b"\r", b"\n"):
+                # Empty lines before a request are allowed (RFC 9112, 2.2).
+                del data[: len(data) - len(data.lstrip(b"\r\n"))]
+            if data and not 65 <= data[0] <= 90:
+                raise RequestError(400, "this is not an HTTP/1.1 request: send one, without TLS")
+            end = data.find(_END)
+            collected += data if end < 0 else data[: end + len(_END)]
+        else:
+            collected += data
+            end = collected.find(_END, max(before - 3, 0))
+        length = len(collected) if end < 0 else end + len(_END)
+        if length > MAX_HEAD_BYTES:
+            raise RequestError(
+                431, f"the request's header is larger than {MAX_HEAD_BYTES} bytes", "header_too_large"
+            )
+        if _BARE_LINE_FEED.search(collected, max(before - 1, 0), length):
+            raise RequestError(400, "this is not a valid HTTP/1.1 request: end lines with CR LF")
+        del data[: length - before]
+        return None if end < 0 else _parse(bytes(collected[:length]))
+
+
+class _Callbacks:
+    """Takes what the parser finds."""
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.complete = False
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
+
+
+def _parse(data: bytes) -> RequestHead:
+    found = _Callbacks()
+    parser = httptools.HttpRequestParser(found)
+    try:
+        parser.feed_data(data)
+    except httptools.HttpParserUpgrade:
+        pass  # A client may offer another protocol; this server goes on with HTTP/1.1 (RFC 9110, 7.8).
+    except httptools.HttpParserError:
+        raise RequestError(400, "this is not a valid HTTP/1.1 request") from None
+    if not found.complete:
+        raise RequestError(400, "this is not a valid HTTP/1.1 request")
+    version = parser.get_http_version()
+    if version not in ("1.0", "1.1"):
+        raise RequestError(505, f"HTTP/{version} is not supported: use HTTP/1.1", "unsupported_version")
+    if b"\r\n " in data or b"\r\n\t" in data:
+        raise RequestError(400, "a header is continued on a second line: send it on one line")
+    method = parser.get_method().decode("ascii")
+    if method == "CONNECT":
+        raise RequestError(400, "CONNECT is not supported: this is not a proxy", "method_not_allowed")
+    path, query = _split(found.url)
+    content_length, chunked = _framing(found.headers, version)
+    _check_host(found.headers, version)
+    return RequestHead(
+        method=method,
+        path=urllib.parse.unquote(path.decode("ascii")),
+        raw_path=path,
+        query=query,
+        version=version,
+        headers=found.headers,
+        content_length=content_length,
+        chunked=chunked,
+        keep_alive=version == "1.1" and b"close" not in _connection_options(found.headers),
+        expects_continue=version == "1.1"
+        and any(name == b"expect" and value.lower() == b"100-continue" for name, value in found.headers),
+    )
+
+
+def _split(target: bytes) -> tuple[bytes, bytes]:
+    """Return path and query of the request target."""
+    try:
+        url = httptools.parse_url(target)
+        path: bytes = url.path or b"/"
+        path.decode("ascii")
+    except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
+        raise RequestError(400, "the request's target is not a valid path", "invalid_path") from None
+    return path, url.query or b""
+
+
+def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, bool]:
+    """Return the body's length and whether it is sent in chunks instead."""
+    lengths = [value for name, value in headers if name == b"content-length"]
+    encodings = [value for name, value in headers if name == b"transfer-encoding"]
+    if len(lengths) > 1:
+        raise RequestError(400, "Content-Length is given twice: send it once")
+    if encodings:
+        if lengths:
+            raise RequestError(400, "Content-Length and Transfer-Encoding exclude each other: send one")
+        if version == "1.0" or len(encodings) > 1 or encodings[0].strip().lower() != b"chunked":
+            raise RequestError(
+                400,
+                "this Transfer-Encoding is not supported: send a Content-Length, or 'chunked' in HTTP/1.1",
+            )
+        return 0, True
+    if lengths and not _CONTENT_LENGTH.fullmatch(lengths[0].strip(b" \t")):
+        raise RequestError(400, "Content-Length is not a number of bytes")
+    return (int(lengths[0]) if lengths else 0), False
+
+
+def _check_host(headers: list[tuple[bytes, bytes]], version: str) -> None:
+    hosts = sum(name == b"host" for name, _ in headers)
+    if hosts > 1:
+        raise RequestError(400, "the header Host is given twice: send it once", "invalid_host")
+    if not hosts and version == "1.1":
+        raise RequestError(400, "the header Host is missing: HTTP/1.1 requires it", "invalid_host")
+
+
+def _connection_options(headers: list[tuple[bytes, bytes]]) -> set[bytes]:
+    return {
+        option.strip().lower()
+        for name, value in headers
+        if name == b"connection"
+        for option in value.split(b",")
+    }

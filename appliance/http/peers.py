@@ -1,0 +1,52 @@
+"""The process or host at the other end of a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from typing import NamedTuple
+
+_UCRED = struct.Struct("3i")
+_SO_PEERGROUPS = 59
+"""Of asm-generic/socket.h, Linux 4.13 or newer; Python's socket module does not name it."""
+_MAX_GROUPS_BYTES = 1024
+"""The longest socket option that Python reads: 256 groups."""
+
+
+class Peer(NamedTuple):
+    """The client at the moment it connected. `uid` and `pid` are -1 for TCP; `address` is empty for a Unix
+    socket."""
+
+    kind: str
+    """"unix" or "tcp"."""
+    uid: int
+    pid: int
+    address: str
+    gids: tuple[int, ...] = ()
+    """The groups of a Unix peer: the primary one, then the others in ascending order."""
+
+    def __str__(self) -> str:
+        return f"uid {self.uid}" if self.kind == "unix" else self.address
+
+
+def unix_peer(sock: socket.socket) -> Peer:
+    """Return the process that connected to a Unix socket, as the kernel recorded it. For a process in more
+    than 256 groups, only the primary group is returned."""
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    others = b""
+    with contextlib.suppress(OSError):  # more groups than fit, or an older kernel
+        others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
+    gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
+    return Peer("unix", uid, pid, "", (gid, *gids))
+
+
+def peer_of(sock: socket.socket, address: str = "") -> Peer:
+    """Return the peer of a connected socket. `address` is a TCP peer's where it is known already."""
+    if sock.family == socket.AF_UNIX:
+        return unix_peer(sock)
+    if not address:
+        with contextlib.suppress(OSError):  # the client has left already
+            host, port = sock.getpeername()[:2]
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Peer("tcp", -1, -1, address)

@@ -1,0 +1,163 @@
+"""Serves one ASGI application over any number of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from email.utils import formatdate
+from typing import Any
+
+from appliance.http.connection import Connection
+from appliance.http.exchange import Exchange
+from appliance.http.peers import Peer
+from appliance.http.pools import Pool
+from appliance.messages import Limits
+
+WRITE_TIMEOUT_S = 60.0
+"""A peer that takes nothing for this long, while more than the transport's high-water mark waits, is cut
+off."""
+READ_BYTES = 64 << 10
+"""The most that is read from a connection at once, and so the most that is held of a further request."""
+
+
+class HttpServer:
+    """Serves one ASGI application on the running event loop.
+
+    Connections have places in one of two pools: those of clients that are known (`known` says so of a peer,
+    or a request of theirs had a valid key), and those of clients that are not known yet. The second pool is
+    small and its time limits are short; it never takes a place of the first.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        limits: Limits | None = None,
+        *,
+        known: Callable[[Peer], bool] = lambda peer: True,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
+        self.known_pool = Pool()
+        self.unknown_pool = Pool()
+        self.refused = 0
+        """Connections that were closed, or answered with 503, because no place was free."""
+        self.limits = limits or Limits()
+        self.write_timeout_s = write_timeout_s
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
+        """Filled by a transport and emptied by its connection in one step, so that all can share it."""
+        self._app = app
+        self._known = known
+        self._loop = asyncio.get_running_loop()
+        self._connections: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listening: list[asyncio.Server] = []
+        self._clock: asyncio.TimerHandle | None = None
+        self._stopping = False
+        self._tick()
+
+    @property
+    def limits(self) -> Limits:
+        """May be replaced at any time; connections that exist follow at their next request."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self.known_pool.limit = limits.max_connections
+        self.unknown_pool.limit = limits.max_unauthenticated_connections
+
+    @property
+    def connections(self) -> int:
+        """Open connections."""
+        return len(self._connections)
+
+    async def adopt(self, sock: socket.socket, address: str = "", request: bytes = b"") -> None:
+        """Serve an accepted connection. `address` is a TCP peer's, looked up when empty. `request` is what
+        another process has read from the connection.
+
+        The socket is the server's from here on; while the server stops, it is closed.
+        """
+        if self._stopping:
+            sock.close()
+            return
+        sock.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(lambda: Connection(self, address, request), sock)
+        except OSError:
+            # The client left between being accepted and now.
+            sock.close()
+
+    async def listen(self, sock: socket.socket) -> None:
+        """Accept connections on a listening socket (Unix or TCP) until `stop`."""
+        sock.setblocking(False)
+
+        def connection() -> Connection:
+            return Connection(self, "")
+
+        if sock.family == socket.AF_UNIX:
+            server = await self._loop.create_unix_server(connection, sock=sock)
+        else:
+            server = await self._loop.create_server(connection, sock=sock)
+        self._listening.append(server)
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more, close idle connections, let responses under way end within `grace_s` seconds, then
+        cut the rest off."""
+        self._stopping = True
+        for server in self._listening:
+            server.close()
+        for connection in list(self._connections):
+            connection.stop()
+        deadline = self._loop.time() + grace_s
+        while self._connections and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        for connection in list(self._connections):
+            connection.abort()
+        if self._clock is not None:
+            self._clock.cancel()
+        # Applications whose client was cut off learn of it and end.
+        while self._tasks and self._loop.time() < deadline + 1.0:
+            await asyncio.sleep(0.01)
+
+    # ── for connections ──
+
+    def admit(self, connection: Connection, peer: Peer) -> bool:
+        """Give a new connection a place. Return False if none is free."""
+        known = self._known(peer)
+        if known and self.known_pool.add(connection):
+            connection.pool, connection.authenticated = self.known_pool, True
+        elif self.unknown_pool.add(connection):
+            # A known client whose places are all taken is answered 503 here.
+            connection.pool = self.unknown_pool
+        else:
+            self.refused += 1
+            return False
+        self._connections.add(connection)
+        return True
+
+    def promote(self, connection: Connection) -> bool:
+        """Give a connection whose request has a valid identity a place among those of known clients. Return
+        False if none is free."""
+        if not self.known_pool.add(connection):
+            self.refused += 1
+            return False
+        if connection.pool is not None:
+            connection.pool.remove(connection)
+        connection.pool = self.known_pool
+        return True
+
+    def forget(self, connection: Connection) -> None:
+        """Free a closed connection's place."""
+        self._connections.discard(connection)
+        if connection.pool is not None:
+            connection.pool.remove(connection)
+
+    def run(self, exchange: Exchange) -> None:
+        """Have the application answer a request."""
+        task = self._loop.create_task(exchange.run(self._app))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _tick(self) -> None:
+        self.date_line = b"date: %b\r\n" % formatdate(usegmt=True).encode()
+        self._clock = self._loop.call_later(1.0, self._tick)

@@ -1,0 +1,132 @@
+"""Whom clients trust: the owners of the service's directories and databases, and the process behind a socket.
+
+Clients check both before they send a key, a prompt or a command, because anybody may create a directory in
+/tmp. Three users are trusted: root, the caller, and the service's user. The service's user is the one that
+$APPLIANCE_SERVICE_USER names, or the owner of a run directory that only root or the caller can have put where
+it is (as systemd does with /run/appliance).
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import stat
+import struct
+from pathlib import Path
+
+SERVICE_USER = "APPLIANCE_SERVICE_USER"
+"""The environment variable that names the service's user, where neither root nor the caller runs it."""
+_UCRED = struct.Struct("3i")
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class UntrustedError(Exception):
+    """A directory, a file or a process belongs to a user who is not trusted; nothing was sent or read."""
+
+
+def trusted_directory(path: Path, option: str, service: frozenset[int] = frozenset()) -> frozenset[int]:
+    """Return the users who are trusted to answer in this directory: root, the caller, the service's user.
+
+    `option` is the command-line option that names another directory; `service` are users whom another
+    directory of the service has shown to be trusted. Raises UntrustedError for a symbolic
+    link, a directory that other users can write, and an owner who is not trusted. Of a directory that does
+    not exist nobody can answer: root and the caller are trusted.
+    """
+    uids = _given_uids() | service
+    try:
+        found = path.lstat()
+    except OSError:
+        return uids
+    remedy = f"name another directory with {option}"
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a directory"
+        raise UntrustedError(f"{path} is {kind}: {remedy}")
+    if found.st_uid not in uids:
+        if not _placed_by(path, uids):
+            raise UntrustedError(
+                f"{path} belongs to {user_name(found.st_uid)}, not to you or root: {remedy}, or, if "
+                f"{user_name(found.st_uid)} runs the service, set {SERVICE_USER}={found.st_uid}"
+            )
+        uids |= {found.st_uid}
+    if found.st_mode & _WRITABLE_BY_OTHERS:
+        raise UntrustedError(
+            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}): run "
+            f"'chmod go-w {path}', or {remedy}"
+        )
+    return uids
+
+
+def check_file(path: Path, uids: frozenset[int]) -> None:
+    """Raise UntrustedError if `path` exists and is not a regular file of one of these users that nobody else
+    can write."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        raise UntrustedError(f"{path} is not a regular file: remove it")
+    if found.st_uid not in uids:
+        raise UntrustedError(
+            f"{path} belongs to {user_name(found.st_uid)}, not to you, root or the service's user: remove "
+            f"it, or, if {user_name(found.st_uid)} runs the service, set {SERVICE_USER}={found.st_uid}"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise UntrustedError(f"{path} can be written by every user: run 'chmod o-w {path}'")
+
+
+def check_database(path: Path, uids: frozenset[int]) -> None:
+    """Check a database as `check_file` does, with the files that SQLite reads beside it."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        check_file(path.with_name(path.name + suffix), uids)
+
+
+def check_peer(sock: socket.socket, uids: frozenset[int]) -> None:
+    """Raise UntrustedError unless the process that listens on a connected Unix socket runs as one of these
+    users."""
+    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if uid not in uids:
+        raise UntrustedError(
+            f"the process behind {os.fsdecode(sock.getpeername())} runs as {user_name(uid)}, not as you, "
+            f"root or the service's user, so nothing was sent: if {user_name(uid)} runs the service, set "
+            f"{SERVICE_USER}={uid}"
+        )
+
+
+def user_name(uid: int) -> str:
+    """Return a user's name and number, as messages show them."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _given_uids() -> frozenset[int]:
+    """Root, the caller, and the user that $APPLIANCE_SERVICE_USER names."""
+    uids = {0, os.geteuid()}
+    if named := os.environ.get(SERVICE_USER):
+        uids.add(_uid_of(named))
+    return frozenset(uids)
+
+
+def _uid_of(name: str) -> int:
+    if name.isascii() and name.isdigit() and len(name) <= 10:
+        return int(name)
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except (KeyError, ValueError):
+        raise UntrustedError(f"${SERVICE_USER} is {name!r}, which is no user of this machine") from None
+
+
+def _placed_by(path: Path, uids: frozenset[int]) -> bool:
+    """Whether only these users can have put `path` where it is: every directory above belongs to one of them,
+    and nobody else can write there. /tmp is not such a directory, although its sticky bit protects what is in
+    it: anybody may have been the first."""
+    for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
+        try:
+            found = parent.stat()
+        except OSError:
+            return False
+        if found.st_uid not in uids or found.st_mode & _WRITABLE_BY_OTHERS:
+            return False
+    return True

@@ -1,0 +1,61 @@
+"""Decides when an operator is told that a front refuses clients: at most once a minute for each reason."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from appliance.messages import FrontReport
+
+MANY_DENIALS = 100
+"""Requests without a valid key in one minute: more than misconfigured clients send by mistake."""
+_MINUTE_S = 60.0
+
+
+class RefusalWatch:
+    """Compares the reports of one front process."""
+
+    def __init__(self) -> None:
+        self._last: FrontReport | None = None
+        self._told_at: dict[str, float] = {}
+        self._minute_began = 0.0
+        self._denials_before = 0
+
+    def problems(self, report: FrontReport) -> Iterator[str]:
+        """Return what is worth telling since the last report."""
+        now = time.monotonic()
+        for reason, text in self._refusals(report, now):
+            if now - self._told_at.get(reason, -_MINUTE_S) >= _MINUTE_S:
+                self._told_at[reason] = now
+                yield text
+        self._last = report
+
+    def _refusals(self, report: FrontReport, now: float) -> Iterator[tuple[str, str]]:
+        last = self._last
+        if report.refused_connections > (last.refused_connections if last else 0):
+            yield (
+                "connections",
+                f"connections are refused: all {report.max_connections:,} are in use; raise "
+                f"limits.max_connections, the number of fronts, or the limit of open files (ulimit -n)",
+            )
+        if report.evicted_connections > (last.evicted_connections if last else 0):
+            yield (
+                "evictions",
+                "connections without a valid key reached limits.max_unauthenticated_connections: the oldest "
+                "are closed",
+            )
+        if report.refused_bodies > (last.refused_bodies if last else 0):
+            yield (
+                "bodies",
+                "requests are refused because the bodies under way take too much memory: see "
+                "limits.max_tenant_body_bytes and limits.max_front_body_bytes",
+            )
+        if now - self._minute_began > _MINUTE_S:
+            self._minute_began = now
+            self._denials_before = last.unauthenticated if last else 0
+        if report.unauthenticated - self._denials_before >= MANY_DENIALS:
+            yield (
+                "denials",
+                f"more than {MANY_DENIALS} requests within a minute had no valid key: the front's log names "
+                f"addresses",
+            )

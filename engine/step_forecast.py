@@ -1,0 +1,60 @@
+"""How long a step may take, from its size and the measured speed of the steps before it.
+
+Rank 0 announces long steps to the core with this prediction, so that the core tells a long step from a hang.
+The core multiplies the prediction by a factor before it kills anything: it need not be exact.
+"""
+
+from __future__ import annotations
+
+from engine.messages import StepPlan
+
+MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
+"""Operations per second that any device reaches: assumed until steps of a kind have been measured."""
+_KEEP = 0.8
+"""Weight of the sums before the latest step: about the last five steps count."""
+
+
+class _Speed:
+    """Operations per second of the steps of one kind: the sums over the recent ones."""
+
+    def __init__(self, assumed: float) -> None:
+        self._assumed = assumed
+        self._work = self._seconds = 0.0
+
+    def learn(self, work: float, seconds: float) -> None:
+        self._work = _KEEP * self._work + work
+        self._seconds = _KEEP * self._seconds + seconds
+
+    def seconds(self, work: float) -> float:
+        return work * self._seconds / self._work if self._work > 0 else work / self._assumed
+
+
+class StepForecast:
+    """Predicts the duration of steps. Decode-only steps and steps with prompts are measured apart: the former
+    are bound by memory bandwidth, the latter by arithmetic."""
+
+    def __init__(self, *, parameters: int, attention_width: int, on_gpu: bool) -> None:
+        """`attention_width`: layers × heads × head_dim, summed over all ranks."""
+        self._per_token = 2.0 * parameters
+        self._per_pair = 4.0 * attention_width
+        assumed = MIN_GPU_FLOPS if on_gpu else MIN_CPU_FLOPS
+        self._decode, self._mixed = _Speed(assumed), _Speed(assumed)
+
+    def predict_s(self, plan: StepPlan) -> float:
+        """Return how many seconds the step should take."""
+        return self._speed(plan).seconds(self._work(plan))
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """Take in how long the step took."""
+        self._speed(plan).learn(self._work(plan), seconds)
+
+    def _speed(self, plan: StepPlan) -> _Speed:
+        return self._mixed if plan.chunks else self._decode
+
+    def _work(self, plan: StepPlan) -> float:
+        """Return its arithmetic operations. Every new token of a chunk attends to all tokens before it."""
+        work = len(plan.decodes) * self._per_token
+        for chunk in plan.chunks:
+            tokens = len(chunk.token_ids)
+            work += tokens * (self._per_token + self._per_pair * (chunk.start + tokens))
+        return work

@@ -1,0 +1,131 @@
+"""Every option and argument of every command takes absurd values without a traceback; numbers and times that
+are out of range are a wrong command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from appliance.actions import ACTIONS, Action
+from appliance.cli.app import app
+from appliance.settings import Flags, SettingsError, load_settings
+from tests.cli.conftest import Run
+from tests.cli.servers import AdminService, ApiService
+
+NOT_UTF_8 = os.fsdecode(b"caf\xe9")
+NOT_NUMBERS = (
+    "",
+    " ",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "0x10",
+    "\u0663\u0664",
+    "\uff11",
+    "9" * 5000,
+    NOT_UTF_8,
+)
+OUT_OF_RANGE = ("-1", "99999999999999999999", "99999999999d", "-5d", "9" * 400 + "d", "9999999-01-01")
+TEXTS = ("", " ", "\n", "x" * 5000, "../" * 400, "\u202e", NOT_UTF_8, "9" * 5000, "-", "a=b", "\U0001f642")
+NUMBERS = {"N", "T", "P", "R", "S", "MS", "SPAN", "TIME", "PART", "P0…P3"}
+"""Metavars of options that take a number, a span or a time."""
+
+
+def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that does something, with its words."""
+    group = group or BUILT
+    for name, command in group.commands.items():
+        below = getattr(command, "commands", None)
+        if not below or command.invoke_without_command:
+            yield (*words, name), command
+        if below:
+            yield from commands(command, (*words, name))
+
+
+BUILT = typer.main.get_command(app)
+"""Made once: typer makes it anew for each command line, which takes longer than most commands."""
+EVERY = dict(commands())
+
+
+def required(command: Any, but: Any = None) -> list[str]:
+    """The words that a command cannot do without, except those of the parameter `but`."""
+    words = []
+    for parameter in command.params:
+        if parameter.required and parameter is not but:
+            value = "uid:7" if parameter.name == "peer" else "x"
+            words += [value] if parameter.param_type_name == "argument" else [parameter.opts[0], value]
+    if any(parameter.name == "yes" for parameter in command.params):
+        words.append("--yes")
+    return words
+
+
+@pytest.fixture(autouse=True)
+def _nothing_lasting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files go to a folder of the test's; `serve` reads its settings only; nobody types anything."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("appliance.core.run", _read_settings)
+    monkeypatch.setattr("appliance.cli.app.app", BUILT)
+    monkeypatch.setattr(sys, "stdin", None)
+
+
+def _read_settings(flags: Flags) -> int:
+    try:
+        load_settings(flags)
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return 78
+    return 0
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_no_value_ends_in_a_traceback(
+    cli: Run, admin: AdminService, api: ApiService, run_dir: Path, databases: Path, words: tuple[str, ...]
+) -> None:
+    command = EVERY[words]
+    places = [
+        word
+        for name, word in (("run_dir", f"--run-dir={run_dir}"), ("state_dir", f"--state-dir={databases}"))
+        if any(parameter.name == name for parameter in command.params)
+    ]
+    for parameter in command.params:
+        if getattr(parameter, "is_flag", False) or parameter.name == "help":
+            continue
+        is_number = parameter.metavar in NUMBERS
+        if words == ("bench",) and not is_number:
+            continue  # an accepted value would begin a run; its texts are tested in tests/bench
+        for value in (*NOT_NUMBERS, *OUT_OF_RANGE) if is_number else TEXTS:
+            if parameter.param_type_name == "argument":
+                given = ["--", value]
+            else:
+                given = [f"{parameter.opts[-1]}={value}"]
+            others = [word for word in places if not word.startswith(f"{parameter.opts[-1]}=")]
+            outcome = cli(*words, *others, *required(command, parameter), *given)
+            said = f"{words} {parameter.name} {value[:40]!r}: {outcome}"
+            assert "Traceback" not in outcome.err, said
+            assert outcome.code in ((2,) if is_number else (0, 1, 2, 78)), said
+            assert outcome.code == 0 or (outcome.err + outcome.out).strip(), said
+
+
+DANGEROUS = [action for action in ACTIONS if action.danger != "none"]
+
+
+@pytest.mark.parametrize("action", DANGEROUS, ids=lambda action: action.name)
+def test_without_a_terminal_a_dangerous_action_needs_yes(
+    cli: Run, admin: AdminService, run_dir: Path, action: Action
+) -> None:
+    words = tuple(action.name.split("."))
+    asked = [word for word in required(EVERY[words]) if word != "--yes"]
+    outcome = cli(*words, *asked, "--run-dir", run_dir)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"'{action.title} " in outcome.err and "needs --yes" in outcome.err
+    assert admin.actions == []
+    if words != ("drain",):  # which follows the drain to its end
+        cli(*words, *asked, "--yes", "--run-dir", run_dir)
+        assert [name for name, _ in admin.actions] == [action.name]

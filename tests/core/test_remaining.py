@@ -1,0 +1,51 @@
+"""How long a drain says that it will take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from appliance.traffic.remaining import Outstanding
+
+STEP_S = 0.1
+
+
+def outstanding(**fields: Any) -> Outstanding:
+    """One running request that is expected to take 10 tokens and may take 1,000."""
+    known = {
+        "request_id": "r",
+        "expected_tokens": 10.0,
+        "began_at": 0.0,
+        "generated_each": 0.0,
+        "most_each": 1000.0,
+    }
+    request: Any = SimpleNamespace(admit=SimpleNamespace(rows=1, prompt_tokens=1), **{**known, **fields})
+    found = Outstanding()
+    found.wait(request)
+    found.begin(request)
+    return found
+
+
+def eta_s(found: Outstanding, now: float) -> float:
+    forecast: Any = SimpleNamespace(known=True, step_s=STEP_S)
+    seconds = found.remaining(forecast, now).seconds
+    assert seconds is not None
+    return seconds
+
+
+def test_a_request_within_its_expected_length_ends_when_that_is_reached() -> None:
+    assert eta_s(outstanding(generated_each=4.0), now=99.0) == pytest.approx(6 * STEP_S)
+
+
+def test_a_request_that_has_outlived_its_expected_length_is_not_about_to_end() -> None:
+    assert eta_s(outstanding(generated_each=200.0), now=20.0) == pytest.approx(200 * STEP_S)
+
+
+def test_nothing_runs_longer_than_it_may() -> None:
+    assert eta_s(outstanding(generated_each=900.0), now=90.0) == pytest.approx(100 * STEP_S)
+
+
+def test_time_stands_in_for_tokens_that_are_not_reported_yet() -> None:
+    assert eta_s(outstanding(), now=5 * STEP_S) == pytest.approx(5 * STEP_S)

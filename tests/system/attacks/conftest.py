@@ -1,0 +1,61 @@
+"""Services that the tests of one kind of attack share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.system.attacks.wire import Address, tcp_address
+from tests.system.conftest import free_port
+from tests.system.service import Service, service
+
+
+class Target(NamedTuple):
+    """A service under attack, with the key of a tenant of its own."""
+
+    running: Service
+    tcp: Address
+    metrics: Address
+    key: str
+
+    @property
+    def unix(self) -> Address:
+        return str(self.running.api_socket)
+
+    @property
+    def admin(self) -> Address:
+        return str(self.running.run_dir / "admin.sock")
+
+    @property
+    def authorization(self) -> str:
+        return f"Authorization: Bearer {self.key}"
+
+    def answers_local_users(self) -> bool:
+        """Whether a request on the Unix socket is answered."""
+        with self.running.http() as client:
+            return client.get("/v1/models").status_code == 200
+
+
+@contextmanager
+def target(folder: Path, limits: str = "", fronts: int = 1) -> Iterator[Target]:
+    """A service with TCP, metrics, and these lines in the table [limits] of its settings."""
+    settings = folder / "appliance.toml"
+    settings.write_text(
+        f'listen = "127.0.0.1:{free_port()}"\nfronts = {fronts}\n[metrics]\n'
+        f'listen = "127.0.0.1:{free_port()}"\n[limits]\n{limits}\n'
+    )
+    with service("--config", str(settings)) as running:
+        running.command("tenants", "create", "acme")
+        key = running.command("keys", "create", "--name", "k", "--tenant", "acme")["key"]
+        yield Target(running, tcp_address(running), tcp_address(running, "metrics"), key)
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """A service with the default limits, shared by the tests of a file."""
+    with target(tmp_path_factory.mktemp("attacked"), fronts=2) as made:
+        yield made

@@ -1,0 +1,134 @@
+"""Request bodies: how much memory they take while they are received, by connection, tenant and front."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.system.attacks.conftest import Target, target
+from tests.system.attacks.wire import (
+    MEGABYTE,
+    Memory,
+    chat,
+    connect,
+    exchange,
+    post,
+    read_all,
+    wait_for,
+)
+
+pytestmark = pytest.mark.system
+LIMIT = 8 * MEGABYTE
+
+
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """One front, on which a tenant may have 16 MiB of bodies under way and all tenants together 24 MiB."""
+    limits = (
+        f"max_body_bytes = {LIMIT}\nmax_tenant_body_bytes = {2 * LIMIT}\nmax_front_body_bytes = {3 * LIMIT}\n"
+    )
+    with target(tmp_path_factory.mktemp("bounded"), limits) as made:
+        yield made
+
+
+def head(length: int, *headers: str) -> bytes:
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Content-Length: {length}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+@contextlib.contextmanager
+def unfinished(bounded: Target, count: int, *headers: str) -> Iterator[list[socket.socket]]:
+    """Uploads that lack their last byte."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(connect(bounded.tcp)) for _ in range(count)]
+        for sock in sockets:
+            with contextlib.suppress(OSError):  # it may be refused before it is sent
+                sock.sendall(head(LIMIT, *headers) + b" " * (LIMIT - 1))
+        yield sockets
+
+
+def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
+    memory = Memory(bounded.running)
+    with unfinished(bounded, 30, bounded.authorization) as sockets:
+        assert memory.growth() < 60 * MEGABYTE
+        answers = [read_all(sock) for sock in sockets[2:]]
+        # Another tenant, the local user, still has room, and little room is enough for it.
+        assert exchange(bounded.unix, post("/v1/chat/completions", chat(), "Connection: close")).startswith(
+            b"HTTP/1.1 200 OK"
+        )
+    refused = [answer for answer in answers if answer]
+    assert refused
+    for answer in refused:
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer
+        assert b"too_many_body_bytes" in answer
+    problems = bounded.running.status()["problems"]
+    assert any("the bodies under way take too much memory" in problem["what"] for problem in problems)
+    wait_for(lambda: memory.growth() < 30 * MEGABYTE, "the memory to be returned")
+
+
+def test_the_unfinished_bodies_of_all_tenants_are_bounded(bounded: Target) -> None:
+    keys = []
+    for name in ("one", "two", "three"):
+        bounded.running.command("tenants", "create", name)
+        made = bounded.running.command("keys", "create", "--name", name, "--tenant", name)
+        keys.append(f"Authorization: Bearer {made['key']}")
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(unfinished(bounded, 1, key))[0] for key in keys]
+        with connect(bounded.tcp) as sock:
+            sock.sendall(head(LIMIT, bounded.authorization))
+            assert read_all(sock).startswith(b"HTTP/1.1 503 ")
+        for sock in held:
+            sock.sendall(b" ")
+            assert b"HTTP/1.1 400 " in sock.recv(1 << 16)
+    ask = post("/v1/chat/completions", chat(), bounded.authorization, "Connection: close")
+    wait_for(lambda: exchange(bounded.tcp, ask).startswith(b"HTTP/1.1 200 OK"), "room for bodies")
+
+
+def test_a_body_in_chunks_counts_as_it_grows(bounded: Target) -> None:
+    chunked = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{bounded.authorization}\r\n"
+        "Transfer-Encoding: chunked\r\n\r\n"
+    ).encode()
+    data = chunked + (b"10000\r\n" + b" " * 65536 + b"\r\n") * 127
+    # The first body leaves room for one of the two others.
+    with unfinished(bounded, 1, bounded.authorization), contextlib.ExitStack() as stack:
+        others = [stack.enter_context(connect(bounded.tcp)) for _ in range(2)]
+        for sock in others:
+            with contextlib.suppress(OSError):
+                sock.sendall(data)
+        answered, _, _ = select.select(others, [], [], 60)
+        assert len(answered) == 1
+        assert read_all(answered[0]).startswith(b"HTTP/1.1 503 ")
+
+
+def test_the_body_of_a_client_without_a_key_is_refused_unread(bounded: Target) -> None:
+    memory = Memory(bounded.running)
+    with connect(bounded.tcp) as sock:
+        sock.sendall(head(LIMIT))
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+    for sender in (connect(bounded.tcp) for _ in range(20)):
+        with sender, contextlib.suppress(OSError):
+            sender.sendall(head(LIMIT) + b" " * LIMIT)
+    assert memory.growth() < 20 * MEGABYTE
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"1\r\n \r\n" * 400_000, b"0\r\n" + b"a: b\r\n" * 400_000, b"1;x=" + b"x" * 2_000_000],
+    ids=["chunks of one byte", "trailers", "a chunk's extension"],
+)
+def test_the_framing_of_chunks_is_bounded(bounded: Target, body: bytes) -> None:
+    request = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connect(bounded.unix) as sock:
+        with contextlib.suppress(OSError):
+            sock.sendall(request + body)
+        assert read_all(sock).startswith(b"HTTP/1.1 400 ")
+    with bounded.running.http() as client:
+        small = json.dumps({"model": "demo", "prompt": "hi"}).encode()
+        answer = client.post("/tokenize", content=(small[at : at + 1] for at in range(len(small))))
+        assert answer.status_code == 200

@@ -1,0 +1,312 @@
+"""Another user's directory in /tmp, and another user's process behind a socket: no command sends anything
+there, or shows what is there.
+
+The commands run as one user without rights, the attacker as another; only root can start both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.requests import RequestLog, RequestRow
+from store.schemas import HISTORY
+from store.writer import Writer
+from tests.system.service import Service, service
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run as several users"),
+]
+
+CALLER, ATTACKER = 54_321, 54_322
+SECRET = "ak-secret-of-the-caller"
+TALKING = (
+    ("status",),
+    ("drain", "--yes", "--no-wait"),
+    ("resume",),
+    ("config", "show"),
+    ("config", "reload"),
+    ("tenants", "list"),
+    ("tenants", "create", "t"),
+    ("keys", "create", "--name", "k"),
+    ("keys", "revoke", "key_1", "--yes"),
+    ("peers", "list"),
+    ("requests", "cancel", "req-1", "--yes"),
+    ("requests", "show", "req-1"),
+    ("chat", "a secret prompt"),
+    ("bench", "--requests", "1", "--prompt-tokens", "1", "--output-tokens", "1", "--workers", "1"),
+    ("backup", "backup"),
+    ("doctor",),
+)
+READING = (("requests",), ("requests", "--id", "req-forged"), ("audit", "list"), ("audit", "verify"))
+
+_COMMANDS = """
+import contextlib, importlib, io, json, os, pkgutil, sys
+import encodings.idna, http.client
+import appliance.cli, appliance.bench.session, appliance.watch.doctor, store.backup
+for module in pkgutil.iter_modules(appliance.cli.__path__):
+    if module.name != "__main__":
+        importlib.import_module(f"appliance.cli.{module.name}")
+from appliance import gpus
+gpus.find_gpus()
+# What is imported late may be out of the other user's reach.
+sys.argv = ["appliance", "status", "--run-dir", "/nonexistent"]
+with contextlib.redirect_stderr(io.StringIO()):
+    appliance.cli.main()
+os.setgroups([])
+os.setresgid(UID, UID, UID)
+os.setresuid(UID, UID, UID)
+for words in json.load(sys.stdin):
+    sys.argv, out, err = ["appliance", *words], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = appliance.cli.main()
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+"""
+
+_LISTENER = """
+import os, socket, sys
+os.setgroups([])
+os.setresgid(UID, UID, UID)
+os.setresuid(UID, UID, UID)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o666)
+listener.listen(64)
+print(flush=True)
+while True:
+    client, _ = listener.accept()
+    client.settimeout(5)
+    try:
+        sys.stdout.buffer.write(client.recv(65536))
+    except TimeoutError:
+        pass
+    client.close()
+    sys.stdout.buffer.flush()
+"""
+
+
+def commands(folder: Path, *each: tuple[str, ...], uid: int = CALLER, **environ: str) -> list[Any]:
+    """Run commands as `uid`, without a terminal; [exit code, output, errors] of each."""
+    home = {name: str(folder) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMANDS.replace("UID", str(uid))],
+        input=json.dumps(each),
+        env={**kept, **home, "APPLIANCE_ADMIN_KEY": SECRET, "HF_HUB_OFFLINE": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(outcomes) == len(each), done.stderr
+    return outcomes
+
+
+class Listener:
+    """A process of the attacker that listens on a Unix socket and keeps what is sent to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _LISTENER.replace("UID", str(ATTACKER)), str(path)],
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"\n"
+
+    def stop(self) -> bytes:
+        """End the process; what it received."""
+        self._process.send_signal(signal.SIGKILL)
+        received, _ = self._process.communicate()
+        return received
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in /tmp that everybody can enter."""
+    path = Path(tempfile.mkdtemp(prefix="attack-", dir="/tmp"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def trap() -> Iterator[Path]:
+    """The run directory that the caller's commands look for in /tmp, made by the attacker, with a lock file
+    that names a forged request log."""
+    path = Path(f"/tmp/appliance-{CALLER}")
+    shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
+    path.mkdir()
+    try:
+        forge_run_dir(path, path / "state")
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def forge_run_dir(path: Path, state: Path) -> None:
+    """Make `path` the attacker's, with a lock file that names a state directory with a request log."""
+    state.mkdir()
+    writer = Writer(state / "history.db", HISTORY, synchronous="NORMAL")
+    writer.start()
+    RequestLog(writer).end(
+        RequestRow(
+            request_id="req-forged",
+            created_at=time.time(),
+            finished_at=time.time(),
+            tenant="forged",
+            endpoint="/v1/x",
+            status=200,
+        )
+    )
+    writer.close()
+    (path / "service.lock").write_text(json.dumps({"pid": 1, "state_dir": str(state)}))
+    for name in (path, state, *state.iterdir(), path / "service.lock"):
+        os.chown(name, ATTACKER, ATTACKER)
+        name.chmod(0o755 if name.is_dir() else 0o644)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["by default", "by --run-dir"])
+def test_nothing_is_sent_to_another_users_directory(folder: Path, trap: Path, explicit: bool) -> None:
+    os.chown(folder, CALLER, CALLER)
+    named = ("--run-dir", str(trap)) if explicit else ()
+    listeners = [Listener(trap / name) for name in ("admin.sock", "api.sock")]
+    outcomes = commands(folder, *[(*words, *named) for words in (*TALKING, *READING)])
+    assert [listener.stop() for listener in listeners] == [b"", b""]
+    for words, (code, out, err) in zip((*TALKING, *READING), outcomes, strict=True):
+        assert code == 1, (words, out, err)
+        assert f"uid {ATTACKER}" in err + out and "APPLIANCE_SERVICE_USER" in err + out, (words, out, err)
+        assert "forged" not in out, words
+
+
+def test_the_owner_of_a_directory_is_trusted_by_name_only(folder: Path, trap: Path) -> None:
+    listener = Listener(trap / "admin.sock")
+    (outcome,) = commands(folder, ("status",), APPLIANCE_SERVICE_USER=str(ATTACKER))
+    assert outcome[0] == 1 and "did not answer" in outcome[2]
+    assert SECRET.encode() in listener.stop()
+
+
+def test_another_users_process_behind_a_socket_of_ours_gets_nothing(folder: Path) -> None:
+    """As when a socket was passed on, or moved by somebody who could write there once."""
+    run, elsewhere = folder / "run", folder / "elsewhere"
+    for path, uid in ((run, CALLER), (elsewhere, ATTACKER)):
+        path.mkdir()
+        os.chown(path, uid, uid)
+    listeners = []
+    for name in ("admin.sock", "api.sock"):
+        listeners.append(Listener(elsewhere / name))
+        (elsewhere / name).rename(run / name)
+    outcomes = commands(folder, *[(*words, "--run-dir", str(run)) for words in TALKING])
+    assert [listener.stop() for listener in listeners] == [b"", b""]
+    for words, (code, out, err) in zip(TALKING, outcomes, strict=True):
+        assert code == 1 and f"runs as uid {ATTACKER}" in err + out, (words, out, err)
+
+
+@pytest.mark.parametrize("how", ["link", "group", "others"])
+def test_a_directory_that_others_can_change_is_refused(folder: Path, how: str) -> None:
+    run = folder / "run"
+    run.mkdir()
+    os.chown(run, CALLER, CALLER)
+    if how == "link":
+        (folder / "link").symlink_to(run)
+        os.lchown(folder / "link", ATTACKER, ATTACKER)
+        run = folder / "link"
+    else:
+        run.chmod(0o775 if how == "group" else 0o757)
+    expected = "is a symbolic link" if how == "link" else "can be written by other users"
+    few = (("status",), ("chat", "a secret prompt"), ("requests",))
+    for code, out, err in commands(folder, *[(*words, "--run-dir", str(run)) for words in few]):
+        assert code == 1 and expected in err + out
+
+
+def test_a_database_of_another_user_is_not_read(folder: Path, trap: Path) -> None:
+    state = folder / "state"
+    shutil.copytree(trap / "state", state)
+    os.chown(state, CALLER, CALLER)
+    os.chown(state / "history.db", ATTACKER, ATTACKER)
+    code, out, err = commands(folder, ("requests", "--state-dir", str(state)))[0]
+    assert (code, out) == (1, "") and f"history.db belongs to uid {ATTACKER}" in err
+    os.chown(state / "history.db", CALLER, CALLER)
+    assert "req-forged" in commands(folder, ("requests", "--state-dir", str(state)))[0][1]
+
+
+def test_a_directory_that_root_gave_to_the_services_user_is_trusted(folder: Path) -> None:
+    """As systemd does with /run/appliance: the service has a user of its own, the operator another."""
+    place = Path(tempfile.mkdtemp(prefix="appl-", dir="/run"))
+    place.chmod(0o755)
+    run = place / "run"
+    run.mkdir()
+    try:
+        forge_run_dir(run, place / "state")
+        listener = Listener(run / "admin.sock")
+        status, requests = commands(
+            folder, ("status", "--run-dir", str(run)), ("requests", "--run-dir", str(run))
+        )
+        assert SECRET.encode() in listener.stop()
+        assert "did not answer" in status[2], status
+        assert requests[0] == 0 and "req-forged" in requests[1], requests
+    finally:
+        shutil.rmtree(place)
+
+
+# ── bad keys ──
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Service]:
+    with service() as started:
+        yield started
+
+
+def test_a_flood_of_bad_keys_leaves_the_admin_side_responsive(running: Service) -> None:
+    """A thousand keys a second, tried on admin.sock by a user who may connect."""
+    (running.run_dir).chmod(0o755)
+    ended, tried = threading.Event(), [0]
+
+    def flood() -> None:
+        while not ended.is_set():
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(30)
+                client.connect(str(running.run_dir / "admin.sock"))
+                for _ in range(50):
+                    client.sendall(
+                        b"GET /status HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer ak-%016x\r\n\r\n"
+                        % tried[0]
+                    )
+                    if not client.recv(65536).startswith(b"HTTP/1.1 401"):
+                        break
+                    tried[0] += 1
+
+    threads = [threading.Thread(target=flood, daemon=True) for _ in range(4)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    times = []
+    try:
+        while time.monotonic() - began < 5:
+            asked = time.monotonic()
+            assert running.status()["state"] == "ready"
+            times.append(time.monotonic() - asked)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(60)
+    rate = tried[0] / (time.monotonic() - began)
+    median = sorted(times)[len(times) // 2]
+    print(f"{rate:.0f} keys/s; status: median {median * 1000:.0f} ms, longest {max(times) * 1000:.0f} ms")
+    assert tried[0] > 500
+    assert max(times) < 2.0

@@ -1,0 +1,235 @@
+"""Many connections, and many requests on one: the attacker's are bounded, and other clients keep theirs."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+import tests.system.service
+from tests.system.attacks.conftest import Target, target
+from tests.system.attacks.wire import (
+    MEGABYTE,
+    Memory,
+    chat,
+    connect,
+    exchange,
+    flood,
+    idle,
+    is_closed,
+    post,
+    read_all,
+    wait_for,
+)
+
+pytestmark = pytest.mark.system
+GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+MAX_GROWTH = 60 * MEGABYTE
+"""Before there were bounds, each of these floods took a process by more than 150 MB."""
+
+
+@contextmanager
+def slowest_answer(attacked: Target) -> Iterator[Callable[[], float]]:
+    """Ask on the Unix socket again and again; the longest time that an answer took, in seconds."""
+    slowest, ended = [0.0], threading.Event()
+
+    def ask() -> None:
+        with attacked.running.http() as client:
+            while not ended.is_set():
+                started = time.monotonic()
+                assert client.post("/tokenize", json={"model": "demo", "prompt": "hi"}).status_code == 200
+                slowest[0] = max(slowest[0], time.monotonic() - started)
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        yield lambda: slowest[0]
+    finally:
+        ended.set()
+        thread.join(60)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        GET,
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n",
+        b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_requests_without_a_key_get_one_answer_and_their_connection_closes(
+    attacked: Target, request_bytes: bytes
+) -> None:
+    memory = Memory(attacked.running)
+    data = request_bytes * (4 * MEGABYTE // len(request_bytes))
+    with slowest_answer(attacked) as slowest:
+        answers = flood(attacked.tcp, data, connections=60, seconds=30)
+        growth = memory.growth()
+    assert {answer.count(b"HTTP/1.1 ") for answer in answers} <= {0, 1}
+    assert any(answers)
+    assert growth < MAX_GROWTH
+    assert slowest() < 5.0
+
+
+def test_requests_of_a_local_user_wait_in_the_kernel(attacked: Target) -> None:
+    memory = Memory(attacked.running)
+    with slowest_answer(attacked) as slowest:
+        flood(attacked.unix, GET * (4 * MEGABYTE // len(GET)), connections=30, seconds=3)
+        growth = memory.growth()
+    assert growth < MAX_GROWTH
+    assert slowest() < 5.0
+
+
+def test_many_requests_on_one_connection_are_answered_in_their_order(attacked: Target) -> None:
+    last = b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with connect(attacked.unix) as sock:
+        sender = threading.Thread(target=sock.sendall, args=(GET * 500 + last,))
+        sender.start()
+        answer = read_all(sock)
+        sender.join()
+    assert answer.count(b"HTTP/1.1 200 OK") == 500
+    assert answer.rindex(b"HTTP/1.1 404") > answer.rindex(b"HTTP/1.1 200")
+
+
+def test_floods_on_the_sockets_of_operators_and_metrics_do_not_grow_the_core(attacked: Target) -> None:
+    memory = Memory(attacked.running)
+    flood(attacked.metrics, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000, connections=20, seconds=3)
+    flood(attacked.admin, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000, connections=20, seconds=3)
+    assert memory.growth() < MAX_GROWTH
+    assert attacked.running.status()["state"] == "ready"
+
+
+def test_idle_connections_lock_nobody_out_of_metrics_or_administration(attacked: Target) -> None:
+    with idle(attacked.metrics, 60) as first, idle(attacked.admin, 100):
+        host, port = attacked.metrics
+        assert "appliance_ready 1" in httpx.get(f"http://{host}:{port}/metrics", timeout=60).text
+        assert attacked.running.status()["state"] == "ready"
+        wait_for(lambda: is_closed(first[0]), "the oldest idle connection to be closed")
+
+
+def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
+    def logged() -> list[str]:
+        lines = attacked.running.log_path.read_text().splitlines()
+        return [line for line in lines if "without a valid key" in line and " 127.0.0.1:" in line]
+
+    def denied() -> int:
+        return sum(front["unauthenticated"] for front in attacked.running.status()["fronts"])
+
+    lines, before, started = len(logged()), denied(), time.monotonic()
+    for number in range(400):
+        request = b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ak-%d\r\n\r\n" % number
+        assert exchange(attacked.tcp, request).startswith(b"HTTP/1.1 401 ")
+    wait_for(lambda: denied() >= before + 400, "the report")
+    wait_for(lambda: len(logged()) > lines, "the log line")
+    # Two fronts, each of which writes at most one line in 5 s.
+    assert len(logged()) - lines <= 2 * (2 + (time.monotonic() - started) / 5)
+    problems = attacked.running.status()["problems"]
+    assert any("had no valid key" in problem["what"] for problem in problems)
+    doctor = attacked.running.command("doctor")
+    assert any("had no valid key" in finding["text"] for finding in doctor["findings"])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """A service with few places for connections."""
+    limits = "max_connections = 40\nmax_unauthenticated_connections = 10\nunauthenticated_timeout_s = 5.0"
+    with target(tmp_path_factory.mktemp("small"), limits) as made:
+        yield made
+
+
+def test_connections_without_a_key_take_no_place_of_others(small: Target) -> None:
+    with idle(small.tcp, 90) as strangers:
+        for _ in range(30):
+            assert small.answers_local_users()
+        ask = post("/v1/chat/completions", chat(), small.authorization, "Connection: close")
+        assert exchange(small.tcp, ask).startswith(b"HTTP/1.1 200 OK")
+        wait_for(lambda: all(map(is_closed, strangers)), "the connections to be closed by their time limit")
+    status = small.running.status()
+    assert status["fronts"][0]["evicted_connections"] >= 80
+    assert any("max_unauthenticated_connections" in problem["what"] for problem in status["problems"])
+
+
+def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
+    body = chat(max_tokens=500, ignore_eos=True, stream=True)
+    streams = [connect(small.unix) for _ in range(40)]
+    try:
+        for sock in streams:
+            sock.sendall(post("/v1/chat/completions", body))
+        front = small.running.wait_until(
+            lambda: next(
+                (one for one in small.running.status()["fronts"] if one["busy_connections"] == 40), None
+            ),
+            60,
+            "a full front",
+        )
+        assert front["detail"] == "full: all 40 connections are in use, others are refused"
+        refused = exchange(small.unix, GET)
+        assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
+        wait_for(
+            lambda: any(
+                "connections are refused" in one["what"] for one in small.running.status()["problems"]
+            ),
+            "the problem in the status",
+        )
+        assert any("connections are refused" in one["text"] for one in doctor(small))
+    finally:
+        for sock in streams:
+            sock.close()
+    wait_for(small.answers_local_users, "places to be free again")
+
+
+def doctor(attacked: Target) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = attacked.running.command("doctor")["findings"]
+    return found
+
+
+def test_a_front_with_few_descriptors_left_holds_fewer_connections(small: Target) -> None:
+    pid = small.running.status()["fronts"][0]["pid"]
+    log_before = len(small.running.log_path.read_text())
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = psutil.Process(pid).num_fds()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 45, limits[1]))
+    try:
+        front = small.running.wait_until(
+            lambda: next(
+                (one for one in small.running.status()["fronts"] if one["max_connections"] < 40), None
+            ),
+            60,
+            "the front to notice",
+        )
+        assert "raise the limit of open files" in front["detail"]
+        with idle(small.unix, 100), idle(small.tcp, 100):
+            for _ in range(20):
+                assert small.answers_local_users()
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    log = small.running.log_path.read_text()[log_before:]
+    assert "Traceback" not in log
+    assert log.count("\n") < 20, log
+
+
+def test_a_service_with_256_descriptors_says_what_it_can_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = tmp_path / "appliance"
+    limited.write_text(f'#!/bin/sh\nulimit -n 256\nexec {tests.system.service.APPLIANCE} "$@"\n')
+    limited.chmod(0o755)
+    monkeypatch.setattr(tests.system.service, "APPLIANCE", str(limited))
+    with target(tmp_path, fronts=2) as made:
+        for front in made.running.status()["fronts"]:
+            assert 100 < front["max_connections"] < 256
+            assert "of limits.max_connections = 4,096" in front["detail"]
+        with idle(made.unix, 300), idle(made.tcp, 300):
+            for _ in range(20):
+                assert made.answers_local_users()
+        log = made.running.log_path.read_text()
+        assert "Traceback" not in log

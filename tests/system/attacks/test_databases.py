@@ -1,0 +1,165 @@
+"""Databases that are deleted, locked or damaged, and disks that are full or read-only, under load.
+
+No request fails for it, no row is lost, and `status` and `doctor` say what is wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.system.attacks.reading import doctor, no_problem, problem
+from tests.system.service import APPLIANCE, Service
+from tests.system.test_deaths import answer
+from tests.system.traffic import Load, ended
+
+pytestmark = pytest.mark.system
+
+PAGE_BYTES = 4096
+
+
+@pytest.fixture(scope="module")
+def disk() -> Iterator[Path]:
+    """A small disk of its own for the state directory: an image with ext4, beside the mount point."""
+    folder = Path(tempfile.mkdtemp(prefix="appl-"))
+    mounted, image = folder / "state", folder / "image"
+    mounted.mkdir()
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
+    if subprocess.run(["mount", "-o", "loop", image, mounted]).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield mounted
+    subprocess.run(["umount", "--lazy", mounted], check=True)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def running(disk: Path) -> Iterator[Service]:
+    service = Service(disk.parent)
+    assert service.state_dir == disk
+    try:
+        yield service.start()
+    finally:
+        if service.process.poll() is None:
+            service.stop()
+
+
+@contextmanager
+def load(running: Service) -> Iterator[None]:
+    """Requests that must all be answered, and whose rows must all be in the log afterwards."""
+    clients = [Load(running) for _ in range(2)]
+    for client in clients:
+        client.start()
+    try:
+        yield
+    finally:
+        for client in clients:
+            client.end()
+    asked = {request_id for client in clients for request_id in client.request_ids}
+    assert asked
+    running.wait_until(lambda: asked <= ended(running), 60, "the rows of all requests")
+    with closing(sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True)) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_full_disk_stops_no_request_and_costs_no_row(running: Service, disk: Path) -> None:
+    ballast = disk / "ballast"
+    with load(running):
+        with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+            while True:
+                file.write(bytes(4096))
+        problem(running, "history.db", "full")
+        assert any("history.db" in text and "full" in text for text in doctor(running))
+        assert answer(running)
+        ballast.unlink()
+        no_problem(running)
+
+
+def test_deleted_databases_are_written_back(running: Service) -> None:
+    key = running.command("keys", "create", "--name", "kept")
+    with load(running):
+        for name in ("history.db", "control.db", "contents.db"):
+            (running.state_dir / name).unlink()
+        for name in ("history.db", "control.db", "contents.db"):
+            running.wait_until((running.state_dir / name).exists, 60, f"{name} to be written back")
+        notes = running.wait_until(
+            lambda: (
+                all(database["restored"] for database in running.status()["databases"])
+                and [database["restored"] for database in running.status()["databases"]]
+            ),
+            60,
+            "the status to say so",
+        )
+        assert all("was deleted while the service runs" in note for note in notes)
+    assert key["id"] in {one["id"] for one in running.command("keys", "list")}
+    running.command("audit", "verify")
+
+
+def test_a_change_that_failed_for_a_lock_is_not_made_later(running: Service) -> None:
+    with closing(sqlite3.connect(running.state_dir / "control.db", isolation_level=None)) as intruder:
+        intruder.execute("BEGIN IMMEDIATE")
+        words = ("keys", "create", "--name", "late", "--run-dir", str(running.run_dir))
+        told = subprocess.run([APPLIANCE, *words], capture_output=True, text=True, timeout=60, check=False)
+        assert told.returncode == 1 and "control.db" in told.stderr
+        assert problem(running, "audit", "")
+        assert answer(running), "requests need no write to control.db"
+        intruder.execute("ROLLBACK")
+    no_problem(running)
+    assert "late" not in {one["name"] for one in running.command("keys", "list")}
+    running.command("keys", "create", "--name", "in-time")
+
+
+def test_a_damaged_control_database_is_refused_at_the_start_with_a_remedy(running: Service) -> None:
+    running.stop()
+    before = damage(running.state_dir / "control.db")
+    command = [APPLIANCE, "serve", "--run-dir", str(running.run_dir), "--state-dir", str(running.state_dir)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "control.db is not a sound SQLite database" in refused.stderr
+    assert "restore a backup" in refused.stderr
+    assert any("control.db" in text and "restore a backup" in text for text in doctor(running))
+    (running.state_dir / "control.db").write_bytes(before)
+
+
+def test_with_damaged_logs_the_service_starts_serves_and_says_so(running: Service) -> None:
+    names = ("history.db", "contents.db")
+    before = {name: damage(running.state_dir / name) for name in names}
+    running.start()
+    assert answer(running)
+    problem(running, "history.db", "not a sound SQLite database")
+    found = doctor(running)
+    for name in names:
+        assert any(name in text and "restore a backup" in text for text in found)
+    running.stop()
+    for name in names:
+        (running.state_dir / name).write_bytes(before[name])
+    running.start()
+    no_problem(running)
+
+
+def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: Path) -> None:
+    # What ext4 does after an error of the disk: nothing can be written, not even through open files.
+    subprocess.run(["mount", "-o", "remount,abort", disk], check=True)
+    assert all(answer(running) for _ in range(3))
+    problem(running, "history.db", "refuses writes")
+    assert any("history.db" in text for text in doctor(running))
+    assert answer(running)
+    assert running.status()["databases"][1]["dropped_rows"] == 0
+
+
+def damage(path: Path) -> bytes:
+    """Overwrite all pages but the first, as a failing disk would; return what was there."""
+    before = path.read_bytes()
+    assert len(before) > 4 * PAGE_BYTES
+    with path.open("r+b") as file:
+        file.seek(PAGE_BYTES)
+        file.write(b"\xa5" * (len(before) - PAGE_BYTES))
+    return before

@@ -1,0 +1,98 @@
+"""A reader of standard error that stops reading stops no process of the service."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.system.attacks.reading import doctor, no_problem, problem
+from tests.system.service import APPLIANCE, Service
+from tests.system.test_deaths import answer
+
+pytestmark = pytest.mark.system
+
+
+class Piped(Service):
+    """A service whose standard error is a pipe that this process reads, or does not."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.reader, self.writer = os.pipe()
+        self.reading = threading.Event()
+        self.reading.set()
+        self.text = ""
+
+    def start(self) -> Piped:
+        command = [APPLIANCE, "serve", "--run-dir", str(self.run_dir), "--state-dir", str(self.state_dir)]
+        self.log_path.touch()
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=self.writer, start_new_session=True
+        )
+        threading.Thread(target=self._read, daemon=True).start()
+        self.wait_until(self.ready, 90, "the service to be ready")
+        return self
+
+    def _read(self) -> None:
+        while chunk := os.read(self.reader, 1 << 16):
+            self.text += chunk.decode()
+            self.reading.wait()
+
+    def stall(self) -> None:
+        """Read no more, and fill the pipe."""
+        self.reading.clear()
+        os.write(self.writer, b"(filled by the test)\n")  # the reader takes this, then it waits
+        self.wait_until(lambda: "filled by the test" in self.text, 60, "the reader to stop")
+        filler = os.open(f"/proc/self/fd/{self.writer}", os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            while True:
+                os.write(filler, b"\n" * 4096)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(filler)
+
+
+@pytest.fixture
+def running() -> Iterator[Piped]:
+    folder = Path(tempfile.mkdtemp(prefix="appl-"))
+    service = Piped(folder)
+    try:
+        yield service.start()
+    finally:
+        service.reading.set()
+        service.process.kill()
+        service.process.wait()
+        os.close(service.writer)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
+    running.stall()
+    front, rank = running.status()["fronts"][0]["pid"], running.replica()["pids"][0]
+    running.command("keys", "create", "--name", "logged")  # the core logs this
+    psutil.Process(front).kill()  # the core logs the death, the new front its start
+    psutil.Process(rank).kill()
+    running.wait_until(
+        lambda: running.replica()["restarts"] == 1 and running.ready(), 60, "new processes, ready to serve"
+    )
+    assert all(answer(running) for _ in range(5))
+    problem(running, "log", "nobody has read standard error")
+    assert any("standard error" in text for text in doctor(running))
+    assert "logged" not in running.text
+    running.reading.set()
+    no_problem(running)
+    running.wait_until(lambda: "front-0.1 is ready" in running.text, 60, "the lines that waited")
+    assert "keys.create" in running.text
+    running.stall()
+    assert answer(running)
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(60) == 0, "the service stops in time though nobody reads its log"

@@ -1,0 +1,91 @@
+"""Replicas that die or stop answering: noticed within seconds, replaced, their requests continued."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from appliance.settings import demo_model_folder
+from tests.system.attacks.reading import configured, doctor, no_problem, problem
+from tests.system.service import Service
+from tests.system.test_deaths import Stream, answer
+
+pytestmark = pytest.mark.system
+
+TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Service]:
+    with configured("hang_timeout_s = 12\n", "--tensor-parallel-size", "2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two_ranks: Service) -> str:
+    """The text of a stream that nothing interrupts."""
+    stream = Stream(two_ranks, max_tokens=TOKENS)
+    stream.join(120)
+    assert stream.finish == "length", stream.error
+    return stream.text
+
+
+def begun(running: Service) -> Stream:
+    """A stream that has delivered its first tokens."""
+    stream = Stream(running, max_tokens=TOKENS)
+    assert stream.begun.wait(60)
+    return stream
+
+
+def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_go_on(
+    two_ranks: Service, undisturbed: str
+) -> None:
+    stream, pids = begun(two_ranks), two_ranks.replica()["pids"]
+    stopped_at = time.monotonic()
+    os.kill(pids[1], signal.SIGSTOP)  # rank 0 waits for it inside a collective operation
+    problem(two_ranks, "demo-0", "no report")
+    assert time.monotonic() - stopped_at < 10
+    status = two_ranks.status()
+    assert status["state"] == "degraded" and "demo-0 is silent" in status["reason"]
+    with two_ranks.http() as http:
+        assert http.get("/health/ready").status_code == 503
+    assert any("demo-0: gets no new requests: no report for" in text for text in doctor(two_ranks))
+    assert two_ranks.replica()["pids"] == pids, "it was killed before its silence could be read"
+    stream.join(120)
+    assert stream.error is None and stream.text == undisturbed
+    replica = two_ranks.replica()
+    assert replica["pids"] != pids and "did not report for" in replica["last_error"]
+    no_problem(two_ranks)
+
+
+def test_a_rank_that_the_kernel_kills_for_its_memory_is_replaced(
+    two_ranks: Service, undisturbed: str
+) -> None:
+    """The kernel's out-of-memory killer sends SIGKILL."""
+    stream = begun(two_ranks)
+    os.kill(two_ranks.replica()["pids"][0], signal.SIGKILL)
+    problem(two_ranks, "demo-0", "was killed by SIGKILL")
+    stream.join(120)
+    assert stream.error is None and stream.text == undisturbed
+    no_problem(two_ranks)
+
+
+def test_a_silent_replica_gets_no_new_requests_while_another_one_serves() -> None:
+    settings = f'hang_timeout_s = 600\n[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\n'
+    with configured(settings) as running:
+        stopped, other = running.status()["models"][0]["replicas"]
+        os.kill(stopped["pids"][0], signal.SIGSTOP)
+        problem(running, stopped["name"], "no report")
+        assert running.ready()
+        assert all(answer(running) for _ in range(6))
+        rows = running.wait_until(
+            lambda: [row for row in running.rows() if row["status"] == 200], 60, "the rows of the requests"
+        )
+        assert {row["replica"] for row in rows} == {other["name"]}
+        os.kill(stopped["pids"][0], signal.SIGCONT)
+        no_problem(running)
+        assert [one["restarts"] for one in running.status()["models"][0]["replicas"]] == [0, 0]
