@@ -29,6 +29,7 @@ def current_problems(
     databases: Iterable[DatabaseStatus],
     audit: AuditStatus,
     log: LogState,
+    clock_jump_s: float,
 ) -> list[CurrentProblem]:
     """Return everything that is wrong now."""
     return [
@@ -37,6 +38,7 @@ def current_problems(
         *(problem for database in databases for problem in _database(database)),
         *_audit(audit),
         *_log(log),
+        *_clock(clock_jump_s),
     ]
 
 
@@ -118,6 +120,16 @@ def _audit(audit: AuditStatus) -> Iterator[CurrentProblem]:
             where="audit",
             what=f"{audit.spooled:,} entries wait in {places}",
             remedy="correct the problem of control.db; the entries come into the chain then",
+        )
+
+
+def _clock(jump_s: float) -> Iterator[CurrentProblem]:
+    if jump_s:
+        yield CurrentProblem(
+            where="clock",
+            what=f"the time of day was set by {jump_s / 3600:+,.1f} hours: nothing is removed from the logs",
+            remedy="if the time is wrong now, set it back (timedatectl); if it is right, nothing: after a "
+            "day what is too old is removed again",
         )
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from appliance.clock import ClockGuard
 from appliance.contents import DAY_S, ContentKeeper
 from appliance.settings import LogSettings
 from store import retention
@@ -37,7 +38,9 @@ class Housekeeper:
         history: Writer,
         contents: ContentKeeper,
         rules: Callable[[], LogSettings],
+        clock: ClockGuard,
     ) -> None:
+        self._clock = clock
         self._control = control
         self._history = history
         self._contents = contents
@@ -71,11 +74,15 @@ class Housekeeper:
         self._control.trail.record_head()
 
     async def _remove_requests(self) -> None:
+        if self._clock.jump_s:
+            return
         if days := self._rules().days:
             before = time.time() - days * DAY_S
             await _remove(self._history, partial(retention.remove_requests, before=before))
 
     async def _remove_contents(self) -> None:
+        if self._clock.jump_s:
+            return
         before, otherwise = self._contents.limits()
         operation = partial(retention.remove_contents, before=before, otherwise=otherwise)
         if await _remove(self._contents.writer, operation):

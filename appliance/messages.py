@@ -95,6 +95,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     of `max_body_bytes` is always possible."""
     max_front_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 << 20
     """All request bodies that a front holds at a time; one beyond is refused with 503."""
+    stream_comment_interval_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    """A stream that waits for its first token gets a comment (a line that clients skip) this often, so that
+    proxies keep its connection; its headers are sent after half a second at most. 0: no comments, and the
+    headers are sent with the first token."""
+    cors_origins: tuple[Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = ()
+    """Origins (scheme, host and port, without a path) whose web pages may call the API, such as
+    "https://chat.example.com", or "*" for all; none by default."""
 
 
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,6 +273,8 @@ class Admit(msgspec.Struct, tag="admit", frozen=True, kw_only=True):
     """What the client asked for, "" for the default."""
     retry_of: str = ""
     """The request id of an earlier run with the same `Idempotency-Key`, whose answer is lost."""
+    user: str = ""
+    """The body's `user`, for the log; "" where there is none."""
     deadline_ms: float | None = None
     """After `arrived_at`, when the whole answer must be there; None: no matter when."""
 
@@ -342,6 +351,8 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
     """What parsing and encoding it cost, in tokens; 0: too little to count."""
     arrived_at: float
     e2e_ms: float
+    user: str = ""
+    """As `Admit.user`."""
 
 
 class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
@@ -364,6 +375,8 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
     arrived_at: float
     ttft_ms: float | None
     e2e_ms: float
+    user: str = ""
+    """As `Admit.user`."""
 
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):

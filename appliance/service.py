@@ -14,6 +14,7 @@ from appliance.admin.operations import Operations
 from appliance.admin.server import AdminServer
 from appliance.admin.status import service_version
 from appliance.appliers import appliers
+from appliance.clock import ClockGuard
 from appliance.contents import ContentKeeper
 from appliance.housekeeping import Housekeeper
 from appliance.identities import IdentityTable
@@ -96,6 +97,7 @@ class Service:
         self.notifier = Notifier(manager, self.switchboard.readiness, lambda: state.stalled_s)
         held.callback(self.notifier.close)
         # Operators: what they see and do.
+        clock = ClockGuard()
         reloader = Reloader(
             loaded,
             reread,
@@ -112,9 +114,10 @@ class Service:
             self._sockets,
             scrape,
             started_at,
+            clock,
         )
         self.housekeeper = Housekeeper(
-            control, state.history, self.kept, lambda: self.switchboard.settings.log
+            control, state.history, self.kept, lambda: self.switchboard.settings.log, clock
         )
 
     def _sockets(self) -> list[SocketStatus]:

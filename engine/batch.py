@@ -61,7 +61,7 @@ class StepBatch:
 @dataclass(frozen=True, slots=True)
 class Padding:
     """Numbers of rows, rising, to which passes with prompts are padded, since the kernels for them are loaded
-    (`engine.kernel_loading`)."""
+    (`engine.warmup`)."""
 
     tokens: list[int]
     """The last: a step's tokens."""
@@ -255,7 +255,7 @@ class RowTables:
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.rows] = batch.positions
         self.last_tokens[batch.rows] = token_ids
-        self.sampling.count(batch.needs, token_ids)
+        self.sampling.note(batch.needs, token_ids)
 
     # ── transfers ────────────────────────────────────────────────────────────────────────────────
 

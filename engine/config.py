@@ -6,7 +6,8 @@ Every family is the same decoder (pre-norm, rotary, grouped-query attention, SiL
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that weights and KV can have here, and their size in bytes."""
@@ -91,14 +92,14 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     """RMSNorm over each query and key head before the rotation (Qwen3)."""
+    layer_kinds: tuple[str, ...]
+    """The kind of each layer: a key of `engine.model.layers.LAYER_KINDS`."""
     sliding_windows: tuple[int | None, ...]
     """One a layer: a token sees itself and the window - 1 before it; None: everything before it."""
     dtype: str
     """The checkpoint's own, one of DTYPE_BYTES."""
     fp8: bool
     """Whether the checkpoint's matrices are e4m3, with a scale for each output or for all."""
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
 
     @property
     def context_length(self) -> int:
@@ -116,6 +117,30 @@ class ModelConfig:
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
         return self.context_length
+
+    def representative_layers(self) -> list[int]:
+        """Return the indices of a few layers that launch, run one after another, every kernel that all layers
+        launch.
+
+        Which kernels a layer launches depends on its kind, its sliding window, the layer in front of it (two
+        neighbouring layers may share a norm) and whether it is the last (which may compute fewer rows). So
+        each pair of neighbouring kinds occurs once, the pair that ends in the last layer included.
+        """
+        kinds = list(zip(self.layer_kinds, self.sliding_windows, strict=True))
+        pairs = {pair: index for index, pair in enumerate(pairwise(kinds))}
+        chosen = {self.layers - 1} | {layer for index in pairs.values() for layer in (index, index + 1)}
+        if kinds[min(chosen)] != kinds[0]:
+            chosen.add(0)
+        return sorted(chosen)
+
+    def with_layers(self, indices: list[int]) -> ModelConfig:
+        """Return the configuration of a model that has only some of the layers."""
+        return replace(
+            self,
+            layers=len(indices),
+            layer_kinds=tuple(self.layer_kinds[index] for index in indices),
+            sliding_windows=tuple(self.sliding_windows[index] for index in indices),
+        )
 
     def resolve_length(self, requested: int | None) -> int:
         """The longest sequence to serve, from what was asked for. Raises UnfitError beyond

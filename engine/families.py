@@ -1,6 +1,6 @@
-"""From a checkpoint's `config.json`, in the words of transformers 4 or 5, to `ModelConfig`: every family.
+"""Reads a checkpoint's `config.json`, written by transformers 4 or 5, into a `ModelConfig`: every family.
 
-A family is a mapping of fields, nothing more. No torch: sizing reads configs too.
+A family is a mapping of fields, nothing more. No torch: sizing reads configurations too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.config import DTYPE_BYTES, ROPE_KINDS, CheckpointError, ModelConfig,
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Reads `config.json` and, where it is there, `generation_config.json` (its end tokens win).
+    """Read the `config.json` of a checkpoint.
 
     Raises CheckpointError for a missing or unreadable file, an unsupported architecture, and fields that are
     missing, of the wrong type, out of range or at odds with each other.
@@ -23,9 +23,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; give the folder of a Hugging Face checkpoint")
-    fields = _Fields.read(folder / "config.json")
-    generation = folder / "generation_config.json"
-    return _from_fields(fields, _Fields.read(generation) if generation.exists() else None)
+    return _from_fields(_Fields.read(folder / "config.json"))
 
 
 # ── reading fields ───────────────────────────────────────────────────────────────────────────────
@@ -84,17 +82,6 @@ class _Fields:
             raise self.error(name, "true or false is needed")
         return value
 
-    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id, a list of them, or nothing."""
-        value = self.get(name)
-        if value is None:
-            return ()
-        ids = value if isinstance(value, list) else [value]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise self.error(name, f"token ids from 0 to {vocab_size - 1} are needed")
-        return tuple(ids)
-
     def _value(self, name: str, default: Any) -> Any:
         value = self.get(name)
         if value is None:
@@ -122,6 +109,8 @@ class _Family:
     kv_heads: int | None = None
     """Where the file has none: this, or num_attention_heads."""
     max_position_embeddings: int = 2048
+    layer_kind: str = "dense"
+    """The kind of its layers: a key of `engine.model.layers.LAYER_KINDS`."""
 
 
 def _never(_fields: _Fields) -> bool:
@@ -210,7 +199,7 @@ def _family(fields: _Fields) -> tuple[str, _Family]:
     return str(model_type), family
 
 
-def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
+def _from_fields(fields: _Fields) -> ModelConfig:
     model_type, family = _family(fields)
     if fields.get("hidden_act") not in (None, "silu"):
         raise fields.error("hidden_act", "only silu is supported")
@@ -231,9 +220,6 @@ def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
     rope = _rope(fields, positions)
     if rope.kind == "dynamic" and head_dim == 2:
         raise fields.error("head_dim", "dynamic rope needs at least 4")
-    vocab_size = fields.integer("vocab_size")
-    source = generation if generation and generation.get("eos_token_id") is not None else fields
-    bos = fields.token_ids("bos_token_id", vocab_size)
     return ModelConfig(
         model_type=model_type,
         hidden_size=hidden_size,
@@ -242,7 +228,7 @@ def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
-        vocab_size=vocab_size,
+        vocab_size=fields.integer("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         max_position_embeddings=positions,
@@ -251,11 +237,10 @@ def _from_fields(fields: _Fields, generation: _Fields | None) -> ModelConfig:
         o_bias=family.o_bias(fields),
         mlp_bias=family.mlp_bias(fields),
         qk_norm=family.qk_norm,
+        layer_kinds=(family.layer_kind,) * layers,
         sliding_windows=family.windows(fields, layers),
         dtype=_dtype(fields),
         fp8=_quantised(fields),
-        eos_token_ids=source.token_ids("eos_token_id", vocab_size),
-        bos_token_id=bos[0] if bos else None,
     )
 
 

@@ -76,6 +76,13 @@ class DecodeGraphs:
                     self._samples[size, variant] = _Sample(graph, token_ids)
         torch.cuda.current_stream().wait_stream(stream)
 
+    def launch(self) -> None:
+        """Launch every kernel that `capture` captures, without capturing."""
+        for size in self.sizes:
+            self._forward(size)
+            for variant in Variant:
+                self._sample(size, variant)
+
     # ── a step ───────────────────────────────────────────────────────────────────────────────────
 
     def fits(self, decodes: int) -> bool:

@@ -1,101 +1,140 @@
-"""Compiling a replica's kernels while its weights load, where `python -m kernels.build` has not done it.
+"""Compiling the kernels of a replica before they are launched: by `python -m engine.build`, or while weights
+load.
 
-A start that finds them costs a hash of a few files. One that does not has them compiled by other processes,
-on every core, instead of one by one when they are first launched; and no request compiles any.
+A replica whose kernels are compiled already only hashes a few files at its start. Otherwise other processes
+compile them, on every core, instead of the replica itself, one by one, when each is first launched. So no
+request waits for a compilation.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
+import os
 import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
-from engine.config import ModelConfig, UnfitError
-from engine.messages import ReplicaSpec
-from engine.sizing import FP8
+from engine.served_model import ServedModel
 
 if TYPE_CHECKING:
-    from kernels.dimensions import Dimensions
+    from kernels import compiling
 
 log = logging.getLogger(__name__)
 
+_SOURCES = ("engine", "kernels")
+"""The packages whose code decides which kernels are launched, and what they are."""
+
 
 class KernelBuild:
-    """The compilation of one replica's kernels; `wait` before the first one is launched."""
+    """The compilation of one replica's kernels. Call `wait` before the first kernel is launched."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None = None) -> None:
         self._process = process
 
     @property
     def running(self) -> bool:
-        """Whether there is something to wait for."""
+        """Whether `wait` would block."""
         return self._process is not None and self._process.poll() is None
 
     def wait(self) -> None:
-        """Until it has ended. A kernel that could not be compiled ahead is compiled, or fails, when it is
-        launched; the log says why."""
+        """Block until the compilation has ended. A kernel that it could not compile is compiled, or fails,
+        when it is launched; the log has the reason."""
         if self._process is not None and (code := self._process.wait()):
             log.warning("kernels could not be compiled ahead (exit code %d): see above", code)
 
 
-def start_build(
-    config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str, device: torch.device
-) -> KernelBuild:
-    """Compile what is not in Triton's cache yet, in other processes. float32 has no kernels of ours."""
-    if device.type != "cuda" or dtype == "float32":
+@dataclass(frozen=True, slots=True)
+class BuildResult:
+    """What a build did."""
+
+    kernels: int
+    failures: list[compiling.Failure]
+    seconds: float
+
+
+def check_kernels(served: ServedModel, device: torch.device) -> None:
+    """Raise UnfitError if the model cannot be split over the ranks, or if our GPU kernels, or this GPU,
+    cannot serve it. The CPU, and float32 on a GPU, use no kernels of ours."""
+    served.config.check_parallel(served.tensor_parallel_size)
+    if _has_kernels(served, device):
+        # Imported here because a replica on a CPU does not need Triton.
+        from kernels import compiling
+
+        served.check_shapes()
+        served.check_gpu(compiling.current_gpu(device))
+
+
+def start_build(served: ServedModel, device: torch.device) -> KernelBuild:
+    """Start to compile what is not in Triton's cache yet, in other processes."""
+    if not _has_kernels(served, device):
         return KernelBuild()
-    # Here, since a replica on a CPU needs no Triton.
-    from kernels import build, compiling
+    from kernels import compiling
 
     gpu = compiling.current_gpu(device)
-    wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype)
-    return KernelBuild() if build.is_built(wanted, gpu) else KernelBuild(build.start(wanted, gpu))
+    return KernelBuild() if is_built(served, gpu) else KernelBuild(_start_process(served, gpu))
 
 
-def check_kernels(
-    config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str, device: torch.device
-) -> None:
-    """Raises UnfitError for a model that cannot be split over the ranks, or that the kernels of a GPU, or of
-    this one, cannot serve; float32 and the CPU have none."""
-    config.check_parallel(spec.tensor_parallel_size)
-    if device.type != "cuda" or dtype == "float32":
-        return
+def build(served: ServedModel, gpu: compiling.Gpu, processes: int) -> BuildResult:
+    """Compile what is not in Triton's cache yet. Forks, so this process must not have used CUDA. Raises
+    TableError if the GPU's table of plans cannot be used."""
+    # Imported here because a process that only asks `is_built` does not need them.
+    from engine.launch_enumeration import launch_all
     from kernels import compiling
-    from kernels.dimensions import DimensionsError, check, check_gpu
+    from kernels.triton.linear_table import load_table
 
-    wanted = dimensions(config, spec, dtype=dtype, weights=weights, kv_dtype=kv_dtype)
-    try:
-        check(wanted)
-        gpu = compiling.current_gpu(device)
-        check_gpu(wanted, gpu.name, gpu.target.arch)
-    except DimensionsError as error:
-        raise UnfitError(str(error)) from None
+    began = time.perf_counter()
+    torch.set_num_threads(1)  # so that there are no threads of OpenMP when this process forks
+    table = load_table(gpu.name, gpu.shared_bytes)
+    jobs = compiling.record(gpu.target, lambda: launch_all(served, gpu, table))
+    failures = compiling.compile_jobs(gpu.target, jobs, processes)
+    if not failures:
+        mark = _mark(served, gpu)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    return BuildResult(len(jobs), failures, time.perf_counter() - began)
 
 
-def dimensions(
-    config: ModelConfig, spec: ReplicaSpec, *, dtype: str, weights: str, kv_dtype: str
-) -> Dimensions:
-    """Of the kernels that a replica needs; those that `kernels.dimensions` reads from the same file."""
-    from kernels.dimensions import Dimensions
+def is_built(served: ServedModel, gpu: compiling.Gpu) -> bool:
+    """Return whether `build` has succeeded for the same model, GPU, table, code and versions, into this
+    cache."""
+    return _mark(served, gpu).exists()
 
-    return Dimensions(
-        hidden=config.hidden_size,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        intermediate=config.intermediate_size,
-        vocab=config.vocab_size,
-        qk_norm=config.qk_norm,
-        qkv_bias=config.qkv_bias,
-        o_bias=config.o_bias,
-        mlp_bias=config.mlp_bias,
-        windows=tuple(sorted(set(config.sliding_windows), key=lambda window: window or 0)),
-        dtype=dtype,
-        fp8=weights == FP8,
-        kv_fp8=kv_dtype == FP8,
-        tensor_parallel=spec.tensor_parallel_size,
-        max_rows=spec.max_rows,
-        step_tokens=spec.step_tokens,
+
+def _has_kernels(served: ServedModel, device: torch.device) -> bool:
+    return device.type == "cuda" and served.dtype != "float32"
+
+
+def _start_process(served: ServedModel, gpu: compiling.Gpu) -> subprocess.Popen[bytes]:
+    """Start `build` in another process, since this one uses CUDA. Its errors go to standard error."""
+    command = [sys.executable, "-P", "-m", "engine.build", "--served", msgspec.json.encode(served).decode()]
+    command += ["--gpu", gpu.name, "--capability", str(gpu.target.arch)]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
+
+
+def _mark(served: ServedModel, gpu: compiling.Gpu) -> Path:
+    """Return the path of a file in the cache whose name is a hash of everything that decides what is
+    compiled."""
+    import triton
+    from triton import knobs
+
+    from kernels.triton.linear_table import table_path
+
+    facts = [msgspec.json.encode(served).decode(), gpu.name, str(gpu.target)]
+    digest = hashlib.sha256("\n".join([*facts, triton.__version__, torch.__version__]).encode())
+    root = Path(__file__).resolve().parents[1]
+    sources = [source for package in _SOURCES for source in sorted((root / package).rglob("*.py"))]
+    for source in [*sources, table_path(gpu.name)]:
+        with contextlib.suppress(FileNotFoundError):
+            digest.update(source.read_bytes())
+    return Path(knobs.cache.dir) / "appliance-kernels" / digest.hexdigest()

@@ -11,6 +11,11 @@ import msgspec
 BLOCK_TOKENS = 64
 """Tokens in one block of KV cache. Fixed: the pool layout, the prefix hashes and the kernels rely on it."""
 
+MAX_BAD_WORD_TOKENS = 32
+"""Longest entry of `SamplingParams.bad_words`: the device keeps one token less of every sequence's output."""
+MAX_BAD_WORDS = 512
+"""Most entries of `SamplingParams.bad_words`: each is compared in every step."""
+
 
 # ── what a replica is ────────────────────────────────────────────────────────────────────────────
 
@@ -109,6 +114,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these token ids."""
+    allowed_tokens: bytes = b""
+    """Bit map of the token ids that may be sampled: token i is bit i % 8 of byte i // 8. Empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of token ids that the output must not contain: the last token of a run cannot be sampled where the
+    output ends with the others. Prompt tokens do not count."""
     seed: int = 0
     """Keys the noise together with the sample's index, the position and the token id (64 bits)."""
     min_tokens: int = 0
@@ -342,6 +352,9 @@ class RowSetup(msgspec.Struct, array_like=True, frozen=True):
     """Prompt and output tokens known so far, only where penalties need their counts; else empty."""
     forks: list[tuple[int, int]] = []
     """(row, sample) of the siblings: they are told once what all of them are told."""
+    recent: list[int] = []
+    """The last output tokens known so far (at most MAX_BAD_WORD_TOKENS - 1), only where bad words need them;
+    else empty."""
 
     @property
     def members(self) -> list[tuple[int, int]]:

@@ -10,9 +10,9 @@ import torch
 from engine.memory import StepsTooLarge
 from engine.messages import ReplicaSpec
 from engine.model.decoder import Decoder
-from engine.rehearsal import largest_steps
 from engine.sizing import graph_bytes
 from engine.steps import Steps
+from engine.warmup_steps import largest_steps
 
 
 def profile_cuda(steps: Steps, spec: ReplicaSpec) -> int:
@@ -21,7 +21,7 @@ def profile_cuda(steps: Steps, spec: ReplicaSpec) -> int:
     decoder, device = steps.decoder, steps.decoder.device
     torch.cuda.reset_peak_memory_stats(device)
     with steps_fit(spec, device):
-        for plan in largest_steps(decoder.max_model_len, spec):
+        for plan in largest_steps(decoder.max_model_len, spec.max_rows, spec.step_tokens):
             steps.run(plan)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)

@@ -73,6 +73,11 @@ class PromptGraphs:
                 self._graphs[size].capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
+    def launch(self) -> None:
+        """Launch every kernel that `capture` captures, without capturing."""
+        for size in self.sizes:
+            self._run(size)
+
     def fits(self, plan: StepPlan) -> bool:
         """Whether a plan has a graph: few prompts, of few tokens, each to its end, and nothing else."""
         chunks = plan.chunks

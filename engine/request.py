@@ -11,7 +11,15 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from engine.blocks import PrefixChain
-from engine.messages import BLOCK_TOKENS, Finished, RowSetup, Submit, TokenLogprob
+from engine.messages import (
+    BLOCK_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    Finished,
+    RowSetup,
+    Submit,
+    TokenLogprob,
+)
 
 MOST_SAMPLES = 1024
 """Largest `Submit.n`."""
@@ -194,11 +202,13 @@ def blocks_for(tokens: int) -> int:
 def setup_of(sequence: Sequence) -> RowSetup:
     """Of a sequence with a row, and of its forks, which know the same tokens: none has sampled yet."""
     submit = sequence.submission.submit
+    prompt_tokens = len(submit.prompt_token_ids)
     history = sequence.tokens.copy() if submit.sampling.penalised else []
     forks = [(fork.row, fork.sample) for fork in sequence.forks]
-    return RowSetup(
-        sequence.row, submit.sampling, sequence.sample, len(submit.prompt_token_ids), history, forks
-    )
+    recent: list[int] = []
+    if submit.sampling.bad_words:
+        recent = sequence.tokens[max(prompt_tokens, len(sequence.tokens) - MAX_BAD_WORD_TOKENS + 1) :]
+    return RowSetup(sequence.row, submit.sampling, sequence.sample, prompt_tokens, history, forks, recent)
 
 
 def setup_numbers(sequence: Sequence) -> int:
@@ -206,7 +216,9 @@ def setup_numbers(sequence: Sequence) -> int:
     sampling = sequence.submission.submit.sampling
     history = len(sequence.tokens) if sampling.penalised else 0
     # A bias is an id and a float of 9 bytes.
-    return history + 3 * len(sampling.logit_bias or ()) + len(sampling.stop_token_ids)
+    words = sum(map(len, sampling.bad_words)) + MAX_BAD_WORD_TOKENS * bool(sampling.bad_words)
+    allowed = len(sampling.allowed_tokens) // 5  # bytes; a token id takes about five
+    return history + 3 * len(sampling.logit_bias or ()) + len(sampling.stop_token_ids) + words + allowed
 
 
 def _limit(submit: Submit, limits: Limits) -> int:
@@ -242,6 +254,7 @@ def refusal(submit: Submit, limits: Limits) -> str | None:
         "output_token_ids": submit.output_token_ids,
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": sampling.logit_bias or (),
+        "bad_words": [token for word in sampling.bad_words for token in word],
     }
     for name, ids in token_fields.items():
         if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
@@ -270,6 +283,13 @@ def _sampling_refusal(submit: Submit, limits: Limits) -> str | None:
             return f"{name} is {value}, must be a finite number from {low:g} to {high:g}"
     if sampling.top_p == 0.0:
         return "top_p is 0.0, must be above 0"
+    if sampling.allowed_tokens and not _allows_any(sampling.allowed_tokens, limits.vocab_size):
+        return f"allowed_tokens has no token id of the vocabulary, which has ids 0 to {limits.vocab_size - 1}"
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        return f"bad_words has {len(sampling.bad_words)} entries, must be at most {MAX_BAD_WORDS}"
+    for word in sampling.bad_words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            return f"bad_words has an entry of {len(word)} tokens, must be 1 to {MAX_BAD_WORD_TOKENS}"
     for token, bias in (sampling.logit_bias or {}).items():
         if not (bias == -math.inf or abs(bias) <= _LARGE):
             return f"logit_bias of token {token} is {bias}, must be -inf or from {-_LARGE:g} to {_LARGE:g}"
@@ -288,6 +308,14 @@ def _sampling_refusal(submit: Submit, limits: Limits) -> str | None:
         if count > limits.vocab_size:
             return f"{name} is {count}, the vocabulary has {limits.vocab_size} tokens"
     return None
+
+
+def _allows_any(allowed_tokens: bytes, vocab_size: int) -> bool:
+    """Whether the bit map has a token id below `vocab_size`."""
+    whole, rest = divmod(vocab_size, 8)
+    if any(allowed_tokens[:whole]):
+        return True
+    return bool(rest and len(allowed_tokens) > whole and allowed_tokens[whole] & ((1 << rest) - 1))
 
 
 class WaitingQueue:

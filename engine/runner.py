@@ -21,15 +21,14 @@ from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
 from engine.device import device_name, select_device
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
-from engine.kernel_loading import load_kernels
 from engine.launched import Launched, OnStream, OnThread, StepResults, read, to_host
 from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
 from engine.profiling import profile_cuda, steps_fit
-from engine.rehearsal import every_kind
 from engine.sampler import Sampler
+from engine.served_model import ServedModel
 from engine.sizing import (
     EXPANSION_BLOCKS,
     FP8,
@@ -41,6 +40,7 @@ from engine.sizing import (
 )
 from engine.steps import Steps
 from engine.transfer import reserve
+from engine.warmup import warm_up
 from kernels import KvPool, select_backend, select_sampling
 
 _NUMBERS_OF_A_TOKEN = 4
@@ -77,6 +77,7 @@ class Runner:
         self.weights = FP8 if spec.weights == FP8 or self.config.fp8 else self.dtype
         self.kv_dtype = FP8 if spec.kv_dtype == FP8 else self.dtype
         self.max_model_len = self._longest()
+        self._padding = Padding(product_ladder(spec.step_tokens), product_ladder(spec.max_rows))
         self._failed: BaseException | None = None
         self._ended_at: float | None = None
         self._ended_event: torch.cuda.Event | None = None
@@ -175,9 +176,7 @@ class Runner:
     def _steps(self, kv: list[KvPool]) -> Steps:
         """With rows of their own, over a pool."""
         blocks, rows = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_rows
-        padding = None
-        if self.decoder.ops.name == "cuda":
-            padding = Padding(product_ladder(self.spec.step_tokens), product_ladder(rows))
+        padding = self._padding if self.decoder.ops.name == "cuda" else None
         tables = RowTables(rows, blocks, self.config.vocab_size, self.device, padding)
         return Steps(self.decoder, kv, tables, self._sampler)
 
@@ -253,12 +252,19 @@ class Runner:
         return self.decoder.allocate_kv(blocks, zeros)
 
     def _start_build(self) -> KernelBuild:
-        """The first rank compiles for all: they run the same kernels. Raises UnfitError where none could."""
-        dtypes = {"dtype": self.dtype, "weights": self.weights, "kv_dtype": self.kv_dtype}
-        check_kernels(self.config, self.spec, device=self.device, **dtypes)
-        if self.ranks.rank:
-            return KernelBuild()
-        return start_build(self.config, self.spec, device=self.device, **dtypes)
+        """Start to compile kernels, on the first rank, which compiles those of all ranks. Raises UnfitError
+        if the kernels cannot serve the model."""
+        served = ServedModel(
+            config=self.config,
+            dtype=self.dtype,
+            fp8=self.weights == FP8,
+            kv_fp8=self.kv_dtype == FP8,
+            tensor_parallel_size=self.ranks.size,
+            max_num_seqs=self.spec.max_rows,
+            max_num_batched_tokens=self.spec.step_tokens,
+        )
+        check_kernels(served, self.device)
+        return start_build(served, self.device) if self.ranks.rank == 0 else KernelBuild()
 
     def _await_build(self, building: KernelBuild, progress: Progress) -> None:
         if building.running:
@@ -277,11 +283,8 @@ class Runner:
         reserve(_NUMBERS_OF_A_TOKEN * self.spec.step_tokens * 8)
         if self.ranks.size == 1:
             self._capture_graphs(progress)
-        table = self.steps.tables.block_table
-        load_kernels(self.decoder, self.steps.kv, table, self.spec.step_tokens, self.spec.max_rows)
         apart = self._steps(self.decoder.allocate_kv(1))
-        for plan in every_kind(self.max_model_len, self.spec):
-            to_host(apart.run(plan))
+        warm_up(self.steps, apart, self.max_model_len, self._padding, to_host)
 
     def _capture_graphs(self, progress: Progress) -> None:
         """Of steps that only decode, and of short passes of prompts."""

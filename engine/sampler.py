@@ -5,11 +5,11 @@ plain rows exchange each rank's best (value, id), which gives exactly the single
 narrowed or edited, the step's logits are gathered first.
 
 The order in a row: repetition penalty, frequency and presence penalties, logit bias, ban of stop tokens
-before `min_tokens`, temperature, top-k, top-p, min-p. Penalties before temperature and top-p over what top-k
-left (renormalised) are Hugging Face's and vLLM's order; min-p last is Hugging Face's (vLLM has it before
-top-k, and differs only where top-p would then be renormalised over fewer tokens). The bias comes after the
-penalties, so that −100 bans and +100 forces whatever was said before, and the ban comes last, so that no bias
-lifts it. Ties with the last token kept by top-k, top-p or min-p are kept.
+before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p. Penalties before temperature
+and top-p over what top-k left (renormalised) are Hugging Face's and vLLM's order; min-p last is Hugging
+Face's (vLLM has it before top-k, and differs only where top-p would then be renormalised over fewer tokens).
+The bias comes after the penalties, so that −100 bans and +100 forces whatever was said before, and the bans
+come last, so that no bias lifts them. Ties with the last token kept by top-k, top-p or min-p are kept.
 
 Log probabilities are of the model's own distribution: before all of the above.
 
@@ -84,6 +84,7 @@ class Sampler:
         if needs.edits is not None:
             edits, counts = needs.edits, tables.sampling.counts
             edited = self._ops.edit(source, draws, edits.index, counts, edits.slots, edits.bias, edits.banned)
+            tables.sampling.restrict_(edited, edits)
             source = replace(source, edited=edited, edited_index=edits.index_of)
         token_ids = self._best(needs.variant, source, draws, whole)
         tables.advance(batch, token_ids)

@@ -11,16 +11,35 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.messages import RowSetup
+from engine.messages import MAX_BAD_WORD_TOKENS, RowSetup
 from engine.transfer import upload
 from kernels import sampling
 from kernels.draws import Bans, Biases, Draws, Variant
 
+_PREFIX = MAX_BAD_WORD_TOKENS - 1
+"""Output tokens of a sequence that bad words are compared with."""
+_ANY, _NONE = -1, -2
+"""In place of token ids: before a shorter bad word's prefix, where every token matches; before the first
+output token, where none does."""
+
+
+@dataclass(slots=True)
+class BadWords:
+    """The bad words of some sampling rows, one entry each."""
+
+    rows: torch.Tensor
+    """[entries] int64: the table row."""
+    prefixes: torch.Tensor
+    """[entries, MAX_BAD_WORD_TOKENS - 1] int32: the tokens before the last, aligned right, _ANY before
+    them."""
+    places: torch.Tensor
+    """[entries] int64 into the flattened edited logits: the last token."""
+
 
 @dataclass(slots=True)
 class Edits:
-    """Sampling rows whose logits are changed before a token is drawn: penalised, biased, or not yet allowed
-    to stop."""
+    """Sampling rows whose logits are changed before a token is drawn: penalised, biased, restricted to some
+    tokens or against bad words, or not yet allowed to stop."""
 
     index: torch.Tensor
     """[edited rows] int64 into the sampling rows."""
@@ -32,6 +51,13 @@ class Edits:
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
     """Index into the sampling rows, and slot, of the rows whose token is to be counted."""
+    excluded: torch.Tensor | None
+    """[edited rows, vocabulary] bool: tokens that are not among a row's allowed ones; None where no row is
+    restricted."""
+    bad_words: BadWords | None
+    remembered: tuple[torch.Tensor, torch.Tensor] | None
+    """Index into the sampling rows, and table row, of the rows whose token is to be remembered for bad
+    words."""
 
 
 @dataclass(slots=True)
@@ -62,7 +88,8 @@ class SamplingTables:
     """Sampling parameters of `max_rows` rows over a vocabulary of `vocab_size` tokens (of the whole model).
 
     Memory: while a row has penalties (until the row's next setup), 4 bytes × vocabulary for each such row,
-    rounded up to a power of two.
+    rounded up to a power of two; for each submission with allowed tokens 1 byte × vocabulary, and as much for
+    each edited row of a step with such rows.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -77,9 +104,16 @@ class SamplingTables:
         self._slot_of_row: dict[int, int] = {}
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stops: dict[int, torch.Tensor] = {}
+        self._excluded: dict[int, torch.Tensor] = {}
+        """[vocabulary] bool: the tokens that a row may not sample."""
+        self._bad_words: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Prefixes [words, MAX_BAD_WORD_TOKENS - 1] and last tokens [words] of a row's bad words."""
+        self._recent = torch.full((max_rows, _PREFIX), _NONE, dtype=torch.int32, device=device)
+        """The last output tokens of rows with bad words. The device advances them, so that a step that is
+        launched before the last one's tokens are read compares the right ones."""
         self._variant = np.zeros(max_rows, dtype=np.int8)
         self._edited = np.zeros(max_rows, dtype=bool)
-        """Whether the row is penalised or biased."""
+        """Whether the row is penalised, biased, restricted or has bad words."""
         self._stop_from = np.zeros(max_rows, dtype=np.int64)
         """Position from which on stop tokens may be chosen; 0 where they always may."""
         self._logprobs = np.full(max_rows, -1, dtype=np.int64)
@@ -115,11 +149,13 @@ class SamplingTables:
             )
             integers[:, i] = (row, sampling.noise_base(params.seed, sample), top_k)
             self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
-            self._edited[row] = row in self._bias or params.penalised
+            listed = row in self._bias or row in self._excluded or row in self._bad_words
+            self._edited[row] = listed or params.penalised
             # Whatever is kept, the largest logit is: a greedy row stays greedy.
             narrowed = top_k > 0 or params.top_p < 1 or params.min_p > 0
             self._variant[row] = Variant.GREEDY if greedy else Variant.FULL if narrowed else Variant.PLAIN
         self._set_up_counts(setups)
+        self._set_up_recent(setups)
         staged, rates = upload(integers, self.device), upload(floats, self.device)
         self.noise_base[staged[0]] = staged[1]
         self.top_k[staged[0]] = staged[2]
@@ -130,14 +166,24 @@ class SamplingTables:
         the vocabulary cannot be chosen anyway: they are left out."""
         params, rows = setup.sampling, [row for row, _ in setup.members]
         for row in rows:
-            self._bias.pop(row, None)
-            self._stops.pop(row, None)
+            for lists in (self._bias, self._stops, self._excluded, self._bad_words):
+                lists.pop(row, None)
         self._stop_from[rows] = 0
         bias = {token: x for token, x in (params.logit_bias or {}).items() if 0 <= token < self.vocab_size}
         if bias:
             ids = upload(np.fromiter(bias, dtype=np.int64, count=len(bias)), self.device)
             added = upload(np.fromiter(bias.values(), dtype=np.float32, count=len(bias)), self.device)
             self._bias.update(dict.fromkeys(rows, (ids, added)))
+        if params.allowed_tokens:
+            self._excluded.update(dict.fromkeys(rows, self._exclusion(params.allowed_tokens)))
+        words = [word for word in params.bad_words if word and max(word) < self.vocab_size and min(word) >= 0]
+        if words:
+            prefixes = np.full((len(words), _PREFIX), _ANY, dtype=np.int32)
+            for i, word in enumerate(words):
+                prefixes[i, _PREFIX + 1 - len(word) :] = word[:-1]
+            last = np.fromiter((word[-1] for word in words), dtype=np.int64, count=len(words))
+            uploaded = (upload(prefixes, self.device), upload(last, self.device))
+            self._bad_words.update(dict.fromkeys(rows, uploaded))
         stops = sorted({token for token in params.stop_token_ids if 0 <= token < self.vocab_size})
         if params.min_tokens > 0 and stops and not params.ignore_eos:
             banned = upload(np.array(stops, dtype=np.int64), self.device)
@@ -162,6 +208,19 @@ class SamplingTables:
             counts.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
             for slot in others:
                 self.counts[slot].copy_(counts)
+
+    def _set_up_recent(self, setups: list[RowSetup]) -> None:
+        wanting = [
+            (row, setup.recent) for setup in setups for row, _ in setup.members if row in self._bad_words
+        ]
+        if not wanting:
+            return
+        recent = np.full((len(wanting), _PREFIX), _NONE, dtype=np.int32)
+        for i, (_, tokens) in enumerate(wanting):
+            if tokens:
+                recent[i, -len(tokens) :] = tokens
+        rows = upload(np.array([row for row, _ in wanting], dtype=np.int64), self.device)
+        self._recent[rows] = upload(recent, self.device)
 
     def _take_slot(self, row: int) -> int:
         used = set(self._slot_of_row.values())
@@ -218,6 +277,7 @@ class SamplingTables:
         if stopped:
             places = torch.cat([torch.full_like(ids, i) for i, ids in stopped])
             banned = (places, torch.cat([ids for _, ids in stopped]))
+        bad_words, remembered = self._words(edited, owners)
         return Edits(
             index=upload(edited, self.device),
             index_of=upload(index_of, self.device),
@@ -225,11 +285,70 @@ class SamplingTables:
             bias=bias,
             banned=banned,
             counted=counted,
+            excluded=self._exclusions(owners),
+            bad_words=bad_words,
+            remembered=remembered,
         )
 
-    def count(self, needs: Needs, token_ids: torch.Tensor) -> None:
-        """Count the sampled tokens, [sampling rows] int64, of the rows that are penalised."""
-        if needs.edits is not None and needs.edits.counted is not None and self.counts is not None:
-            index, slots = needs.edits.counted
+    def _exclusion(self, allowed_tokens: bytes) -> torch.Tensor:
+        """[vocabulary] bool: the tokens whose bit in `allowed_tokens` is not set."""
+        size = -(-self.vocab_size // 8)
+        packed = np.zeros(size, dtype=np.uint8)
+        given = np.frombuffer(allowed_tokens, dtype=np.uint8)[:size]
+        packed[: len(given)] = given
+        shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
+        bits = (upload(packed, self.device).unsqueeze(1) >> shifts) & 1
+        return bits.flatten()[: self.vocab_size] == 0
+
+    def _exclusions(self, owners: list[int]) -> torch.Tensor | None:
+        """As `Edits.excluded`, for the edited rows `owners`."""
+        if not any(row in self._excluded for row in owners):
+            return None
+        nothing = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        return torch.stack([self._excluded.get(row, nothing) for row in owners])
+
+    def _words(
+        self, edited: np.ndarray, owners: list[int]
+    ) -> tuple[BadWords | None, tuple[torch.Tensor, torch.Tensor] | None]:
+        """As `Edits.bad_words` and `Edits.remembered`."""
+        wanting = [(i, row, *self._bad_words[row]) for i, row in enumerate(owners) if row in self._bad_words]
+        if not wanting:
+            return None, None
+        words = BadWords(
+            rows=torch.cat([torch.full_like(last, row) for _, row, _, last in wanting]),
+            prefixes=torch.cat([prefixes for _, _, prefixes, _ in wanting]),
+            places=torch.cat([last + i * self.vocab_size for i, _, _, last in wanting]),
+        )
+        index = upload(edited[[i for i, _, _, _ in wanting]], self.device)
+        return words, (
+            index,
+            upload(np.array([row for _, row, _, _ in wanting], dtype=np.int64), self.device),
+        )
+
+    def restrict_(self, edited: torch.Tensor, edits: Edits) -> None:
+        """Exclude tokens that are not allowed, and those that would complete a bad word, from `edited`
+        [edited rows, vocabulary] float32, in place."""
+        if edits.excluded is not None:
+            edited.masked_fill_(edits.excluded, -torch.inf)
+        words = edits.bad_words
+        if words is not None:
+            recent = self._recent[words.rows]
+            complete = ((recent == words.prefixes) | (words.prefixes == _ANY)).all(dim=1)
+            # Entries may share a place: the least value counts, whichever is written last.
+            limits = torch.where(complete, -torch.inf, torch.inf)
+            edited.view(-1).scatter_reduce_(0, words.places, limits, "amin")
+
+    def note(self, needs: Needs, token_ids: torch.Tensor) -> None:
+        """Note the sampled tokens, [sampling rows] int64, of the rows whose next ones depend on them: those
+        that are penalised, and those with bad words."""
+        edits = needs.edits
+        if edits is None:
+            return
+        if edits.counted is not None and self.counts is not None:
+            index, slots = edits.counted
             # No slot is there twice, so this needs no atomic addition.
             self.counts[slots, token_ids[index]] += 2
+        if edits.remembered is not None:
+            index, rows = edits.remembered
+            sampled = token_ids[index].unsqueeze(1).int()
+            self._recent[rows] = torch.cat((self._recent[rows, 1:], sampled), dim=1)

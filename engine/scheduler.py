@@ -564,7 +564,8 @@ class Scheduler:
             sequence,
             "error",
             f"the model's numbers overflowed at position {position}: no token has a finite score "
-            "(a damaged checkpoint, a dtype with too little range, or logit_bias that bans every token)",
+            "(a damaged checkpoint, a dtype with too little range, or logit_bias, allowed_token_ids and "
+            "bad_words that together ban every token)",
         )
 
     def _end(self, sequence: Sequence, finish: str, error: str | None = None) -> None:

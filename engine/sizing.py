@@ -177,10 +177,11 @@ def _beside_on_cpu(
 def _beside_on_gpu(
     config: ModelConfig, shard: Shard, dtype: str, kv_dtype: str, max_rows: int, step_tokens: int
 ) -> int:
-    """Logits twice (those of the graphs are their own), edited ones in float32 and penalty counts where every
-    row has penalties, the expansion of an FP8 cache, the graphs, and what CUDA takes for itself."""
+    """Return the bytes of logits, twice (those of the graphs are their own), of edited logits in float32,
+    penalty counts and exclusions (a row's and a step's) where every row has them, of the expansion of an FP8
+    cache, of the graphs, and of what CUDA takes for itself."""
     width = DTYPE_BYTES[dtype]
-    logits = max_rows * shard.vocab * (2 * width + 8)
+    logits = max_rows * shard.vocab * (2 * width + 10)
     block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * width
     expansion = 2 * EXPANSION_BLOCKS * block if kv_dtype == FP8 else 0
     graphs = graph_bytes(config, shard, dtype, max_rows, step_tokens)

@@ -13,10 +13,10 @@ _LARGE_ONES = 6
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` on the device; on a CPU the same memory. From pinned memory, which torch keeps until it is
-    read."""
+    """Return `array` on the device. On a CPU the tensor shares the array's memory. To a GPU it is sent from
+    pinned memory, which torch keeps until it is read."""
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def reserve(most: int) -> None:

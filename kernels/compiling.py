@@ -26,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.cache import triton_key
 
 from kernels import PDL_FROM
-from kernels.dimensions import shared_bytes
+from kernels.limits import shared_bytes
 
 
 class GpuError(RuntimeError):

@@ -3,7 +3,7 @@
     python scripts/measure_start.py --shape llama-3.1-8b [--weights fp8 --kv-dtype fp8] [--runs 3 --json OUT]
 
 Random weights, made on the device. With an empty TRITON_CACHE_DIR: how long a start takes where
-`python -m kernels.build` has not run; the second of several runs then finds what the first has built.
+`python -m engine.build` has not run; the second of several runs then finds what the first has built.
 """
 
 from __future__ import annotations

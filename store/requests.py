@@ -74,6 +74,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     (from its kept answer) or "anew" (it ran: the answer of the run before was lost). None: no retry."""
     retry_of: str | None = None
     """The request whose run that was."""
+    user: str | None = None
+    """The field `user` of the request's body: the client's own name for its end user."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):

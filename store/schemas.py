@@ -235,6 +235,8 @@ _RETRIES = (
     "ALTER TABLE requests ADD COLUMN retry_of TEXT",
 )
 
+_USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
+
 # Null in rows from before: what is null is not hashed, so those rows keep their hashes.
 _AUDIT_ACTS = (
     "ALTER TABLE audit ADD COLUMN host TEXT",
@@ -293,6 +295,7 @@ HISTORY = Schema(
         Migration("requests", _REQUESTS),
         Migration("quota levels", _QUOTA_LEVELS),
         Migration("retries", _RETRIES),
+        Migration("user", _USER),
     ),
 )
 CONTROL = Schema(

@@ -28,6 +28,7 @@ from appliance.admin.decisions import Decisions
 from appliance.admin.status import audit_status, database_status, in_flight, status_of
 from appliance.admin.steering import Steering
 from appliance.background import Background
+from appliance.clock import ClockGuard
 from appliance.contents import ContentKeeper
 from appliance.protocol import (
     AuditHead,
@@ -79,6 +80,7 @@ class Operations:
         sockets: Callable[[], list[SocketStatus]],
         scrape: Callable[[], bytes],
         started_at: float,
+        clock: ClockGuard,
     ) -> None:
         """`writers` are those of the databases beside the control database."""
         self._switchboard = switchboard
@@ -89,6 +91,7 @@ class Operations:
         self._sockets = sockets
         self._scrape = scrape
         self._started_at = started_at
+        self._clock = clock
         self._decisions = Decisions(control, switchboard)
         self._steering = Steering(switchboard, reloader)
         self._background = Background()
@@ -105,6 +108,7 @@ class Operations:
             databases=[database_status(database) for database in self._databases],
             audit=audit_status(self._control.trail.state()),
             started_at=self._started_at,
+            clock_jump_s=self._clock.jump_s,
         )
 
     def in_flight(self) -> list[InFlight]:

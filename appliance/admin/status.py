@@ -67,6 +67,7 @@ def status_of(
     databases: list[DatabaseStatus],
     audit: AuditStatus,
     started_at: float,
+    clock_jump_s: float = 0.0,
 ) -> Status:
     """Everything that `appliance status` shows."""
     settings, figures = switchboard.settings, switchboard.ledger.figures()
@@ -74,7 +75,12 @@ def status_of(
     models = _models(switchboard)
     fronts = [front.status() for front in switchboard.fronts]
     problems = current_problems(
-        models=models, fronts=fronts, databases=databases, audit=audit, log=log_state()
+        models=models,
+        fronts=fronts,
+        databases=databases,
+        audit=audit,
+        log=log_state(),
+        clock_jump_s=clock_jump_s,
     )
     return Status(
         version=service_version(),
@@ -83,7 +89,7 @@ def status_of(
         python=platform.python_version(),
         sqlite=sqlite3.sqlite_version,
         started_at=started_at,
-        uptime_s=time.time() - started_at,
+        uptime_s=time.time() - clock_jump_s - started_at,
         state=_state(switchboard, reason, [front.state for front in fronts], degraded=bool(problems)),
         reason=reason,
         config_file=settings.config_file,

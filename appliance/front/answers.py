@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from appliance.front.generation import Generation
-from appliance.front.logprobs import logprobs_steps
+from appliance.front.job import Job, Prompt
+from appliance.front.logprobs import logprobs_steps, prompt_logprobs_steps
 from appliance.front.sample import Sample
 
 _encode = msgspec.json.Encoder().encode
@@ -43,15 +44,26 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 def answer_steps(generation: Generation) -> Generator[None, None, bytes]:
     """The JSON of an answer all of whose samples have ended, as work in steps."""
+    job = generation.job
+    of_prompts: dict[int, bytes] = {}
+    for prompt in job.prompts:
+        of_prompts[prompt.index] = yield from _prompt_fields(job, prompt)
     choices = []
-    for sample in generation.samples:
-        choices.append((yield from _choice(generation, sample)))
+    for number, sample in enumerate(generation.answers):
+        of_prompt = b"" if job.chat else of_prompts[sample.prompt.index]
+        choices.append((yield from _choice(generation, sample, number, of_prompt)))
         yield
-    head = _encode(answer_head(generation, chunk=False))[:-1]
-    return b'%b,"choices":[%b],"usage":%b}' % (head, b",".join(choices), _encode(usage(generation)))
+    return b'%b,"choices":[%b],"usage":%b%b}' % (
+        _encode(answer_head(generation, chunk=False))[:-1],
+        b",".join(choices),
+        _encode(usage(generation)),
+        of_prompts[0] if job.chat else b"",
+    )
 
 
-def _choice(generation: Generation, sample: Sample) -> Generator[None, None, bytes]:
+def _choice(
+    generation: Generation, sample: Sample, number: int, of_prompt: bytes
+) -> Generator[None, None, bytes]:
     job = generation.job
     text = "".join(sample.pieces)
     logprobs = yield from logprobs_steps(job, sample.entries, sample.prompt if job.echo else None)
@@ -59,9 +71,25 @@ def _choice(generation: Generation, sample: Sample) -> Generator[None, None, byt
         content = b'"message":' + _encode({"role": "assistant", "content": text, "refusal": None})
     else:
         content = b'"text":' + _encode(sample.prompt.echo_text + text)
-    return b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (
-        sample.index,
+    token_ids = b""
+    if job.return_token_ids:
+        token_ids = b',"token_ids":' + _encode(sample.token_ids[: sample.delivered])
+    return b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b%b}' % (
+        number,
         content,
         logprobs,
         _encode(sample.finish),
+        of_prompt,
+        token_ids,
     )
+
+
+def _prompt_fields(job: Job, prompt: Prompt) -> Generator[None, None, bytes]:
+    """The fields that say something about a prompt, encoded once however many choices have them."""
+    fields = b""
+    if job.prompt_logprobs is not None:
+        logprobs = yield from prompt_logprobs_steps(job.model.tokenizer, prompt, job.prompt_logprobs)
+        fields += b',"prompt_logprobs":' + logprobs
+    if job.return_token_ids:
+        fields += b',"prompt_token_ids":' + _encode(prompt.token_ids)
+    return fields

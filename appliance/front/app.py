@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from appliance.front.body import ClientLeft
 from appliance.front.box import Box
 from appliance.front.call import Call, call_of
+from appliance.front.cors import Cors
 from appliance.front.errors import ApiError, forbidden
 from appliance.front.gate import Gate
 from appliance.front.generation import CLIENT_LEFT
@@ -62,7 +63,7 @@ def build_app(box: Box) -> tuple[FastAPI, ASGIApp]:
 
     app.openapi = document  # type: ignore[method-assign]
     open_paths = frozenset(route.path for route in check_routes(app) if route.wanted == OPEN)
-    return app, Gate(app, box, open_paths)
+    return app, Cors(Gate(app, box, open_paths), box)
 
 
 def _refuse(box: Box, request: Request, error: Exception) -> Response:

@@ -92,6 +92,7 @@ class Box:
                 work_tokens=call.work_tokens,
                 arrived_at=call.arrived_at,
                 e2e_ms=call.elapsed_ms(),
+                user=call.user,
             )
         )
 

@@ -52,6 +52,8 @@ class Call:
     """What it gets, 0 to 3, once its body says what it asks for."""
     model: str = ""
     stream: bool = False
+    user: str = ""
+    """The body's `user`, for the log."""
     prompt_tokens: int = 0
     work_tokens: int = 0
     """What parsing and encoding it has cost so far, in tokens. If this front refuses the request, its tenant

@@ -57,6 +57,21 @@ class CachedTokens(_Document):
     cached_tokens: int
 
 
+class PromptTokenDocument(_Document):
+    """A prompt token, or an alternative to it."""
+
+    logprob: float
+    rank: int | None = Field(description="1 is the most likely; null of a token that is not among the best.")
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptTokenDocument] | None]
+
+
+class _ChoiceDocument(_Document):
+    token_ids: list[int] = Field([], description="With `return_token_ids`.")
+
+
 class UsageDocument(_Document):
     """Token counts."""
 
@@ -95,7 +110,7 @@ class ChatMessageDocument(_Document):
     refusal: None
 
 
-class ChatChoiceDocument(_Document):
+class ChatChoiceDocument(_ChoiceDocument):
     """One sample."""
 
     index: int
@@ -114,6 +129,8 @@ class ChatCompletionDocument(_Document):
     system_fingerprint: str
     choices: list[ChatChoiceDocument]
     usage: UsageDocument
+    prompt_logprobs: PromptLogprobs = Field([], description="With `prompt_logprobs`.")
+    prompt_token_ids: list[int] = Field([], description="With `return_token_ids`.")
 
 
 class CompletionLogprobsDocument(_Document):
@@ -125,13 +142,15 @@ class CompletionLogprobsDocument(_Document):
     text_offset: list[int]
 
 
-class CompletionChoiceDocument(_Document):
+class CompletionChoiceDocument(_ChoiceDocument):
     """One sample."""
 
     index: int
     text: str
     logprobs: CompletionLogprobsDocument | None
     finish_reason: Literal["stop", "length"]
+    prompt_logprobs: PromptLogprobs = Field([], description="With `prompt_logprobs`.")
+    prompt_token_ids: list[int] = Field([], description="With `return_token_ids`.")
 
 
 class CompletionDocument(_Document):

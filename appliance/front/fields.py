@@ -7,23 +7,32 @@ from __future__ import annotations
 
 from typing import Annotated, Any, cast
 
-from pydantic import BeforeValidator, GetCoreSchemaHandler, PlainValidator, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError, core_schema
+
+from appliance.front.refused_fields import UNSUPPORTED
 
 MOST_PROMPTS = 1024
 MOST_LOGIT_BIASES = 1024
 MOST_STOPS = 16
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+"""As many as the largest known vocabulary has tokens: ids are less, too."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+"""Of one bad word. Words are tokenized twice, see `appliance.front.bad_words`."""
 
 
 def _error(kind: str, message: str) -> PydanticCustomError:
     # Text from a client must not be taken for a template.
     return PydanticCustomError(kind, "{message}", {"message": message})
-
-
-def _refuse(value: Any) -> None:
-    if value is None or value is False or (isinstance(value, (list, dict, str)) and not value):
-        return
-    raise _error("unsupported", "is not supported by this server; leave it out")
 
 
 def _integral(value: Any) -> Any:
@@ -61,18 +70,30 @@ def _ids(value: Any) -> list[int] | None:
     return None
 
 
-Unsupported = Annotated[
-    None,
-    BeforeValidator(_refuse),
-    WithJsonSchema({"type": "null", "description": "Not supported: leave it out."}),
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise _error("range", "must be at least 1, or -1")
+    return value
+
+
+PositiveOrMinusOne = Annotated[
+    int,
+    Field(ge=-1),
+    AfterValidator(_not_zero),
+    INTEGRAL,
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}),
 ]
-"""A parameter of OpenAI's API that this server refuses rather than ignores."""
 
 
 def _only_text_format(value: Any) -> None:
     if value is None or (isinstance(value, dict) and value.get("type") == "text"):
         return
-    raise _error("unsupported", 'only {"type": "text"} is supported by this server')
+    kind = value.get("type") if isinstance(value, dict) else value
+    raise _error(
+        UNSUPPORTED,
+        f'type {str(kind)[:40]!r} is not supported by this server; use {{"type": "text"}} and describe the '
+        "format in the prompt",
+    )
 
 
 ResponseFormat = Annotated[
@@ -97,17 +118,28 @@ ResponseFormat = Annotated[
 def _no_tool_choice(value: Any) -> None:
     if value is None or value == "none":
         return
-    raise _error("unsupported", "tools are not supported by this server; leave it out")
+    shown = repr(value[:40]) if isinstance(value, str) else "an object"
+    raise _error(
+        UNSUPPORTED, f"{shown} is not supported by this server; tools are not available: leave it out"
+    )
 
 
 ToolChoice = Annotated[
-    None, PlainValidator(_no_tool_choice), WithJsonSchema({"anyOf": [{"const": "none"}, {"type": "null"}]})
+    None,
+    PlainValidator(_no_tool_choice),
+    WithJsonSchema(
+        {"anyOf": [{"const": "none"}, {"type": "null"}], "description": "Tools are not available."}
+    ),
 ]
 
 
-def _content(value: Any) -> str:
+def _content(value: Any, info: ValidationInfo) -> str:
     if isinstance(value, str):
         return value
+    if value is None and info.data.get("role") == "assistant":
+        return ""
+    if value is None:
+        raise _error("missing", "is required")
     if not isinstance(value, list):
         raise _error("string_type", "must be a string or a list of text parts")
     texts: list[str] = []
@@ -115,7 +147,7 @@ def _content(value: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             shown = repr(kind)[:60]
-            raise _error("unsupported", f"part {index} has type {shown}; this server takes text parts only")
+            raise _error(UNSUPPORTED, f"part {index} has type {shown}; this server takes text parts only")
         text = part.get("text")
         if not isinstance(text, str):
             raise _error("string_type", f"part {index} needs a string in 'text'")
@@ -138,8 +170,10 @@ Content = Annotated[
                         "required": ["type", "text"],
                     },
                 },
+                {"type": "null"},
             ],
-            "description": "Text, or text parts, which are joined by line breaks.",
+            "description": "Text, or text parts, which are joined by line breaks. In an assistant's message "
+            "null, or no content at all, is an empty text.",
         }
     ),
 ]
@@ -209,6 +243,73 @@ LogitBias = Annotated[
                 {"type": "null"},
             ],
             "description": "Added to the logits of these token ids.",
+        }
+    ),
+]
+
+
+def _allowed_token_ids(value: Any) -> list[int] | None:
+    if value is None:
+        return None
+    ids = _ids(value)
+    if not ids:
+        raise _error(
+            "token_ids", "must be a list of token ids that is not empty; leave it out to allow all tokens"
+        )
+    if len(ids) > MAX_ALLOWED_TOKEN_IDS:
+        raise _error("too_long", f"has {len(ids)} token ids; give at most {MAX_ALLOWED_TOKEN_IDS}")
+    if min(ids) < 0 or max(ids) >= MAX_ALLOWED_TOKEN_IDS:
+        raise _error("range", f"has a token id that is not from 0 to {MAX_ALLOWED_TOKEN_IDS - 1}")
+    return ids
+
+
+AllowedTokenIds = Annotated[
+    list[int] | None,
+    PlainValidator(_allowed_token_ids),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "array",
+                    "items": {"type": "integer", "minimum": 0},
+                    "minItems": 1,
+                    "maxItems": MAX_ALLOWED_TOKEN_IDS,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+def _bad_words(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value[: MAX_BAD_WORDS + 1]):
+        raise _error("string_type", "must be a list of strings")
+    if len(value) > MAX_BAD_WORDS:
+        raise _error("too_long", f"has {len(value)} words; give at most {MAX_BAD_WORDS}")
+    for index, word in enumerate(value):
+        if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+            raise _error(
+                "too_long", f"word {index} has {len(word)} characters; give 1 to {MAX_BAD_WORD_CHARS}"
+            )
+    return tuple(value)
+
+
+BadWords = Annotated[
+    tuple[str, ...],
+    PlainValidator(_bad_words),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "array",
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_CHARS},
+                    "maxItems": MAX_BAD_WORDS,
+                },
+                {"type": "null"},
+            ]
         }
     ),
 ]

@@ -44,6 +44,9 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
+        if scope["raw_path"].endswith(b"/") and scope["path"] != "/":
+            # A path with a slash at its end is the path without; not with an encoded one.
+            scope["path"] = scope["path"].removesuffix("/")
         is_open = scope["path"] in self._open_paths
         box = self._box
         box.requests += not is_open

@@ -42,21 +42,27 @@ class Generation:
         self.job = job
         stream = job.model.tokenizer.stream
         wants_logprobs = job.logprobs is not None
+        each = job.samples
         self.is_kept = call.identity.log_policy != "metadata"
         """What is asked and answered is to be kept."""
         self.samples = [
             Sample(
                 prompt,
                 number,
-                prompt.index * job.n + number,
-                # A chat's answer begins a text; a completion goes on with its prompt's.
-                stream(job.stops, context=() if job.chat else prompt.token_ids[-16:]),
+                prompt.index * each + number,
+                stream(
+                    job.stops,
+                    job.include_stop,
+                    job.skip_special_tokens,
+                    context=prompt.token_ids[-16:] if job.continues_text else (),
+                ),
                 wants_logprobs,
                 job.discard_output,
                 self.is_kept,
+                job.include_stop,
             )
             for prompt in job.prompts
-            for number in range(job.n)
+            for number in range(each)
         ]
         self.begun = asyncio.Event()
         """The first output is here, or the end."""
@@ -247,11 +253,12 @@ class Generation:
                 asked_class=job.asked_class,
                 deadline_ms=call.deadline_ms,
                 retry_of=call.retry_of,
+                user=call.user,
             )
         )
 
     def _submissions(self, link: Link, admitted: Admitted) -> list[tuple[Submit, Callable[[Output], None]]]:
-        n = self.job.n
+        n = self.job.samples
         if not self._attempt:
             groups = [
                 (prompt, self.samples[prompt.index * n : prompt.index * n + n]) for prompt in self.job.prompts
@@ -346,6 +353,21 @@ class Generation:
             )
         )
 
+    @property
+    def answers(self) -> list[Sample]:
+        """The samples that are answered, in the order of the answer: of each prompt all, or its best."""
+        job = self.job
+        if job.samples == job.n:
+            return self.samples
+        best: list[Sample] = []
+        for first in range(0, len(self.samples), job.samples):
+            # Sorting keeps the order of equals.
+            of_prompt = sorted(
+                self.samples[first : first + job.samples], key=lambda sample: -sample.cumulative_logprob
+            )
+            best += of_prompt[: job.n]
+        return best
+
     def said(self) -> Said:
         """What was asked, and answered so far; complete where the tenant's log policy keeps it."""
         tokenizer = self.job.model.tokenizer
@@ -354,7 +376,7 @@ class Generation:
             self.call.identity,
             self.call.arrived_at,
             self.job.asked,
-            ["".join(sample.said or ()) for sample in self.samples],
+            ["".join(sample.said or ()) for sample in self.answers],
             lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False),
         )
 

@@ -38,6 +38,13 @@ def health_routes(box: Box) -> APIRouter:
         """Whether this front answers at all."""
         return _answer(200, "live", None)
 
+    @router.get("/health", response_model=HealthDocument, responses={503: {"model": HealthDocument}})
+    async def health() -> Response:
+        """Whether a request would be answered now, as /health/ready; without the reason, which names models:
+        the path that other servers have."""
+        is_ready = box.ready and not box.catalog.problem
+        return _answer(200, "ready", None) if is_ready else _answer(503, "not_ready", None)
+
     @router.get("/health/ready", response_model=HealthDocument, responses=_OTHERWISE)
     async def ready(request: Request, model: str | None = None) -> Response:
         """Whether a request would be answered now: by the model named, which needs a key, or by each model

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from appliance.front.box import Box
 from appliance.front.call import Call
+from appliance.front.comments import send_comments
 from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_LEFT
 from appliance.front.job import Job
@@ -47,7 +48,8 @@ async def answer(box: Box, request: Request, call: Call, body: bytes, prepare: P
     if key is None:
         return GenerationResponse(box, call, await prepare())
     scope = _digest(call.identity.tenant, call.identity.key_id or call.peer, call.endpoint, key)
-    fingerprint = hashlib.sha256(body).digest()
+    # Azure's routes have the model in their path.
+    fingerprint = _digest(call.model, body)
     while (known := box.retries.find(scope)) is not None and known.fingerprint != fingerprint:
         await known.claimed.wait()
         if known.verdict == "run":
@@ -75,7 +77,7 @@ async def _run(box: Box, call: Call, record: Record, prepare: PrepareJob) -> Non
         finally:
             record.request_class = call.request_class
         as_client = dataclasses.replace(call, connection=recording, retry_of=record.retry_of)
-        response = GenerationResponse(box, as_client, job)
+        response = GenerationResponse(box, as_client, job, comments=False)
         recording.counts = response.generation
         await response(scope, _nothing, recording.send)
         record.status = response.status
@@ -138,6 +140,8 @@ class RecordedResponse(Response):
             try:
                 await send({**head, "headers": headers})
                 follower.open()
+                if interval_s := self._box.limits.stream_comment_interval_s:
+                    await send_comments(follower.connection, follower.started, interval_s)
                 await follower.done.wait()
             finally:
                 self._box.streams -= 1
@@ -169,6 +173,7 @@ class RecordedResponse(Response):
                 arrived_at=call.arrived_at,
                 ttft_ms=None if follower.first_bytes_at is None else call.elapsed_ms(follower.first_bytes_at),
                 e2e_ms=call.elapsed_ms(),
+                user=call.user,
             )
         )
 

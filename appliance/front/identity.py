@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from appliance.front.errors import unauthorized
 from appliance.http import Peer, bearer
@@ -12,6 +12,8 @@ from appliance.messages import Identities, Identity
 
 KEY_PREFIX = b"ak-"
 """How every key of this product begins."""
+
+_KEY_HEADERS = (b"api-key", b"x-api-key")
 
 
 class Directory:
@@ -34,14 +36,14 @@ class Directory:
                 self._keys[sha256] = identity
         self._uids, self._gids, self._any_uid = news.uids, news.gids, news.any_uid
 
-    def identify(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer) -> Identity:
+    def identify(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> Identity:
         """The identity of a request. Raises a 401.
 
         A valid key wins everywhere. On a Unix socket the peer's uid is enough, and a key that is not one of
         ours says nothing: OpenAI's clients must send one, so people put in a placeholder. One that looks like
         ours and is not valid (revoked, mistyped) is refused there too: nobody is billed by mistake.
         """
-        scheme, key = bearer(headers)
+        scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":
             raise unauthorized("use the header 'Authorization: Bearer KEY'", "unsupported_authorization")
         if key:
@@ -72,3 +74,16 @@ class Directory:
         if known is not None or not self._gids:
             return known or self._any_uid
         return next((self._gids[gid] for gid in peer.gids if gid in self._gids), self._any_uid)
+
+
+def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
+    """As `bearer`; without an Authorization header the key of `api-key` or `x-api-key`, which clients of
+    Azure and of Anthropic send."""
+    scheme, key = bearer(headers)
+    if scheme:
+        return scheme, key
+    for wanted in _KEY_HEADERS:
+        for name, value in headers:
+            if name == wanted and value.strip():
+                return b"bearer", value.strip()
+    return b"", b""

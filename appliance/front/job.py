@@ -35,22 +35,39 @@ class Job:
     chat: bool
     prompts: list[Prompt]
     n: int
-    """Samples of each prompt."""
+    """Answers for each prompt."""
     sampling: SamplingParams
     """For every prompt but for `max_tokens`."""
+    best_of: int = 0
+    """Samples of each prompt, of which the best `n` are answered; 0: `n`."""
     stops: StopSet | None = None
+    include_stop: bool = False
+    """The stop string or stop token that ended an answer is part of it."""
+    skip_special_tokens: bool = True
+    continues_text: bool = False
+    """The answer goes on with the prompt's text: it does not begin a text of its own."""
     logprobs: int | None = None
     """How many alternatives the answer shows for each token; None: no log probabilities."""
+    prompt_logprobs: int | None = None
+    """The same of the prompts' tokens, where the answer has a field for them."""
+    return_token_ids: bool = False
     echo: bool = False
     discard_output: bool = False
     """Only the prompt is wanted (`max_tokens` 0): the engine makes one token, the answer has none."""
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """In every chunk of a stream."""
     asked_class: str = ""
     may_lower: bool = False
     """As `Admit.may_lower`."""
     asked: list[Text] = field(default_factory=list)
     """The prompts as they came, where they are to be kept."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of each prompt."""
+        return self.best_of or self.n
 
     @property
     def prompt_tokens(self) -> int:

@@ -114,6 +114,41 @@ def tokens_at_once(job: Job) -> int:
     return max(1, _LOGPROBS_AT_ONCE // (1 + (job.logprobs or 0)))
 
 
+def prompt_logprobs_steps(
+    tokenizer: Tokenizer, prompt: Prompt, alternatives: int
+) -> Generator[None, None, bytes]:
+    """The field `prompt_logprobs` as vLLM has it: for each token of the prompt but the first an object from
+    token ids to log probability, rank and text. As work in steps."""
+    known = prompt.logprobs or []
+    count = max(1, _LOGPROBS_AT_ONCE // (1 + alternatives))
+    slices = []
+    for begin in range(0, len(known), count):
+        slices.append(
+            _encode(
+                [
+                    None if each is None else _with_ranks(tokenizer, each, alternatives)
+                    for each in known[begin : begin + count]
+                ]
+            )
+        )
+        yield
+    return _joined(slices)
+
+
+def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) -> dict[str, Any]:
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(known.top, 1)}
+    shown = dict([*known.top[:alternatives], (known.token_id, known.logprob)])
+    return {
+        str(token_id): {
+            "logprob": _finite(value),
+            # Not known of a token that is not among the best.
+            "rank": ranks.get(token_id),
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, value in shown.items()
+    }
+
+
 def logprobs_event(job: Job, entries: Sequence[LogprobEntry] | None, echoed: PromptLogprobs | None) -> bytes:
     """`choices[].logprobs` as JSON for a piece of a stream: the next tokens of the prompt, or `entries`."""
     if job.logprobs is None or entries is None:

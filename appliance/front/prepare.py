@@ -15,17 +15,34 @@ from appliance.front.errors import ApiError, invalid
 from appliance.front.job import Job, Prompt
 from appliance.front.keeping import Message, Text
 from appliance.front.models import LoadedModel
-from appliance.front.schemas import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from appliance.front.sampling import check_token_ids, sampling_params
+from appliance.front.schemas import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from appliance.messages import Identity
 from appliance.text.cuts import PIECE_CHARACTERS
 from appliance.text.encoder import LoneSurrogateError, TooManyTokensError
 from appliance.text.fair_queue import TooMuchWorkError
 from appliance.text.stop import StopSet, StopStringsError
 from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
-from engine.messages import SamplingParams
 
 MOST_SEQUENCES = 1024
 """Prompts times samples in one request."""
+MAX_PROMPT_LOGPROBS = 131_072
+"""Log probabilities of prompts in one answer with `prompt_logprobs`: to decode so many takes the event loop
+40 ms."""
+MAX_RETURNED_PROMPT_TOKENS = 1 << 20
+"""Token ids of prompts in one answer with `return_token_ids`."""
+MAX_SENT_NUMBERS = 262_144
+"""Prompts times what `allowed_token_ids` and `bad_words` take: each prompt is sent to the replica with a
+copy."""
+
+_MARK_DIGITS = 20
+"""Digits are what no filter of a template changes."""
 
 MAX_SENT_BIASES = 65_536
 """Prompts times entries of `logit_bias`: each prompt is sent to the replica with a copy of its biases."""
@@ -42,6 +59,9 @@ _HIDE_INLINE_CHARACTERS = 4096
 _NO_LIMIT = 1 << 20
 """Tokens to generate where the model's length is not known yet: the engine ends an answer at its own."""
 
+MAX_USER_CHARS = 256
+"""Of `user`, what the request log keeps."""
+
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
@@ -49,6 +69,7 @@ def named_model(box: Box, call: Call, body: GenerationRequest) -> LoadedModel:
     """The model that the request names. Raises `ApiError` if there is none, or it is not for this caller."""
     call.model = body.model[:200]
     call.stream = bool(body.stream)
+    call.user = (body.user or "")[:MAX_USER_CHARS]
     return box.catalog.get(body.model, call.identity)
 
 
@@ -56,15 +77,29 @@ async def chat_job(box: Box, model: LoadedModel, call: Call, body: ChatRequest) 
     """Raises `ApiError`."""
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise invalid("continue_final_message", "cannot be true together with add_generation_prompt")
     context = _context(call.identity, model)
     token_ids = await chat_tokens(
-        box, model, call, body.messages, variables=body.chat_template_kwargs, context=context
+        box,
+        model,
+        call,
+        body.messages,
+        body.add_generation_prompt is not False and not continues,
+        variables=body.chat_template_kwargs,
+        continue_final_message=continues,
+        context=_encoded_context(body, context),
     )
-    limit = body.max_completion_tokens or body.max_tokens
-    field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limit, default = _limits(call.identity, asked, None)
     _count(call, len(token_ids))
-    prompt = Prompt(0, token_ids, _room(call.identity, context, token_ids, limit, "messages", field))
-    return _job(
+    token_ids = _truncated(body, context, token_ids, limit)
+    call.prompt_tokens = len(token_ids)
+    prompt = Prompt(0, token_ids, _room(context, token_ids, limit, default, "messages", field))
+    return await _job(
+        box,
         call,
         body,
         model,
@@ -73,17 +108,28 @@ async def chat_job(box: Box, model: LoadedModel, call: Call, body: ChatRequest) 
         may_lower=limit is None,
         asked=[_conversation(body.messages)],
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        continues_text=continues,
     )
 
 
 async def completion_job(box: Box, model: LoadedModel, call: Call, body: CompletionRequest) -> Job:
     """Raises `ApiError`."""
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise invalid("best_of", "is not supported by this server unless equal to n", "unsupported_parameter")
+    n = body.n or 1
+    best_of = body.best_of or n
+    if best_of < n:
+        raise invalid("best_of", f"is {best_of}, less than n, {n}: give at least n, or leave it out")
+    if best_of > n and body.stream:
+        raise invalid(
+            "best_of",
+            f"{best_of} answers, of which {n} are returned, cannot be streamed: leave out stream, or best_of",
+        )
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "must be at least 1 without echo")
-    if len(body.prompt) * (body.n or 1) > MOST_SEQUENCES:
-        raise invalid("n", f"{len(body.prompt)} prompts times n make more than {MOST_SEQUENCES} answers")
+    if len(body.prompt) * best_of > MOST_SEQUENCES:
+        field, times = ("best_of", "best_of") if body.best_of else ("n", "n")
+        raise invalid(
+            field, f"{len(body.prompt)} prompts times {times} make more than {MOST_SEQUENCES} answers"
+        )
     if len(body.prompt) * len(body.logit_bias) > MAX_SENT_BIASES:
         raise invalid(
             "logit_bias",
@@ -93,30 +139,40 @@ async def completion_job(box: Box, model: LoadedModel, call: Call, body: Complet
     context = _context(call.identity, model)
     texts = [text for text in body.prompt if isinstance(text, str)]
     if texts:
-        tokens = await _encode_texts(box, model, call, texts, context)
+        tokens = await _encode_texts(box, model, call, texts, _encoded_context(body, context))
     else:
         tokens = [check_token_ids(model, ids, "prompt") for ids in body.prompt if isinstance(ids, list)]
     _count(call, sum(map(len, tokens)))
+    limit, default = _limits(call.identity, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
+    whole = tokens
+    keeps_bos = bool(texts) and model.tokenizer.adds_bos
+    tokens = [_truncated(body, context, ids, limit, keeps_bos) for ids in whole]
+    call.prompt_tokens = sum(map(len, tokens))
     if body.echo:
-        _check_echo(tokens, body.logprobs, body.n or 1)
+        _check_echo(tokens, body.logprobs, n)
     prompts = []
     for index, token_ids in enumerate(tokens):
-        room = _room(
-            call.identity, context, token_ids, body.max_tokens, _prompt_param(index, tokens), "max_tokens"
-        )
+        room = _room(context, token_ids, limit, default, _prompt_param(index, tokens), "max_tokens")
         prompt = Prompt(index, token_ids, room)
         if body.echo:
-            prompt.echo_text = texts[index] if texts else await decode(box, model, call, token_ids)
+            if texts and len(token_ids) == len(whole[index]):
+                prompt.echo_text = texts[index]
+            else:
+                skips = body.skip_special_tokens is not False
+                prompt.echo_text = await decode(box, model, call, token_ids, skips)
         prompts.append(prompt)
-    return _job(
+    return await _job(
+        box,
         call,
         body,
         model,
         prompts,
         chat=False,
-        may_lower=body.max_tokens is None,
+        may_lower=limit is None,
         asked=list(body.prompt),
         logprobs=body.logprobs,
+        best_of=best_of,
+        continues_text=True,
         echo=bool(body.echo),
         discard_output=body.max_tokens == 0,
     )
@@ -152,10 +208,12 @@ async def chat_tokens(
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
     variables: dict[str, Any] | None = None,
+    continue_final_message: bool = False,
     context: Context | None = None,
 ) -> list[int]:
-    """The prompt of a conversation, in which only the template makes control tokens; without `context`, for a
-    client that only wants to see its tokens. Raises `ApiError`."""
+    """The prompt of a conversation, in which only the template makes control tokens. With
+    `continue_final_message` it ends with the last message's text. It may be longer than `MAX_TOKENS_SHOWN`
+    only where `context` allows it. Raises `ApiError`."""
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
             raise invalid("chat_template_kwargs", f"{name!r} cannot be set here")
@@ -167,6 +225,8 @@ async def chat_tokens(
         | ({"name": message.name} if message.name is not None else {})
         for message in messages
     ]
+    mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}" if continue_final_message else ""
+    shown[-1]["content"] += mark
     size = sum(len(message.content) + len(message.name or "") for message in messages)
     if variables:
         size += _checked_size(variables)
@@ -177,6 +237,8 @@ async def chat_tokens(
                 box, call, shield.hide([shown, variables]), size, inline=_HIDE_INLINE_CHARACTERS
             )
             text = await model.template.render(call.identity.tenant, shown, add_generation_prompt, variables)
+            if mark:
+                text = _before_mark(text, mark)
             max_tokens = MAX_TOKENS_SHOWN if context is None else context.max_prompt_tokens
             steps = model.tokenizer.encode_rendered_steps(text, shield, add_special_tokens, max_tokens)
             return (await do_work(box, call, steps, len(text)))[0]
@@ -193,17 +255,21 @@ async def chat_tokens(
 
 
 async def _encode_texts(
-    box: Box, model: LoadedModel, call: Call, texts: list[str], context: Context
+    box: Box, model: LoadedModel, call: Call, texts: list[str], context: Context | None
 ) -> list[list[int]]:
     size = sum(map(len, texts))
     try:
         with text_memory(box, call, size):
-            steps = model.tokenizer.encode_steps(texts, True, context.max_prompt_tokens)
+            max_tokens = MAX_TOKENS_SHOWN if context is None else context.max_prompt_tokens
+            steps = model.tokenizer.encode_steps(texts, True, max_tokens)
             return await do_work(box, call, steps, size)
     except LoneSurrogateError as error:
         raise invalid("prompt", str(error)) from None
     except TooManyTokensError as error:
-        raise _too_long(context, _prompt_param(error.index, texts), error.tokens) from None
+        param = _prompt_param(error.index, texts)
+        if context is None:
+            raise _too_many_to_show(param) from None
+        raise _too_long(context, param, error.tokens) from None
 
 
 def _checked_size(variables: dict[str, Any]) -> int:
@@ -235,14 +301,15 @@ def _prompt_param(index: int, prompts: Sequence[object]) -> str:
     return "prompt" if len(prompts) == 1 else f"prompt[{index}]"
 
 
-def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
-    """The ids, if the model knows them all, or if nobody knows yet what it knows. Raises a 400."""
-    most = model.served.vocab_size - 1
-    if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
-        shown = str(wrong) if abs(wrong) < 1 << 64 else "a huge number"
-        raise invalid(param, f"token id {shown} is not one of the model's, 0 to {most}")
-    return token_ids
+def _before_mark(text: str, mark: str) -> str:
+    """The rendered conversation up to the end of its last message. Raises `ApiError`."""
+    end = text.rfind(mark)
+    if end < 0:
+        raise invalid(
+            "continue_final_message",
+            "the model's chat template does not write the last message as it is, so it cannot be continued",
+        )
+    return text[:end].replace(mark, "")
 
 
 def _conversation(messages: Sequence[ChatMessage]) -> list[Message]:
@@ -291,14 +358,46 @@ def _too_many_to_show(param: str) -> ApiError:
     return invalid(param, f"has more than {MAX_TOKENS_SHOWN} tokens; send it in parts")
 
 
+def _encoded_context(body: GenerationRequest, context: Context) -> Context | None:
+    """What bounds the prompt as it was sent: None where only its end is wanted."""
+    return context if body.truncate_prompt_tokens is None else None
+
+
+def _limits(identity: Identity, asked: int | None, default: int | None) -> tuple[int | None, int | None]:
+    """The most tokens that the client asks for, and the most where it asks for none: each None where only the
+    model's length limits them."""
+    if asked == -1:
+        return None, None
+    return asked, identity.default_max_tokens or default
+
+
+def _truncated(
+    body: GenerationRequest,
+    context: Context,
+    token_ids: list[int],
+    limit: int | None,
+    keeps_first: bool = False,
+) -> list[int]:
+    """What `truncate_prompt_tokens` leaves of a prompt: its last tokens, after the first one if that is to
+    stay."""
+    most = body.truncate_prompt_tokens
+    if most == -1:
+        most = max(1, context.tokens - max(1, limit or 1)) if context.tokens else None
+    if most is None or len(token_ids) <= most:
+        return token_ids
+    if keeps_first:
+        return [token_ids[0], *token_ids[len(token_ids) - most + 1 :]]
+    return token_ids[len(token_ids) - most :]
+
+
 def _room(
-    identity: Identity, context: Context, token_ids: list[int], asked: int | None, param: str, field: str
+    context: Context, token_ids: list[int], asked: int | None, default: int | None, param: str, field: str
 ) -> int:
     """The most tokens to generate after a prompt."""
     if not token_ids:
         raise invalid(param, "is empty: there is nothing to continue")
     if not context.tokens:
-        return (identity.default_max_tokens or _NO_LIMIT) if asked is None else max(asked, 1)
+        return (default or _NO_LIMIT) if asked is None else max(asked, 1)
     left = context.tokens - len(token_ids)
     if left < 1:
         raise _too_long(context, param, len(token_ids))
@@ -310,10 +409,11 @@ def _room(
             param=field,
             code="context_length_exceeded",
         )
-    return min(left, identity.default_max_tokens or left) if asked is None else max(asked, 1)
+    return min(left, default or left) if asked is None else max(asked, 1)
 
 
-def _job(
+async def _job(
+    box: Box,
     call: Call,
     body: GenerationRequest,
     model: LoadedModel,
@@ -323,28 +423,64 @@ def _job(
     may_lower: bool,
     asked: list[Text],
     logprobs: int | None,
+    best_of: int | None = None,
+    continues_text: bool = False,
     echo: bool = False,
     discard_output: bool = False,
 ) -> Job:
+    n = body.n or 1
+    best_of = best_of or n
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    _check_prompt_logprobs(body, prompt_tokens * (1 if chat else n))
+    if body.return_token_ids and prompt_tokens * (1 if chat else n) > MAX_RETURNED_PROMPT_TOKENS:
+        raise invalid(
+            "return_token_ids",
+            f"the answer would have {prompt_tokens * n} token ids of prompts, more than "
+            f"{MAX_RETURNED_PROMPT_TOKENS}; send fewer prompts, or lower n",
+        )
     try:
         stops = StopSet(body.stop) if body.stop else None
     except StopStringsError as error:
         raise invalid("stop", str(error).removeprefix("stop: ")) from None
-    shortest = min(prompt.max_tokens for prompt in prompts)
+    of_prompts = [k for k in (logprobs if echo else None, body.prompt_logprobs) if k is not None]
+    sampling = await sampling_params(
+        box,
+        call,
+        body,
+        model,
+        max_tokens=min(prompt.max_tokens for prompt in prompts),
+        # Answers are compared by the log probabilities of their tokens.
+        logprobs=0 if logprobs is None and best_of > n else logprobs,
+        prompt_logprobs=max(of_prompts, default=None),
+    )
+    numbers = len(sampling.allowed_tokens) // 8 + sum(map(len, sampling.bad_words))
+    if len(prompts) * numbers > MAX_SENT_NUMBERS:
+        raise invalid(
+            "allowed_token_ids" if sampling.allowed_tokens else "bad_words",
+            f"is too long for {len(prompts)} prompts; send fewer prompts in a request",
+        )
     asked_class = call.asked_class or body.service_tier or ""
     call.request_class = service_class(asked_class, call.identity)
+    options = body.stream_options
     return Job(
         model=model,
         chat=chat,
         prompts=prompts,
-        n=body.n or 1,
-        sampling=_sampling(body, model, logprobs, echo, shortest),
+        n=n,
+        best_of=best_of,
+        sampling=sampling,
         stops=stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        continues_text=continues_text,
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        return_token_ids=bool(body.return_token_ids),
         echo=echo,
         discard_output=discard_output,
         stream=call.stream,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         asked_class=asked_class,
         # A client that wants at least so many tokens must not be told of fewer.
         may_lower=may_lower and not body.min_tokens,
@@ -352,38 +488,16 @@ def _job(
     )
 
 
-def _sampling(
-    body: GenerationRequest, model: LoadedModel, logprobs: int | None, echo: bool, shortest: int
-) -> SamplingParams:
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
-    if top_p == 0.0:
-        # Nothing but the likeliest token is left.
-        temperature, top_p = 0.0, 1.0
-    min_tokens = body.min_tokens or 0
-    if min_tokens > shortest:
-        raise invalid("min_tokens", f"is {min_tokens}, more than the {shortest} tokens that may be generated")
-    check_token_ids(model, list(body.logit_bias), "logit_bias")
-    stop_ids = check_token_ids(model, body.stop_token_ids or [], "stop_token_ids")
-    if not body.ignore_eos:
-        vocab_size = model.served.vocab_size or model.tokenizer.vocabulary_size
-        known = [token_id for token_id in model.tokenizer.eos_ids if token_id < vocab_size]
-        stop_ids = list(dict.fromkeys([*known, *stop_ids]))
-    return SamplingParams(
-        max_tokens=shortest,
-        temperature=temperature,
-        top_k=max(0, body.top_k or 0),
-        top_p=top_p,
-        min_p=body.min_p or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias=body.logit_bias or None,
-        # Drawn here, so that a resubmission after a lost replica goes on with the same text.
-        seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
-        min_tokens=min_tokens,
-        stop_token_ids=tuple(stop_ids),
-        ignore_eos=not stop_ids,
-        logprobs=logprobs,
-        prompt_logprobs=logprobs if echo else None,
-    )
+def _check_prompt_logprobs(body: GenerationRequest, prompt_tokens: int) -> None:
+    """Raise a 400 where the log probabilities of so many prompt tokens are too many, or would be streamed."""
+    if body.prompt_logprobs is None:
+        return
+    if body.stream:
+        raise invalid("prompt_logprobs", "cannot be streamed: leave out stream, or prompt_logprobs")
+    shown = prompt_tokens * (body.prompt_logprobs + 1)
+    if shown > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            "prompt_logprobs",
+            f"the answer would have {shown} log probabilities of prompts, more than {MAX_PROMPT_LOGPROBS}; "
+            "send shorter prompts, or ask for fewer alternatives or answers",
+        )

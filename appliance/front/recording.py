@@ -189,6 +189,8 @@ class Follower:
         self.connection = connection
         self.position = 0
         self.begun = asyncio.Event()
+        self.started = asyncio.Event()
+        """Something of the answer's body was read, or there is none."""
         self.done = asyncio.Event()
         self.left = False
         self.first_bytes_at: float | None = None
@@ -222,6 +224,7 @@ class Follower:
         data, self.position = self.recording.read(self.position)
         if data and self.first_bytes_at is None:
             self.first_bytes_at = time.monotonic()
+            self.started.set()
         return data
 
     def finish(self) -> None:
@@ -245,10 +248,12 @@ class Follower:
     def _complete(self) -> None:
         if self.recording.broken:
             self.connection.abort()
+        self.started.set()
         self.done.set()
 
     def _lost(self) -> None:
         self.left = True
         self.begun.set()
+        self.started.set()
         self.done.set()
         self.recording.leave(self)

@@ -8,6 +8,7 @@ from starlette.types import Receive, Scope, Send
 from appliance.front.answers import answer_steps
 from appliance.front.box import Box
 from appliance.front.call import Call
+from appliance.front.comments import HEAD_DELAY_S, happens_within, send_comments
 from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_LEFT, Generation
 from appliance.front.job import Job
@@ -24,8 +25,10 @@ _STREAM_HEADERS = [
 class GenerationResponse(Response):
     """The response to a generation request; the request is settled when it is out, whatever happens."""
 
-    def __init__(self, box: Box, call: Call, job: Job) -> None:
+    def __init__(self, box: Box, call: Call, job: Job, comments: bool = True) -> None:
+        """`comments`: the client gets them while a stream waits; a recording does not."""
         super().__init__()
+        self._comments = comments
         self.generation = Generation(box, call, job)
         self.status = 500
         """What the request ended with; also of a stream, whose head said 200."""
@@ -77,8 +80,12 @@ class GenerationResponse(Response):
     ) -> ApiError | None:
         stream = EventStream(generation)
         generation.start()
-        # Nothing is sent before the first token: until then a failure has its own status.
-        await generation.begun.wait()
+        # Until the head is out, a failure has its own status.
+        interval_s = self._box.limits.stream_comment_interval_s
+        if interval_s:
+            await happens_within(generation.begun, HEAD_DELAY_S)
+        else:
+            await generation.begun.wait()
         if generation.left:
             return None
         if generation.failure is not None:
@@ -89,6 +96,8 @@ class GenerationResponse(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + headers})
             stream.open()
+            if self._comments and interval_s:
+                await send_comments(self._call.connection, generation.begun, interval_s)
             await stream.done.wait()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:

@@ -21,13 +21,20 @@ from appliance.front.models import allows
 from appliance.front.prepare import (
     chat_job,
     chat_tokens,
-    check_token_ids,
     completion_job,
     decode,
     named_model,
     text_tokens,
 )
-from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from appliance.front.sampling import check_token_ids
+from appliance.front.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DeploymentChatRequest,
+    DeploymentCompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from appliance.front.tokens import tokenized
 from appliance.messages import ServedModel
 from appliance.scopes import routes_for
@@ -136,6 +143,27 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         model = named_model(box, call, body)
         return await answer(box, request, call, data, lambda: completion_job(box, model, call, body))
 
+    # Azure's routes. The longer path first: a model's name may have slashes.
+    @router.post("/openai/deployments/{model:path}/chat/completions", include_in_schema=False)
+    async def deployment_chat_completions(request: Request, model: str) -> Response:
+        """Answer a conversation by the model that the path names."""
+        call = call_of(request)
+        data = await receive_body(request, box.limits.max_body_bytes)
+        body = parse_body(data, DeploymentChatRequest, box.limits.max_body_bytes, call)
+        body.model = model
+        found = named_model(box, call, body)
+        return await answer(box, request, call, data, lambda: chat_job(box, found, call, body))
+
+    @router.post("/openai/deployments/{model:path}/completions", include_in_schema=False)
+    async def deployment_completions(request: Request, model: str) -> Response:
+        """Continue prompts by the model that the path names."""
+        call = call_of(request)
+        data = await receive_body(request, box.limits.max_body_bytes)
+        body = parse_body(data, DeploymentCompletionRequest, box.limits.max_body_bytes, call)
+        body.model = model
+        found = named_model(box, call, body)
+        return await answer(box, request, call, data, lambda: completion_job(box, found, call, body))
+
     @router.post(
         "/tokenize",
         response_model=documents.TokenizeDocument,
@@ -151,13 +179,15 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None:
+            continues = bool(body.continue_final_message)
             tokens = await chat_tokens(
                 box,
                 model,
                 call,
                 body.messages,
-                body.add_generation_prompt is not False,
+                body.add_generation_prompt is not False and not continues,
                 bool(body.add_special_tokens),
+                continue_final_message=continues,
             )
         else:
             tokens = await text_tokens(

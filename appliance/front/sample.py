@@ -23,10 +23,12 @@ class Sample:
 
     __slots__ = (
         "_discard",
+        "_includes_stop",
         "_offset",
         "_text",
         "begun",
         "counted",
+        "cumulative_logprob",
         "delivered",
         "entries",
         "finish",
@@ -48,6 +50,7 @@ class Sample:
         wants_logprobs: bool,
         discard: bool,
         is_kept: bool = False,
+        includes_stop: bool = False,
     ) -> None:
         self.prompt = prompt
         self.number = number
@@ -62,6 +65,8 @@ class Sample:
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
         """Tokens that the answer needed: up to the one that completed a stop string, end tokens included."""
+        self.cumulative_logprob = 0.0
+        """Of the delivered tokens, where the engine gave their log probabilities."""
         self.counted = 0
         """Of these, what a stream has handed over."""
         self.finish = ""
@@ -72,6 +77,7 @@ class Sample:
         self._text = text
         self._offset = len(prompt.echo_text)
         self._discard = discard
+        self._includes_stop = includes_stop
 
     def take(self, output: Output) -> None:
         """Take an output that ends with neither "error" nor "cancelled". Then `finish` may be set though
@@ -82,8 +88,9 @@ class Sample:
         if self._discard:
             self.finish = "length"
             return
-        # A stop token is generated, counted and billed, but no part of the text.
-        visible = token_ids[:-1] if finish == "stop" else token_ids
+        # A stop token is generated, counted and billed, but no part of the text unless that was asked for.
+        visible = token_ids[:-1] if finish == "stop" and not self._includes_stop else token_ids
+        delivered = self.delivered
         if self.entries is None:
             delta = self._text.push(visible)
             self._say(delta.text)
@@ -95,11 +102,14 @@ class Sample:
             self.finish = "stop"
         elif finish:
             self._end(finish)
+        if output.logprobs:
+            needed = output.logprobs[: self.delivered - delivered]
+            self.cumulative_logprob += sum(entry.logprob for entry in needed)
 
     def _end(self, finish: str) -> None:
         tail = self._text.finish()
         self._say(tail.text)
-        if tail.stopped is None and finish == "stop":
+        if tail.stopped is None and finish == "stop" and not self._includes_stop:
             self.delivered += 1
         self.finish = "stop" if tail.stopped is not None else finish
 

@@ -1,42 +1,78 @@
-"""What clients send, as pydantic models. Fields that are not named here are tolerated and mean nothing
-(OpenAI's clients send `metadata`, `store` and the like); what would change the answer is refused by name."""
+"""Declares what clients send, as pydantic models: validation, the OpenAPI document and the tables of
+docs/api.md come from these declarations.
+
+Fields that are not named here are tolerated and have no effect: OpenAI's clients send `metadata`, `store` and
+the like. Fields that would change the answer and are not implemented are refused by name
+(`appliance.front.refused_fields`).
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.front.fields import (
     FAIL_FAST,
     INTEGRAL,
+    AllowedTokenIds,
+    BadWords,
     Content,
     LogitBias,
+    PositiveOrMinusOne,
     Prompts,
     ResponseFormat,
     Stops,
     TokenIds,
     ToolChoice,
-    Unsupported,
+)
+from appliance.front.refused_fields import (
+    REFUSED,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_MESSAGES,
+    refusing,
 )
 
 MOST_MESSAGES = 4096
 MOST_SAMPLES = 128
 MOST_ALTERNATIVES = 20
 MOST_STOP_TOKENS = 64
+DEFAULT_COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion that names none, as in OpenAI's API."""
 
 
 class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
 
 
+if TYPE_CHECKING:
+
+    class _RefusesFields(_Request): ...
+
+    class _RefusesInChats(_Request): ...
+
+    class _RefusesInCompletions(_Request): ...
+
+    class _RefusesInMessages(_Request): ...
+
+else:
+    _RefusesFields = refusing("RefusesFields", _Request, REFUSED)
+    _RefusesInChats = refusing("RefusesInChats", _Request, REFUSED_IN_CHATS)
+    _RefusesInCompletions = refusing("RefusesInCompletions", _Request, REFUSED_IN_COMPLETIONS)
+    _RefusesInMessages = refusing("RefusesInMessages", _Request, REFUSED_IN_MESSAGES)
+
+
 class StreamOptions(_Request):
-    """`include_usage`: a last chunk with token counts."""
+    """What a stream tells besides the answer."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None = Field(None, description="A last chunk with token counts.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With `include_usage`: every chunk has the token counts so far."
+    )
 
 
-class GenerationRequest(_Request):
+class GenerationRequest(_RefusesFields):
     """What chats and completions share."""
 
     model: str = Field(min_length=1, description="Name of a served model: see /v1/models.")
@@ -49,86 +85,135 @@ class GenerationRequest(_Request):
     n: Annotated[int, Field(ge=1, le=MOST_SAMPLES), INTEGRAL] | None = Field(
         None, description="Answers for each prompt; default 1."
     )
-    stream: bool | None = None
+    stream: bool | None = Field(None, description="The answer comes as server-sent events; default false.")
     stream_options: StreamOptions | None = Field(None, description="Only used with `stream`.")
     stop: Stops = Field((), description="Strings that end an answer; they are no part of it.")
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    include_stop_str_in_output: bool | None = Field(
+        None, description="The stop string, or stop token, that ended an answer is its end; default false."
+    )
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Default 0.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Default 0.")
     repetition_penalty: float | None = Field(None, gt=0, le=100, description="1 is off, the default.")
-    logit_bias: LogitBias = {}
+    logit_bias: LogitBias = Field({}, description="Added to the logits of these token ids.")
+    allowed_token_ids: AllowedTokenIds = Field(
+        None,
+        description="Only these tokens can be generated. Where the model's end token is not among them, the "
+        "answer ends at its length.",
+    )
+    bad_words: BadWords = Field(
+        (),
+        description="Texts that are not generated: a word's last token cannot follow its first ones. That is "
+        "for the tokens that the tokenizer makes of the word, with and without a space before it; other "
+        "tokens with the same text remain possible.",
+    )
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1), INTEGRAL] | None = Field(
         None, description="The same seed gives the same answers; default: a random one."
     )
-    user: str | None = Field(None, description="Tolerated.")
-    ignore_eos: bool | None = Field(None, description="Go on after the model's end tokens.")
+    user: str | None = Field(None, description="The client's name for its end user; for the request log.")
+    ignore_eos: bool | None = Field(None, description="Go on after the model's end tokens; default false.")
     min_tokens: Annotated[int, Field(ge=0), INTEGRAL] | None = Field(
-        None, description="No end token before this many tokens."
+        None, description="No end token before this many tokens; default 0."
     )
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0), INTEGRAL]], FAIL_FAST] | None = Field(
         None, max_length=MOST_STOP_TOKENS, description="Further tokens that end an answer."
     )
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    structured_outputs: Unsupported = None
+    skip_special_tokens: bool | None = Field(
+        None, description="The text leaves out special tokens, the default."
+    )
+    truncate_prompt_tokens: PositiveOrMinusOne | None = Field(
+        None,
+        description="Keeps only so many tokens of each prompt, the last ones; -1: as many as leave room for "
+        "`max_tokens`. A beginning-of-text token that the tokenizer puts before a text stays.",
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), INTEGRAL] | None = Field(
+        None,
+        description="The answer has the log probability of each prompt token, and of so many alternatives. "
+        "Not with `stream`.",
+    )
+    return_token_ids: bool | None = Field(
+        None, description="The answer has the token ids of prompt and text; default false."
+    )
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = Field(
+        None, description="Asks for a class of service, as the header `x-appliance-class` does."
+    )
 
 
-class ChatMessage(_Request):
+class ChatMessage(_RefusesInMessages):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"] = Field(
         description="`developer` is a system message."
     )
-    content: Content
-    name: str | None = None
-    tool_calls: Unsupported = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
+    content: Content = Field(None, validate_default=True)
+    name: str | None = Field(None, description="Of who speaks, for templates that use it.")
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, _RefusesInChats):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(min_length=1, max_length=MOST_MESSAGES)
-    max_tokens: Annotated[int, Field(ge=1), INTEGRAL] | None = Field(
-        None, description="Default: what the model's length leaves."
+    messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(
+        min_length=1, max_length=MOST_MESSAGES, description="The conversation."
     )
-    max_completion_tokens: Annotated[int, Field(ge=1), INTEGRAL] | None = Field(
-        None, description="Wins over `max_tokens`."
+    max_tokens: PositiveOrMinusOne | None = Field(
+        None, description="Most tokens of an answer. -1 is no limit; default: what the model's length leaves."
     )
-    logprobs: bool | None = None
+    max_completion_tokens: PositiveOrMinusOne | None = Field(None, description="Wins over `max_tokens`.")
+    logprobs: bool | None = Field(
+        None, description="Log probabilities of the answer's tokens; default false."
+    )
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), INTEGRAL] | None = Field(
-        None, description="Needs `logprobs`."
+        None, description="Alternatives for each token. Needs `logprobs`."
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="The prompt ends with the beginning of an assistant's message; default true, unless "
+        "`continue_final_message` is.",
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="The prompt ends inside the last message, which the answer continues; default false. Not "
+        "with `add_generation_prompt`.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, max_length=32, description="Further variables of the model's chat template."
     )
     response_format: ResponseFormat = None
     tool_choice: ToolChoice = None
-    tools: Unsupported = None
-    functions: Unsupported = None
     function_call: ToolChoice = None
-    audio: Unsupported = None
-    modalities: Annotated[list[Literal["text"]], FAIL_FAST] | None = None
-    web_search_options: Unsupported = None
+    modalities: Annotated[list[Literal["text"]], FAIL_FAST] | None = Field(None, description="Only text.")
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationRequest, _RefusesInCompletions):
     """Body of /v1/completions."""
 
     prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=0), INTEGRAL] | None = Field(
-        None, description="Default: what the model's length leaves. 0 only with `echo`."
+    max_tokens: Annotated[int, Field(ge=-1), INTEGRAL] | None = Field(
+        None,
+        description="Most tokens of an answer. -1 is no limit, 0 is possible with `echo` only; default: "
+        f"{DEFAULT_COMPLETION_TOKENS}, or the tenant's own default.",
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), INTEGRAL] | None = Field(
-        None, description="Alternatives for each token."
+        None, description="Log probabilities of the answer's tokens, and of so many alternatives."
     )
-    echo: bool | None = Field(None, description="The answer begins with the prompt.")
-    suffix: Unsupported = None
-    best_of: Annotated[int, INTEGRAL] | None = Field(None, description="Not supported, unless equal to `n`.")
+    echo: bool | None = Field(None, description="The answer begins with the prompt; default false.")
+    best_of: Annotated[int, Field(ge=1, le=MOST_SAMPLES), INTEGRAL] | None = Field(
+        None,
+        description="Generates so many answers for each prompt and returns the `n` with the highest "
+        "cumulative log probability; all of them count as output. Not with `stream`; default `n`.",
+    )
     response_format: ResponseFormat = None
+
+
+class DeploymentChatRequest(ChatRequest):
+    """Body of Azure's route for chats, whose path names the model."""
+
+    model: str = Field("", description="Not used: the path names the model.")
+
+
+class DeploymentCompletionRequest(CompletionRequest):
+    """Body of Azure's route for completions, whose path names the model."""
+
+    model: str = Field("", description="Not used: the path names the model.")
 
 
 class TokenizeRequest(_Request):
@@ -142,7 +227,10 @@ class TokenizeRequest(_Request):
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages."
     )
-    add_generation_prompt: bool | None = Field(None, description="Default true.")
+    add_generation_prompt: bool | None = Field(
+        None, description="Default true, unless `continue_final_message` is."
+    )
+    continue_final_message: bool | None = Field(None, description="Default false.")
     return_token_strs: bool | None = None
 
 

@@ -59,13 +59,10 @@ class EventStream:
         self._before_text = [
             self._head + b'{"index":%d' % sample.index + before_text for sample in generation.samples
         ]
-        tail = b"]"
-        if job.include_usage:
-            tail += b',"usage":null'
-        self._tail = tail + b"}\n\n"
-        self._after_text = (
-            (b"}" if job.chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._tail
-        )
+        self._close = b"}" if job.chat else b""
+        # Where chunks carry more than a text, each is put together anew.
+        self._is_plain = not (job.return_token_ids or job.continuous_usage)
+        self._after_text = self._close + b',"logprobs":null,"finish_reason":null}' + self._tail()
         generation.on_progress = self.progress
         generation.on_end = self.ended
 
@@ -171,33 +168,36 @@ class EventStream:
                 return _MAX_COST
             sample.begun = True
             cost += len(sample.prompt.echo_text) // _CHARACTERS_PER_COST
-        self.generation.delivered_tokens += sample.delivered - sample.counted
-        sample.counted = sample.delivered
+        counted, sample.counted = sample.counted, sample.delivered
+        self.generation.delivered_tokens += sample.counted - counted
         pieces = sample.pieces
-        if sample.entries is not None:
-            if pieces or sample.entries:
-                count = tokens_at_once(self._job)
-                entries = sample.entries[:count]
-                logprobs = logprobs_event(self._job, entries, None)
-                events.append(self._event(sample, "".join(pieces), logprobs))
+        if sample.entries is None and self._is_plain:
+            if pieces:
+                text = pieces[0] if len(pieces) == 1 else "".join(pieces)
                 pieces.clear()
-                del sample.entries[:count]
+                events.append(self._before_text[sample.index] + _encode(text) + self._after_text)
+        elif pieces or sample.entries or (self._job.return_token_ids and sample.counted > counted):
+            entries = sample.entries and sample.entries[: tokens_at_once(self._job)]
+            logprobs = logprobs_event(self._job, entries, None)
+            token_ids = self._token_ids(sample.token_ids[counted : sample.counted])
+            events.append(self._event(sample, "".join(pieces), logprobs, token_ids))
+            pieces.clear()
+            if sample.entries and entries:
+                del sample.entries[: len(entries)]
                 if sample.entries:
                     self._wait(sample)
                     return _MAX_COST
                 cost += len(entries) * (1 + (self._job.logprobs or 0))
-        elif pieces:
-            text = pieces[0] if len(pieces) == 1 else "".join(pieces)
-            pieces.clear()
-            events.append(self._before_text[sample.index] + _encode(text) + self._after_text)
         if sample.finish:
             self._unfinished -= 1
             events.append(
                 self._head
                 + b'{"index":%d' % sample.index
                 + (b',"delta":{}' if self._job.chat else b',"text":""')
-                + b',"logprobs":null,"finish_reason":"%b"}' % sample.finish.encode()
-                + self._tail
+                + b',"logprobs":null,"finish_reason":"%b"' % sample.finish.encode()
+                + self._token_ids([])
+                + b"}"
+                + self._tail()
             )
         return cost
 
@@ -207,34 +207,51 @@ class EventStream:
 
     def _begin(self, sample: Sample, events: list[bytes]) -> bool:
         """Add the events that a sample's text follows; whether these are all of them."""
+        is_first = sample.index not in self._echoed
+        prompt_ids = b""
+        if self._job.return_token_ids and is_first and not (self._job.chat and sample.index):
+            prompt_ids = b',"prompt_token_ids":' + _encode(sample.prompt.token_ids)
         if self._job.chat:
             events.append(
                 self._head
                 + b'{"index":%d,"delta":{"role":"assistant","content":"","refusal":null},' % sample.index
                 + b'"logprobs":null,"finish_reason":null}'
-                + self._tail
+                + self._tail(prompt_ids)
             )
-        elif self._job.echo:
-            text = "" if sample.index in self._echoed else sample.prompt.echo_text
-            if self._job.logprobs is None:
-                events.append(self._event(sample, text, b"null"))
-                return True
+        elif self._job.echoes_logprobs:
             echoed = self._echoed.get(sample.index)
             if echoed is None:
                 echoed = PromptLogprobs(self._job.model.tokenizer, sample.prompt)
                 self._echoed[sample.index] = echoed
-            events.append(self._event(sample, text, logprobs_event(self._job, [], echoed)))
+            logprobs = logprobs_event(self._job, [], echoed)
+            text = sample.prompt.echo_text if is_first else ""
+            events.append(self._event(sample, text, logprobs, prompt_ids))
             return echoed.is_complete
+        elif self._job.echo or prompt_ids:
+            events.append(self._event(sample, sample.prompt.echo_text, b"null", prompt_ids))
         return True
 
-    def _event(self, sample: Sample, text: str, logprobs: bytes) -> bytes:
-        close = b"}" if self._job.chat else b""
+    def _event(self, sample: Sample, text: str, logprobs: bytes, more: bytes = b"") -> bytes:
+        """A chunk with `text`; `more` are further fields of its choice."""
         return (
             self._before_text[sample.index]
             + _encode(text)
-            + close
+            + self._close
             + b',"logprobs":'
             + logprobs
-            + b',"finish_reason":null}'
-            + self._tail
+            + b',"finish_reason":null'
+            + more
+            + b"}"
+            + self._tail()
         )
+
+    def _token_ids(self, token_ids: list[int]) -> bytes:
+        """The field of a choice, where it is asked for."""
+        return b',"token_ids":' + _encode(token_ids) if self._job.return_token_ids else b""
+
+    def _tail(self, more: bytes = b"") -> bytes:
+        """The end of a chunk, after its choice; `more` are further fields of the chunk."""
+        if not self._job.include_usage:
+            return b"]" + more + b"}\n\n"
+        counts = _encode(usage(self.generation)) if self._job.continuous_usage else b"null"
+        return b"]" + more + b',"usage":' + counts + b"}\n\n"

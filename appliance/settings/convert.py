@@ -105,6 +105,8 @@ class _Complaint(msgspec.Struct):
         wrong = f"{field} = {_found(value, self.path)!r} cannot be used"
         if field.endswith("_mode"):
             return wrong, 'write a file mode in octal, such as "0660"'
+        if "cors_origins" in field:
+            return wrong, 'write an origin without a path, such as "https://chat.example.com", or "*" for all'
         words = _words_at(self.part, self.path) if "enum value" in self.said else []
         return wrong, f"it can be {', '.join(words)}" if words else _remedy(self.said)
 

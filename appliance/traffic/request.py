@@ -232,6 +232,7 @@ def row_of(request: Request, now: float) -> RequestRow:
         quota_tokens=0 if request.reservation is None else request.reservation.tokens,
         retry="anew" if first.retry_of else None,
         retry_of=first.retry_of or None,
+        user=first.user or None,
     )
 
 
@@ -256,6 +257,7 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
         error=retried.error or None,
         retry=retried.retry,
         retry_of=retried.retry_of,
+        user=retried.user or None,
     )
 
 
@@ -277,4 +279,5 @@ def rejected_row(rejected: Rejected, version: str | None, now: float) -> Request
         finish_reason="error",
         status=rejected.status,
         error=rejected.error,
+        user=rejected.user or None,
     )

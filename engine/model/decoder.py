@@ -6,7 +6,9 @@ vocabulary; hidden states are whole and equal on every rank (two sums over the r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -14,10 +16,10 @@ from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.fit import Fit
-from engine.model.layers import Layer, Piece, Place
+from engine.model.layers import LAYER_KINDS, LayerInput, Piece, Place
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
-from kernels import AttentionInput, KvPool, Ops, Residual
+from kernels import KvPool, Ops, Residual
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtypes of `engine.config.DTYPE_BYTES`."""
@@ -60,11 +62,20 @@ class Decoder:
         self.fit.check()
         with self.fit.explained():
             self.embedding = place.empty(self.shard.vocab, config.hidden_size)
-            self.layers = [Layer(config, self.shard, place, index) for index in range(config.layers)]
+            self.layers = [
+                LAYER_KINDS[kind](config, self.shard, place, index)
+                for index, kind in enumerate(config.layer_kinds)
+            ]
             self.final_norm = place.empty(config.hidden_size)
             tied = config.tie_word_embeddings
             self.head = self.embedding if tied else place.empty(self.shard.vocab, config.hidden_size)
         self.cos_sin = rotary_table(config, self.max_model_len).to(device)
+
+    def with_layers(self, indices: list[int]) -> Decoder:
+        """Return a decoder that has only some of the layers, and shares all parameters with this one."""
+        part = copy.copy(self)
+        part.layers = [self.layers[index] for index in indices]
+        return part
 
     # ── computing ────────────────────────────────────────────────────────────────────────────────
 
@@ -72,20 +83,18 @@ class Decoder:
         """Runs a pass, writing its keys and values into `kv` (one pool a layer): `[tokens, hidden]`, before
         the final norm, which `logits` applies to the rows that need it; only the rows of `inputs.ends` where
         that is given."""
-        ops, ranks, eps = self.ops, self.ranks, self.config.rms_norm_eps
+        ops, ranks, ends = self.ops, self.ranks, inputs.ends
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = Residual(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
         plan = ops.plan_attention(inputs.attention)
+        every = LayerInput(ranks, self.cos_sin, inputs.positions, inputs.slots, plan)
+        last = every
+        if ends is not None:
+            assert ends.queries is not None
+            last = replace(every, attention_plan=ops.plan_attention(ends), kept=ends.queries)
         next_gains = [*(layer.input_norm for layer in self.layers[1:]), None]
         for layer, pool, next_gain in zip(self.layers, kv, next_gains, strict=True):
-            attention, mlp = layer.attention, layer.mlp
-            qkv = attention.qkv.after_norm(residual, layer.input_norm, eps)
-            if next_gain is None and inputs.ends is not None:  # the last layer
-                plan, residual = ops.plan_attention(inputs.ends), _rows_of(residual, inputs.ends)
-            attended = attention(qkv, inputs, plan, pool, self.cos_sin)
-            residual = attention.o.add_to(residual, attended, layer.post_norm, ranks)
-            activated = mlp.activate(residual, layer.post_norm, eps)
-            residual = mlp.down.add_to(residual, activated, next_gain, ranks)
+            residual = layer(residual, last if next_gain is None else every, pool, next_gain)
         return residual.values
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -152,8 +161,3 @@ class Decoder:
         packed = self.ops.pack_weight(self.head)
         assert isinstance(packed, torch.Tensor)
         self.head = packed
-
-
-def _rows_of(stream: Residual, ends: AttentionInput) -> Residual:
-    assert ends.queries is not None
-    return Residual(stream.values.index_select(0, ends.queries))

@@ -1,7 +1,11 @@
-"""The two halves of a decoder layer on one rank, and how their weights are found in a checkpoint.
+"""The layers of a decoder on one rank, and how their weights are found in a checkpoint.
 
-Each half reads the residual stream through its norm and ends in a product that is added to it. Fused weights:
-q, k, v are one product, gate and up another.
+A layer is a class of LAYER_KINDS: it has its parameters, runs a pass (`__call__`) and lists the tensors of a
+checkpoint that fill it. Compiling, loading and tuning kernels run the layers themselves, so a new kind needs
+no entry anywhere else.
+
+Each half of a layer reads the residual through its norm and ends in a linear that is added to the residual.
+q, k and v are one fused weight; gate and up are another.
 """
 
 from __future__ import annotations
@@ -12,10 +16,27 @@ from typing import Any
 import torch
 
 from engine.config import ModelConfig, Shard
-from engine.forward import ForwardInput
 from engine.parallel import Ranks
 from kernels import Activation, Fp8Weight, KvPool, Ops, Residual, Rotation, Weight
 from kernels.reference import quantise_fp8
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What a layer of a pass reads besides the residual and its own parameters and cache."""
+
+    ranks: Ranks
+    cos_sin: torch.Tensor
+    """[positions, head_dim] float32: the rotary table."""
+    positions: torch.Tensor
+    """[tokens] int64"""
+    slots: torch.Tensor
+    """[tokens] int64: see `ForwardInput.slots`."""
+    attention_plan: Any
+    """What `Ops.plan_attention` made for the pass."""
+    kept: torch.Tensor | None = None
+    """[rows] int64: the only tokens whose result is needed, as in `attention_plan`. The layer computes keys
+    and values of all tokens, and everything else of these alone; None: all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +173,17 @@ class Attention:
         self.q_norm = place.empty(config.head_dim) if config.qk_norm else None
         self.k_norm = place.empty(config.head_dim) if config.qk_norm else None
 
-    def __call__(
-        self, qkv: torch.Tensor, inputs: ForwardInput, plan: Any, kv: KvPool, cos_sin: torch.Tensor
-    ) -> torch.Tensor:
-        """From `[tokens, (heads + 2 kv_heads) × head_dim]` to `[tokens, heads × head_dim]` of this rank's
-        heads, with fewer rows where the plan has `queries`: the input of `o`."""
+    def __call__(self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool) -> torch.Tensor:
+        """Return the attention of `qkv [tokens, (heads + 2 kv_heads) × head_dim]`, which is the input of `o`:
+        `[rows, heads × head_dim]` of this rank's heads, a row for each token or for each of `inputs.kept`."""
         attended = self.ops.attend(
             qkv,
             inputs.positions,
             inputs.slots,
-            Rotation(cos_sin, self.q_norm, self.k_norm, self.config.rms_norm_eps),
+            Rotation(inputs.cos_sin, self.q_norm, self.k_norm, self.config.rms_norm_eps),
             kv,
             self.shard.heads,
-            plan,
+            inputs.attention_plan,
             self.scale,
             self.window,
         )
@@ -221,15 +240,34 @@ class Mlp:
 
 
 class Layer:
-    """Norm, attention, norm, MLP. The residual stream is the decoder's."""
+    """The dense layer: norm, attention, norm, MLP."""
 
     def __init__(self, config: ModelConfig, shard: Shard, place: Place, index: int) -> None:
+        self.eps = config.rms_norm_eps
         self.input_norm = place.empty(config.hidden_size)
+        """The gain of the norm that reads the residual first. The layer in front may share this norm."""
         self.attention = Attention(config, shard, place, index)
         self.post_norm = place.empty(config.hidden_size)
         self.mlp = Mlp(config, shard, place)
 
+    def __call__(
+        self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
+    ) -> Residual:
+        """Run the layer: return the residual after it, and write the keys and values of the pass into `kv`.
+        May overwrite `residual`.
+
+        next_gain: the gain of the norm that reads the result; None after the last layer.
+        """
+        attention, mlp, ranks = self.attention, self.mlp, inputs.ranks
+        qkv = attention.qkv.after_norm(residual, self.input_norm, self.eps)
+        if inputs.kept is not None:
+            residual = Residual(residual.values.index_select(0, inputs.kept))
+        residual = attention.o.add_to(residual, attention(qkv, inputs, kv), self.post_norm, ranks)
+        activated = mlp.activate(residual, self.post_norm, self.eps)
+        return mlp.down.add_to(residual, activated, next_gain, ranks)
+
     def pieces(self, prefix: str) -> list[Piece]:
+        """Return the tensors of a checkpoint that fill the layer, whose names begin with `prefix`."""
         hidden = tuple(self.input_norm.shape)
         return [
             Piece(f"{prefix}.input_layernorm.weight", hidden, self.input_norm),
@@ -239,5 +277,10 @@ class Layer:
         ]
 
     def pack(self) -> None:
+        """Lay the weights out as the backend reads them fastest, once they are filled."""
         self.attention.pack()
         self.mlp.pack()
+
+
+LAYER_KINDS: dict[str, type[Layer]] = {"dense": Layer}
+"""The class of each kind of layer (`ModelConfig.layer_kinds`)."""

@@ -153,8 +153,8 @@ def _of_step(
 def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, window: int | None) -> bool:
     """As `kernels.cuda` decides it for a pass."""
     # Here, since a CPU can do without Triton.
+    from engine.model.decoder import TORCH_DTYPES
     from kernels import ChunkSpan
-    from kernels.dimensions import DTYPES
     from kernels.triton.attention_prefill import plan_expansion, plan_tiles, suits_hopper
 
     heads = (config.heads, config.kv_heads)
@@ -163,7 +163,7 @@ def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, wind
         tiles = plan_expansion(chunks, *heads, window, EXPANSION_BLOCKS).expanded
     else:
         tiles = plan_tiles(chunks, *heads, window)
-    return suits_hopper(tiles, *heads, config.head_dim, DTYPES[info.dtype], window)
+    return suits_hopper(tiles, *heads, config.head_dim, TORCH_DTYPES[info.dtype], window)
 
 
 def _seen(context: int, count: int, window: int | None) -> int:

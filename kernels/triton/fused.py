@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from kernels import PAGE_TOKENS, KvPool, Rotation
-from kernels.dimensions import LARGEST_ROW
+from kernels.limits import LARGEST_ROW
 
 FP8 = torch.float8_e4m3fn
 """Dtype of quantised values. Tests in Triton's interpreter, which does not support e4m3, pass another dtype:

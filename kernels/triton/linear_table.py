@@ -1,6 +1,6 @@
 """Tables of measured GEMMs: for each shape and number of rows, the fastest plan or the library.
 
-A table belongs to one GPU. `python -m kernels.tune` writes it to `kernels/tuned/<gpu>.json`. The owner of a
+A table belongs to one GPU. `python -m engine.tune` writes it to `kernels/tuned/<gpu>.json`. The owner of a
 device's kernels loads the table once and passes it to every GEMM. Shapes and numbers of rows without an entry
 follow the rules of `linear_plans`. This module needs neither Triton nor a device.
 """
@@ -28,7 +28,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn":
 _LIBRARY = "library"
 _FORMS = ("gemv", "stream", "dot", "tiles")
 _NUMBERS = ("rows", "block_n", "block_k", "warps", "stages", "split")
-_REMEDY = "write the table again with python -m kernels.tune"
+_REMEDY = "write the table again with python -m engine.tune"
 
 
 class TableError(ValueError):

@@ -1,1 +1,1 @@
-"""The offline tuner, `python -m kernels.tune`: which kernel each product of a decoder gets on a GPU."""
+"""The search for the kernel of each linear on a GPU: candidates, timing, and the choice."""

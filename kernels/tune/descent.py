@@ -1,11 +1,11 @@
-"""Coordinate descent over the products of a layer, by the time of the whole layer.
+"""Coordinate descent over the linears of a layer, by the time of the whole layer.
 
-A plan that is fast alone may be slow between others: with programmatic dependent launch each product fetches
-weights while the one in front drains, and what one takes of a multiprocessor the next one lacks. So each
-product's plans are tried in turn while the others keep theirs, and what makes the *layer* faster stays, until
-a round brings next to nothing; from several starts, since every descent ends in a valley of its own.
+A plan that is fast alone may be slow between others: with programmatic dependent launch, each linear fetches
+weights while the kernel in front drains, and what one takes of a multiprocessor the next one lacks. So the
+plans of each linear are tried in turn while the others keep theirs, and a plan that makes the *layer* faster
+stays, until a round gains next to nothing. A descent ends in a local minimum, so there are several starts.
 
-Nothing here knows a GPU: what is measured is handed in.
+This module does not know a GPU: the measurement is a parameter.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import Product
 
-Choice = Mapping[str, GemmPlan | None]
-"""A plan for each product; None: the library."""
+Choice = Mapping[Product, GemmPlan | None]
+"""A plan for each linear; None: the library."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Microseconds of a layer with each choice, measured in turns; infinite for one that does not run."""
+"""Returns the microseconds of a layer with each choice, measured in turns; infinite for one that does not
+run."""
 Replay = Callable[[Sequence[int]], list[float]]
-"""Microseconds of each replay, in this order of runners."""
+"""Returns the microseconds of each replay, for runners in this order."""
 
 ENOUGH = 0.003
-"""A round that brings less is the last, and what brings less is not worth another table."""
+"""A round that gains less is the last, and a gain below this is not worth another table."""
 NOISE = 0.001
-"""By which medians of the same, measured in turns, differ."""
+"""The relative difference between medians of the same choice, measured in turns."""
 
 _SCREENING, _MORE = 4, 12
-"""Turns of all runners, and further ones of those that are near the fastest."""
+"""Rounds of all runners, and further rounds of those that are near the fastest."""
 _NEAR = 0.015
 
 
 def race(replay: Replay, runners: int) -> list[float]:
-    """The median of each of some runners. They run in turns, every other time backwards; those that are
-    not near the fastest after a few turns leave."""
+    """Return each runner's median time. Runs are interleaved, in reverse order every other round; after a few
+    rounds, slow runners are dropped."""
     times: list[list[float]] = [[] for _ in range(runners)]
 
     def run(those: list[int], turns: int) -> None:
@@ -51,17 +53,17 @@ def race(replay: Replay, runners: int) -> list[float]:
     return [median(one) for one in times]
 
 
-def descend(start: Choice, options: Mapping[str, Sequence[GemmPlan | None]], compare: Compare) -> Choice:
-    """The valley below `start`. Products are tried in the order of `options`; a plan stays that is faster
-    than what was there when all are compared, and again when the two are. A product whose surroundings have
-    not changed since its plans were tried is not tried again."""
-    best, judged = dict(start), dict[str, Choice]()
+def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare) -> Choice:
+    """Return the local minimum that a descent from `start` reaches. Linears are tried in the order of
+    `options`; a plan stays if it is faster than the one before when all are compared, and again when the two
+    are. A linear whose surroundings have not changed since its plans were tried is not tried again."""
+    best, judged = dict(start), dict[Product, Choice]()
     while True:
         gained = 1.0
-        for name, plans in options.items():
-            if judged.get(name) == best:
+        for product, plans in options.items():
+            if judged.get(product) == best:
                 continue
-            others = [{**best, name: plan} for plan in plans if plan != best[name]]
+            others = [{**best, product: plan} for plan in plans if plan != best[product]]
             before, *after = compare([best, *others])
             if after and min(after) < before * (1 - NOISE):
                 fastest = others[after.index(min(after))]
@@ -69,21 +71,22 @@ def descend(start: Choice, options: Mapping[str, Sequence[GemmPlan | None]], com
                 if again < before * (1 - NOISE):
                     best = fastest
                     gained *= again / before if math.isfinite(before) else 0.0
-            judged[name] = best
+            judged[product] = best
         if gained > 1 - ENOUGH:
             return best
 
 
 def search(
-    starts: Sequence[Choice], options: Mapping[str, Sequence[GemmPlan | None]], compare: Compare
+    starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
-    """The fastest of the valleys below some starts, its microseconds and the first start's. The first start
-    is what there is: it stays where no valley is faster by more than ENOUGH."""
+    """Return the fastest of the local minima that descents from some starts reach, its microseconds, and
+    those of the first start. The first start is the present choice: it stays if no minimum is faster by more
+    than ENOUGH."""
     found: list[Choice] = [starts[0]]
     for start in starts:
-        valley = descend(start, options, compare)
-        if valley not in found:
-            found.append(valley)
+        minimum = descend(start, options, compare)
+        if minimum not in found:
+            found.append(minimum)
     if len(found) == 1:
         us = compare(found)[0]
         return found[0], us, us

@@ -1,4 +1,4 @@
-"""The few plans of a product that are worth the time of a whole layer."""
+"""The few plans of a linear that a descent over whole layers tries."""
 
 from __future__ import annotations
 
@@ -8,38 +8,39 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from kernels.triton import linear_plans
 from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product
 from kernels.tune.candidates import candidates
 from kernels.tune.descent import Choice
+from kernels.tune.search import rule_plans
 
 Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
-"""By product and rows, what a tuner tried, fastest first."""
+"""The plans that a search tried, fastest first, by the linear (as text) and the rows."""
 
 _PROGRAMS = 200
-"""The tiles that won on an H200 were 128 to 256 programs: each has a multiprocessor, or half of one."""
+"""The `tiles` plans that won on an H200 had 128 to 256 programs: each has a multiprocessor or half of one."""
 _LIBRARY_FROM = 32
-"""Rows from which the library may win."""
+"""The number of rows from which the library may win."""
 
 
 def read_tried(path: Path) -> Tried:
-    """Of what `python -m kernels.tune --json` wrote. Raises ValueError for a file that is not that."""
+    """Read the plans that were tried from a file written by `python -m engine.tune --json`. Raises ValueError
+    if the file has another format."""
     try:
         return {
             (one["shape"], one["rows"]): [_parse(text) for text in one["tried_layer_us"]]
             for one in json.loads(path.read_text())
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: no figures of python -m kernels.tune --json: {error!r}") from None
+        raise ValueError(f"{path}: not a file of python -m engine.tune --json: {error!r}") from None
 
 
-def starts(products: Mapping[str, Product], rows: int, shipped: Choice, hopper: bool) -> list[Choice]:
-    """Where descents begin: what ships, the rules, and tiles everywhere."""
-    rules = {name: linear_plans.choose(rows, one.n, one.k, one.dtype) for name, one in products.items()}
-    tiles = {name: next(iter(_tiles(one, rows, hopper)), shipped[name]) for name, one in products.items()}
+def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
+    """Return the starting points of a descent: the shipped table's plans, the rules' plans, and plans of the
+    form `tiles` for every linear."""
+    tiles = {one: next(iter(_tiles(one, rows, hopper)), plan) for one, plan in shipped.items()}
     found: list[Choice] = []
-    for one in (shipped, rules, tiles):
+    for one in (shipped, rule_plans(shipped, rows), tiles):
         if one not in found:
             found.append(one)
     return found
@@ -48,14 +49,14 @@ def starts(products: Mapping[str, Product], rows: int, shipped: Choice, hopper: 
 def shortlist(
     product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
 ) -> list[GemmPlan | None]:
-    """`known`, and as many more as make `most`: what a tuner found fastest or, where it tried nothing of the
-    product, tiles that fill the GPU about once, and the plans most like the first that is known."""
+    """Return `known` and further plans, `most` in all: those that a search found fastest or, if it did not
+    try this linear, `tiles` that fill the GPU about once and the plans most like the first known one."""
     known, tiles = list(known), _tiles(product, rows, hopper)
     others = [one for one in candidates(product, rows, hopper) if one.form != "tiles"]
     if (str(product), rows) in tried:
         usable = {*tiles, *others, None}
         ranked = [plan for plan in tried[str(product), rows] if plan in usable]
-        # Candidates of which the tuner did not know come first.
+        # Candidates that the search did not know come first.
         new = [plan for plan in tiles if plan not in ranked]
         return _some([*known, *new[:2], *ranked], most)
     like = next((plan for plan in known if plan is not None and plan.form != "tiles"), None)
@@ -66,26 +67,21 @@ def shortlist(
     return _some([*known, *library, *tiles[:half], *others, *tiles[half:]], most)
 
 
-def covering(options: Mapping[str, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
-    """Choices that between them launch every kernel that any choice launches: each plan of a product that
-    reads the residual stream, beside everything that those before it can leave of a norm."""
-    left = {name: _sharers(options[name]) for name in ("o", "down")}
-    most = max(len(plans) for plans in options.values())
-    for index in range(most):
-        yield {name: plans[index % len(plans)] for name, plans in options.items()}
-        for beside in range(max(len(plans) for plans in left.values())):
-            yield {
-                "qkv": options["qkv"][index % len(options["qkv"])],
-                "gate_up": options["gate_up"][index % len(options["gate_up"])],
-                "o": left["o"][beside % len(left["o"])],
-                "down": left["down"][beside % len(left["down"])],
-            }
+def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
+    """Yield choices that between them launch every kernel that any choice launches. Which kernel a linear
+    launches depends on its plan, and on what the linear in front of it leaves of a norm that they share."""
+    left = {product: _sharers(plans) for product, plans in options.items()}
+    for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):
+        others = {one: sharers.get(block_n, options[one][0]) for one, sharers in left.items()}
+        for product, plans in options.items():
+            for plan in plans:
+                yield {**others, product: plan}
 
 
-def _sharers(plans: Iterable[GemmPlan | None]) -> list[GemmPlan | None]:
-    """One for each number of sums of squares that some plans leave; the library, which leaves none."""
-    tiled = [plan for plan in plans if plan is not None and plan.tiled]
-    return [None, *{plan.block_n: plan for plan in tiled}.values()]
+def _sharers(plans: Iterable[GemmPlan | None]) -> dict[int | None, GemmPlan | None]:
+    """Return one plan for each thing that some plans may leave of a shared norm: sums of squares of `block_n`
+    outputs, or nothing (None)."""
+    return {plan.block_n if plan is not None and plan.tiled else None: plan for plan in plans}
 
 
 def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
@@ -93,8 +89,9 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """The smallest first, and of these the ones that fill the GPU best. Of one row too: a tile of 8 shares
-    norms with its neighbours, which plans of one row do not."""
+    """Return the candidates of the form `tiles`, the smallest first, and of these the ones that fill the GPU
+    best. One row has some too: a tile of 8 rows shares norms with its neighbours, which plans of one row do
+    not."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split

@@ -114,7 +114,6 @@ def make_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
 
     yield make
     for service in made:
-        service.admin.close()
         if service.process is not None and service.process.poll() is None:
             os.kill(service.process.pid, signal.SIGKILL)
             service.process.wait()

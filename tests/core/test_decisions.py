@@ -96,7 +96,6 @@ def test_what_is_decided_is_shown_and_survives_a_restart(service: Service) -> No
         assert peers[("uid", os.geteuid())] == ("local", "settings")
 
     check()
-    admin.close()
     assert service.stop() == 0
     service.start()
     service.wait_ready()
@@ -204,7 +203,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     running.start()
     running.wait_ready()
     yield running
-    running.admin.close()
     running.stop()
 
 

@@ -214,6 +214,15 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
     assert f"{main}:1: fronts = 0 cannot be used: write a whole number ≥ 1" in str(error.value).splitlines()
 
 
+def test_an_origin_is_written_without_a_path(tmp_path: Path) -> None:
+    for origins in (["https://a.example", "http://localhost:3000"], ["*"], []):
+        assert list(load(tmp_path, f"[limits]\ncors_origins = {origins}\n").limits.cors_origins) == origins
+    for wrong in ("https://a.example/", "a.example", "https://", "https://a b", ""):
+        with pytest.raises(SettingsError, match="write an origin without a path") as error:
+            load(tmp_path, f'[limits]\ncors_origins = ["*", "{wrong}"]\n')
+        assert error.value.faults[0].field == "limits.cors_origins"
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

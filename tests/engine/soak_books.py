@@ -113,6 +113,14 @@ class Books:
         for token in output.token_ids:
             assert 0 <= token < self._vocab
             assert (sampling.logit_bias or {}).get(token) != FORBIDDEN, f"banned token {token}: {output}"
+            if sampling.allowed_tokens:
+                assert sampling.allowed_tokens[token // 8] >> token % 8 & 1, f"token {token}: {output}"
+        for word in sampling.bad_words:
+            known = entry.submit.output_token_ids + told.token_ids
+            ends = range(len(known) - len(output.token_ids) + 1, len(known) + 1)
+            assert all(tuple(known[max(0, end - len(word)) : end]) != word for end in ends), (
+                f"{word}: {output}"
+            )
         if sampling.logprobs is None:
             assert output.logprobs is None
             return

@@ -98,6 +98,11 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
         bias = {draw.randrange(few): draw.choice([FORBIDDEN, -5.0, 2.0]) for _ in range(draw.choice([1, 8]))}
     if stops and draw.random() < 0.2:
         bias = {stops[0]: 50.0}  # the end comes as soon as min_tokens allows it
+    words: tuple[tuple[int, ...], ...] = ()
+    if draw.random() < 0.15:
+        words = tuple(
+            tuple(draw.randrange(few) for _ in range(draw.choice([1, 1, 2, 2, 3]))) for _ in range(40)
+        )
     most = draw.choice([1, 2, 5, 20, 64, 100, 200])
     return SamplingParams(
         max_tokens=0 if draw.random() < 0.02 else most,
@@ -109,6 +114,9 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
         frequency_penalty=draw.choice([0.0, 0.3]) if penalised else 0.0,
         repetition_penalty=draw.choice([1.0, 1.2]) if penalised else 1.0,
         logit_bias=bias,
+        # Token ids 0 to 63, of which bias and bad words leave some.
+        allowed_tokens=b"\xff" * 8 if draw.random() < 0.1 else b"",
+        bad_words=words,
         seed=draw.randrange(1 << 40),
         min_tokens=draw.choice([0, 3, 10]),
         stop_token_ids=stops,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import resource
 import select
 import socket
 import threading
@@ -197,3 +199,32 @@ def test_the_caller_keeps_its_own_descriptor() -> None:
     assert adopted.recv(20) == b"still here"
     for end in (ours, adopted):
         end.close()
+
+
+def test_a_descriptor_that_this_process_has_no_number_for_is_missed_by_its_own_message_only() -> None:
+    ours, theirs = make_pair()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    read_end, write_end = os.pipe()
+    fillers: list[int] = []
+    ours.send(Parcel(1), (write_end,))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (write_end + 20, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        assert theirs.read() == [Parcel(1)]
+    finally:
+        for filler in fillers:
+            os.close(filler)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    ours.send(Parcel(2), (write_end,))
+    assert theirs.read() == [Parcel(2)]
+    with pytest.raises(LookupError):
+        theirs.take_fd()
+    with open(theirs.take_fd(), "wb") as arrived:
+        arrived.write(b"x")
+    assert os.read(read_end, 1) == b"x"
+    for descriptor in (read_end, write_end):
+        os.close(descriptor)
+    ours.close()
+    theirs.close()

@@ -14,7 +14,7 @@ from appliance.scopes import check_routes
 from tests.front.harness import KEY, Harness
 from tests.front.raw import ask, chat
 
-OPEN_PATHS = ("/health/live", "/health/ready")
+OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/health/live/", "/health/")
 
 
 def routes() -> list[tuple[str, str]]:
@@ -30,7 +30,15 @@ def routes() -> list[tuple[str, str]]:
     return table
 
 
-NOWHERE = [("GET", "/"), ("GET", "/docs"), ("GET", "/v1/"), ("GET", "/health"), ("GET", "/health/live/")]
+NOWHERE = [
+    ("GET", "/"),
+    ("GET", "/docs"),
+    ("GET", "/v1/"),
+    ("GET", "/health/"),
+    ("GET", "/health/live/"),
+    ("GET", "/health/live/x"),
+    ("GET", "//health/live"),
+]
 
 
 @pytest.mark.parametrize(("method", "path"), routes() + NOWHERE)

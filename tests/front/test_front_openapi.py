@@ -31,11 +31,12 @@ def test_it_has_every_path_and_says_which_are_open(document: dict[str, Any]) -> 
         ("post", "/v1/completions"),
         ("post", "/tokenize"),
         ("post", "/detokenize"),
+        ("get", "/health"),
         ("get", "/health/live"),
         ("get", "/health/ready"),
     }
     open_paths = {path for (_, path), operation in operations.items() if not operation["security"]}
-    assert open_paths == {"/health/live", "/health/ready"}
+    assert open_paths == {"/health", "/health/live", "/health/ready"}
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
 
 
@@ -97,8 +98,21 @@ def test_every_operation_lists_its_errors(document: dict[str, Any]) -> None:
             {"model": "demo", "prompt": ["x", "y"], "echo": True, "logprobs": 2},
             documents.CompletionDocument,
         ),
+        (
+            "POST",
+            "/v1/completions",
+            {"model": "demo", "prompt": "x", "return_token_ids": True, "prompt_logprobs": 2, "best_of": 3},
+            documents.CompletionDocument,
+        ),
+        (
+            "POST",
+            "/v1/chat/completions",
+            chat(return_token_ids=True, prompt_logprobs=0),
+            documents.ChatCompletionDocument,
+        ),
         ("POST", "/tokenize", {"model": "demo", "prompt": "x"}, documents.TokenizeDocument),
         ("POST", "/detokenize", {"model": "demo", "tokens": [1, 2]}, documents.DetokenizeDocument),
+        ("GET", "/health", None, documents.HealthDocument),
         ("GET", "/health/live", None, documents.HealthDocument),
         ("GET", "/health/ready", None, documents.HealthDocument),
         ("GET", "/nowhere", None, documents.ErrorDocument),

@@ -107,7 +107,9 @@ def test_a_lost_replica_is_a_pause_and_the_text_is_the_same(front: Harness, stre
 def test_an_echo_is_delivered_once_though_the_replica_is_lost(front: Harness) -> None:
     front.replica.die_after = 5
     front.admit = "hold"
-    body = json.dumps({"model": MODEL, "prompt": "quick", "echo": True, "logprobs": 1}).encode()
+    body = json.dumps(
+        {"model": MODEL, "prompt": "quick", "echo": True, "logprobs": 1, "max_tokens": -1}
+    ).encode()
     with connect(front) as sock:
         sock.sendall(head("POST", "/v1/completions", {"Content-Length": str(len(body))}) + body)
         front.wait_for(lambda: len(front.admits) == 1)

@@ -143,7 +143,7 @@ def test_streamed_chat_logprobs_equal_whole_ones(client: openai.OpenAI, front: H
 
 
 def test_completion_logprobs_have_offsets_into_the_text(client: openai.OpenAI, front: Harness) -> None:
-    choice = client.completions.create(model=MODEL, prompt="quick", logprobs=2).choices[0]
+    choice = client.completions.create(model=MODEL, prompt="quick", logprobs=2, max_tokens=-1).choices[0]
     assert choice.text == front.text()
     logprobs = choice.logprobs
     assert logprobs is not None and logprobs.tokens and logprobs.text_offset and logprobs.top_logprobs
@@ -158,7 +158,7 @@ def test_completion_logprobs_have_offsets_into_the_text(client: openai.OpenAI, f
 def test_echo_puts_the_prompt_and_its_logprobs_first(
     client: openai.OpenAI, front: Harness, stream: bool
 ) -> None:
-    request = {"model": MODEL, "prompt": "quick brown", "logprobs": 1, "echo": True, "n": 2}
+    request = {"model": MODEL, "prompt": "quick brown", "logprobs": 1, "echo": True, "n": 2, "max_tokens": -1}
     texts, tokens, values = ["", ""], [[], []], [[], []]
     answers = (
         client.completions.create(**request, stream=True)
@@ -190,11 +190,11 @@ def test_echo_with_no_tokens_scores_the_prompt_only(client: openai.OpenAI, front
 
 
 def test_prompts_come_as_lists_of_texts_or_tokens(client: openai.OpenAI, front: Harness) -> None:
-    several = client.completions.create(model=MODEL, prompt=["a", "b", "c"], n=2)
+    several = client.completions.create(model=MODEL, prompt=["a", "b", "c"], n=2, max_tokens=-1)
     assert [choice.index for choice in several.choices] == list(range(6))
     assert [choice.text for choice in several.choices] == [front.text(0), front.text(1)] * 3
     assert (front.admits[0].submissions, front.admits[0].rows) == (3, 6)
-    ids = client.completions.create(model=MODEL, prompt=[5, 6, 7], echo=True)
+    ids = client.completions.create(model=MODEL, prompt=[5, 6, 7], echo=True, max_tokens=-1)
     assert front.replica.submits[-1].prompt_token_ids == [5, 6, 7]
     assert ids.choices[0].text == front.tokenizer.decode([5, 6, 7]) + front.text()
     client.completions.create(model=MODEL, prompt=[[5, 6], [7]])
@@ -279,8 +279,20 @@ def test_too_long_a_prompt_is_refused_with_both_numbers(client: openai.OpenAI) -
 
 
 def test_without_max_tokens_the_models_length_is_the_limit(client: openai.OpenAI, front: Harness) -> None:
+    client.chat.completions.create(model=MODEL, messages=HELLO)
+    client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=-1)
+    client.completions.create(model=MODEL, prompt=[5] * 450, max_tokens=-1)
+    for submit in front.replica.submits:
+        assert submit.sampling.max_tokens == 512 - len(submit.prompt_token_ids)
+    assert all(admit.may_lower for admit in front.admits)
+
+
+def test_a_completion_without_max_tokens_has_16_or_what_is_left(
+    client: openai.OpenAI, front: Harness
+) -> None:
+    client.completions.create(model=MODEL, prompt="quick")
     client.completions.create(model=MODEL, prompt=[5] * 500)
-    assert front.replica.submits[0].sampling.max_tokens == 12
+    assert [submit.sampling.max_tokens for submit in front.replica.submits] == [16, 12]
 
 
 @pytest.mark.parametrize(

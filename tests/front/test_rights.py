@@ -179,6 +179,26 @@ def test_a_request_that_names_no_length_gets_its_tenants_default(rights: Harness
     assert rights.admits[2].max_tokens == MAX_MODEL_LEN - rights.admits[2].prompt_tokens
 
 
+def test_a_prompt_is_cut_to_what_its_tenants_context_leaves(rights: Harness) -> None:
+    limited(rights, context_tokens=50)
+    body = {"model": "demo", "prompt": [5] * 200, "max_tokens": 10, "truncate_prompt_tokens": -1}
+    assert ask(rights, "POST", "/v1/completions", body, BEARER).status == 200
+    assert (rights.admits[0].prompt_tokens, rights.admits[0].max_tokens) == (40, 10)
+    error = ask(rights, "POST", "/v1/completions", body | {"truncate_prompt_tokens": 45}, BEARER).error
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+
+
+def test_a_tenants_default_length_goes_before_that_of_completions(rights: Harness) -> None:
+    limited(rights, default_max_tokens=40)
+    for fields in ({}, {"max_tokens": -1}):
+        answer = ask(rights, "POST", "/v1/completions", {"model": "demo", "prompt": "x", **fields}, BEARER)
+        assert answer.status == 200
+    assert [admit.max_tokens for admit in rights.admits] == [
+        40,
+        MAX_MODEL_LEN - rights.admits[1].prompt_tokens,
+    ]
+
+
 def test_a_key_that_expires_is_refused_to_the_second_whatever_the_core_says(rights: Harness) -> None:
     limited(rights, expires_at=time.time() + 4)
     assert ask(rights, "GET", "/v1/models", headers=BEARER).status == 200

@@ -3,7 +3,7 @@ then and not before it was ready: `python -m tests.gpu.late_kernels SHAPE [--fp8
 
 A process of its own, since a kernel that one engine has loaded is there for the next. Two layers of a public
 shape: they launch what all of them do. Of one of our kernels that is compiled in several ways, the name is
-the same: those are told apart without a GPU (`tests.kernels.launches_of_serving`).
+the same: those are told apart without a GPU (`tests.engine.launches_of_serving`).
 """
 
 from __future__ import annotations

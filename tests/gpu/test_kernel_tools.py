@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.bench.shapes import write_config
+from kernels.triton.linear_table import read_table
 
 pytestmark = pytest.mark.gpu
 
@@ -29,13 +30,31 @@ def run(*arguments: str, **environment: str) -> str:
 def test_after_a_build_nothing_is_compiled_any_more(tmp_path: Path, fp8: list[str]) -> None:
     cache = tmp_path / "cache"
     write_config(SHAPE, tmp_path)
-    served = ["--max-rows", "64", "--step-tokens", "2048", *fp8]
-    run("kernels.build", "--config", str(tmp_path), "--cache", str(cache), *served)
+    sizes = ["--max-num-seqs", "64", "--max-num-batched-tokens", "2048"]
+    run("engine.build", "--config", str(tmp_path), "--cache", str(cache), *sizes, *fp8)
     built = sorted(cache.rglob("*"))
     assert len(built) > 100
     workloads = ["b1_decode", "b64_decode", "--runs", "1"]
+    served = ["--max-rows", "64", "--step-tokens", "2048", *fp8]
     run("engine.bench", "--shape", SHAPE, *served, *workloads, TRITON_CACHE_DIR=str(cache))
     assert sorted(cache.rglob("*")) == built
+
+
+@pytest.mark.parametrize("options", [[], ["--fp8"], ["--whole-layer"]], ids=str)
+def test_the_tuner_measures_every_linear_of_a_shape(tmp_path: Path, options: list[str]) -> None:
+    write_config(SHAPE, tmp_path)
+    out = tmp_path / "table.json"
+    printed = run("engine.tune", "--config", str(tmp_path), "--rows", "8", "--out", str(out), *options)
+    assert ", 0 failed" in printed
+    dtype = "float8_e4m3fn" if options == ["--fp8"] else "bfloat16"
+    shapes = {"3072x2048", "2048x2048", "16384x2048", "2048x8192"}
+    shapes |= {"128256x2048"} if not options else set()
+    found = {str(product): rows for product, rows in read_table(out).products.items()}
+    assert set(found) >= {f"{dtype} {shape}" for shape in shapes}
+    for shape in shapes:
+        entry = found[f"{dtype} {shape}"][8]
+        assert entry.us > 0 and entry.library_us > 0
+        assert (entry.layer_us is not None) == ("--whole-layer" in options)
 
 
 def test_a_profile_shows_every_product_beside_its_limit() -> None:

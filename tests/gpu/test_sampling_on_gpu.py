@@ -31,6 +31,7 @@ EDITED = [
     SamplingParams(max_tokens=40, temperature=0.9, repetition_penalty=1.3, presence_penalty=0.2),
     SamplingParams(max_tokens=40, logit_bias={5: 3.0, 9: -100.0}),
     SamplingParams(max_tokens=40, temperature=1.0, min_tokens=10, stop_token_ids=(END,), top_k=40),
+    SamplingParams(max_tokens=40, temperature=1.0, allowed_tokens=b"\xff" * 100, bad_words=((300,), (5, 9))),
 ]
 
 
@@ -112,3 +113,27 @@ def test_mixtures_with_edited_rows_answer_as_with_plain_torch(
     for index, ([mine], [other]) in enumerate(zip(found, expected, strict=True)):
         if same[index]:
             assert mine.logprobs == other.logprobs
+
+
+def test_allowed_tokens_and_bad_words_hold_while_steps_overlap(made: LocalEngine) -> None:
+    """Each run of three tokens of an answer is banned in the next answers; beside them rows are free."""
+    prompts, _ = questions()
+    allowed, seed = b"\x00" * 20 + b"\xff" * 30, 7
+    words: set[tuple[int, ...]] = set()
+    expected = made.generate([prompts[1]], SamplingParams(max_tokens=30))[0][0].token_ids
+    for _ in range(5):
+        params = SamplingParams(
+            max_tokens=30, temperature=0.3, seed=seed, bad_words=tuple(sorted(words)), frequency_penalty=-0.5
+        )
+        only = SamplingParams(max_tokens=30, temperature=1.0, allowed_tokens=allowed)
+        free = SamplingParams(max_tokens=30)
+        words_row, free_row, allowed_row = made.generate(
+            [prompts[0], prompts[1], prompts[2]], [params, free, only]
+        )
+        tokens = words_row[0].token_ids
+        runs = {tuple(tokens[at : at + 3]) for at in range(len(tokens) - 2)}
+        assert not runs & words
+        words |= runs
+        assert all(160 <= token < 400 for token in allowed_row[0].token_ids)
+        assert free_row[0].token_ids == expected
+    assert len(words) > 28

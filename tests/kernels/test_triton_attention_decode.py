@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton")
 from kernels.triton import attention_decode as kernel  # noqa: E402
 from kernels.triton import fused  # noqa: E402
 from tests.kernels.closeness import check_as_torch, check_worst, error, worst_error  # noqa: E402
-from tests.kernels.test_build import compiled  # noqa: E402
+from tests.kernels.test_compiling import compiled  # noqa: E402
 
 ON_CPU = not torch.cuda.is_available()
 needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs where there is no GPU")

@@ -24,7 +24,7 @@ import torch
 from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan, KvPool, Rotation, select_backend
 from tests.kernels.closeness import check_as_torch, error, worst_error
 from tests.kernels.defects import ROOT, Defect
-from tests.kernels.test_build import compiled
+from tests.kernels.test_compiling import compiled
 
 cases = pytest.importorskip("tests.kernels.test_triton_attention_prefill", exc_type=ImportError)
 CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps

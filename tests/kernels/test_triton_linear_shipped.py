@@ -17,7 +17,7 @@ from kernels.triton import linear_table
 from kernels.triton.linear_plans import HOPPER_SHARED
 from kernels.triton.linear_table import Product as Shape
 from kernels.tune.candidates import shared_bytes
-from tests.kernels.test_build import compiled
+from tests.kernels.test_compiling import compiled
 
 fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
 from tests.kernels import test_triton_linear as products  # noqa: E402

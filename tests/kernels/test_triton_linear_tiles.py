@@ -16,7 +16,7 @@ import torch
 
 from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import test_triton_linear as products
-from tests.kernels.test_build import compiled
+from tests.kernels.test_compiling import compiled
 
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
 DEVICE, EPS, POISON = products.DEVICE, products.EPS, products.POISON

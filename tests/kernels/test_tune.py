@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from kernels import compiling, dimensions
 from kernels.triton import linear_plans
 from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import PlanEntry, Product, Table, problem
 from kernels.tune import search
-from kernels.tune.__main__ import main
 from kernels.tune.candidates import BUCKETS, candidates
-from kernels.tune.layers import Layers
-from tests.kernels import test_build
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -54,94 +46,32 @@ def test_tiles_of_weights_that_come_early_are_tried_beside_those_of_the_next_pro
         assert others and not [plan for plan in others if plan.form == "tiles"]
 
 
-def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
-    more = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 64, "torch_dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config | more))
-    table = tmp_path / "table.json"
-    table.write_text("[]")
-    monkeypatch.setattr(sys, "argv", ["kernels.tune", "--config", str(tmp_path), "--out", str(table)])
-    monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
-    assert main() == 1
-    assert "no NVIDIA GPU can be used here: see nvidia-smi" in capsys.readouterr().err
-    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
-    assert main() == 1
-    assert f"{table}: has no object `products`" in capsys.readouterr().err
+class FakeChain:
+    """Linears that take the microseconds that `us` says, LIBRARY_US if it says nothing; `wrong` plans compute
+    nonsense, `broken` ones do not start."""
 
-
-def test_what_a_search_would_fail_on_at_its_end_is_said_before_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(test_build.SMALL))
-    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
-    monkeypatch.setattr(compiling, "record", lambda target, run: pytest.fail("the search began"))
-
-    def said(*options: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["kernels.tune", "--config", str(tmp_path), *options])
-        assert main() == 1
-        [line] = capsys.readouterr().err.splitlines()
-        return line
-
-    assert said("--json", str(tmp_path)).startswith(f"--json is {tmp_path}, which cannot be written (Is a")
-    assert said("--out", str(tmp_path)).startswith(f"--out is {tmp_path}, which cannot be written (Is a")
-    assert said("--tensor-parallel", "0") == "tensor_parallel is 0; at least 1 is needed"
-    with pytest.raises(SystemExit) as ended:
-        said("--rows", "8", "1000")
-    assert ended.value.code == 2
-    assert "--rows has 1000; numbers from 1 to 256 are needed" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text("[]")
-    assert said() == f"{tmp_path}/config.json: is no object but []; give the folder of a checkpoint"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 products are the interpreter's")
-def test_a_product_is_compared_with_its_twin_and_shares_its_norm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    (tmp_path / "config.json").write_text(json.dumps(test_build.SMALL | shape))
-    monkeypatch.setitem(dimensions.DTYPES, "float32", torch.float32)
-    found = replace(dimensions.read_dimensions(tmp_path), dtype="float32")
-    layers = Layers(found, torch.device("cpu"), pdl=False)
-    layers.set_rows(5)
-    plan = GemmPlan("dot", 16, 64, 64, 4, 3)
-    deferred_norm = layers._gained
-    for name, product in layers.products().items():
-        table = Table().with_entry(product, 5, PlanEntry(plan, 0.0, 0.0))
-        monkeypatch.setattr(layers, "_gained", deferred_norm)
-        assert layers.error(name, table, 5) < 1e-5
-        # Half of what the norm makes of x: only a product that shares its norm reads these squares.
-        monkeypatch.setattr(
-            layers, "_gained", lambda x: replace(deferred_norm(x), squares=4 * deferred_norm(x).squares)
-        )
-        assert (layers.error(name, table, 5) > 0.1) == (name in ("qkv", "gate_up"))
-
-
-class FakeLayers:
-    """Products that take what `us` says, LIBRARY_US where it says nothing; `wrong` plans compute nonsense."""
+    rows = 16
 
     def __init__(
         self, us: dict[tuple[str, GemmPlan], float], wrong: set[GemmPlan], broken: set[GemmPlan]
     ) -> None:
         self.us, self.wrong, self.broken = us, wrong, broken
+        self.names = {Product(BF16, n, k): name for name, (n, k) in SHAPES.items()}
+        self.products = list(self.names)
 
-    def products(self) -> dict[str, Product]:
-        return {name: Product(BF16, n, k) for name, (n, k) in SHAPES.items()}
-
-    def microseconds(self, table: Table, without: str | None = None) -> float:
+    def microseconds(self, table: Table, without: Product | None = None) -> float:
         total = 5.0
-        for name, product in self.products().items():
+        for product, name in self.names.items():
             plan = table.choose(16, product.n, product.k, product.dtype)
             if plan in self.broken:
                 raise RuntimeError("out of shared memory")
-            if name != without:
+            if product != without:
                 total += LIBRARY_US if plan is None else self.us.get((name, plan), 30.0)
         return total
 
-    def error(self, name: str, table: Table, rows: int) -> float:
-        product = self.products()[name]
-        return math.nan if table.choose(16, product.n, product.k, product.dtype) in self.wrong else 3e-3
+    def error(self, table: Table, rows: int) -> float:
+        plans = {table.choose(16, product.n, product.k, product.dtype) for product in self.products}
+        return math.nan if plans & self.wrong else 3e-3
 
 
 def searched(
@@ -150,14 +80,13 @@ def searched(
     wrong: set[GemmPlan] = frozenset(),
     **plans: set[GemmPlan],
 ) -> dict[str, PlanEntry]:
-    layers = FakeLayers(us, wrong, plans.get("broken", set()))
-    names = {product: name for name, product in layers.products().items()}
-    found = search._search_layer(layers, 16, known or Table(), lambda line: None, False)  # type: ignore[arg-type]
-    return {names[one.product]: one.entry for one in found}
+    chain = FakeChain(us, wrong, plans.get("broken", set()))
+    found = search.search(chain, known or Table(), lambda line: None, False)
+    return {chain.names[one.product]: one.entry for one in found}
 
 
 def plans_of(name: str) -> list[GemmPlan]:
-    """Those that no product's rule names."""
+    """Candidates that are not the rules' plan of any linear."""
     rules = {linear_plans.choose(16, n, k, BF16) for n, k in SHAPES.values()}
     return [plan for plan in candidates(Product(BF16, *SHAPES[name]), 16, False) if plan not in rules]
 
@@ -190,3 +119,11 @@ def test_what_the_table_has_is_kept_and_not_measured_again() -> None:
     known = Table().with_entry(Product(BF16, *SHAPES["qkv"]), 16, PlanEntry(kept, 14.0, 20.0))
     found = searched({("qkv", kept): 14.0, ("qkv", faster): 3.0}, known)
     assert set(found) == {"o", "gate_up", "down"}
+
+
+def test_a_chain_of_one_linear_is_timed_as_it_is() -> None:
+    chain = FakeChain({}, set(), set())
+    chain.products = chain.products[-1:]
+    chain.names = {product: chain.names[product] for product in chain.products}
+    [found] = search.search(chain, Table(), lambda line: None, False)
+    assert found.entry.us == pytest.approx(5.0 + LIBRARY_US)

@@ -47,6 +47,7 @@ FULL_END = {
     "quota_tokens": 26,
     "retry": "anew",
     "retry_of": "req-0",
+    "user": "user-42",
 }
 
 

@@ -1,4 +1,5 @@
-"""Loaded by schemathesis: generated requests name the served model, so that they get past its name."""
+"""Loaded by schemathesis: generated requests name the served model, and the fields of most go together, so
+that they are answered."""
 
 from __future__ import annotations
 
@@ -9,10 +10,29 @@ import schemathesis
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """Most bodies are valid but for the model's name, which no schema can know."""
-    if isinstance(body, dict) and isinstance(body.get("model"), str) and len(body["model"]) != 3:
-        return {**body, "model": "demo"}
-    return body
+    """Most bodies are valid but for what no schema says: the model's name, and which fields go together."""
+    if not (isinstance(body, dict) and isinstance(body.get("model"), str)) or len(body["model"]) == 3:
+        return body
+    excluded = set()
+    if body.get("stream"):
+        excluded |= {"best_of", "prompt_logprobs"}
+    if (body.get("best_of") or 128) < (body.get("n") or 1):
+        excluded.add("best_of")
+    if body.get("continue_final_message"):
+        excluded.add("add_generation_prompt")
+    if len(body["model"]) % 2:
+        # Most of these are no token ids of the model.
+        excluded |= {"allowed_token_ids", "stop_token_ids", "logit_bias"}
+    fields = {name: value for name, value in body.items() if name not in excluded} | {"model": "demo"}
+    if isinstance(fields.get("messages"), list):
+        # Only an assistant's message may have no content.
+        fields["messages"] = [
+            {**message, "content": "x"}
+            if isinstance(message, dict) and message.get("content") is None
+            else message
+            for message in fields["messages"]
+        ]
+    return fields
 
 
 @schemathesis.hook

@@ -42,10 +42,8 @@ def _compressed(**changes: Any) -> dict[str, Any]:
     }
 
 
-def _read(folder: Path, values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+def _read(folder: Path, values: dict[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(values))
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
     return read_config(folder)
 
 
@@ -57,16 +55,10 @@ def test_what_an_old_llama_leaves_out_has_its_defaults(tmp_path: Path) -> None:
     assert config.rms_norm_eps == 1e-6
     assert config.dtype == "float32"
     assert config.sliding_windows == (None,) * 4
-    assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
+    assert config.layer_kinds == ("dense",) * 4
     assert not (config.tie_word_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias)
     without = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     assert _read(tmp_path, without).kv_heads == 8
-
-
-def test_end_tokens_of_the_generation_config_win(tmp_path: Path) -> None:
-    assert _read(tmp_path, LLAMA, {"temperature": 0.6}).eos_token_ids == (2,)
-    assert _read(tmp_path, LLAMA, {"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
-    assert _read(tmp_path, {**LLAMA, "eos_token_id": None}, {}).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -217,8 +209,6 @@ REFUSED = [
             ({"a": {"weights": None}}, "weights of a are needed"),
         )
     ),
-    ({"eos_token_id": 101}, "eos_token_id is 101; token ids from 0 to 100 are needed"),
-    ({"eos_token_id": [1, "x"]}, "eos_token_id is [1, 'x']; token ids"),
     (
         {"rope_scaling": {"type": "longrope"}},
         "rope_scaling.type is 'longrope'; supported are default, linear",

@@ -20,7 +20,7 @@ from kernels import Residual, reference
 from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import PlanEntry, Product, Table
 from tests.engine.model.driver import Driver, Sequence
-from tests.kernels.test_build import SMALL
+from tests.engine.test_build import SMALL
 
 fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 products are the interpreter's")

@@ -475,3 +475,51 @@ def test_the_cpu_never_stands_in_for_a_gpu_silently(folder: Path) -> None:
     assert runner.info().backend == "cpu"
     assert "no GPU was found: using the CPU" in said
     runner.close()
+
+
+def test_only_allowed_tokens_come(engine: LocalEngine) -> None:
+    allowed = {3, 17, 64, 100}
+    bits = sum(1 << token for token in allowed).to_bytes(13, "little")
+    free = SamplingParams(max_tokens=12)
+    for params in (
+        SamplingParams(max_tokens=30, allowed_tokens=bits),
+        SamplingParams(max_tokens=30, allowed_tokens=bits, temperature=2.0, seed=3),
+    ):
+        answers = engine.generate([prompt_of(70), prompt_of(9)], [params, free], n=2)
+        assert all(set(sample.token_ids) <= allowed for sample in answers[0])
+        # Whoever is beside them is not restricted.
+        check_greedy(engine.runner, prompt_of(9), answers[1][0].token_ids)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_bad_word_does_not_come_in_the_steps_that_are_launched_before_tokens_are_read(
+    folder: Path, overlap: bool
+) -> None:
+    """Each run of three tokens of an answer is banned in the next answers. These have none of the runs, but
+    some of the runs' first tokens."""
+    engine = LocalEngine(spec_of(folder, overlap=overlap))
+    prompt, seed = prompt_of(70, seed=4), 0
+    words: set[tuple[int, ...]] = set()
+    for _ in range(6):
+        params = SamplingParams(
+            max_tokens=30, temperature=0.2, seed=seed, bad_words=tuple(sorted(words)), frequency_penalty=-0.5
+        )
+        [samples] = engine.generate([prompt], params, n=3)
+        for sample in samples:
+            runs = {tuple(sample.token_ids[at : at + 3]) for at in range(28)}
+            assert not runs & words
+        words |= {tuple(samples[0].token_ids[at : at + 3]) for at in range(28)}
+    first = {word[0] for word in words}
+    assert any(token in first for sample in samples for token in sample.token_ids)
+    engine.close()
+
+
+def test_a_bad_word_may_begin_in_the_prompt_and_not_lie_in_the_output(engine: LocalEngine) -> None:
+    prompt = prompt_of(10, seed=6)
+    [[free]] = engine.generate([prompt], SamplingParams(max_tokens=6))
+    words = ((prompt[-1], free.token_ids[0]),)
+    [[same]] = engine.generate([prompt], SamplingParams(max_tokens=6, bad_words=words))
+    assert same.token_ids == free.token_ids
+    words = ((free.token_ids[1], free.token_ids[2]),)
+    [[changed]] = engine.generate([prompt], SamplingParams(max_tokens=6, bad_words=words))
+    assert changed.token_ids[:2] == free.token_ids[:2] and changed.token_ids[2] != free.token_ids[2]

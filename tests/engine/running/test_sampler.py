@@ -52,7 +52,10 @@ def staged(cases: Sequence[Case], vocab: int) -> tuple[RowTables, SamplingBatch]
     plan = StepPlan(1, [], [], [], [], [])
     for row, case in enumerate(cases):
         history = [*case.prompt, *case.output]
-        plan.setups.append(RowSetup(row, case.params, case.sample, len(case.prompt), history))
+        setup = RowSetup(
+            row, case.params, case.sample, len(case.prompt), history, recent=list(case.output[-31:])
+        )
+        plan.setups.append(setup)
         plan.chunks.append(Chunk(row, len(history) - 1, [0], [row]))
     tables.apply(plan)
     return tables, tables.step_batch(plan).sampling
@@ -104,6 +107,16 @@ def oracle(case: Case, logits: torch.Tensor) -> torch.Tensor:
         scores[0, token] += bias
     if len(case.output) < params.min_tokens and not params.ignore_eos:
         scores[0, list(params.stop_token_ids)] = -torch.inf
+    if params.allowed_tokens:
+        allowed = [
+            t
+            for t in range(len(scores[0]))
+            if params.allowed_tokens[t // 8 : t // 8 + 1] and params.allowed_tokens[t // 8] >> t % 8 & 1
+        ]
+        scores = torch.full_like(scores, -torch.inf).index_copy_(1, torch.tensor(allowed), scores[:, allowed])
+    for word in params.bad_words:
+        if len(case.output) >= len(word) - 1 and case.output[len(case.output) - len(word) + 1 :] == word[:-1]:
+            scores[0, word[-1]] = -torch.inf
     if params.temperature == 0:
         return torch.nn.functional.one_hot(scores[0].argmax(), logits.shape[0]).double()
     warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
@@ -114,6 +127,11 @@ def oracle(case: Case, logits: torch.Tensor) -> torch.Tensor:
     if params.min_p:
         warpers.append(MinPLogitsWarper(params.min_p))
     return warpers(history, scores)[0].double().softmax(dim=0)
+
+
+def bitmap(*token_ids: int) -> bytes:
+    """As `SamplingParams.allowed_tokens`."""
+    return sum(1 << token for token in set(token_ids)).to_bytes(max(token_ids) // 8 + 1, "little")
 
 
 HISTORY = {"prompt": (3, 3, 9, 17), "output": (5, 9, 9, 20)}
@@ -136,6 +154,27 @@ CASES = {
     "min_tokens reached": Case(
         SamplingParams(max_tokens=9, temperature=1.0, min_tokens=4, stop_token_ids=(2, 4, 6)), **HISTORY
     ),
+    "allowed tokens": Case(
+        SamplingParams(max_tokens=9, temperature=1.0, top_k=9, allowed_tokens=bitmap(2, 3, 9, 20, 31)),
+        **HISTORY,
+    ),
+    "bad words": Case(
+        SamplingParams(
+            max_tokens=9,
+            temperature=2.0,
+            # The output ends with 5, 9, 9, 20; the prompt's tokens do not count. Two share a last token.
+            bad_words=(
+                (4,),
+                (20, 6),
+                (9, 20, 7),
+                (9, 9, 7),
+                (5, 9, 9, 20, 8),
+                (17, 5, 9, 9, 20, 10),
+                (9, 11),
+            ),
+        ),
+        **HISTORY,
+    ),
     "everything": Case(
         SamplingParams(
             max_tokens=9,
@@ -149,6 +188,8 @@ CASES = {
             logit_bias={2: 2.0, 5: 4.0},
             min_tokens=6,
             stop_token_ids=(2, 31),
+            allowed_tokens=bitmap(*range(1, 32, 2), 20),
+            bad_words=((3,), (20, 5)),
         ),
         **HISTORY,
     ),
@@ -164,7 +205,8 @@ def test_frequencies_over_many_seeds_are_those_of_transformers_distribution(name
     tables = RowTables(draws, 1, vocab, CPU)
     history = [*case.prompt, *case.output]
     setups = [
-        RowSetup(row, _with(case.params, seed=row), 0, len(case.prompt), history) for row in range(draws)
+        RowSetup(row, _with(case.params, seed=row), 0, len(case.prompt), history, recent=list(case.output))
+        for row in range(draws)
     ]
     plan = StepPlan(1, setups, [], [], [], [Chunk(0, len(history) - 1, [0], list(range(draws)))])
     tables.apply(plan)
@@ -198,6 +240,8 @@ def some_params() -> st.SearchStrategy[SamplingParams]:
         seed=st.integers(-(2**63), 2**64 - 1),
         min_tokens=st.sampled_from([0, 0, 4]),
         stop_token_ids=st.sampled_from([(), (7, 8)]),
+        allowed_tokens=st.sampled_from([b"", b"", bitmap(*range(0, 51, 3)), bitmap(50, 4, 500)]),
+        bad_words=st.sampled_from([(), (), ((9,), (1, 6)), ((3, 4, 5), (2, 9), (0,))]),
         logprobs=st.sampled_from([None, None, 0, 3]),
     )
 

@@ -31,9 +31,10 @@ PARAMS = [
     SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=(7,)),
     SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=(7,), ignore_eos=True),
     SamplingParams(max_tokens=9, temperature=2.0, logit_bias={4: 1.0}),
+    SamplingParams(max_tokens=9, temperature=2.0, allowed_tokens=b"\x0e", bad_words=((5, 7, 1), (2,))),
 ]
 PENALISED = (3, 4)
-EDITED = (3, 4, 7)
+EDITED = (3, 4, 7, 8)
 
 
 @dataclass
@@ -244,8 +245,11 @@ def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: i
         # Rows that had counts of others, and a length.
         tables.apply(plan_of([RowSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
         tables._lengths_host[:] = 5
-    together.apply(plan_of([other, RowSetup(row, PARAMS[which], sample, 3, history, forks)]))
-    each = [RowSetup(row, PARAMS[which], sample, 3, list(history)) for row, sample in pairs]
+    recent = output if PARAMS[which].bad_words else []
+    together.apply(plan_of([other, RowSetup(row, PARAMS[which], sample, 3, history, forks, recent)]))
+    each = [
+        RowSetup(row, PARAMS[which], sample, 3, list(history), recent=list(recent)) for row, sample in pairs
+    ]
     apart.apply(plan_of([other, *each]))
     rows = [row for row, _ in pairs]
     lengths = np.full(8, 6)
@@ -253,18 +257,19 @@ def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: i
         for name in ("noise_base", "floats", "top_k"):
             assert torch.equal(getattr(together.sampling, name), getattr(apart.sampling, name))
         assert np.array_equal(together._lengths_host, apart._lengths_host)
+        assert torch.equal(together.sampling._recent, apart.sampling._recent)
         assert together.sampling._slot_of_row == apart.sampling._slot_of_row
         assert together.sampling.counts is not None and apart.sampling.counts is not None
         for slot in together.sampling._slot_of_row.values():
             assert torch.equal(together.sampling.counts[slot], apart.sampling.counts[slot])
         # From here on each goes its own way.
         for tables in (together, apart):
-            tables.sampling.count(tables.sampling.needs(rows, lengths), torch.tensor([1, 2, step, 4]))
+            tables.sampling.note(tables.sampling.needs(rows, lengths), torch.tensor([1, 2, step, 4]))
 
 
 def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its history, bias and stop tokens, beside the numbers of all rows; a fork that gets a new owner leaves
-    the others theirs."""
+    """Its history, bias, stop tokens, allowed tokens and bad words, beside the numbers of all rows; a fork
+    that gets a new owner leaves the others theirs."""
     sent: list[list[float]] = []
 
     def noted(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -273,18 +278,25 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sampling_tables, "upload", noted)
     lists = {"logit_bias": {4: 1.5, 9: -2.0}, "min_tokens": 2, "stop_token_ids": (7, 8)}
+    lists |= {"allowed_tokens": bytes([0, 3]), "bad_words": ((6, 5), (4,))}
     params = SamplingParams(max_tokens=9, frequency_penalty=0.5, **lists)
     tables, lengths = RowTables(8, 2, VOCAB, CPU).sampling, np.full(8, 3)
     tables.set_up([RowSetup(4, params, 0, 3, [3, 5, 3], [(1, 1), (6, 2)])])
-    once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3]]
-    assert sorted(map(sent.count, once)) == [1] * 4
-    assert len(sent) == len(once) + 2
+    allowed, prefixes = [0, 3, 0, 0, 0, 0, 0], [*[-1] * 30, 6, *[-1] * 31]
+    once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3], allowed, prefixes, [5, 4]]
+    assert sorted(map(sent.count, once)) == [1] * 7
+    # The numbers of all rows, and, for the rows with bad words, their numbers and last tokens.
+    assert len(sent) == len(once) + 4
     tables.set_up([RowSetup(1, PARAMS[0], 0, 3, [])])
     edits = tables.needs([4, 1, 6], lengths).edits
     assert edits is not None and edits.bias is not None and edits.banned is not None
     assert [part.tolist() for part in edits.bias] == [[0, 0, 1, 1], [4, 9, 4, 9], [1.5, -2.0, 1.5, -2.0]]
     assert [part.tolist() for part in edits.banned] == [[0, 0, 1, 1], [7, 8, 7, 8]]
     assert edits.index.tolist() == [0, 2]
+    assert edits.excluded is not None and edits.bad_words is not None and edits.remembered is not None
+    assert [row.logical_not().nonzero().flatten().tolist() for row in edits.excluded] == [[8, 9]] * 2
+    assert edits.bad_words.places.tolist() == [5, 4, VOCAB + 5, VOCAB + 4]
+    assert [part.tolist() for part in edits.remembered] == [[0, 2], [4, 6]]
 
 
 def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:

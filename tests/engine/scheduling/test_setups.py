@@ -48,3 +48,15 @@ def test_biases_and_stop_tokens_count_as_histories_do_and_prompts_do_not(
         house.submit(50, **fields)
     house.drain()
     assert [len(setups) for setups in setups_by_step(house)] == [2, 3]
+
+
+def test_a_setup_tells_the_last_output_tokens_where_bad_words_need_them() -> None:
+    house = House(max_rows=8)
+    words: dict[str, Any] = {"bad_words": ((1, 2),), "max_tokens": 60}
+    house.submit(5, **words)
+    house.submit(5, output_token_ids=[4, 3], **words)
+    house.submit(5, output_token_ids=list(range(3, 10)) * 6, **words)
+    house.submit(5, output_token_ids=[4, 3])
+    house.drain()
+    setups = [setup for step in setups_by_step(house) for setup in step]
+    assert [setup.recent for setup in setups] == [[], [4, 3], (list(range(3, 10)) * 6)[-31:], []]

@@ -279,16 +279,13 @@ def test_a_flood_of_bad_keys_leaves_the_admin_side_responsive(running: Service) 
 
     def flood() -> None:
         while not ended.is_set():
+            # A connection for each key: the service closes those that show a bad one.
             with socket.socket(socket.AF_UNIX) as client:
-                client.settimeout(30)
                 client.connect(str(running.run_dir / "admin.sock"))
-                for _ in range(50):
-                    client.sendall(
-                        b"GET /status HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer ak-%016x\r\n\r\n"
-                        % tried[0]
-                    )
-                    if not client.recv(65536).startswith(b"HTTP/1.1 401"):
-                        break
+                client.sendall(
+                    b"GET /status HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer ak-%016x\r\n\r\n" % tried[0]
+                )
+                if client.recv(65536).startswith(b"HTTP/1.1 401"):
                     tried[0] += 1
 
     threads = [threading.Thread(target=flood, daemon=True) for _ in range(4)]
@@ -308,5 +305,5 @@ def test_a_flood_of_bad_keys_leaves_the_admin_side_responsive(running: Service) 
     rate = tried[0] / (time.monotonic() - began)
     median = sorted(times)[len(times) // 2]
     print(f"{rate:.0f} keys/s; status: median {median * 1000:.0f} ms, longest {max(times) * 1000:.0f} ms")
-    assert tried[0] > 500
+    assert tried[0] > 100
     assert max(times) < 2.0

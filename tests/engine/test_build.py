@@ -1,4 +1,4 @@
-"""A build compiles what serving launches, no less; proved without a GPU, by what Triton would compile."""
+"""A build compiles every kernel that serving launches: shown without a GPU, by what Triton would compile."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine import build, kernel_build
 from engine.bench.shapes import SHAPES
-from engine.config import UnfitError
+from engine.build import read_served
+from engine.config import CheckpointError, ModelConfig, UnfitError
 from engine.families import read_config
-from engine.kernel_build import KernelBuild, check_kernels, dimensions
-from engine.messages import ReplicaSpec
-from kernels import build, compiling
-from kernels.dimensions import Dimensions, DimensionsError, read_dimensions
+from engine.kernel_build import KernelBuild, check_kernels
+from engine.served_model import ServedModel
+from kernels import compiling
+from tests.kernels.test_compiling import compiled
 
 SMALL: dict[str, Any] = SHAPES["llama-3.2-1b"] | {
     "hidden_size": 256,
@@ -54,34 +56,25 @@ def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
     return tmp_path
 
 
-def compiled(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process in which Triton compiles: here it interprets."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(
-        command, env=inherited | environment, capture_output=True, text=True, timeout=200, check=False
-    )
-
-
 @pytest.mark.parametrize(
     ("family", "fp8", "kv_fp8", "ranks"),
     [("llama", 0, 0, 1), ("llama", 1, 1, 1), ("qwen2", 0, 1, 1), ("qwen3", 1, 0, 1), ("llama", 0, 1, 2)],
 )
-def test_a_build_foresees_and_a_start_loads_every_kernel_that_a_replica_launches(
+def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launches(
     tmp_path: Path, family: str, fp8: int, kv_fp8: int, ranks: int
 ) -> None:
-    done = compiled("tests.kernels.launches_of_serving", folder_of(tmp_path, family), fp8, kv_fp8, ranks)
+    done = compiled("tests.engine.launches_of_serving", folder_of(tmp_path, family), fp8, kv_fp8, ranks)
     assert done.returncode == 0, done.stderr
-    assert "UNFORESEEN" not in done.stdout
-    assert "LATE" not in done.stdout
-    foreseen, loaded, served, long = (int(word) for word in done.stdout.split() if word.isdecimal())
-    assert foreseen >= loaded >= served > 30
-    assert long == (FAMILIES[family].get("head_dim") == 128)  # of that Hopper's own kernel is
+    assert "NOT BUILT" not in done.stdout
+    assert "NOT LOADED" not in done.stdout
+    built, loaded, served, long = (int(word) for word in done.stdout.split() if word.isdecimal())
+    assert built >= loaded >= served > 30
+    assert long == (FAMILIES[family].get("head_dim") == 128)  # the kernel that only a Hopper GPU has
 
 
 def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_path: Path) -> None:
-    """Older instruction sets lack it: nothing would compile."""
-    done = compiled("tests.kernels.launches_before_hopper", folder_of(tmp_path, "llama"))
+    """Older instruction sets do not have it: nothing would compile."""
+    done = compiled("tests.engine.launches_before_hopper", folder_of(tmp_path, "llama"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["failures"] == []
@@ -90,53 +83,28 @@ def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_
         assert found[f"90{run}"]["overlapping"] > 20
 
 
-def test_a_build_fills_the_cache_once(tmp_path: Path) -> None:
-    script = "tests.kernels.one_kernel_built"
-    first = compiled(script, TRITON_CACHE_DIR=str(tmp_path / "cache"))
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.split() == ["_norm", "compiled", "no", "failures"]
-    kernels = sorted((tmp_path / "cache").rglob("*.cubin"))
-    again = compiled(script, TRITON_CACHE_DIR=str(tmp_path / "cache"))
-    assert again.returncode == 0, again.stderr
-    assert len(kernels) == 1
-    assert sorted((tmp_path / "cache").rglob("*.cubin")) == kernels
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_kernels_read_a_checkpoint_as_the_engine_does(tmp_path: Path, family: str) -> None:
-    folder = folder_of(tmp_path, family)
-    spec = ReplicaSpec(replica="r", model_path=str(folder), max_rows=64, step_tokens=512)
-    theirs = dimensions(read_config(folder), spec, dtype="bfloat16", weights="fp8", kv_dtype="bfloat16")
-    assert read_dimensions(folder, fp8=True, max_rows=64, step_tokens=512) == theirs
-
-
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_the_kernels_read_public_shapes_as_the_engine_does(tmp_path: Path, shape: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
-    spec = ReplicaSpec(replica="r", model_path=str(tmp_path), tensor_parallel_size=2)
-    theirs = dimensions(read_config(tmp_path), spec, dtype="bfloat16", weights="bfloat16", kv_dtype="fp8")
-    served = {"tensor_parallel": 2, "max_rows": spec.max_rows, "step_tokens": spec.step_tokens}
-    assert read_dimensions(tmp_path, kv_fp8=True, **served) == theirs
-
-
 def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path: Path) -> None:
-    with pytest.raises(DimensionsError, match="hidden_size is 'x'; a positive integer"):
-        read_dimensions(folder_of(tmp_path, "llama", hidden_size="x"))
-    with pytest.raises(DimensionsError, match="dtype is 'float32'; kernels serve bfloat16, float16"):
-        read_dimensions(folder_of(tmp_path, "llama", torch_dtype="float32"))
-    with pytest.raises(DimensionsError, match="4 heads do not divide among 3 ranks"):
-        read_dimensions(folder_of(tmp_path, "llama"), tensor_parallel=3)
-    with pytest.raises(DimensionsError, match="cannot be read"):
-        read_dimensions(tmp_path / "nothing")
-    for wrong in ("[]", "3", "null"):
-        (tmp_path / "config.json").write_text(wrong)
-        with pytest.raises(DimensionsError, match=r"config.json: is no object but "):
-            read_dimensions(tmp_path)
+    with pytest.raises(CheckpointError, match=r"config.json: hidden_size is 'x'; an integer of at least 1"):
+        read_served(folder_of(tmp_path, "llama", hidden_size="x"))
+    with pytest.raises(UnfitError, match=r"config.json: dtype is float32; GPU kernels serve bfloat16, fl.*"):
+        read_served(folder_of(tmp_path, "llama", torch_dtype="float32"))
+    with pytest.raises(UnfitError, match=r"config.json: tensor_parallel_size is 3, which does not divide 4"):
+        read_served(folder_of(tmp_path, "llama"), tensor_parallel_size=3)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        read_served(tmp_path / "nothing")
 
 
 ELSEWHERE = "on the CPU, or in float32, which a GPU computes without these kernels$"
 SERVE = f": serve this model {ELSEWHERE}"
 SERVE_UNQUANTISED = f": serve this model with weights that are not FP8, {ELSEWHERE}"
+
+GPU = torch.device("cuda")
+
+
+def served_model(config: ModelConfig, **served: Any) -> ServedModel:
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    return ServedModel(**{"config": config, "dtype": "bfloat16", **sizes, **served})
+
 
 UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"head_dim": 96}, {}, f"head_dim is 96; a GPU's kernels serve 16, 32, 64, 128, 256{SERVE}"),
@@ -155,7 +123,7 @@ UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (
         {"intermediate_size": 528},
-        {"fp8": True, "tensor_parallel": 2},
+        {"fp8": True, "tensor_parallel_size": 2},
         rf"intermediate_size is 528 \(264 on each of 2 ranks\); FP8 .* a multiple of 16{SERVE_UNQUANTISED}",
     ),
     (
@@ -171,18 +139,13 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
     tmp_path: Path, changes: dict[str, Any], served: dict[str, Any], words: str
 ) -> None:
     folder = folder_of(tmp_path, "llama", **changes)
-    with pytest.raises(DimensionsError, match=f"config.json: {words}"):
-        read_dimensions(folder, **served)
-    spec = ReplicaSpec(
-        replica="r", model_path=str(folder), tensor_parallel_size=served.get("tensor_parallel", 1)
-    )
-    weights = "fp8" if served.get("fp8") else "bfloat16"
-    held = {"weights": weights, "kv_dtype": "bfloat16"}
-    config, gpu = read_config(folder), torch.device("cuda")
+    with pytest.raises(UnfitError, match=f"config.json: {words}"):
+        read_served(folder, **served)
+    model = served_model(read_config(folder), **served)
     with pytest.raises(UnfitError, match=f"^{words}.*"):
-        check_kernels(config, spec, dtype="bfloat16", **held, device=gpu)
-    check_kernels(config, spec, dtype="float32", **held, device=gpu)
-    check_kernels(config, spec, dtype="bfloat16", **held, device=torch.device("cpu"))
+        check_kernels(model, GPU)
+    check_kernels(replace(model, dtype="float32"), GPU)
+    check_kernels(model, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -191,17 +154,17 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         (
             ("Tesla T4", 75),
             {},
-            f"Tesla T4 has compute capability 7.5; .* 8.0 at least: .* on another GPU, {ELSEWHERE}",
+            f"Tesla T4 has compute capability 7.5; .* need at least 8.0: .* on another GPU, {ELSEWHERE}",
         ),
         (
             ("NVIDIA A100-SXM4-80GB", 80),
-            {"weights": "fp8", "kv_dtype": "fp8"},
-            "weights are fp8, but NVIDIA A100-SXM4-80GB has compute capability 8.0; FP8 needs 8.9 at least: "
+            {"fp8": True, "kv_fp8": True},
+            "weights are fp8, but NVIDIA A100-SXM4-80GB has compute capability 8.0; FP8 needs at least 8.9: "
             "serve this model with weights that are not FP8, or on another GPU$",
         ),
         (
             ("NVIDIA A10", 86),
-            {"kv_dtype": "fp8"},
+            {"kv_fp8": True},
             'kv_dtype is fp8, but NVIDIA A10 .*: serve this model with kv_dtype "auto", or on another GPU$',
         ),
         (
@@ -211,7 +174,7 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         ),
         (("NVIDIA A100-SXM4-80GB", 80), {"head_dim": 256}, ""),
         (("NVIDIA A10", 86), {}, ""),
-        (("NVIDIA L4", 89), {"weights": "fp8", "kv_dtype": "fp8"}, ""),
+        (("NVIDIA L4", 89), {"fp8": True, "kv_fp8": True}, ""),
     ],
     ids=str,
 )
@@ -223,17 +186,16 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    held = {"weights": "bfloat16", "kv_dtype": "bfloat16", "head_dim": 64, **held}
-    folder = folder_of(tmp_path, "llama", head_dim=held.pop("head_dim"))
-    config, spec = read_config(folder), ReplicaSpec(replica="r", model_path=str(folder))
+    folder = folder_of(tmp_path, "llama", head_dim=held.pop("head_dim", 64))
+    served = served_model(read_config(folder), **held)
     monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of(*gpu))
     with pytest.raises(UnfitError, match=f"^{words}") if words else nullcontext():
-        check_kernels(config, spec, dtype="bfloat16", **held, device=torch.device("cuda"))
-    check_kernels(config, spec, dtype="float32", **held, device=torch.device("cuda"))
+        check_kernels(served, GPU)
+    check_kernels(replace(served, dtype="float32"), GPU)
     if not words:
         return
-    options = [*["--fp8"] * (held["weights"] == "fp8"), *["--kv-fp8"] * (held["kv_dtype"] == "fp8")]
-    monkeypatch.setattr(sys, "argv", ["kernels.build", "--config", str(folder), *options])
+    options = [*["--fp8"] * served.fp8, *["--kv-fp8"] * served.kv_fp8]
+    monkeypatch.setattr(sys, "argv", ["engine.build", "--config", str(folder), *options])
     monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of(*gpu))
     assert build.main() == 1
     assert re.search(f"^{words}", capsys.readouterr().err.strip())
@@ -251,14 +213,14 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     ids=str,
 )
 def test_other_odd_numbers_are_served(tmp_path: Path, changes: dict[str, Any]) -> None:
-    read_dimensions(folder_of(tmp_path, "llama", **changes))
+    read_served(folder_of(tmp_path, "llama", **changes))
 
 
 def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
-    monkeypatch.setattr(sys, "argv", ["kernels.build", "--config", str(folder_of(tmp_path, "llama"))])
+    monkeypatch.setattr(sys, "argv", ["engine.build", "--config", str(folder_of(tmp_path, "llama"))])
     assert build.main() == 1
     said = capsys.readouterr().err
     assert "no NVIDIA GPU can be used here: see nvidia-smi" in said
@@ -268,16 +230,12 @@ def test_where_there_is_no_gpu_the_message_says_so_and_what_to_do(
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--tensor-parallel", "0"], 1, "tensor_parallel is 0; at least 1 is needed"),
-        (["--tensor-parallel", "-1"], 1, "tensor_parallel is -1; at least 1 is needed"),
-        (["--max-rows", "0"], 1, "max_rows is 0; at least 1 is needed"),
-        (["--step-tokens", "0"], 1, "step_tokens is 0; at least 1 is needed"),
-        (["--processes", "0"], 2, "--processes is 0; at least 1 is needed"),
-        (
-            ["--capability", "9"],
-            2,
-            "--capability is 9; the compute capability times ten is needed, at least 80",
-        ),
+        (["--tensor-parallel", "0"], 1, "tensor_parallel_size is 0; it must be at least 1"),
+        (["--tensor-parallel", "-1"], 1, "tensor_parallel_size is -1; it must be at least 1"),
+        (["--max-num-seqs", "0"], 2, "--max-num-seqs is 0; it must be at least 1"),
+        (["--max-num-batched-tokens", "0"], 2, "--max-num-batched-tokens is 0; it must be at least 1"),
+        (["--processes", "0"], 2, "--processes is 0; it must be at least 1"),
+        (["--capability", "9"], 2, "--capability is 9; give the compute capability times ten, at least 80"),
         (
             ["--cache", "FILE"],
             1,
@@ -299,7 +257,7 @@ def test_what_cannot_be_built_is_said_before_anything_is_compiled(
     monkeypatch.setattr(build, "build", lambda *arguments: pytest.fail("the build began"))
     known = ["--config", str(config), "--gpu", "NVIDIA H200", "--capability", "90"]
     given = [file if option == "FILE" else option for option in options]
-    monkeypatch.setattr(sys, "argv", ["kernels.build", *known, *given])
+    monkeypatch.setattr(sys, "argv", ["engine.build", *known, *given])
     try:
         ended = build.main()
     except SystemExit as error:
@@ -317,7 +275,7 @@ def test_a_gpu_that_the_compiler_does_not_know_is_said(
         os._exit(3)
 
     known = ["--config", str(folder_of(tmp_path, "llama")), "--gpu", "NVIDIA Z9", "--capability", "990"]
-    monkeypatch.setattr(sys, "argv", ["kernels.build", *known, "--processes", "1"])
+    monkeypatch.setattr(sys, "argv", ["engine.build", *known, "--processes", "1"])
     monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
     monkeypatch.setattr(compiling, "record", lambda target, run: [compiling.Job("_norm", None, "")])
     monkeypatch.setattr(compiling, "_work", dies)
@@ -334,35 +292,41 @@ def test_the_documented_way_to_a_public_shapes_folder_makes_one(tmp_path: Path) 
     _python, *arguments = shlex.split(command)
     environment = os.environ | {"PYTHONPATH": str(root)}
     subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, check=True, timeout=60)
-    assert read_dimensions(tmp_path / "models" / "llama-8b").hidden == 4096
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Dimensions:
-    return read_dimensions(folder_of(tmp_path, "qwen2"), kv_fp8=True)
+    assert read_config(tmp_path / "models" / "llama-8b").hidden_size == 4096
 
 
 @pytest.mark.parametrize("failures", [[], [compiling.Failure("_norm", "no")]])
-def test_what_was_built_is_known_for_the_same_model_and_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Dimensions, failures: list[compiling.Failure]
+def test_a_build_is_found_again_for_the_same_model_and_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: list[compiling.Failure]
 ) -> None:
+    small = read_served(folder_of(tmp_path, "qwen2"), kv_fp8=True)
     h200, other = compiling.Gpu.of("NVIDIA H200", 90), compiling.Gpu.of("NVIDIA L4", 89)
     monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
     monkeypatch.setattr(compiling, "record", lambda target, run: [])
     monkeypatch.setattr(compiling, "compile_jobs", lambda target, jobs, processes: failures)
-    assert not build.is_built(small, h200)
-    assert build.build(small, h200, 1).failures == failures
-    assert build.is_built(small, h200) == (not failures)
-    assert not build.is_built(small, other)
-    assert not build.is_built(replace(small, max_rows=7), h200)
+    assert not kernel_build.is_built(small, h200)
+    assert kernel_build.build(small, h200, 1).failures == failures
+    assert kernel_build.is_built(small, h200) == (not failures)
+    assert not kernel_build.is_built(small, other)
+    assert not kernel_build.is_built(replace(small, max_num_seqs=7), h200)
 
 
-def test_dimensions_reach_the_process_that_builds(small: Dimensions) -> None:
-    assert small.windows == (None, 100)
-    assert build._dimensions(json.dumps(asdict(small))) == small
+def test_a_replica_tells_the_process_that_compiles_how_the_model_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = read_served(folder_of(tmp_path, "qwen2"), kv_fp8=True)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: commands.append(command))
+    monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of("NVIDIA H200", 90))
+    monkeypatch.setattr(build.knobs.cache, "dir", str(tmp_path / "cache"))
+    kernel_build.start_build(small, GPU)
+    [command] = commands
+    monkeypatch.setattr(sys, "argv", command[command.index("engine.build") :])
+    assert small.config.sliding_windows == (None, 100)
+    assert build._arguments().served == small
 
 
-def test_a_build_that_fails_is_said_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_build_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     failing = KernelBuild(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
     failing.wait()
     assert "could not be compiled ahead (exit code 3)" in caplog.text

@@ -1,5 +1,5 @@
-"""The steps that are run before anybody asks: any model and budget can run them, they take as much as any
-step, and they are of every kind."""
+"""The steps of warm-up: any model can run them with any budget, they take as much memory as any step, and
+they are of every kind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from engine.launched import StepResults, read
 from engine.messages import StepPlan
 from engine.parallel import single
-from engine.rehearsal import every_kind, largest_steps
 from engine.runner import Runner
 from engine.sampler import LOGPROB_ROWS
+from engine.warmup_steps import every_kind, largest_steps
 from kernels.draws import Variant
 from tests.engine.running.test_runner import folder, quiet, spec_of
 
@@ -31,6 +31,10 @@ def runner(folder: Path, request: pytest.FixtureRequest) -> Iterator[Runner]:
     runner.close()
 
 
+def sizes_of(runner: Runner) -> tuple[int, int, int]:
+    return runner.max_model_len, runner.spec.max_rows, runner.spec.step_tokens
+
+
 def run(runner: Runner, plans: list[StepPlan]) -> list[StepResults]:
     """Each plan's results; every sampled token is one, and every sequence within its length."""
     results = []
@@ -44,7 +48,7 @@ def run(runner: Runner, plans: list[StepPlan]) -> list[StepResults]:
 
 
 def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: Runner) -> None:
-    plans = largest_steps(runner.max_model_len, runner.spec)
+    plans = largest_steps(*sizes_of(runner))
     run(runner, plans)
     rows = runner.spec.max_rows
     assert (runner.steps.tables.lengths[1:rows] > 0).all()
@@ -54,7 +58,7 @@ def test_the_largest_steps_can_be_run_and_every_row_takes_part(runner: Runner) -
 
 
 def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner: Runner) -> None:
-    first = largest_steps(runner.max_model_len, runner.spec)[0]
+    first = largest_steps(*sizes_of(runner))[0]
     longest = max(1, runner.max_model_len - 1)
     most = min(runner.spec.step_tokens, runner.spec.max_rows * longest)
     assert sum(len(chunk.token_ids) for chunk in first.chunks) == most
@@ -62,20 +66,20 @@ def test_the_first_takes_the_whole_budget_and_reads_the_longest_sequence(runner:
 
 
 def test_one_of_them_takes_the_budget_from_the_beginning_of_its_prompts(runner: Runner) -> None:
-    plans = largest_steps(runner.max_model_len, runner.spec)
+    plans = largest_steps(*sizes_of(runner))
     tokens = [sum(len(chunk.token_ids) for chunk in plan.chunks if not chunk.start) for plan in plans]
     longest = max(1, runner.max_model_len - 1)
     assert max(tokens) == min(runner.spec.step_tokens, runner.spec.max_rows * longest)
 
 
 def test_as_many_prompt_tokens_are_scored_as_are_at_once(runner: Runner) -> None:
-    plans = largest_steps(runner.max_model_len, runner.spec)
+    plans = largest_steps(*sizes_of(runner))
     scored = [len(result.prompts[0][0].targets) for result in run(runner, plans) if result.prompts]
     assert scored == [min(LOGPROB_ROWS, runner.spec.step_tokens, max(1, runner.max_model_len - 1))]
 
 
 def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: Runner) -> None:
-    plans = every_kind(runner.max_model_len, runner.spec)
+    plans = every_kind(*sizes_of(runner))
     results = run(runner, plans)
     if runner.max_model_len < 8:
         assert not plans
@@ -93,8 +97,9 @@ def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: Runner) ->
     assert kinds >= {alone, goes_on, (False, True, True, False), (True, True, True, True)}
     setups = [setup.sampling for plan in plans for setup in plan.setups]
     asked = {name for params in setups for name in params.__struct_fields__ if getattr(params, name)}
-    every = {"temperature", "top_k", "top_p", "presence_penalty", "logit_bias", "min_tokens", "logprobs"}
-    assert asked >= every
+    narrowing = {"temperature", "top_k", "top_p"}
+    changing = {"presence_penalty", "logit_bias", "min_tokens", "allowed_tokens", "bad_words"}
+    assert asked >= narrowing | changing | {"logprobs"}
     assert any(result.sampled.logprobs is not None for result in results)
     assert any(result.prompts for result in results) and any(result.finite for result in results)
     assert any(plan.copies for plan in plans) and any(plan.clears for plan in plans)
@@ -110,8 +115,7 @@ def test_steps_of_every_kind_are_run_with_every_way_to_sample(runner: Runner) ->
 def test_none_takes_more_than_a_step_may(sizes: tuple[int, int]) -> None:
     """There is nothing that it could be padded to."""
     max_rows, step_tokens = sizes
-    spec = spec_of(Path("unread"), max_rows=max_rows, step_tokens=step_tokens)
-    for plan in every_kind(256, spec) + largest_steps(256, spec):
+    for plan in every_kind(256, *sizes) + largest_steps(256, *sizes):
         assert len(plan.decodes) + sum(len(chunk.token_ids) for chunk in plan.chunks) <= step_tokens
         assert len(plan.decodes) + len(plan.chunks) <= max_rows
         assert all(row < max_rows for setup in plan.setups for row, _ in setup.members)

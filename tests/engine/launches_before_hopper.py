@@ -1,6 +1,6 @@
-"""Prints, as JSON, how many kernels a build and a search of plans foresee for Ampere and for Hopper, how many
-of them overlap with the one in front, and what of the smallest of a build's of each name does not compile for
-Ampere: a process of its own, as `launches_of_serving`."""
+"""Prints, as JSON, how many kernels a build and a search of plans compile for Ampere and for Hopper, and how
+many of them overlap with the kernel in front; and which kernels of the build do not compile for Ampere, of
+which one of each name is tried. A process of its own, as `tests.engine.launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from kernels import compiling, rehearsal
-from kernels.dimensions import read_dimensions
+from engine.build import read_served
+from engine.launch_enumeration import launch_all
+from engine.tune import tuning
+from kernels import compiling
 from kernels.triton.linear_table import Table
-from kernels.tune import search
 
 
 def main() -> None:
-    dimensions = read_dimensions(Path(sys.argv[1]), max_rows=8, step_tokens=64)
+    served = read_served(Path(sys.argv[1]), max_num_seqs=8, max_num_batched_tokens=64)
     found = {}
     for capability in (80, 90):
         gpu = compiling.Gpu.of("any", capability)
-        jobs = compiling.record(gpu.target, partial(rehearsal.launch_all, dimensions, Table(), gpu))
-        tuning = partial(search.launch_all, [dimensions], [1, 16], Table(), gpu)
+        jobs = compiling.record(gpu.target, partial(launch_all, served, gpu, Table()))
+        tuned = compiling.record(gpu.target, partial(tuning.launch_all, [served], [1, 16], Table(), gpu))
         found[capability] = counts(jobs)
-        found[f"{capability} tuning"] = counts(compiling.record(gpu.target, tuning))
+        found[f"{capability} tuning"] = counts(tuned)
         if not gpu.pdl:
             first = list({job.name: job for job in reversed(jobs)}.values())
             found["failures"] = [

@@ -1,0 +1,27 @@
+"""Comments for streams that wait for their first token: proxies close connections that are silent."""
+
+from __future__ import annotations
+
+import asyncio
+
+from appliance.front.call import Client
+
+HEAD_DELAY_S = 0.5
+"""The headers of a stream wait this long for the first token: a refusal until then has its own status."""
+_COMMENT = b": waiting\n\n"
+
+
+async def happens_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for the event at most so long; return whether it is set."""
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def send_comments(client: Client, until: asyncio.Event, interval_s: float) -> None:
+    """Write a comment every `interval_s` seconds until the event is set. The response's header is out."""
+    while not await happens_within(until, interval_s):
+        if client.writable and not client.lost:
+            client.write_chunk(_COMMENT)

@@ -1,0 +1,65 @@
+"""Lets web pages of the origins that the settings name call the API (CORS, in the Fetch standard)."""
+
+from __future__ import annotations
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from appliance.front.box import Box
+
+_METHODS = ("GET", "POST")
+_EXPOSED = (
+    "idempotent-replayed",
+    "retry-after",
+    "retry-after-ms",
+    "x-appliance-class",
+    "x-appliance-request-id",
+    "x-appliance-retry-of",
+    "x-request-id",
+    *(
+        f"x-ratelimit-{what}-{kind}"
+        for what in ("limit", "remaining", "reset")
+        for kind in ("requests", "tokens")
+    ),
+)
+"""Headers of an answer that the pages' scripts may read."""
+_MAX_AGE_S = 600
+
+
+class Cors:
+    """ASGI middleware around the whole application. It answers the preflight requests of allowed origins,
+    which have no key, and names the origin in other answers to them. Requests of other origins, and requests
+    without one, pass as they are."""
+
+    def __init__(self, app: ASGIApp, box: Box) -> None:
+        self._app = app
+        self._box = box
+        self._origins: tuple[str, ...] = ()
+        self._middleware: CORSMiddleware | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origins = self._box.limits.cors_origins
+        if origins != self._origins:
+            self._origins, self._middleware = origins, self._make(origins)
+        if self._middleware is not None and self._is_allowed(self._middleware, scope):
+            await self._middleware(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _make(self, origins: tuple[str, ...]) -> CORSMiddleware | None:
+        if not origins:
+            return None
+        return CORSMiddleware(
+            self._app,
+            allow_origins=origins,
+            allow_methods=_METHODS,
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
+            max_age=_MAX_AGE_S,
+        )
+
+    def _is_allowed(self, middleware: CORSMiddleware, scope: Scope) -> bool:
+        if scope["type"] != "http":
+            return False
+        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+        return origin is not None and middleware.is_allowed_origin(origin.decode("latin-1"))

@@ -1,0 +1,132 @@
+"""From a request's body to sampling parameters."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from itertools import repeat
+
+from appliance.front.box import Box
+from appliance.front.call import Call
+from appliance.front.encoding import do_work
+from appliance.front.errors import ApiError, invalid
+from appliance.front.models import LoadedModel
+from appliance.front.schemas import GenerationRequest
+from appliance.text.encoder import LoneSurrogateError
+from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
+
+_MAX_INLINE_IDS = 32_768
+"""Ids whose bit map is made on the event loop: 2 ms."""
+
+
+async def sampling_params(
+    box: Box,
+    call: Call,
+    body: GenerationRequest,
+    model: LoadedModel,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Return how tokens are chosen, for answers of at most `max_tokens`. Raises `ApiError`.
+
+    `logprobs` and `prompt_logprobs` are what the engine is asked for: the answer may show less.
+    """
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_p = 1.0 if body.top_p is None else body.top_p
+    if top_p == 0.0:
+        # Nothing but the likeliest token is left.
+        temperature, top_p = 0.0, 1.0
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid(
+            "min_tokens", f"is {min_tokens}, more than the {max_tokens} tokens that may be generated"
+        )
+    check_token_ids(model, list(body.logit_bias), "logit_bias")
+    stop_ids = check_token_ids(model, body.stop_token_ids or [], "stop_token_ids")
+    if not body.ignore_eos:
+        vocab_size = model.served.vocab_size or model.tokenizer.vocabulary_size
+        known = [token_id for token_id in model.tokenizer.eos_ids if token_id < vocab_size]
+        stop_ids = list(dict.fromkeys([*known, *stop_ids]))
+    bad_words = await bad_word_tokens(box, call, model, body.bad_words)
+    if body.allowed_token_ids is not None:
+        check_token_ids(model, body.allowed_token_ids, "allowed_token_ids")
+        banned = {word[0] for word in bad_words if len(word) == 1} | set(stop_ids if min_tokens else ())
+        if banned.issuperset(body.allowed_token_ids):
+            raise invalid(
+                "allowed_token_ids",
+                "leaves no token to begin with, since bad_words and min_tokens ban all of them; allow others",
+            )
+    allowed = body.allowed_token_ids or []
+    inline = len(allowed) <= _MAX_INLINE_IDS
+    allowed_tokens = bit_map(allowed) if inline else await asyncio.to_thread(bit_map, allowed)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=top_p,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=body.logit_bias or None,
+        allowed_tokens=allowed_tokens,
+        bad_words=bad_words,
+        # Drawn here, so that a resubmission after a lost replica goes on with the same text.
+        seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
+        min_tokens=min_tokens,
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=not stop_ids,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
+    """Return the ids if the model's vocabulary has them all, or its size is not known yet. Raises a 400."""
+    most = model.served.vocab_size - 1
+    if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
+        shown = str(wrong) if abs(wrong) < 1 << 64 else "a huge number"
+        raise invalid(param, f"token id {shown} is not one of the model's, 0 to {most}")
+    return token_ids
+
+
+def bit_map(token_ids: list[int]) -> bytes:
+    """Return the ids, of 0 or more, as `SamplingParams.allowed_tokens` has them."""
+    if not token_ids:
+        return b""
+    # A loop in Python would take 30 ms for the largest vocabularies. int() of base 2 takes linear time.
+    digits = bytearray(b"0") * (max(token_ids) + 1)
+    deque(map(digits.__setitem__, token_ids, repeat(ord("1"))), maxlen=0)
+    digits.reverse()
+    return int(digits, 2).to_bytes(-(-len(digits) // 8), "little")
+
+
+async def bad_word_tokens(
+    box: Box, call: Call, model: LoadedModel, words: tuple[str, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the runs of tokens that stand for the words at the beginning of a text and after a space. Raises
+    `ApiError`."""
+    if not words:
+        return ()
+    texts = {variant: index for index, word in enumerate(words) for variant in (word, " " + word.lstrip(" "))}
+    try:
+        steps = model.tokenizer.encode_steps(list(texts), add_special_tokens=False)
+        runs = await do_work(box, call, steps, sum(map(len, texts)))
+    except LoneSurrogateError as error:
+        raise invalid("bad_words", str(error)) from None
+    for index, run in zip(texts.values(), runs, strict=True):
+        if len(run) > MAX_BAD_WORD_TOKENS:
+            raise _too_long(index, len(run))
+    return tuple(dict.fromkeys(tuple(run) for run in runs if run))
+
+
+def _too_long(index: int, tokens: int) -> ApiError:
+    return invalid(
+        "bad_words",
+        f"word {index} has {tokens} tokens, with the space before it; give words of at most "
+        f"{MAX_BAD_WORD_TOKENS} tokens",
+    )

@@ -1,0 +1,167 @@
+"""`python -m engine.build`: compile every kernel that serving a model launches, so that no start compiles.
+
+    python -m engine.build --config FOLDER
+    python -m engine.build --config FOLDER --fp8 --kv-fp8 --max-num-seqs 256
+
+FOLDER has a model's config.json: a checkpoint's, or a public shape's (docs/kernels.md says how to write one).
+The kernels go to Triton's cache (TRITON_CACHE_DIR, or --cache), for the GPU of this machine or for the one
+that --gpu and --capability name. A replica that does not find its kernels there compiles them in the same way
+while its weights load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import triton
+from triton import knobs
+
+from engine.config import CheckpointError, UnfitError
+from engine.families import read_config
+from engine.kernel_build import build
+from engine.served_model import DTYPES, ServedModel
+from kernels import compiling
+from kernels.limits import MIN_CAPABILITY
+from kernels.triton.linear_table import TableError
+from kernels.writable import UnwritableError
+
+
+def main() -> int:
+    """Compile the kernels of one model. Returns 1 if that is not possible, or if a kernel does not
+    compile."""
+    arguments = _arguments()
+    try:
+        served = arguments.served or read_served(
+            arguments.config,
+            arguments.dtype,
+            fp8=arguments.fp8,
+            kv_fp8=arguments.kv_fp8,
+            tensor_parallel_size=arguments.tensor_parallel,
+            max_num_seqs=arguments.max_num_seqs,
+            max_num_batched_tokens=arguments.max_num_batched_tokens,
+        )
+        gpu = arguments.chosen or compiling.this_gpu()
+        served.check_gpu(gpu)
+        _check_cache(Path(knobs.cache.dir))
+        built = build(served, gpu, arguments.processes)
+    except compiling.GpuError as error:
+        print(f"{error}; or name one to compile for with --gpu and --capability", file=sys.stderr)
+        return 1
+    except (CheckpointError, UnfitError, TableError, UnwritableError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except compiling.CompilerError as error:
+        target = f"for capability {gpu.target.arch}, which Triton {triton.__version__} may not know"
+        print(f"{error}, {target}: see the compilers' messages above", file=sys.stderr)
+        return 1
+    print(f"{built.kernels} kernels for {gpu.name} are in {knobs.cache.dir} ({built.seconds:.1f} s)")
+    for failure in built.failures:
+        print(f"{failure.name} does not compile: {failure.error}", file=sys.stderr)
+    return 1 if built.failures else 0
+
+
+def read_served(
+    folder: Path,
+    dtype: str | None = None,
+    *,
+    fp8: bool = False,
+    kv_fp8: bool = False,
+    tensor_parallel_size: int = 1,
+    max_num_seqs: int = 1024,
+    max_num_batched_tokens: int = 8192,
+) -> ServedModel:
+    """Read the model in `folder`, to be served by our GPU kernels.
+
+    dtype: None: the checkpoint's. fp8: whether its matrices are to be quantised, if they are not already.
+    Raises CheckpointError for files that cannot be used, UnfitError for a model that our kernels cannot serve
+    in this way.
+    """
+    config = read_config(folder)
+    file = folder / "config.json"
+    if (chosen := dtype or config.dtype) not in DTYPES:
+        raise UnfitError(
+            f"{file}: dtype is {chosen}; GPU kernels serve {', '.join(DTYPES)}: choose one with --dtype"
+        )
+    served = ServedModel(
+        config=config,
+        dtype=chosen,
+        fp8=fp8 or config.fp8,
+        kv_fp8=kv_fp8,
+        tensor_parallel_size=tensor_parallel_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    try:
+        served.check_shapes()
+    except UnfitError as error:
+        raise UnfitError(f"{file}: {error}") from None
+    return served
+
+
+def _check_cache(folder: Path) -> None:
+    """Raise UnwritableError if the cache cannot be written, before anything is compiled."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UnwritableError(
+            f"the cache is {folder}, which cannot be written ({error.strerror}): name another folder with "
+            "--cache or TRITON_CACHE_DIR"
+        ) from None
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.build",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", type=Path, help="a folder with the model's config.json")
+    what.add_argument("--served", type=_served, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=DTYPES, help="the dtype of the model; default: the checkpoint's")
+    parser.add_argument("--fp8", action="store_true", help="quantise the layers' matrices to e4m3")
+    parser.add_argument("--kv-fp8", action="store_true", help="keep the KV cache in e4m3")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that the model is split over")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=1024, help="sequences that run at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, help="token budget of a step (%(default)s)"
+    )
+    parser.add_argument("--cache", type=Path, help="Triton's cache, instead of TRITON_CACHE_DIR")
+    parser.add_argument(
+        "--processes", type=int, default=compiling.default_processes(), help="that compile (%(default)s)"
+    )
+    parser.add_argument("--gpu", help="the GPU's name, as in \"NVIDIA H200\"; default: this machine's")
+    parser.add_argument("--capability", type=int, help="its compute capability times ten: 90 for an H200")
+    arguments = parser.parse_args()
+    if (arguments.gpu is None) != (arguments.capability is None):
+        parser.error("--gpu and --capability are given together or not at all")
+    for option in ("max_num_seqs", "max_num_batched_tokens", "processes"):
+        if (value := getattr(arguments, option)) < 1:
+            parser.error(f"--{option.replace('_', '-')} is {value}; it must be at least 1")
+    if arguments.capability is not None and arguments.capability < MIN_CAPABILITY:
+        parser.error(
+            f"--capability is {arguments.capability}; give the compute capability times ten, at least "
+            f"{MIN_CAPABILITY}: 90 for an H200"
+        )
+    arguments.chosen = None
+    if arguments.gpu is not None:
+        arguments.chosen = compiling.Gpu.of(arguments.gpu, arguments.capability)
+    if arguments.cache is not None:
+        knobs.cache.dir = str(arguments.cache)
+    return arguments
+
+
+def _served(text: str) -> ServedModel:
+    return msgspec.json.decode(text, type=ServedModel)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

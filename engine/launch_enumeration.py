@@ -1,0 +1,153 @@
+"""Which kernels a replica launches, found by running its warm-up on meta tensors: nothing is computed.
+
+`kernels.compiling.record` notes each launch. The decoder, the tables, the bodies of the graphs and the
+sampler are the ones that serve, and warm-up launches every kernel that serving launches. So nothing here
+knows which operations a layer has.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import Padding, RowTables
+from engine.graphs import DecodeGraphs
+from engine.messages import BLOCK_TOKENS
+from engine.model.decoder import TORCH_DTYPES, Decoder
+from engine.prompt_graphs import PromptGraphs
+from engine.sampler import Sampler
+from engine.served_model import ServedModel
+from engine.sizing import EXPANSION_BLOCKS, product_ladder
+from engine.steps import Steps
+from engine.warmup import warm_up
+from engine.warmup_steps import largest_steps
+from kernels.compiling import Gpu
+from kernels.cuda import CudaOps
+from kernels.triton import sampling
+from kernels.triton.linear_table import Table
+
+_META = torch.device("meta")
+_MAX_MODEL_LEN = 4096
+"""Tokens of the longest sequence. Longer ones launch no other kernels: the largest length that a launch
+depends on is `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
+_KV_BLOCKS = 64
+"""Blocks of the KV cache. Kernels do not depend on their number."""
+_MULTIPROCESSORS = 132
+"""Multiprocessors of a Hopper GPU. Kernels do not depend on their number."""
+_DIFFERENT_ROWS = 256
+"""The largest number of rows for which a table of `kernels/tuned` has a plan. Of passes with more rows, the
+powers of two and the largest are enumerated."""
+_ALIGNMENT = 16
+"""Triton compiles a kernel anew for integers that are multiples of this."""
+
+
+class UnconnectedRanks:
+    """One rank of a group that does not exist: collectives return tensors of the right shape."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size = size
+        self.rank = rank
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor] * self.size, dim=-1)
+
+    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor] * self.size)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def close(self) -> None:
+        return
+
+
+class MetaReplica:
+    """One rank of a replica on meta tensors.
+
+    table: the plans of linears. max_model_len: the longest sequence; None: one that launches every kernel.
+    """
+
+    def __init__(
+        self, served: ServedModel, rank: int, gpu: Gpu, table: Table, max_model_len: int | None = None
+    ) -> None:
+        self.served = served
+        config = served.config.with_layers(served.config.representative_layers())
+        length = max_model_len or min(config.context_limit, _MAX_MODEL_LEN)
+        self._decoder = decoder = Decoder(
+            config,
+            UnconnectedRanks(served.tensor_parallel_size, rank),
+            CudaOps(
+                EXPANSION_BLOCKS,
+                table,
+                pdl=gpu.pdl,
+                hopper_multiprocessors=_MULTIPROCESSORS if gpu.hopper else 0,
+            ),
+            TORCH_DTYPES[served.dtype],
+            _META,
+            max_model_len=length,
+            fp8=served.fp8,
+            kv_fp8=served.kv_fp8,
+        )
+        self._sizes = Padding(_sizes(served.max_num_batched_tokens), _sizes(served.max_num_seqs))
+        shard = decoder.shard
+        self._sampler = Sampler(
+            decoder.ranks,
+            _META,
+            sampling,
+            vocab_size=config.vocab_size,
+            first_vocab=shard.first_vocab,
+            vocab=shard.vocab,
+            vocab_real=shard.vocab_real,
+        )
+
+    def steps(self) -> Steps:
+        """Make steps with tables and a KV cache of their own."""
+        decoder, served = self._decoder, self.served
+        blocks = -(-decoder.max_model_len // BLOCK_TOKENS)
+        vocab_size = decoder.config.vocab_size
+        tables = RowTables(served.max_num_seqs, blocks, vocab_size, _META, self._sizes)
+        return Steps(decoder, decoder.allocate_kv(_KV_BLOCKS), tables, self._sampler)
+
+    def launch_warm_up(self) -> Steps:
+        """Launch what `Runner` launches before the replica is ready. Returns the steps that would serve."""
+        decoder, served = self._decoder, self.served
+        length, budget = decoder.max_model_len, served.max_num_batched_tokens
+        largest = self.steps()
+        for plan in largest_steps(length, served.max_num_seqs, budget):
+            largest.run(plan)
+        steps = self.steps()
+        if served.tensor_parallel_size == 1:
+            parts = steps.decoder, steps.kv, steps.tables
+            DecodeGraphs(*parts, self._sampler, served.max_num_seqs).launch()
+            PromptGraphs(*parts, budget).launch()
+        warm_up(steps, self.steps(), length, self._sizes)
+        return steps
+
+
+def _sizes(most: int) -> list[int]:
+    """Return the sizes to which passes of up to `most` rows are padded, of which our own kernels tell no two
+    neighbours apart: above _DIFFERENT_ROWS only cuBLAS does, whose kernels are not compiled."""
+    return [
+        size
+        for size in product_ladder(most)
+        if size <= _DIFFERENT_ROWS or size == most or size & (size - 1) == 0
+    ]
+
+
+def _different_ranks(served: ServedModel) -> list[int]:
+    """Return ranks that launch, between them, the kernels of all ranks. The first alone adds the biases of
+    linears that are summed over the ranks; otherwise ranks differ in their part of the vocabulary alone."""
+    size, found = served.tensor_parallel_size, dict[tuple[object, ...], int]()
+    for rank in range(size):
+        shard = served.config.shard(size, rank)
+        found.setdefault((rank == 0, shard.vocab_real, shard.first_vocab % _ALIGNMENT), rank)
+    return list(found.values())
+
+
+def launch_all(served: ServedModel, gpu: Gpu, table: Table) -> None:
+    """Launch every kernel that some rank of a replica launches on a GPU, on meta tensors."""
+    with torch.inference_mode():
+        for rank in _different_ranks(served):
+            MetaReplica(served, rank, gpu, table).launch_warm_up()

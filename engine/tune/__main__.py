@@ -1,0 +1,173 @@
+"""`python -m engine.tune`: measure which kernel each linear of a decoder gets, and write this GPU's table.
+
+    python -m engine.tune --config FOLDER              # matrices in the model's dtype
+    python -m engine.tune --config FOLDER --fp8 --rows 1 8 16
+    python -m engine.tune --config FOLDER --both --again --json tune.json
+    python -m engine.tune --config FOLDER --both --whole-layer --tried tune.json
+
+FOLDER has a model's config.json: a checkpoint's, or a public shape's (docs/kernels.md says how to write one).
+Times our kernels and the library's inside whole layers of the decoder, in CUDA graphs, with weights that are
+not in cache; compares each winner with the reference implementation; adds the winners to the table
+(kernels/tuned/<gpu>.json, or --out). Attention is left out. Entries that the table has are kept unless
+--again is given.
+
+--whole-layer refines the table: attention included, it descends from the table's plans, the rules' plans and
+`tiles` everywhere, one linear at a time, and replaces plans where the whole layer gets 0.3 % faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from engine.build import read_served
+from engine.config import CheckpointError, UnfitError
+from engine.served_model import ServedModel
+from engine.tune import tuning
+from kernels import compiling
+from kernels.triton.linear_table import Table, TableError, load_table, read_table, table_path
+from kernels.tune.candidates import BUCKETS
+from kernels.tune.shortlist import read_tried
+from kernels.writable import UnwritableError, check_writable
+
+
+def main() -> int:
+    """Tune every given model. The table is written after each number of rows, so that a run may be cut
+    short."""
+    arguments = _arguments()
+    try:
+        models = [
+            read_served(
+                folder,
+                fp8=fp8,
+                kv_fp8=fp8 and arguments.whole_layer,
+                tensor_parallel_size=arguments.tensor_parallel,
+            )
+            for folder in arguments.config
+            for fp8 in arguments.dtypes
+        ]
+        for served in models if arguments.whole_layer else []:
+            served.config.resolve_length(arguments.context)
+        gpu = compiling.this_gpu()
+        path = arguments.out or table_path(gpu.name)
+        check_writable("--out", path)
+        check_writable("--json", arguments.json)
+        table = read_table(path) if path.exists() else Table(gpu.name)
+        if arguments.whole_layer and not path.exists():
+            table = load_table(gpu.name, gpu.shared_bytes)
+    except (CheckpointError, UnfitError, compiling.GpuError, TableError, UnwritableError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    began = time.perf_counter()
+    tune = _descend if arguments.whole_layer else _search
+    raw = tune(arguments, models, replace(table, shared_bytes=gpu.shared_bytes), path, gpu)
+    print(f"{path}: {len(raw)} entries measured in {time.perf_counter() - began:.0f} s", flush=True)
+    return 0
+
+
+def _search(
+    arguments: argparse.Namespace, models: list[ServedModel], table: Table, path: Path, gpu: compiling.Gpu
+) -> list[dict[str, Any]]:
+    known = Table() if arguments.again else table
+    _compile(gpu, lambda: tuning.launch_all(models, arguments.rows, known, gpu))
+    raw: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for served in models:
+            for found in tuning.search_linears(served, arguments.rows, known, _report, gpu):
+                for one in found:
+                    table = table.with_entry(one.product, one.rows, one.entry)
+                    raw.append(one.raw)
+                known = known if arguments.again else table
+                _write(path, table, gpu, arguments.json, raw)
+    return raw
+
+
+def _descend(
+    arguments: argparse.Namespace, models: list[ServedModel], table: Table, path: Path, gpu: compiling.Gpu
+) -> list[dict[str, Any]]:
+    chosen = tuning.Descent(arguments.context, arguments.most, arguments.tried)
+    _compile(gpu, lambda: tuning.launch_descents(models, arguments.rows, table, chosen, gpu))
+    raw: list[dict[str, Any]] = []
+    print(tuning.DESCENT_HEADER)
+    with torch.inference_mode():
+        for served in models:
+            for found, measured in tuning.descend(served, arguments.rows, table, chosen, _report, gpu):
+                table = found
+                raw.append(measured)
+                _write(path, table, gpu, arguments.json, raw)
+    return raw
+
+
+def _compile(gpu: compiling.Gpu, launch: Callable[[], object]) -> None:
+    """Compile what will be launched, in as many processes as there are cores."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)  # so that there are no threads of OpenMP when this process forks
+    jobs = compiling.record(gpu.target, launch)
+    # Plans that the compiler refuses fail again when they are tried, and are passed over.
+    failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())
+    seconds = time.perf_counter() - began
+    print(f"{len(jobs)} kernels compiled in {seconds:.0f} s, {len(failures)} failed", flush=True)
+
+
+def _write(path: Path, table: Table, gpu: compiling.Gpu, json_path: Path | None, raw: list[Any]) -> None:
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    about = {"date": today, "torch": str(torch.__version__), "triton": triton.__version__}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(Table(gpu.name, about, table.products).to_json())
+    if json_path:
+        json_path.write_text(json.dumps(raw, indent=1) + "\n")
+
+
+def _report(line: str) -> None:
+    print(line, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, nargs="+", required=True, help="folders with a config.json")
+    parser.add_argument("--fp8", action="store_true", help="e4m3 matrices instead of the model's dtype")
+    parser.add_argument("--both", action="store_true", help="matrices in both dtypes")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows to measure")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="the shapes of one of so many ranks")
+    parser.add_argument("--again", action="store_true", help="measure entries that the table has as well")
+    parser.add_argument("--out", type=Path, help="the table to add to; default: the one that ships")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
+    parser.add_argument("--whole-layer", action="store_true", help="refine the table by whole layers")
+    parser.add_argument(
+        "--context", type=int, default=640, help="with --whole-layer: tokens of each sequence (%(default)s)"
+    )
+    parser.add_argument(
+        "--most", type=int, default=10, help="with --whole-layer: plans tried of each linear (%(default)s)"
+    )
+    parser.add_argument(
+        "--tried", type=Path, help="with --whole-layer: try what --json of a first run found fastest"
+    )
+    arguments = parser.parse_args()
+    arguments.dtypes = [False, True] if arguments.both else [arguments.fp8]
+    default = [rows for rows in BUCKETS if rows <= 64] if arguments.whole_layer else list(BUCKETS)
+    arguments.rows = arguments.rows or default
+    if wrong := [rows for rows in arguments.rows if not 1 <= rows <= BUCKETS[-1]]:
+        parser.error(f"--rows has {wrong[0]}; give numbers from 1 to {BUCKETS[-1]}")
+    try:
+        arguments.tried = read_tried(arguments.tried) if arguments.tried else {}
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""What the tuner times: the real decoder's layers, or its output matrix, one after another, with exchangeable
+plans.
+
+The linears to tune are found by running the decoder: they are the ones that ask the table for a plan. Each
+copy of a layer has weights of its own, so that none is in cache when it is read. A linear is judged by what
+the time of a layer does, since the kernels before and after it (which overlap with it, by programmatic
+dependent launch) are part of its cost; so are the norms that it does not share with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from engine.forward import ForwardInput
+from engine.launch_enumeration import UnconnectedRanks
+from engine.messages import BLOCK_TOKENS
+from engine.model.decoder import TORCH_DTYPES, Decoder
+from engine.model.loader import load_dummy
+from engine.served_model import ServedModel
+from engine.tune.operations import TunedOps, WatchedOps
+from kernels import AttentionInput, KvPool, Ops
+from kernels.compiling import Gpu
+from kernels.triton.linear_table import Product, Table
+from kernels.tune.graphs import graph_microseconds
+
+_CACHES = 8
+"""The weights of a chain are that many times the L2 cache, so that none is found there."""
+_CHAIN_BYTES = 5 << 30
+"""The least bytes of weights that a graph reads: its start, some 10 µs, is then a small part."""
+_VOCABULARY = 1024
+"""Tokens of a decoder whose layers are timed. The embedding and the output matrix are no part of them."""
+_SEED = 1
+
+
+class LayerChain:
+    """Copies of the layers of a decoder: one of each kind, then again. See `kernels.tune.search.Chain`.
+
+    context: tokens of each sequence, to which layers attend; None: attention is left out: it takes its time
+    whatever plans the linears have.
+    """
+
+    def __init__(
+        self, served: ServedModel, device: torch.device, gpu: Gpu, context: int | None = None
+    ) -> None:
+        self.device = device
+        self.rows = 0
+        self.products: list[Product] = []
+        """The linears that were found, those that write the residual first."""
+        self._context = context
+        self._ops = WatchedOps(TunedOps(gpu, attention=context is not None))
+        kinds = _kinds(served)
+        small = replace(served.config.with_layers(kinds), vocab_size=_VOCABULARY, tie_word_embeddings=True)
+        # One copy first, to know how many bytes it has.
+        of_one = _decoder(replace(served, config=small), self._ops, torch.device("meta"), context)
+        size = _layer_bytes(of_one)
+        copies = _copies(size, device)
+        config = small.with_layers(list(range(len(kinds))) * copies)
+        self._decoder = _decoder(replace(served, config=config), self._ops, device, context)
+        if device.type != "meta":
+            load_dummy(self._decoder, _SEED)
+            _randomise_gains(self._decoder)
+        turns = -(-_CHAIN_BYTES // (size * copies)) if device.type == "cuda" else 1
+        self._layers = self._decoder.layers * turns
+        self._few = 2 * len(kinds)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def set_rows(self, rows: int) -> None:
+        """Make the input and the cache of a number of sequences, and find the linears."""
+        self.rows = rows
+        self._kv: list[KvPool] = []  # freed before the next cache is made
+        self._ops.backend.forget_workspaces()
+        self._decoder.layers = self._layers
+        blocks = -(-(self._context or 1) // BLOCK_TOKENS)
+        self._kv = self._decoder.allocate_kv(rows * blocks)
+        if self._context is not None and self.device.type != "meta":
+            for pool in self._kv:
+                for numbers in (pool.keys, pool.values, pool.k_scales, pool.v_scales):
+                    if numbers is not None:
+                        numbers.copy_(torch.rand(numbers.shape, device=self.device))
+        self._table = torch.randperm(rows * blocks).view(rows, blocks).to(self.device)
+        self._inputs = self._make_inputs(rows)
+        self.use(Table())
+        self.products = self._ops.find(self.run_few)
+
+    def microseconds(self, table: Table, without: Product | None = None) -> float:
+        self.use(table, without)
+        return graph_microseconds(self.run) / len(self)
+
+    def error(self, table: Table, rows: int) -> float:
+        self.use(table)
+        return self._ops.compare(lambda: self.run(self._few, rows))
+
+    def use(self, table: Table, without: Product | None = None) -> None:
+        """Go by the plans of `table` from now on, and leave out the operations of one linear."""
+        self._ops.backend.use(table)
+        self._ops.without = without
+
+    def run(self, layers: int | None = None, rows: int | None = None) -> torch.Tensor:
+        """Run the first `rows` sequences through the first `layers` layers. Returns hidden states."""
+        decoder = self._decoder
+        decoder.layers = self._layers[:layers]
+        inputs = self._inputs if rows is None else self._make_inputs(rows)
+        return decoder.forward(inputs, self._kv[:layers])
+
+    def run_few(self) -> torch.Tensor:
+        """Run as few layers as launch every kernel."""
+        return self.run(self._few)
+
+    def _make_inputs(self, rows: int) -> ForwardInput:
+        every = torch.arange(rows, device=self.device)
+        position = (self._context or 1) - 1
+        positions = torch.full((rows,), position, device=self.device)
+        slots = self._table[:rows, -1] * BLOCK_TOKENS + position % BLOCK_TOKENS
+        attention = AttentionInput(self._table, every, positions + 1, self._table.shape[1], [])
+        return ForwardInput(every % _VOCABULARY, positions, slots, attention)
+
+
+class HeadChain:
+    """Copies of the norm and the output matrix, which is in the model's dtype always. See
+    `kernels.tune.search.Chain`."""
+
+    def __init__(self, served: ServedModel, device: torch.device, gpu: Gpu) -> None:
+        self.device = device
+        self.rows = 0
+        self._ops = WatchedOps(TunedOps(gpu, attention=False))
+        config = replace(served.config.with_layers([]), tie_word_embeddings=True)
+        self._decoder = _decoder(replace(served, config=config), self._ops, device, None)
+        if device.type != "meta":
+            load_dummy(self._decoder, _SEED)
+            _randomise_gains(self._decoder)
+        head = self._decoder.head
+        size = head.numel() * head.element_size()
+        heads = [head, *(head.clone() for _ in range(_copies(size, device) - 1))]
+        self._heads = heads * (-(-_CHAIN_BYTES // (size * len(heads))) if device.type == "cuda" else 1)
+        self.set_rows(1)
+        self.products = self._ops.find(self.run_few)
+
+    def set_rows(self, rows: int) -> None:
+        """Make the input of a number of rows."""
+        self.rows = rows
+        decoder = self._decoder
+        shape = (rows, decoder.config.hidden_size)
+        self._hidden = torch.empty(shape, dtype=decoder.dtype, device=self.device).normal_()
+        logits = (rows, decoder.shard.vocab)
+        self._logits = torch.empty(logits, dtype=decoder.dtype, device=self.device)
+
+    def microseconds(self, table: Table, without: Product | None = None) -> float:
+        assert without is None, "the chain has no other linear"
+        self.use(table)
+        return graph_microseconds(self.run) / len(self._heads)
+
+    def error(self, table: Table, rows: int) -> float:
+        self.use(table)
+        return self._ops.compare(lambda: self._decoder.logits(self._hidden[:rows]))
+
+    def use(self, table: Table) -> None:
+        """Go by the plans of `table` from now on."""
+        self._ops.backend.use(table)
+
+    def run(self) -> None:
+        """Compute the logits of every row with each copy of the matrix."""
+        for head in self._heads:
+            self._decoder.head = head
+            self._decoder.logits(self._hidden, self._logits)
+
+    def run_few(self) -> None:
+        """Compute the logits once: that launches every kernel."""
+        self._decoder.logits(self._hidden, self._logits)
+
+
+def _decoder(served: ServedModel, ops: WatchedOps, device: torch.device, context: int | None) -> Decoder:
+    return Decoder(
+        served.config,
+        UnconnectedRanks(served.tensor_parallel_size, 0),
+        cast(Ops, ops),
+        TORCH_DTYPES[served.dtype],
+        device,
+        max_model_len=context or 1,
+        fp8=served.fp8,
+        kv_fp8=served.kv_fp8,
+    )
+
+
+def _kinds(served: ServedModel) -> list[int]:
+    """Return the first layer of each kind."""
+    config = served.config
+    kinds = list(zip(config.layer_kinds, config.sliding_windows, strict=True))
+    return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+
+
+def _layer_bytes(decoder: Decoder) -> int:
+    """Return the bytes of the matrices of all layers."""
+    targets = [piece.target for piece in decoder.pieces() if ".layers." in piece.name]
+    return sum(one.numel() * one.element_size() for one in targets if one is not None and one.dim() == 2)
+
+
+def _randomise_gains(decoder: Decoder) -> None:
+    """Make gains differ from each other, so that a gain that is left out shows as an error."""
+    for piece in decoder.pieces():
+        if piece.target is not None and piece.target.dim() == 1 and "norm" in piece.name:
+            piece.target.uniform_(0.5, 1.5)
+
+
+def _copies(size: int, device: torch.device) -> int:
+    """Return how many copies of weights of `size` bytes a chain has: two have every kernel of a layer behind
+    another."""
+    if device.type != "cuda":
+        return 2
+    return max(2, -(-_CACHES * torch.cuda.get_device_properties(device).L2_cache_size // size))

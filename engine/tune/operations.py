@@ -1,0 +1,157 @@
+"""The decoder's operations as the tuner runs them: with plans that it exchanges, to find the linears, without
+some of them, or beside the reference implementation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from kernels import Fp8Activation, Fp8Weight, KvPool, Residual, Rotation, reference
+from kernels.compiling import Gpu
+from kernels.cuda import CudaOps
+from kernels.triton import fused
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import Product, Table
+
+
+class TunedOps(CudaOps):
+    """The operations on a GPU, with a table that can be exchanged, and a note of the linears that ask it.
+
+    attention: whether there is any; False: see `attend`.
+    """
+
+    def __init__(self, gpu: Gpu, attention: bool) -> None:
+        super().__init__(0, pdl=gpu.pdl)
+        self._attention = attention
+        self.asked: list[Product] = []
+        """The linears that asked, in order."""
+        self.use(Table())
+
+    def use(self, table: Table) -> None:
+        """Go by the plans of `table` from now on."""
+        self.asked.clear()
+        self._table = cast(Table, _NotingTable(table, self.asked))
+
+    def forget_workspaces(self) -> None:
+        """Free the workspaces of attention, which depend on the number of rows."""
+        self._decode_workspaces = {}
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rotation: Rotation,
+        pool: KvPool,
+        heads: int,
+        *others: Any,
+    ) -> torch.Tensor:
+        """As `Ops.attend`. Without attention: RoPE and the cache write, whose queries take the place of the
+        result."""
+        if self._attention:
+            return super().attend(qkv, positions, slots, rotation, pool, heads, *others)
+        return fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self._pdl)
+
+
+class _NotingTable:
+    """Passes questions on to a table, and notes the linears."""
+
+    def __init__(self, table: Table, asked: list[Product]) -> None:
+        self._table, self._asked = table, asked
+
+    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
+        self._asked.append(Product(dtype, n, k))
+        return self._table.choose(rows, n, k, dtype)
+
+
+class WatchedOps:
+    """Passes operations on to `TunedOps`, whatever they are called, and can leave out those of one linear or
+    compare them with the reference implementation."""
+
+    def __init__(self, backend: TunedOps) -> None:
+        self.backend = backend
+        self.without: Product | None = None
+        self.errors: list[float] | None = None
+        """The error of each operation of a linear; None: nothing is compared."""
+        self._results: dict[tuple[str, Product | None], Any] = {}
+        """What each operation of a linear returned when it was found, by the operation's name."""
+        self._finding = False
+
+    def find(self, run: Callable[[], object]) -> list[Product]:
+        """Return the linears that ask for a plan while `run` runs, those that write the residual first."""
+        self.without, self._finding = None, True
+        self._results.clear()
+        self.backend.asked.clear()
+        run()
+        self._finding = False
+        results = self._results.items()
+        writers = [product for (_, product), result in results if product and isinstance(result, Residual)]
+        return list(dict.fromkeys([*writers, *self.backend.asked]))
+
+    def compare(self, run: Callable[[], object]) -> float:
+        """Return the largest error of an operation of `run`; NaN if a result has any."""
+        self.without, self.errors = None, []
+        try:
+            run()
+            return max(self.errors, key=lambda error: (math.isnan(error), error), default=math.nan)
+        finally:
+            self.errors = None
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self.backend, name)
+        if not callable(operation):
+            return operation
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            products = [one for one in map(_product_of, arguments) if (name, one) in self._results]
+            if self.without is not None and self.without in products:
+                streams = [one for one in arguments if isinstance(one, Residual)]
+                result = self._results[name, self.without]
+                # What adds to the residual leaves it as it is.
+                return streams[0] if isinstance(result, Residual) else result
+            if self.errors is not None and products:
+                expected = _reference(name, arguments, options)
+                result = operation(*arguments, **options)
+                # Only the library's linears are followed by a quantisation, and those are taken as they are.
+                if not isinstance(result, Fp8Activation):
+                    self.errors.append(_difference(result, expected))
+                return result
+            asked = len(self.backend.asked)
+            result = operation(*arguments, **options)
+            if self._finding:
+                self._results |= {(name, product): result for product in self.backend.asked[asked:]}
+            return result
+
+        return watched
+
+
+def _reference(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Return the result of the reference implementation: in float32, unless weights are e4m3, for which
+    activations are quantised from the rounded numbers that the kernels quantise."""
+    exact = not any(isinstance(one, Fp8Weight) for one in arguments)
+    return getattr(reference, name)(*(_copied(one, exact) for one in arguments), **options)
+
+
+def _product_of(argument: Any) -> Product | None:
+    """Return the linear whose weight an argument is; None if it cannot be one."""
+    weight = argument.values if isinstance(argument, Fp8Weight) else argument
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return None
+    return Product(weight.dtype, *weight.shape)
+
+
+def _copied(argument: Any, exact: bool) -> Any:
+    """Return a copy of an argument that an operation may overwrite, in float32 if `exact`."""
+    if isinstance(argument, Residual):
+        return Residual(_copied(argument.values, exact).clone())
+    if isinstance(argument, torch.Tensor) and argument.is_floating_point() and exact:
+        return argument.float()
+    return argument
+
+
+def _difference(result: torch.Tensor | Residual, expected: torch.Tensor | Residual) -> float:
+    got, wanted = (one.values if isinstance(one, Residual) else one for one in (result, expected))
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())

@@ -1,0 +1,239 @@
+"""The two searches for a model's plans, and the kernels that they launch.
+
+`search_linears` tries every candidate of each linear in a chain of layers without attention. `descend` starts
+from there and tries a few candidates in whole layers, attention included.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.served_model import ServedModel
+from engine.tune.chain import HeadChain, LayerChain
+from kernels.compiling import Gpu
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import Product, Table
+from kernels.tune import descent
+from kernels.tune.descent import Choice
+from kernels.tune.graphs import Graphs
+from kernels.tune.search import (
+    Measured,
+    Report,
+    check_table,
+    is_known,
+    is_right,
+    measure_entries,
+    plan_text,
+    search,
+    table_of,
+    tried_plans,
+)
+from kernels.tune.shortlist import Tried, covering, shortlist, starts
+
+_CUDA = torch.device("cuda")
+_META = torch.device("meta")
+_COMPARED_LAYERS = 12
+"""Layers of a graph that a descent compares: few, since there are hundreds of graphs."""
+
+Options = dict[Product, list[GemmPlan | None]]
+
+
+# ── each linear in turn ──────────────────────────────────────────────────────────────────────────────
+
+
+def search_linears(
+    served: ServedModel, buckets: Sequence[int], known: Table, report: Report, gpu: Gpu
+) -> Iterator[list[Measured]]:
+    """Yield the best plans of a model's linears, some at a time, for each number of rows that `known` lacks.
+    `report` is called with lines for a person to read. gpu: the device's."""
+    report(f"{_kind(served)} hidden {served.config.hidden_size}")
+    report("rows: µs of a layer by the rules, the library, the winners; of each linear: won, library, plan")
+    for chain in _chains(served, _CUDA, gpu):
+        for rows in buckets:
+            if not is_known(known, chain.products, rows):
+                chain.set_rows(rows)
+                yield search(chain, known, report, gpu.hopper)
+
+
+def launch_all(models: Sequence[ServedModel], buckets: Sequence[int], known: Table, gpu: Gpu) -> None:
+    """Launch every kernel that `search_linears` launches on a GPU, on meta tensors."""
+    with torch.inference_mode():
+        for served in models:
+            for chain in _chains(served, _META, gpu):
+                for rows in buckets:
+                    if is_known(known, chain.products, rows):
+                        continue
+                    chain.set_rows(rows)
+                    for product in chain.products:
+                        for plan in tried_plans(product, rows, gpu.hopper):
+                            _launch(chain, table_of({product: plan}, rows))
+                            _launch(chain, check_table(chain, product, plan, gpu.hopper))
+
+
+def _launch(chain: LayerChain | HeadChain, table: Table) -> None:
+    chain.use(table)
+    chain.run_few()
+
+
+def _chains(served: ServedModel, device: torch.device, gpu: Gpu) -> Iterator[LayerChain | HeadChain]:
+    """Yield one after another, so that only one chain's weights are in memory."""
+    layers = LayerChain(served, device, gpu)
+    layers.set_rows(1)
+    yield layers
+    del layers
+    if not served.fp8:  # The output matrix is in the model's dtype either way.
+        yield HeadChain(served, device, gpu)
+
+
+# ── a descent over whole layers ──────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Descent:
+    """What a descent over whole layers tries."""
+
+    context: int
+    """Tokens of each sequence."""
+    most: int
+    """Plans of a linear that are tried."""
+    tried: Tried
+    """What `search_linears` found fastest."""
+
+
+def descend(
+    served: ServedModel, buckets: Sequence[int], table: Table, chosen: Descent, report: Report, gpu: Gpu
+) -> Iterator[tuple[Table, dict[str, Any]]]:
+    """Yield, for each number of rows, the table with the plans that a descent from its plans found, and the
+    measurements."""
+    layers = LayerChain(served, _CUDA, gpu, chosen.context)
+    linears = LayerChain(served, _CUDA, gpu)
+    for rows in buckets:
+        layers.set_rows(rows)
+        linears.set_rows(rows)
+        began = time.perf_counter()
+        begun, options = _without_wrong(linears, *_plan_descent(linears, table, chosen, gpu), gpu, report)
+        best, us, before = descent.search(begun, options, _Timer(layers))
+        for product, (entry, _) in measure_entries(linears, best, options).items():
+            table = table.with_entry(product, rows, replace(entry, layer_us=us))
+        raw: dict[str, Any] = {"dtype": _kind(served), "rows": rows}
+        raw |= {"before_us": round(before, 2), "us": round(us, 2)}
+        raw["differs"] = _difference(layers, begun[0], best)
+        raw["plans"] = {str(product): plan_text(plan) for product, plan in best.items()}
+        raw["s"] = round(time.perf_counter() - began, 1)
+        kept = {str(product) for product, plan in best.items() if plan == begun[0][product]}
+        report(_line(raw, kept))
+        yield table, raw
+
+
+def launch_descents(
+    models: Sequence[ServedModel], buckets: Sequence[int], table: Table, chosen: Descent, gpu: Gpu
+) -> None:
+    """Launch every kernel that `descend` launches on a GPU, on meta tensors."""
+    with torch.inference_mode():
+        for served in models:
+            layers = LayerChain(served, _META, gpu, chosen.context)
+            linears = LayerChain(served, _META, gpu)
+            for rows in buckets:
+                layers.set_rows(rows)
+                linears.set_rows(rows)
+                begun, options = _plan_descent(linears, table, chosen, gpu)
+                for choice in [*begun, dict.fromkeys(options), *covering(options)]:
+                    for chain in (layers, linears):
+                        _launch(chain, table_of(choice, rows))
+                for product, plans in options.items():
+                    for plan in {*plans, *(choice[product] for choice in begun)}:
+                        _launch(linears, check_table(linears, product, plan, gpu.hopper))
+
+
+def _plan_descent(
+    layers: LayerChain, table: Table, chosen: Descent, gpu: Gpu
+) -> tuple[list[Choice], Options]:
+    """Return the starting points of a descent, and the plans of each linear that are tried."""
+    rows = layers.rows
+    shipped = {one: table.choose(rows, one.n, one.k, one.dtype) for one in layers.products}
+    begun = starts(shipped, rows, gpu.hopper)
+    options = {
+        product: shortlist(
+            product, rows, gpu.hopper, [one[product] for one in begun], chosen.tried, chosen.most
+        )
+        for product in layers.products
+    }
+    return begun, options
+
+
+def _without_wrong(
+    layers: LayerChain, begun: list[Choice], options: Options, gpu: Gpu, report: Report
+) -> tuple[list[Choice], Options]:
+    """Leave out plans that do not run or whose results are wrong. The table's plans stay."""
+    wrong = set()
+    for product in options:
+        for plan in {*options[product], *(choice[product] for choice in begun)}:
+            try:
+                right = is_right(layers, product, plan, gpu.hopper)
+            except Exception as error:
+                report(f"{product} {layers.rows}: {plan_text(plan)} fails: {str(error)[:200]}")
+                right = False
+            if not right:
+                wrong.add((product, plan))
+    kept = {one: [plan for plan in options[one] if (one, plan) not in wrong] for one in options}
+    return [begun[0], *(choice for choice in begun[1:] if not wrong.intersection(choice.items()))], kept
+
+
+class _Timer:
+    """Compares layers that go by different plans: see `descent.Compare`."""
+
+    def __init__(self, layers: LayerChain) -> None:
+        self._layers, self._graphs = layers, Graphs()
+
+    def __call__(self, choices: Sequence[Choice]) -> list[float]:
+        captured, where, failure = [], [], None
+        count = min(_COMPARED_LAYERS, len(self._layers))
+        for index, choice in enumerate(choices):
+            try:
+                self._layers.use(table_of(choice, self._layers.rows))
+                graph = self._graphs.capture(lambda: self._layers.run(count), self._layers.run_few)
+            except Exception as error:
+                failure = error
+                continue
+            captured.append(graph)
+            where.append(index)
+        if failure is not None and not captured:
+            raise failure
+        times = [math.inf] * len(choices)
+        medians = descent.race(lambda order: self._graphs.microseconds(captured, order), len(captured))
+        for index, us in zip(where, medians, strict=True):
+            times[index] = us / count
+        return times
+
+
+def _difference(layers: LayerChain, first: Choice, second: Choice) -> float:
+    """Return ‖b − a‖ / ‖a‖ of the hidden states that two choices of plans leave."""
+    hidden = []
+    for choice in (first, second):
+        layers.use(table_of(choice, layers.rows))
+        hidden.append(layers.run_few().float())
+    return float((hidden[1] - hidden[0]).norm() / hidden[0].norm())
+
+
+def _kind(served: ServedModel) -> str:
+    return "fp8" if served.fp8 else served.dtype
+
+
+def _line(raw: dict[str, Any], kept: set[str]) -> str:
+    plans = ", ".join(
+        f"{product}: {text}{' (=)' * (product in kept)}" for product, text in raw["plans"].items()
+    )
+    return (
+        f"{raw['dtype']} {raw['rows']:3}: {raw['before_us']:6.2f} → {raw['us']:6.2f} ±{raw['differs']:.0e} "
+        f"{raw['s']} s; {plans}"
+    )
+
+
+DESCENT_HEADER = """dtype rows: µs of a layer by the table → by what was found, ± of the hidden states
+between the two, seconds of search; plans: form rows block_n block_k warps stages split, (=): as before"""

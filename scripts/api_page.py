@@ -1,0 +1,138 @@
+#!/usr/bin/env python
+"""Writes the tables of request fields in docs/api.md: scripts/api_page.py [--check]
+
+A field is declared in `appliance/front/schemas.py` or `appliance/front/refused_fields.py`; its type, its
+bounds and its description are what the tables say. With --check nothing is written, and the exit code is 1
+where the page says something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from appliance.front.refused_fields import (
+    REFUSED,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_MESSAGES,
+    RefusedField,
+)
+from appliance.front.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+)
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+BEGIN, END = "<!-- fields: made by scripts/api_page.py -->", "<!-- end of fields -->"
+
+
+def page(former: str) -> str:
+    """The whole text, with the tables between the marks made anew."""
+    before, _, rest = former.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "\n\n" + "\n".join(_tables()) + "\n" + END + after
+
+
+def _tables() -> Iterator[str]:
+    refused = {
+        field.name for field in (*REFUSED, *REFUSED_IN_CHATS, *REFUSED_IN_COMPLETIONS, *REFUSED_IN_MESSAGES)
+    }
+    shared = set(GenerationRequest.model_fields)
+    yield from _table("Both routes", GenerationRequest, refused)
+    yield from _table("`POST /v1/chat/completions`", ChatRequest, refused | shared)
+    yield from _table("Each of `messages`", ChatMessage, refused)
+    # `best_of` and `echo` are refused in chats only.
+    yield from _table(
+        "`POST /v1/completions`", CompletionRequest, shared | {f.name for f in REFUSED_IN_COMPLETIONS}
+    )
+    yield from _table("`stream_options`", StreamOptions, set())
+    yield "### Refused\n"
+    yield "With any other value than those shown (or null, false or an empty one) the answer is 400"
+    yield "`unsupported_parameter`.\n"
+    yield "| field | where | tolerated | instead |"
+    yield "| --- | --- | --- | --- |"
+    for where, fields in (
+        ("both", REFUSED),
+        ("chats", REFUSED_IN_CHATS),
+        ("completions", REFUSED_IN_COMPLETIONS),
+        ("messages", REFUSED_IN_MESSAGES),
+    ):
+        yield from (_refused(field, where) for field in fields)
+    yield ""
+
+
+def _refused(field: RefusedField, where: str) -> str:
+    tolerated = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
+    return _row(f"`{field.name}`", where, tolerated, field.remedy)
+
+
+def _table(title: str, model: type[BaseModel], without: set[str]) -> Iterator[str]:
+    schema = model.model_json_schema()
+    yield f"### {title}\n"
+    yield "| field | value | meaning |"
+    yield "| --- | --- | --- |"
+    for name, field in schema["properties"].items():
+        if name not in without:
+            needed = " (required)" if name in schema.get("required", ()) else ""
+            yield _row(f"`{name}`", _type(field) + needed, field.get("description", ""))
+    yield ""
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type(part) for part in schema["anyOf"] if part.get("type") != "null")
+    if "enum" in schema:
+        return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{json.dumps(schema['const'])}`"
+    if "$ref" in schema:
+        return "object (see below)"
+    kind = schema["type"]
+    if kind == "array":
+        most = f", at most {schema['maxItems']}" if "maxItems" in schema else ""
+        return f"list of {_type(schema['items'])}{most}"
+    if kind == "boolean":
+        return "true or false"
+    if kind == "string":
+        return f"text of at most {schema['maxLength']} characters" if "maxLength" in schema else "text"
+    if kind in ("integer", "number"):
+        bounds = (("≥", "minimum"), (">", "exclusiveMinimum"), ("≤", "maximum"))
+        shown = " and ".join(f"{sign} {schema[bound]}" for sign, bound in bounds if bound in schema)
+        return f"{kind} {shown}".strip()
+    return "object" + (f" of at most {schema['maxProperties']} fields" if "maxProperties" in schema else "")
+
+
+def main() -> int:
+    """Write the page, or check it; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"
+    )
+    check = parser.parse_args().check
+    former = PAGE.read_text(encoding="utf-8")
+    made = page(former)
+    if made == former:
+        return 0
+    if check:
+        print(f"{PAGE} is out of date: run scripts/api_page.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

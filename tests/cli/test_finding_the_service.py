@@ -1,0 +1,87 @@
+"""Which run directory a command takes where none is named, and how it says that a service is not running."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from appliance import rundir
+from appliance.cli.service import find_run_dir
+from appliance.ownership import UntrustedError, trusted_directory
+from appliance.rundir import RunDirError, prepare_directories
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The run directory of systemd's service, without a service; its unit is installed."""
+    path = tmp_path / "system"
+    path.mkdir()
+    monkeypatch.setattr(rundir, "SYSTEM_RUN_DIR", path)
+    monkeypatch.setattr(rundir, "unit_is_installed", lambda: True)
+    return path
+
+
+@pytest.fixture
+def in_tmp(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> Path:
+    """The caller's own run directory, which is in /tmp."""
+    assert run_dir.parent == Path("/tmp")
+    monkeypatch.setattr("appliance.settings.default_run_dir", lambda: str(run_dir))
+    return run_dir
+
+
+def test_a_directory_in_tmp_never_precedes_systemds_service(system: Path, in_tmp: Path) -> None:
+    (in_tmp / "admin.sock").touch()
+    assert find_run_dir(None) == in_tmp
+    (system / "admin.sock").touch()
+    assert find_run_dir(None) == system
+
+
+def test_a_directory_in_tmp_that_others_can_write_is_passed_over(system: Path, in_tmp: Path) -> None:
+    (in_tmp / "admin.sock").touch()
+    in_tmp.chmod(0o777)
+    assert find_run_dir(None) == system
+
+
+def test_a_private_directory_with_a_service_precedes_systemds(
+    system: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    monkeypatch.setattr("appliance.settings.default_run_dir", lambda: str(own))
+    (system / "admin.sock").touch()
+    assert find_run_dir(None) == system
+    (own / "admin.sock").touch()
+    assert find_run_dir(None) == own
+
+
+@pytest.mark.parametrize("words", [("status",), ("chat", "hello"), ("bench",), ("doctor",)], ids=" ".join)
+def test_where_a_unit_is_installed_no_second_service_is_recommended(
+    cli: Run, system: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("appliance.client.start_remedy", rundir.start_remedy)
+    outcome = cli(*words)
+    said = " ".join((outcome.out + outcome.err).split())
+    assert "systemctl start appliance" in said and "appliance serve" not in said
+
+
+def test_a_service_does_not_start_in_a_directory_that_its_clients_refuse(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(0o770)
+    with pytest.raises(RunDirError, match="can be written by other users"):
+        prepare_directories(run, tmp_path)
+    run.chmod(0o750)
+    prepare_directories(run, tmp_path)
+
+
+def test_a_directory_that_does_not_exist_is_nobodys(tmp_path: Path) -> None:
+    assert trusted_directory(tmp_path / "missing", "--run-dir") == {0, os.geteuid()}
+
+
+def test_an_unknown_service_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APPLIANCE_SERVICE_USER", "nobody-here")
+    with pytest.raises(UntrustedError, match=r"APPLIANCE_SERVICE_USER is 'nobody-here'"):
+        trusted_directory(tmp_path, "--run-dir")

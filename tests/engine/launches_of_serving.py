@@ -1,0 +1,87 @@
+"""Prints which kernels a replica on a GPU launches when it serves, though its warm-up has not launched them:
+one kernel a line. None may be left: what warm-up launches is what a build compiles and a start loads.
+
+A process of its own, since Triton decides once whether it interprets: `python -m
+tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS`. Triton notes what it would have compiled for the
+engine's own steps on meta tensors. Of several ranks, the first one serves.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from engine.batch import Padding
+from engine.families import read_config
+from engine.launch_enumeration import MetaReplica, launch_all
+from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.served_model import ServedModel
+from engine.sizing import product_ladder
+from engine.steps import Steps
+from kernels import PAGE_TOKENS, compiling
+from kernels.triton.linear_table import load_table
+
+GPU = compiling.Gpu.of("NVIDIA H200", 90)
+ROWS, STEP_TOKENS, COLUMNS = 80, 700, 17
+
+
+def main() -> None:
+    served_model = ServedModel(
+        config=read_config(Path(sys.argv[1])),
+        dtype="bfloat16",
+        fp8=sys.argv[2] == "1",
+        kv_fp8=sys.argv[3] == "1",
+        tensor_parallel_size=int(sys.argv[4]),
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=STEP_TOKENS,
+    )
+    table = load_table(GPU.name)
+    built = compiling.record(GPU.target, lambda: launch_all(served_model, GPU, table))
+    started: list[Steps] = []
+    replica = MetaReplica(served_model, 0, GPU, table, max_model_len=COLUMNS * PAGE_TOKENS)
+    with torch.inference_mode():
+        loaded = compiling.record(GPU.target, lambda: started.append(replica.launch_warm_up()))
+        # A replica pads to more sizes than are enumerated.
+        started[0].tables._padding = Padding(product_ladder(STEP_TOKENS), product_ladder(ROWS))
+        served = compiling.record(GPU.target, lambda: serve(started[0]))
+    long = sum(".attention_prefill_hopper." in job.name for job in served)
+    print(f"{len(built)} built, {len(loaded)} loaded, {len(served)} served, {long} for long prompts")
+    _print_others("NOT BUILT", loaded + served, built)
+    _print_others("NOT LOADED", served, loaded)
+
+
+def _print_others(words: str, jobs: list[compiling.Job], known: list[compiling.Job]) -> None:
+    there = {(job.name, job.specialisation) for job in known}
+    for job in jobs:
+        if (job.name, job.specialisation) not in there:
+            print(words, job.name, job.specialisation)
+
+
+def serve(steps: Steps) -> None:
+    """Run steps with many numbers of prompts and decodes and every way to sample."""
+    every = (
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=9, temperature=1.0),
+        SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9),
+        SamplingParams(max_tokens=9, logit_bias={3: 1.0}),
+        SamplingParams(max_tokens=9, temperature=1.0, min_tokens=4, stop_token_ids=(5,)),
+        SamplingParams(max_tokens=9, temperature=1.0, top_k=4, presence_penalty=0.5),
+    )
+    for params in every:
+        for chunk, decodes in ((7, 0), (1, 3), (2, 20), (200, 40), (129, 17), (240, 60), (600, 5)):
+            rows = list(range(decodes + 2))
+            setups = [RowSetup(row, params, 0, 1, [0]) for row in rows]
+            for samples in ([], [decodes], [decodes, decodes + 1]):
+                prompt = Chunk(decodes, 0, [0] * chunk, samples)
+                steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
+            for few in (1, 2, 3, 5, 9, 17, 33, len(rows)):
+                steps.run(StepPlan(0, [], [], [], rows[:few], []))
+    for chunk in (1, 40, 64):
+        prompt = Chunk(0, COLUMNS * PAGE_TOKENS - chunk, [0] * chunk, [0])
+        steps.run(StepPlan(0, [], [], [], [], [prompt]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Runs both searches of `python -m engine.tune` with a GPU that is made up: prints, as JSON, what they
+launched without having compiled it, and what they did to the table. A process of its own, as
+`tests.engine.launches_of_serving`.
+
+Layers run on meta tensors. The first search takes the library everywhere. In the descent, a layer takes 100
+µs, and 10 less with `tiles` of 128 rows of the weight of gate_up, for which the first table has no entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from engine.bench.shapes import SHAPES
+from engine.tune import __main__ as command
+from engine.tune import chain, operations, tuning
+from kernels import compiling
+from kernels.triton import linear_plans
+from kernels.triton.linear_table import PlanEntry, Product, Table, load_table, read_table
+
+GPU = compiling.Gpu.of("NVIDIA H200", 90)
+META = torch.device("meta")
+GATE_UP = Product(torch.bfloat16, 28672, 4096)
+ROWS = (1, 8)
+
+
+def table_before() -> Table:
+    """What ships, but gate_up goes by the rules."""
+    table = load_table(GPU.name)
+    for rows in ROWS:
+        rule = linear_plans.choose(rows, GATE_UP.n, GATE_UP.k, GATE_UP.dtype)
+        table = table.with_entry(GATE_UP, rows, PlanEntry(rule, 99.0, 99.0))
+    return table
+
+
+class Graphs:
+    """Runs what it is to capture, and notes how long that takes."""
+
+    table: Table
+    """The plans by which layers go now."""
+
+    def capture(self, run: Callable[[], object], before: Callable[[], object]) -> float:
+        before()
+        run()
+        [*_, plan] = [entry.plan for entry in Graphs.table.products[GATE_UP].values()]
+        tiles = plan is not None and plan.form == "tiles" and plan.block_n == 128
+        return 2 * (90.0 if tiles else 100.0)  # two layers, on meta tensors
+
+    def microseconds(self, captured: Sequence[float], order: Sequence[int]) -> list[float]:
+        return [captured[index] for index in order]
+
+
+def run(*options: str) -> tuple[list[compiling.Job], set[tuple[str, str]], str]:
+    """Run the command: what it launched, what it had compiled, and what it printed."""
+    compiled: list[compiling.Job] = []
+    use = chain.LayerChain.use
+
+    def noted(self: Any, table: Table, *others: Any) -> None:
+        Graphs.table = table
+        use(self, table, *others)
+
+    def compile_launched(gpu: compiling.Gpu, launch: Callable[[], object]) -> None:
+        compiled.extend(compiling.record(GPU.target, launch))
+
+    def time_chain(run: Callable[[], object]) -> float:
+        run()
+        return 100.0
+
+    with contextlib.ExitStack() as stack:
+        for where, what, instead in (
+            (compiling, "this_gpu", lambda: GPU),
+            (command, "_compile", compile_launched),
+            (tuning, "_CUDA", META),
+            (tuning, "Graphs", Graphs),
+            (tuning, "_difference", lambda *_: 0.0),
+            (chain.LayerChain, "use", noted),
+            (operations.WatchedOps, "compare", lambda self, run: run() is None),
+            (chain, "graph_microseconds", time_chain),
+            (sys, "argv", ["engine.tune", *options]),
+        ):
+            stack.enter_context(mock.patch.object(where, what, instead))
+        printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        launched = compiling.record(GPU.target, command.main)
+    return launched, {(job.name, job.specialisation) for job in compiled}, printed.getvalue()
+
+
+def entries_of(table: Table) -> dict[tuple[str, int], PlanEntry]:
+    return {
+        (str(one), rows): entry for one, rows_of in table.products.items() for rows, entry in rows_of.items()
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"] | {"num_hidden_layers": 2}))
+        first, second = folder / "first.json", folder / "second.json"
+        second.write_text(table_before().to_json())
+        options = ["--config", name, "--rows", *map(str, ROWS)]
+        searched = run(*options, "--out", str(first), "--json", str(folder / "tried.json"))
+        descended = run(
+            *options, "--out", str(second), "--whole-layer", "--tried", str(folder / "tried.json")
+        )
+        found, refined = entries_of(read_table(first)), entries_of(read_table(second))
+    old = entries_of(table_before())
+    late = [
+        job.name
+        for launched, compiled, _ in (searched, descended)
+        for job in launched
+        if (job.name, job.specialisation) not in compiled
+    ]
+    print(
+        json.dumps(
+            {
+                "late": late,
+                "launched": [len(searched[0]), len(descended[0])],
+                "found": sorted(found),
+                "changed": [key for key, entry in refined.items() if entry.plan != old[key].plan],
+                "judged": sum(entry.layer_us == 90.0 != old[key].layer_us for key, entry in refined.items()),
+                "kept_128": all(refined[key] == old[key] for key in old if key[1] not in ROWS),
+                "printed": searched[2] + descended[2],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

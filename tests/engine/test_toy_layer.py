@@ -1,0 +1,27 @@
+"""A new kind of layer is one class and, where needed, one operation: building, loading and tuning find it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.engine.test_build import folder_of
+from tests.kernels.test_compiling import compiled
+
+
+def test_a_new_kind_of_layer_is_compiled_loaded_and_tuned_without_further_edits(tmp_path: Path) -> None:
+    found = {}
+    for option in ((), ("--without",)):
+        folder = tmp_path / f"model{len(option)}"
+        folder.mkdir()
+        done = compiled("tests.engine.toy_layer", folder_of(folder, "llama", attention_bias=False), *option)
+        assert done.returncode == 0, done.stderr
+        found[option] = json.loads(done.stdout)
+    with_toy, without = found[()], found["--without",]
+    for what, added in (
+        ("built", {"_toy_gate"}),
+        ("loaded", {"_toy_gate"}),
+        ("tuned", {"bfloat16 256x256"}),
+    ):
+        assert set(with_toy[what]) - set(without[what]) == added
+        assert set(without[what]) <= set(with_toy[what])

@@ -1,0 +1,157 @@
+"""The tuner finds the linears that a decoder runs, and compares them with the reference implementation. Times
+are measured on a GPU only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build import read_served
+from engine.tune.__main__ import main
+from engine.tune.chain import HeadChain, LayerChain
+from kernels import Residual, compiling
+from kernels.cuda import CudaOps
+from kernels.triton.linear_plans import GemmPlan
+from kernels.triton.linear_table import Product, Table
+from kernels.tune.search import table_of
+from tests.engine.test_build import FAMILIES, SMALL, folder_of
+from tests.kernels.test_compiling import compiled
+
+GPU = compiling.Gpu.of("NVIDIA A100-SXM4-80GB", 80)
+PLAN = GemmPlan("dot", 16, 64, 64, 4, 3)
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_a_table_or_a_gpu_that_cannot_be_used_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    more = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 64, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config | more))
+    table = tmp_path / "table.json"
+    table.write_text("[]")
+    monkeypatch.setattr(sys, "argv", ["engine.tune", "--config", str(tmp_path), "--out", str(table)])
+    monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
+    assert main() == 1
+    assert "no NVIDIA GPU can be used here: see nvidia-smi" in capsys.readouterr().err
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
+    assert main() == 1
+    assert f"{table}: has no object `products`" in capsys.readouterr().err
+
+
+def test_what_a_search_would_fail_on_at_its_end_is_said_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    monkeypatch.setattr(compiling, "this_gpu", lambda: compiling.Gpu.of("NVIDIA H200", 90))
+    monkeypatch.setattr(compiling, "record", lambda target, run: pytest.fail("the search began"))
+
+    def said(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["engine.tune", "--config", str(tmp_path), *options])
+        assert main() == 1
+        [line] = capsys.readouterr().err.splitlines()
+        return line
+
+    assert said("--json", str(tmp_path)).startswith(f"--json is {tmp_path}, which cannot be written (Is a")
+    assert said("--out", str(tmp_path)).startswith(f"--out is {tmp_path}, which cannot be written (Is a")
+    assert said("--tensor-parallel", "0").endswith("tensor_parallel_size is 0; it must be at least 1")
+    with pytest.raises(SystemExit) as ended:
+        said("--rows", "8", "1000")
+    assert ended.value.code == 2
+    assert "--rows has 1000; give numbers from 1 to 256" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("[]")
+    assert said() == f"{tmp_path}/config.json: is not a JSON object; copy the file again"
+
+
+def test_a_search_launches_nothing_that_was_not_compiled_and_writes_a_table() -> None:
+    done = compiled("tests.engine.launches_of_tuning")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["late"] == [] and min(found["launched"]) > 40
+    shapes = ("128256x4096", "28672x4096", "4096x14336", "4096x4096", "6144x4096")
+    assert found["found"] == [[f"bfloat16 {shape}", rows] for shape in shapes for rows in (1, 8)]
+    assert found["changed"] == [["bfloat16 28672x4096", 1], ["bfloat16 28672x4096", 8]]
+    assert found["judged"] == 4 * 2 and found["kept_128"]
+    assert "bfloat16 28672x4096: tiles 8 128 64 8 6 1" in found["printed"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_linears_of_every_family_are_found_those_that_write_the_residual_first(
+    tmp_path: Path, family: str
+) -> None:
+    served = replace(read_served(folder_of(tmp_path, family)), dtype="float32")
+    config = served.config
+    heads, kv_heads, hidden = config.heads * config.head_dim, config.kv_heads * config.head_dim, 256
+    shapes = [(hidden, heads), (hidden, 512), (heads + 2 * kv_heads, hidden), (1024, hidden)]
+    with torch.inference_mode():
+        layers = LayerChain(served, CPU, GPU)
+        layers.set_rows(3)
+        assert layers.products == list(dict.fromkeys(Product(torch.float32, n, k) for n, k in shapes))
+        assert HeadChain(served, CPU, GPU).products == [Product(torch.float32, 1000, hidden)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
+def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    served = replace(read_served(folder_of(tmp_path, "qwen3", **shape)), dtype="float32")
+    with torch.inference_mode():
+        for chain in (LayerChain(served, CPU, GPU), HeadChain(served, CPU, GPU)):
+            chain.set_rows(5)
+            table = table_of(dict.fromkeys(chain.products, PLAN), 5)
+            assert chain.error(table, 5) < 1e-5 and chain.error(table, 3) < 1e-5
+            library = table_of(dict.fromkeys(chain.products), 5)
+            with monkeypatch.context() as broken:
+                broken.setattr(CudaOps, "_product", nonsense(CudaOps._product))
+                assert chain.error(library, 5) > 0.05
+        layers = LayerChain(served, CPU, GPU)
+        layers.set_rows(5)
+        add = CudaOps.linear_add
+
+        def add_with_wrong_squares(*arguments: Any) -> Residual:
+            made = add(*arguments)
+            deferred = made.deferred_norm and replace(
+                made.deferred_norm, squares=4 * made.deferred_norm.squares
+            )
+            return Residual(made.values, deferred)
+
+        # The residual is right, and what is wrong is half of the norm that the next linear shares.
+        monkeypatch.setattr(CudaOps, "linear_add", add_with_wrong_squares)
+        assert layers.error(table_of(dict.fromkeys(layers.products), 5), 5) < 1e-5
+        assert layers.error(table_of(dict.fromkeys(layers.products, PLAN), 5), 5) > 0.1
+
+
+def nonsense(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return results that are wrong by a tenth."""
+    return lambda *arguments, **options: product(*arguments, **options).mul_(1.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 linears need the interpreter")
+def test_operations_of_a_linear_can_be_left_out_of_a_chain(tmp_path: Path) -> None:
+    served = replace(read_served(folder_of(tmp_path, "mistral", num_key_value_heads=4)), dtype="float32")
+    with torch.inference_mode():
+        chain = LayerChain(served, CPU, GPU)
+        chain.set_rows(2)
+        for product in chain.products:
+            chain.use(Table(), product)
+            chain._ops.backend.asked.clear()
+            assert chain.run().shape == (2, 256)
+            assert set(chain._ops.backend.asked) == {*chain.products} - {product}
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_every_copy_of_a_layer_has_weights_of_its_own(tmp_path: Path, attention: bool) -> None:
+    served = read_served(folder_of(tmp_path, "qwen2"))
+    chain = LayerChain(served, META, GPU, 640 if attention else None)
+    weights = [layer.attention.qkv.weight for layer in chain._layers]
+    assert len(weights) == len({id(weight) for weight in weights}) == 2 * 2  # of each kind of layer two
+    assert [layer.attention.window for layer in chain._layers] == [None, 100, None, 100]

@@ -1,0 +1,142 @@
+"""Adds a kind of layer with an operation and a kernel of its own, and prints, as JSON, what the commands that
+compile, load and tune kernels make of it. A process of its own, as `tests.engine.launches_of_serving`:
+`python -m tests.engine.toy_layer FOLDER`.
+
+What a developer would write for it is one class and one operation (`ToyLayer`, `gated_add`), and the kind's
+name in the family's entry. Nothing else of the product changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+
+from engine import build, families, kernel_build
+from engine.config import ModelConfig, Shard
+from engine.launch_enumeration import MetaReplica
+from engine.model.layers import LAYER_KINDS, Layer, LayerInput, Linear, Piece, Place
+from kernels import KvPool, Residual, compiling, reference
+from kernels.cuda import CudaOps
+from kernels.triton.linear_table import Table, read_table
+from tests.engine import launches_of_tuning
+
+GPU = compiling.Gpu.of("any", 90)
+
+
+# ── what would be added to the product ───────────────────────────────────────────────────────────────
+
+
+class ToyLayer(Layer):
+    """A dense layer, after which every number of the residual is scaled by a gate that a linear computes."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, place: Place, index: int) -> None:
+        super().__init__(config, shard, place, index)
+        self.ops = place.ops
+        self.gate_norm = place.empty(config.hidden_size)
+        self.gate = Linear(place, config.hidden_size, config.hidden_size, bias=False)
+
+    def __call__(
+        self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
+    ) -> Residual:
+        residual = super().__call__(residual, inputs, kv, self.gate_norm)
+        return self.ops.gated_add(residual, self.gate_norm, self.eps, self.gate.weight)  # type: ignore[attr-defined]
+
+    def pieces(self, prefix: str) -> list[Piece]:
+        hidden = len(self.gate_norm)
+        return [
+            *super().pieces(prefix),
+            Piece(f"{prefix}.gate_norm.weight", (hidden,), self.gate_norm),
+            *self.gate.outputs_piece(f"{prefix}.gate_proj", hidden, 0, 0, hidden),
+        ]
+
+
+@triton.jit
+def _toy_gate(x, gate, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    scale = tl.sigmoid(tl.load(gate + at, mask=inside).to(tl.float32))
+    value = tl.load(x + at, mask=inside).to(tl.float32)
+    tl.store(x + at, value * (1 + scale), mask=inside)
+
+
+def gated_add(self: CudaOps, x: Residual, gain: torch.Tensor, eps: float, weight: torch.Tensor) -> Residual:
+    gate = self._norm_product(x, gain, eps, weight)
+    _toy_gate[(triton.cdiv(gate.numel(), 256),)](x.values, gate, gate.numel(), BLOCK=256)
+    return Residual(x.values)
+
+
+def reference_gated_add(x: Residual, gain: torch.Tensor, eps: float, weight: torch.Tensor) -> Residual:
+    gate = reference.norm_linear(x, gain, eps, weight, None)
+    return Residual(x.values + x.values * gate.sigmoid())
+
+
+# ── what the commands make of it ─────────────────────────────────────────────────────────────────────
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    with contextlib.ExitStack() as stack:
+        for kind in (CudaOps, reference):
+            operation = gated_add if kind is CudaOps else reference_gated_add
+            stack.enter_context(mock.patch.object(kind, "gated_add", operation, create=True))
+        if "--without" not in sys.argv:
+            stack.enter_context(mock.patch.dict(LAYER_KINDS, toy=ToyLayer))
+            family = replace(families._FAMILIES["llama"], layer_kind="toy")
+            stack.enter_context(mock.patch.dict(families._FAMILIES, llama=family))
+        print(json.dumps({"built": built(folder), "loaded": loaded(folder), "tuned": tuned(folder)}))
+
+
+def built(folder: Path) -> list[str]:
+    """Run `python -m engine.build`: the names of the kernels that it compiles."""
+    found: list[compiling.Job] = []
+
+    def compile_jobs(target: object, jobs: list[compiling.Job], processes: int) -> list[object]:
+        found.extend(jobs)
+        return []
+
+    options = [
+        "--config",
+        str(folder),
+        "--gpu",
+        "any",
+        "--capability",
+        "90",
+        "--cache",
+        str(folder / "cache"),
+    ]
+    with (
+        mock.patch.object(compiling, "compile_jobs", compile_jobs),
+        mock.patch.object(sys, "argv", ["engine.build", *options]),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        assert build.main() == 0
+    assert kernel_build.is_built(build.read_served(folder), GPU)
+    return sorted({job.name.split(".")[-1] for job in found})
+
+
+def loaded(folder: Path) -> list[str]:
+    """Run warm-up: the names of the kernels that it launches."""
+    replica = MetaReplica(build.read_served(folder), 0, GPU, Table())
+    with torch.inference_mode():
+        jobs = compiling.record(GPU.target, replica.launch_warm_up)
+    return sorted({job.name.split(".")[-1] for job in jobs})
+
+
+def tuned(folder: Path) -> list[str]:
+    """Run `python -m engine.tune`: the linears of the table that it writes."""
+    out = folder / "table.json"
+    launches_of_tuning.run("--config", str(folder), "--rows", "8", "--out", str(out))
+    return sorted(str(product) for product in read_table(out).products)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""What clients of other servers expect beside OpenAI's routes: paths, keys, CORS, and streams that never fall
+silent."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from appliance.messages import Admitted, Limits, Refused, ServedModel
+from tests.front.harness import KEY, MODEL, Harness
+from tests.front.raw import ask, chat, connect, events, head, read_answer
+
+CHAT = "/v1/chat/completions"
+ORIGIN = "https://chat.example.com"
+
+
+@pytest.fixture
+def configured(front: Harness) -> Iterator[Any]:
+    """Gives the front other limits until the test's end."""
+
+    def configure(**limits: Any) -> None:
+        front.configure(limits=msgspec.structs.replace(Limits(), **limits))
+        front.report()
+
+    yield configure
+    front.configure()
+    front.report()
+
+
+# ── health ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_health_is_open_and_says_whether_but_not_why(front: Harness) -> None:
+    for path in ("/health", "/health/"):
+        answer = ask(front, "GET", path, tcp=True)
+        assert (answer.status, answer.json) == (200, {"status": "ready", "reason": None})
+    front.configure(ready=False, reason="model secret: loading")
+    front.wait_for(lambda: ask(front, "GET", "/health", tcp=True).status == 503)
+    answer = ask(front, "GET", "/health?model=demo", tcp=True)
+    assert answer.status == 503 and b"secret" not in answer.body and b"demo" not in answer.body
+    assert "retry-after" in answer.headers
+
+
+# ── paths ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_slash_at_the_end_of_a_path_means_nothing(front: Harness) -> None:
+    assert ask(front, "GET", "/v1/models/").json == ask(front, "GET", "/v1/models").json
+    assert ask(front, "GET", "/v1/models/demo/").json["id"] == "demo"
+    assert ask(front, "POST", CHAT + "/", chat()).status == 200
+    assert front.admits[0].endpoint == CHAT
+    assert ask(front, "GET", "/").status == 404
+
+
+@pytest.mark.parametrize("kind", ["chat/completions", "completions"])
+@pytest.mark.parametrize("named", [{}, {"model": "something else"}, {"model": ""}])
+def test_azures_paths_name_the_model(front: Harness, kind: str, named: dict[str, str]) -> None:
+    body = chat(max_tokens=3) if kind.startswith("chat") else {"prompt": "x", "max_tokens": 3}
+    body = {name: value for name, value in body.items() if name != "model"} | named
+    path = f"/openai/deployments/demo/{kind}?api-version=2024-10-21"
+    answer = ask(front, "POST", path, body, {"api-key": KEY}, tcp=True)
+    assert (answer.status, answer.json["model"]) == (200, "demo")
+    assert (front.admits[0].model, front.admits[0].identity.tenant) == ("demo", "acme")
+    path = f"/openai/deployments/other/{kind}"
+    assert ask(front, "POST", path, body, {"api-key": KEY}, tcp=True).error["code"] == "model_not_found"
+
+
+def test_one_idempotency_key_for_two_deployments_is_no_answer_of_the_other_one(front: Harness) -> None:
+    """Even where their names begin alike for longer than the log keeps of a path."""
+    names = ["m" * 150 + end for end in "12"]
+    front.models = [
+        ServedModel(
+            name=name, folder=str(front.folder), version="v1", created=0, max_model_len=512, vocab_size=400
+        )
+        for name in names
+    ]
+    front.configure()
+    front.report()
+    body = {"messages": chat()["messages"]}
+    key = {"Idempotency-Key": "deployments"}
+    paths = [f"/openai/deployments/{name}/chat/completions" for name in names]
+    first, second = (ask(front, "POST", path, body, key) for path in paths)
+    front.models = []
+    front.configure()
+    front.report()
+    assert (first.status, first.json["model"]) == (200, names[0])
+    assert (second.status, second.error["code"]) == (422, "idempotency_key_reused")
+
+
+def test_azures_client_of_openai_works(front: Harness) -> None:
+    endpoint = f"http://127.0.0.1:{front.port}"
+    options: dict[str, Any] = {"api_version": "2024-10-21", "api_key": KEY, "max_retries": 0}
+    with openai.AzureOpenAI(azure_endpoint=endpoint, **options) as client:
+        answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+        assert answer.choices[0].message.content == front.text()
+        stream = client.completions.create(model=MODEL, prompt="x", stream=True, max_tokens=100)
+        assert "".join(chunk.choices[0].text for chunk in stream) == front.text()
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("header", ["api-key", "x-api-key", "X-API-Key"])
+def test_a_key_may_come_in_other_headers(front: Harness, header: str) -> None:
+    assert ask(front, "GET", "/v1/models", headers={header: KEY}, tcp=True).status == 200
+    wrong = ask(front, "GET", "/v1/models", headers={header: "ak-wrong"}, tcp=True)
+    assert (wrong.status, wrong.error["code"]) == (401, "invalid_api_key")
+    assert ask(front, "GET", "/v1/models", headers={header: ""}, tcp=True).error["code"] == "missing_api_key"
+
+
+def test_the_authorization_header_goes_before_the_others(front: Harness) -> None:
+    both = {"Authorization": "Bearer ak-wrong", "api-key": KEY}
+    assert ask(front, "GET", "/v1/models", headers=both, tcp=True).status == 401
+    both = {"Authorization": f"Bearer {KEY}", "api-key": "ak-wrong"}
+    assert ask(front, "GET", "/v1/models", headers=both, tcp=True).status == 200
+
+
+# ── CORS ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def preflight(front: Harness, origin: str) -> Any:
+    headers = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+    }
+    return ask(front, "OPTIONS", CHAT, headers=headers, tcp=True)
+
+
+def cors(answer: Any) -> dict[str, str]:
+    return {name: value for name, value in answer.headers.items() if name.startswith("access-control")}
+
+
+def test_without_the_setting_no_origin_is_known(front: Harness) -> None:
+    answer = preflight(front, ORIGIN)
+    assert (answer.status, cors(answer)) == (401, {})
+    answer = ask(front, "POST", CHAT, chat(), {"Origin": ORIGIN})
+    assert (answer.status, cors(answer)) == (200, {})
+
+
+def test_pages_of_a_named_origin_may_call_and_others_may_not(front: Harness, configured: Any) -> None:
+    configured(cors_origins=(ORIGIN, "http://localhost:3000"))
+    answer = preflight(front, ORIGIN)
+    assert answer.status == 200
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
+    assert {"authorization", "content-type", "x-stainless-lang"} <= set(
+        re.split(", ?", answer.headers["access-control-allow-headers"])
+    )
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    for body in (chat(), chat(stream=True)):
+        answer = ask(
+            front, "POST", CHAT, body, {"Origin": ORIGIN, "Authorization": f"Bearer {KEY}"}, tcp=True
+        )
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        assert "access-control-allow-credentials" not in answer.headers
+    # A page is told why it is refused; a preflight is no way around the key.
+    answer = ask(front, "POST", CHAT, chat(), {"Origin": ORIGIN}, tcp=True)
+    assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, ORIGIN)
+    for other in ("https://evil.example", "null", ORIGIN + ".evil.example", ORIGIN.upper()):
+        assert (preflight(front, other).status, cors(preflight(front, other))) == (401, {})
+        answer = ask(front, "POST", CHAT, chat(), {"Origin": other})
+        assert (answer.status, cors(answer)) == (200, {})
+    assert cors(ask(front, "POST", CHAT, chat())) == {}
+
+
+def test_a_star_lets_every_origin_in(front: Harness, configured: Any) -> None:
+    configured(cors_origins=("*",))
+    assert preflight(front, "https://any.example").headers["access-control-allow-origin"] == "*"
+    answer = ask(front, "GET", "/v1/models", headers={"Origin": "https://any.example"})
+    assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
+
+
+# ── streams that wait ────────────────────────────────────────────────────────────────────────────
+
+
+def waiting(front: Harness, sock: Any, stop: bytes, **headers: str) -> bytes:
+    """Begin a stream that is held in the queue, and read until `stop` has come."""
+    front.admit = "hold"
+    body = json.dumps(chat(stream=True)).encode()
+    headers = {"Content-Length": str(len(body)), **headers}
+    sock.sendall(head("POST", CHAT, headers) + body)
+    return read_until(sock, stop)
+
+
+def read_until(sock: Any, stop: bytes) -> bytes:
+    data = b""
+    while stop not in data:
+        piece = sock.recv(1 << 16)
+        assert piece, data
+        data += piece
+    return data
+
+
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "waits"}])
+def test_a_queued_stream_gets_headers_at_once_and_comments(
+    front: Harness, configured: Any, headers: dict[str, str]
+) -> None:
+    configured(stream_comment_interval_s=0.05)
+    with connect(front) as sock:
+        data = waiting(front, sock, b": waiting\n\n\r\n", **headers)
+        assert data.startswith(b"HTTP/1.1 200") and b"text/event-stream" in data and b"data:" not in data
+        read_until(sock, b": waiting")
+        front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
+        rest = read_until(sock, b"[DONE]")
+    first = rest.index(b"data:")
+    assert b": waiting" not in rest[first:]
+    assert front.settled(1)[0].status == 200
+
+
+def test_comments_are_no_part_of_the_answer_that_a_retry_gets(front: Harness, configured: Any) -> None:
+    configured(stream_comment_interval_s=0.05)
+    key = {"Idempotency-Key": "again"}
+    with connect(front) as sock:
+        data = waiting(front, sock, b": waiting", **key)
+        front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
+        data += read_until(sock, b"[DONE]")
+    again = ask(front, "POST", CHAT, json.dumps(chat(stream=True)).encode(), key)
+    assert again.headers["idempotent-replayed"] == "true"
+    assert b"waiting" not in again.body and events(again)[-1] == "[DONE]"
+
+
+def test_openais_client_reads_past_comments(front: Harness, configured: Any, client: openai.OpenAI) -> None:
+    configured(stream_comment_interval_s=0.02)
+    front.replica.hold = True
+    stream = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
+    )
+    # The client has the headers, so the stream waits and is sent comments.
+    front.wait_for(lambda: bool(front.replica.submits))
+    time.sleep(0.2)
+    front.replica.hold = False
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == front.text()
+
+
+def test_a_refusal_in_the_queue_is_an_error_event_once_headers_are_out(
+    front: Harness, configured: Any
+) -> None:
+    configured(stream_comment_interval_s=0.05)
+    with connect(front) as sock:
+        waiting(front, sock, b": waiting")
+        request_id = front.admits[0].request_id
+        front.refused.add(request_id)
+        refusal = Refused(request_id, 0, 503, "queue_timeout", "waited too long", retry_after_s=1.0)
+        front.call(lambda: front.channel.send(refusal))
+        rest = read_until(sock, b"\r\n0\r\n\r\n")
+    assert b'"code": "queue_timeout"' in rest and b"[DONE]" not in rest
+    assert not front.settles
+
+
+def test_a_client_that_leaves_a_stream_that_waits_withdraws(front: Harness, configured: Any) -> None:
+    configured(stream_comment_interval_s=0.05)
+    with connect(front) as sock:
+        waiting(front, sock, b": waiting")
+    (settle,) = front.settled(1)
+    assert (settle.status, settle.submitted) == (499, False)
+
+
+def test_whole_answers_and_streams_without_the_setting_wait_silently(front: Harness, configured: Any) -> None:
+    front.admit = "hold"
+    configured(stream_comment_interval_s=0.0)
+    for body in (chat(stream=True), chat()):
+        if not body.get("stream"):
+            configured(stream_comment_interval_s=0.05)
+        before = len(front.admits)
+        with connect(front) as sock:
+            data = json.dumps(body).encode()
+            sock.sendall(head("POST", CHAT, {"Content-Length": str(len(data))}) + data)
+            front.wait_for(lambda: len(front.admits) > before)  # noqa: B023
+            # Longer than headers are held back, and many intervals.
+            time.sleep(0.8)
+            request_id = front.admits[-1].request_id
+            front.refused.add(request_id)
+            refusal = Refused(request_id, 0, 503, "queue_timeout", "waited too long", retry_after_s=1.0)
+            front.call(lambda: front.channel.send(refusal))  # noqa: B023
+            assert read_answer(sock).status == 503

@@ -1,0 +1,481 @@
+"""Fields of vLLM's API that OpenAI's does not have mean what they mean there; fields that would change the
+answer are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.front.refused_fields import (
+    REFUSED,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_MESSAGES,
+    RefusedField,
+)
+from appliance.front.sampling import bit_map
+from appliance.messages import ServedModel
+from engine.messages import Submit, TokenLogprob
+from tests.front import harness as fakes
+from tests.front.harness import MAX_MODEL_LEN, Harness
+from tests.front.raw import Answer, ask, chat, connect, events, head, read_answer
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def post(front: Harness, path: str, body: dict[str, Any], **headers: str) -> Answer:
+    return ask(front, "POST", path, body, headers)
+
+
+def completion(front: Harness, **fields: Any) -> Any:
+    """The answer to a completion."""
+    answer = post(front, COMPLETION, {"model": "demo", "prompt": "quick", "max_tokens": -1, **fields})
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def chunks(front: Harness, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream, without the last."""
+    answer = post(front, path, body | {"stream": True})
+    assert answer.status == 200, answer.body
+    return events(answer)[:-1]
+
+
+def submitted(front: Harness) -> Submit:
+    return front.replica.submits[-1]
+
+
+# ── which tokens may come ────────────────────────────────────────────────────────────────────────
+
+
+def test_allowed_tokens_reach_the_replica_as_a_bit_map(front: Harness) -> None:
+    completion(front, allowed_token_ids=[7, 300, 8, 7])
+    allowed = submitted(front).sampling.allowed_tokens
+    assert [i for i in range(8 * len(allowed)) if allowed[i // 8] >> i % 8 & 1] == [7, 8, 300]
+
+
+@pytest.mark.parametrize("ids", [[0], [7], [8], [0, 9, 9, 262_143]])
+def test_a_bit_map_has_the_bits_of_its_ids(ids: list[int]) -> None:
+    assert int.from_bytes(bit_map(ids), "little") == sum(1 << i for i in set(ids))
+
+
+def test_bad_words_are_banned_at_the_beginning_of_a_text_and_after_a_space(front: Harness) -> None:
+    encode = front.tokenizer.encode_blocking
+    completion(front, bad_words=["quick", " lazy dog", "q"])
+    expected = ["quick", " quick", " lazy dog", "q", " q"]
+    assert submitted(front).sampling.bad_words == tuple(tuple(encode(text, False)) for text in expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids", "not empty"),
+        ({"allowed_token_ids": [100_000]}, "allowed_token_ids", "100000"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "from 0"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids", "token ids"),
+        ({"allowed_token_ids": [1], "min_tokens": 2}, "allowed_token_ids", "no token to begin with"),
+        ({"bad_words": "quick"}, "bad_words", "list of strings"),
+        ({"bad_words": ["a", ""]}, "bad_words", "word 1 has 0 characters"),
+        ({"bad_words": ["a" * 257]}, "bad_words", "257"),
+        ({"bad_words": ["a"] * 129}, "bad_words", "at most 128"),
+        ({"bad_words": ["a", "ß" * 40]}, "bad_words", "word 1 has"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-1"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
+        ({"best_of": 1, "n": 2}, "best_of", "less than n, 2"),
+        ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
+        ({"best_of": 129}, "best_of", "128"),
+        ({"max_tokens": -2}, "max_tokens", "-1"),
+    ],
+)
+def test_what_a_field_cannot_be_is_refused_by_name(
+    front: Harness, fields: dict[str, Any], param: str, said: str
+) -> None:
+    answer = post(front, COMPLETION, {"model": "demo", "prompt": "quick", **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
+    assert said in answer.error["message"]
+    assert not front.admits
+
+
+def test_lists_of_tokens_times_prompts_are_bounded(front: Harness) -> None:
+    words = [f"{'quick brown ' * 4}{number}" for number in range(40)]
+    answer = post(front, COMPLETION, {"model": "demo", "prompt": ["x"] * 1024, "bad_words": words})
+    assert (answer.status, answer.error["param"]) == (400, "bad_words")
+
+
+# ── the prompt ───────────────────────────────────────────────────────────────────────────────────
+
+
+def prompt_text(front: Harness, **fields: Any) -> str:
+    """The prompt that a chat makes."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "quick "}]
+    answer = post(front, CHAT, {"model": "demo", "messages": messages, **fields})
+    assert answer.status == 200, answer.body
+    return front.tokenizer.decode(submitted(front).prompt_token_ids, skip_special_tokens=False)
+
+
+def test_a_chat_ends_with_the_beginning_of_an_answer_unless_it_is_not_to(front: Harness) -> None:
+    conversation = "<s><|user|>hi</s><|assistant|>quick </s>"
+    assert prompt_text(front) == conversation + "<|assistant|>"
+    assert prompt_text(front, add_generation_prompt=True) == conversation + "<|assistant|>"
+    assert prompt_text(front, add_generation_prompt=False) == conversation
+
+
+@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}])
+def test_the_last_message_is_continued_inside_it(front: Harness, fields: dict[str, Any]) -> None:
+    assert prompt_text(front, continue_final_message=True, **fields) == "<s><|user|>hi</s><|assistant|>quick "
+
+
+def test_a_special_tokens_text_in_a_message_that_is_continued_is_plain_text(front: Harness) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a</s>b"}]
+    body = {"model": "demo", "messages": messages, "continue_final_message": True}
+    assert post(front, CHAT, body).status == 200
+    ids = submitted(front).prompt_token_ids
+    assert ids.count(front.eos) == 1 and front.tokenizer.decode(ids).endswith("a</s>b")
+
+
+def test_to_continue_and_to_begin_an_answer_exclude_each_other(front: Harness) -> None:
+    answer = post(front, CHAT, chat(continue_final_message=True, add_generation_prompt=True))
+    assert (answer.status, answer.error["param"]) == (400, "continue_final_message")
+
+
+def test_tokenize_makes_the_prompts_that_chats_have(front: Harness) -> None:
+    for fields in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        assert post(front, CHAT, chat(**fields)).status == 200
+        assert post(front, "/tokenize", chat(**fields)).json["tokens"] == submitted(front).prompt_token_ids
+
+
+def test_a_long_prompt_is_cut_to_its_last_tokens(front: Harness) -> None:
+    ids = list(range(5, 5 + 300)) * 2
+    answer = completion(front, prompt=ids, truncate_prompt_tokens=100, echo=True, max_tokens=5)
+    assert submitted(front).prompt_token_ids == ids[-100:]
+    assert answer["usage"]["prompt_tokens"] == 100
+    assert answer["choices"][0]["text"].startswith(front.tokenizer.decode(ids[-100:]))
+    completion(front, prompt=[ids, [5, 6]], truncate_prompt_tokens=-1, max_tokens=50)
+    assert [submit.prompt_token_ids for submit in front.replica.submits[-2:]] == [
+        ids[-(MAX_MODEL_LEN - 50) :],
+        [5, 6],
+    ]
+
+
+def test_a_text_keeps_the_token_that_begins_it(front: Harness) -> None:
+    whole = front.tokenizer.encode_blocking("quick brown fox", True)
+    completion(front, prompt="quick brown fox", truncate_prompt_tokens=3)
+    assert submitted(front).prompt_token_ids == [whole[0], *whole[-2:]]
+    completion(front, prompt="quick brown fox", truncate_prompt_tokens=1)
+    assert submitted(front).prompt_token_ids == whole[:1]
+
+
+def test_a_conversation_is_cut_too(front: Harness) -> None:
+    assert post(front, CHAT, chat(truncate_prompt_tokens=2)).status == 200
+    cut = submitted(front).prompt_token_ids
+    assert post(front, CHAT, chat()).status == 200
+    assert cut == submitted(front).prompt_token_ids[-2:]
+
+
+# ── the text ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_special_tokens_are_shown_where_they_are_not_to_be_skipped(front: Harness) -> None:
+    front.replica.script = lambda submit, sample: [50, 2, 51, front.eos]
+    plain, shown = front.tokenizer.decode([50, 51]), front.tokenizer.decode([50, 2, 51], False)
+    assert completion(front)["choices"][0]["text"] == plain
+    assert completion(front, skip_special_tokens=False)["choices"][0]["text"] == shown
+    assert completion(front, skip_special_tokens=False, include_stop_str_in_output=True)["choices"][0][
+        "text"
+    ] == (shown + "</s>")
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_can_be_a_part_of_the_answer(
+    front: Harness, stream: bool, logprobs: int | None
+) -> None:
+    fields = {"stop": ["own f"], "include_stop_str_in_output": True, "logprobs": logprobs}
+    body = {"model": "demo", "prompt": "x", "max_tokens": -1, **fields}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in chunks(front, COMPLETION, body)]
+    else:
+        choices = post(front, COMPLETION, body).json["choices"]
+    assert "".join(choice["text"] for choice in choices) == "0The quick brown f"
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+# ── several answers ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_best_answers_are_those_of_the_highest_cumulative_log_probability(
+    front: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each sample's tokens are equally likely; sample i has 3 of them and the end token.
+    values = {60: -0.5, 61: -0.1, 62: -0.9, 63: -0.2}
+    front.replica.script = lambda submit, sample: [60 + sample] * 3 + [front.eos]
+    monkeypatch.setattr(
+        fakes,
+        "_logprob",
+        lambda token, k: TokenLogprob(token, values.get(token, -0.3), []),
+    )
+    text = [front.tokenizer.decode([60 + sample] * 3) for sample in range(4)]
+    answer = completion(front, prompt=["a", "b"], n=2, best_of=4)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == [text[1], text[3]] * 2
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    # All of them were generated for the client.
+    assert answer["usage"]["completion_tokens"] == 2 * 4 * 4 == front.settled(1)[0].delivered_tokens
+    assert front.admits[0].rows == 8
+    (best,) = completion(front, best_of=4, logprobs=0, echo=True)["choices"]
+    assert best["text"] == "quick" + text[1] and best["logprobs"]["token_logprobs"][-3:] == [-0.1] * 3
+
+
+def test_best_of_goes_on_where_it_was_after_a_replica_is_lost(
+    front: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fakes, "_logprob", lambda token, k: TokenLogprob(token, -0.1 * (token % 7), []))
+    front.replica.script = lambda submit, sample: [60 + sample] * 6
+    expected = completion(front, best_of=4, max_tokens=6)["choices"]
+    front.replica.die_after, front.admit = 3, "hold"
+    body = {"model": "demo", "prompt": "quick", "best_of": 4, "max_tokens": 6}
+    answered = len(front.admits)
+    with connect(front) as sock:
+        data = json.dumps(body).encode()
+        sock.sendall(head("POST", COMPLETION, {"Content-Length": str(len(data))}) + data)
+        front.wait_for(lambda: len(front.admits) == answered + 1)
+        request = front.admits[-1].request_id
+        front.send(fakes.Admitted(request, 0, front.replica.name, "salt", 1))
+        front.wait_for(lambda: len(front.admits) == answered + 2)
+        front.script = lambda submit, sample: [60 + sample] * 6
+        front.attach("demo-1")
+        front.send(fakes.Admitted(request, 1, "demo-1", "salt", 1))
+        assert read_answer(sock).json["choices"] == expected
+
+
+# ── what the answer tells ────────────────────────────────────────────────────────────────────────
+
+
+def test_token_ids_of_prompt_and_answer_are_told(front: Harness) -> None:
+    answer = completion(front, return_token_ids=True, n=2)
+    for sample, choice in enumerate(answer["choices"]):
+        tokens = front.sentence_script(submitted(front), sample)
+        assert choice["prompt_token_ids"] == submitted(front).prompt_token_ids
+        assert choice["token_ids"] == tokens
+    answer = post(front, CHAT, chat(return_token_ids=True, stop="fox")).json
+    assert answer["prompt_token_ids"] == submitted(front).prompt_token_ids
+    ids = answer["choices"][0]["token_ids"]
+    assert "fox" in front.tokenizer.decode(ids) and len(ids) == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_streams_token_ids_are_those_of_its_text(front: Harness, path: str, logprobs: bool) -> None:
+    body = chat(n=2) if path == CHAT else {"model": "demo", "prompt": "quick", "max_tokens": -1, "n": 2}
+    body |= {"return_token_ids": True} | ({"logprobs": True if path == CHAT else 1} if logprobs else {})
+    ids: list[list[int]] = [[], []]
+    prompts = []
+    for chunk in chunks(front, path, body):
+        (choice,) = chunk["choices"]
+        ids[choice["index"]] += choice.get("token_ids", [])
+        prompts += [x["prompt_token_ids"] for x in (chunk, choice) if "prompt_token_ids" in x]
+    assert ids == [front.sentence_script(submitted(front), sample) for sample in (0, 1)]
+    assert prompts == [submitted(front).prompt_token_ids] * (1 if path == CHAT else 2)
+
+
+def test_prompts_have_log_probabilities_as_in_vllm(front: Harness) -> None:
+    ids = [45, 50, 70]
+    (choice,) = completion(front, prompt=ids, prompt_logprobs=2)["choices"]
+    first, second, third = choice["prompt_logprobs"]
+    assert first is None
+    text = front.tokenizer.token_text
+    # The fake's best are the token itself, then 40, 41 and so on.
+    assert second == {
+        "50": {"logprob": -0.25, "rank": 1, "decoded_token": text(50)},
+        "40": {"logprob": -42.0, "rank": 2, "decoded_token": text(40)},
+    }
+    assert list(third) == ["70", "40"]
+    answer = post(front, CHAT, chat(prompt_logprobs=0)).json
+    assert len(answer["prompt_logprobs"]) == len(submitted(front).prompt_token_ids)
+    assert "prompt_logprobs" not in answer["choices"][0]
+
+
+def test_echo_and_prompt_logprobs_each_show_as_many_alternatives_as_they_ask_for(front: Harness) -> None:
+    ids = [45, 50]
+    (choice,) = completion(front, prompt=ids, prompt_logprobs=3, echo=True, logprobs=1)["choices"]
+    assert submitted(front).sampling.prompt_logprobs == 3
+    assert len(choice["prompt_logprobs"][1]) == 3
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 1
+
+
+def test_too_many_log_probabilities_of_prompts_are_refused(front: Harness) -> None:
+    body = {"model": "demo", "prompt": [[5] * 400] * 40, "prompt_logprobs": 20, "max_tokens": 1}
+    answer = post(front, COMPLETION, body)
+    assert (answer.status, answer.error["param"]) == (400, "prompt_logprobs")
+    assert "131072" in answer.error["message"]
+
+
+def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
+    """Of a model whose length is not known yet: others cannot have so long prompts."""
+    front.models = [
+        ServedModel(
+            name="long", folder=str(front.folder), version="v1", created=0, max_model_len=0, vocab_size=400
+        )
+    ]
+    front.configure()
+    front.report()
+    body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}
+    answer = post(front, COMPLETION, body)
+    front.models = []
+    front.configure()
+    front.report()
+    assert (answer.status, answer.error["param"]) == (400, "return_token_ids")
+    assert "1048576" in answer.error["message"]
+
+
+def test_prompts_times_samples_are_bounded(front: Harness) -> None:
+    for fields, param in (({"best_of": 3}, "best_of"), ({"n": 3}, "n")):
+        answer = post(front, COMPLETION, {"model": "demo", "prompt": ["x"] * 342, **fields})
+        assert (answer.status, answer.error["param"]) == (400, param)
+        assert "1024" in answer.error["message"]
+
+
+def test_a_long_answer_of_log_probabilities_is_the_same_as_several_short_ones(front: Harness) -> None:
+    """It is made on a thread."""
+    prompts = [[5 + number] * 300 for number in range(4)]
+    long = completion(front, prompt=prompts, prompt_logprobs=5, max_tokens=2, logprobs=1)["choices"]
+    for number, prompt in enumerate(prompts):
+        (short,) = completion(front, prompt=prompt, prompt_logprobs=5, max_tokens=2, logprobs=1)["choices"]
+        assert long[number] == short | {"index": number}
+
+
+def test_every_chunk_tells_the_tokens_so_far(front: Harness) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *before, last = chunks(front, CHAT, chat(stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in before]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] > 1
+    assert last["choices"] == []
+    for chunk in before:
+        usage = chunk["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    only = chunks(front, CHAT, chat(stream_options={"continuous_usage_stats": True}))
+    assert all("usage" not in chunk for chunk in only)
+
+
+# ── what is refused, and what is not ─────────────────────────────────────────────────────────────
+
+WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
+"""Values that are not neutral, where 3 is or does not say it well."""
+
+
+def refused(fields: tuple[RefusedField, ...]) -> list[str]:
+    return [field.name for field in fields]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_every_field_that_would_change_the_answer_is_refused_with_value_and_remedy(
+    front: Harness, path: str
+) -> None:
+    fields = REFUSED + (REFUSED_IN_CHATS if path == CHAT else REFUSED_IN_COMPLETIONS)
+    for field in fields:
+        body = chat() if path == CHAT else {"model": "demo", "prompt": "x"}
+        answer = post(front, path, body | {field.name: WRONG.get(field.name, 3)})
+        assert (answer.status, answer.error["param"]) == (400, field.name)
+        assert answer.error["code"] == "unsupported_parameter"
+        shown = "a text" if field.is_content else repr(WRONG.get(field.name, 3))
+        assert (
+            f"{field.name}: {shown} is not supported by this server; {field.remedy}"
+            == answer.error["message"]
+        )
+    assert not front.admits
+
+
+def test_the_fields_that_were_ignored_once_are_refused_or_implemented() -> None:
+    known = refused(REFUSED) + refused(REFUSED_IN_CHATS)
+    reported = """
+        regex grammar json_schema guided_json guided_regex guided_choice guided_grammar structured_outputs
+        chat_template use_beam_search repeat_penalty min_new_tokens typical_p mirostat mirostat_tau
+        mirostat_eta dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
+        xtc_probability xtc_threshold best_of echo tools functions documents logits_processors
+    """
+    for name in reported.split():
+        assert name in known
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_fields_with_a_value_that_changes_nothing_are_tolerated(front: Harness, path: str) -> None:
+    fields = REFUSED + (REFUSED_IN_CHATS if path == CHAT else REFUSED_IN_COMPLETIONS)
+    body = chat(max_tokens=2) if path == CHAT else {"model": "demo", "prompt": "x"}
+    most = max(len(field.neutral) for field in fields)
+    for number in range(-3, most):
+        values = {
+            field.name: (None, False, "")[number] if number < 0 else field.neutral[number]
+            for field in fields
+            if number < len(field.neutral)
+        }
+        answer = post(front, path, body | values)
+        assert answer.status == 200, answer.body
+
+
+def test_a_hostile_value_of_a_refused_field_is_named_shortly(front: Harness) -> None:
+    for value, shown in (
+        ("x" * 100_000, f"'{'x' * 40}…'"),
+        (10**4000, "a huge number"),
+        ({"a": 1}, "an object"),
+        ([1], "a list"),
+        (True, "True"),
+        ("{message}", "'{message}'"),
+    ):
+        message = post(front, CHAT, chat(mirostat=value)).error["message"]
+        assert message.startswith(f"mirostat: {shown} is not supported")
+
+
+def test_tool_calls_in_messages_and_formats_are_refused_by_name(front: Harness) -> None:
+    for field in REFUSED_IN_MESSAGES:
+        body = {"model": "demo", "messages": [{"role": "user", "content": "x", field.name: {"a": 1}}]}
+        assert post(front, CHAT, body).error["param"] == f"messages[0].{field.name}"
+    for body in (chat(response_format={"type": "json_schema"}), chat(response_format="json")):
+        error = post(front, CHAT, body).error
+        assert (error["param"], error["code"]) == ("response_format", "unsupported_parameter")
+        assert "json" in error["message"]
+
+
+@pytest.mark.parametrize("fields", [{"content": None}, {}])
+def test_an_assistants_message_may_have_no_content_and_others_may_not(
+    front: Harness, fields: dict[str, Any]
+) -> None:
+    user = {"role": "user", "content": "hi"}
+    messages = [user, {"role": "assistant", **fields}, user]
+    assert post(front, CHAT, {"model": "demo", "messages": messages}).status == 200
+    text = front.tokenizer.decode(submitted(front).prompt_token_ids, skip_special_tokens=False)
+    assert "<|assistant|></s><|user|>" in text
+    error = post(front, CHAT, {"model": "demo", "messages": [{"role": "user", **fields}]}).error
+    assert (error["param"], error["code"]) == ("messages[0].content", "missing_required_parameter")
+
+
+def test_the_user_is_told_to_the_log_whether_the_request_runs_or_not(front: Harness) -> None:
+    assert post(front, CHAT, chat(user="somebody")).status == 200
+    assert post(front, CHAT, chat(user="s" * 1000) | {"model": "no"}).status == 404
+    front.wait_for(lambda: bool(front.rejected))
+    assert (front.admits[0].user, front.rejected[0].user) == ("somebody", "s" * 256)
+    key = {"Idempotency-Key": "k"}
+    for _ in range(2):
+        assert post(front, CHAT, chat(user="somebody"), **key).status == 200
+    front.wait_for(lambda: bool(front.retried))
+    assert front.retried[0].user == "somebody"
+
+
+def test_the_page_of_the_api_has_the_fields_that_there_are() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, str(root / "scripts" / "api_page.py"), "--check"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

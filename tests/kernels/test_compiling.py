@@ -1,0 +1,39 @@
+"""Kernels compile for a GPU that need not be there, into Triton's cache, once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import compiling
+
+
+def compiled(module: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in a process in which Triton compiles: in this one it interprets."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.run(
+        command, env=inherited | environment, capture_output=True, text=True, timeout=250, check=False
+    )
+
+
+def test_a_kernel_is_compiled_into_the_cache_once(tmp_path: Path) -> None:
+    script = "tests.kernels.one_kernel_built"
+    first = compiled(script, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.split() == ["_norm", "compiled", "no", "failures"]
+    kernels = sorted((tmp_path / "cache").rglob("*.cubin"))
+    again = compiled(script, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert again.returncode == 0, again.stderr
+    assert len(kernels) == 1
+    assert sorted((tmp_path / "cache").rglob("*.cubin")) == kernels
+
+
+def test_without_a_gpu_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_send_gpu", lambda sender: None)
+    with pytest.raises(compiling.GpuError, match="no NVIDIA GPU can be used here: see nvidia-smi"):
+        compiling.this_gpu()

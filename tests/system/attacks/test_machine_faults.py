@@ -1,0 +1,194 @@
+"""What the machine and its users can do to a service.
+
+The clock is set, 1,000 queued requests are cancelled at once, a connection is passed to another user, and one
+tenant measures whether the prefix cache holds prompts of another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance.actions import CreateKey, CreateTenant
+from appliance.client import AdminClient
+from appliance.protocol import NewKey
+from tests.system.attacks.reading import configured, doctor, no_problem, problem
+from tests.system.service import Service, service
+from tests.system.test_deaths import answer
+
+pytestmark = pytest.mark.system
+
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Service]:
+    with configured("[queue]\ntimeout_s = 3600\n") as started:
+        yield started
+
+
+def key_of(running: Service, tenant: str, **limits: Any) -> str:
+    """A key of a new tenant."""
+    with AdminClient(running.run_dir) as admin:
+        admin.act(CreateTenant(name=tenant, **limits))
+        made = admin.act(CreateKey(name="app", tenant=tenant))
+    assert isinstance(made, NewKey)
+    return made.key
+
+
+def ask(http: httpx.Client, key: str, prompt: list[int]) -> tuple[float, httpx.Response]:
+    """Seconds and answer of a request for one token."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
+    began = time.perf_counter()
+    answered = http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    return time.perf_counter() - began, answered
+
+
+# ── the clock ──
+
+
+@contextmanager
+def clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch, setting: Path) -> Iterator[Service]:
+    """A service whose time of day is as the file says, e.g. "+1h"."""
+    if not FAKETIME.exists():
+        pytest.skip("needs libfaketime (Debian: apt-get install libfaketime)")
+    setting.write_text("+0")
+    with monkeypatch.context() as patched:
+        patched.setenv("LD_PRELOAD", str(FAKETIME))
+        patched.setenv("FAKETIME_TIMESTAMP_FILE", str(setting))
+        patched.setenv("FAKETIME_NO_CACHE", "1")
+        patched.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+        context = service()
+        started = context.__enter__()
+    try:
+        yield started
+    finally:
+        context.__exit__(None, None, None)
+
+
+def test_jumps_of_the_clock_change_no_quota_and_remove_no_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setting = tmp_path / "clock"
+    with clock_that_can_be_set(monkeypatch, setting) as running, running.http() as http:
+        key = key_of(running, "limited", requests_per_minute=2)
+        assert [ask(http, key, [7])[1].status_code for _ in range(3)] == [200, 200, 429]
+        asked = {row["request_id"] for row in running.rows()}
+        assert len(asked) >= 3
+        for jump in ("+1h", "-1h", "-365d", "+365d"):
+            setting.write_text(jump)
+            problem(running, "clock", "the time of day was set by")
+            assert answer(running)
+            assert ask(http, key, [7])[1].status_code == 429, "a jump of the clock refilled a quota"
+        assert any("time of day" in text for text in doctor(running))
+        time.sleep(7)  # housekeeping runs every 5 s
+        assert asked <= {row["request_id"] for row in running.rows()}, "rows were removed as too old"
+        setting.write_text("+0")
+        no_problem(running)
+
+
+# ── 1,000 cancelled requests ──
+
+
+def test_a_thousand_queued_requests_cancelled_at_once_leave_nothing_behind(running: Service) -> None:
+    body = json.dumps(
+        {"model": "demo", "prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    ).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    clients = []
+    for _ in range(1000):
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(str(running.api_socket))
+        client.sendall(head.encode() + body)
+        clients.append(client)
+    running.wait_until(lambda: running.status()["queue"]["waiting"] > 900, 120, "most of them to wait")
+    for client in clients:
+        client.close()
+    began = time.monotonic()
+    running.wait_until(
+        lambda: running.status()["queue"]["waiting"] == running.status()["queue"]["running"] == 0,
+        60,
+        "nothing to wait or run",
+    )
+    assert answer(running)
+    assert time.monotonic() - began < 30
+    running.wait_until(lambda: not running.replica()["blocks_used"], 60, "the blocks to be free")
+    no_problem(running)
+    rows = running.wait_until(
+        lambda: [row for row in running.command("requests", "--limit", "2000") if row["finish_reason"]],
+        60,
+        "their rows",
+    )
+    assert sum(row["finish_reason"] == "cancelled" for row in rows) == 1000
+
+
+# ── a socket in other hands ──
+
+CONNECTS = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+to_test = socket.socket(fileno=int(sys.argv[1]))
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[2])
+socket.send_fds(to_test, [b"x"], [connection.fileno()])
+"""
+
+
+def test_a_connection_keeps_the_rights_of_the_user_who_made_it(running: Service) -> None:
+    """The kernel tells who connected, not who writes: root gains nothing for a stranger's connection, and
+    whoever passes a connection on passes on its own rights, as with every open file."""
+    if os.geteuid():
+        pytest.skip("needs root, to become somebody else")
+    running.folder.chmod(0o755)
+    running.run_dir.chmod(0o755)
+    running.api_socket.chmod(0o666)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-I", "-S", "-c", CONNECTS, str(theirs.fileno()), str(running.api_socket)]
+        subprocess.run(command, pass_fds=[theirs.fileno()], check=True, timeout=60)
+        _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
+    with socket.socket(fileno=descriptor) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        assert connection.recv(1 << 16).split()[1] in (b"401", b"403")
+
+
+# ── timing of the prefix cache ──
+
+
+def test_a_tenant_cannot_tell_which_prompts_another_has_in_the_prefix_cache(running: Service) -> None:
+    victim, attacker = key_of(running, "victim"), key_of(running, "attacker")
+    draw = random.Random(1)
+    hits, guesses, others = [], [], []
+    with running.http() as http:
+        for _ in range(5):
+            secret, other = ([draw.randrange(7, 5000) for _ in range(900)] for _ in range(2))
+            assert ask(http, victim, secret)[1].status_code == 200
+            hits.append(timed(http, victim, secret, cached=True))
+            guesses.append(timed(http, attacker, secret, cached=False))
+            others.append(timed(http, attacker, other, cached=False))
+    hit, guess, other = map(statistics.median, (hits, guesses, others))
+    saved = other - hit
+    assert saved > 0.3 * other, f"a hit takes {hit:.3f} s of {other:.3f} s: this measures nothing"
+    assert abs(guess - other) < 0.5 * saved, f"guess {guess:.3f} s, other {other:.3f} s, own hit {hit:.3f} s"
+
+
+def timed(http: httpx.Client, key: str, prompt: list[int], *, cached: bool) -> float:
+    """Seconds of a request whose prompt is in the caller's part of the cache, or is not."""
+    seconds, answered = ask(http, key, prompt)
+    details = answered.json()["usage"].get("prompt_tokens_details") or {}
+    assert bool(details.get("cached_tokens")) == cached, answered.text
+    return seconds

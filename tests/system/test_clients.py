@@ -1,0 +1,267 @@
+"""Clients against the real service: some are run, of the others the requests that they send by default are
+sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.system.service import Service, service
+
+pytestmark = pytest.mark.system
+
+HI: list[Any] = [{"role": "user", "content": "What does textwrap.dedent do?"}]
+PARTS: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What does textwrap.dedent do?"}]}]
+TALK: list[Any] = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None},
+    *HI,
+]
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+USAGE = {"include_usage": True}
+STAINLESS = {
+    "Accept": "application/json",
+    "User-Agent": "OpenAI/JS 5.12.2",
+    "X-Stainless-Lang": "js",
+    "X-Stainless-Retry-Count": "0",
+    "X-Stainless-Timeout": "600",
+}
+
+
+@pytest.fixture(scope="module")
+def key(demo: Service) -> str:
+    return str(demo.command("keys", "create", "--name", "clients")["key"])
+
+
+@pytest.fixture(scope="module")
+def base(demo: Service) -> str:
+    return f"http://{demo.flags[1]}"
+
+
+class Default(NamedTuple):
+    """A request as a client sends it when nothing is set but URL, key and model."""
+
+    client: str
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    key_header: str = "Authorization"
+
+
+def of(client: str, path: str, key_header: str = "Authorization", /, **body: Any) -> Default:
+    headers = body.pop("headers", {})
+    return Default(client, path, {"model": "demo", **body}, headers, key_header)
+
+
+DEFAULTS = [
+    of("LangChain", CHAT, messages=HI, stream=False),
+    of("LangChain, streamed", CHAT, messages=HI, stream=True, stream_options=USAGE),
+    of("LlamaIndex", CHAT, messages=HI, stream=False, temperature=0.1),
+    of("LlamaIndex, completions", COMPLETION, prompt="import ", stream=False, temperature=0.1, max_tokens=64),
+    of("litellm", CHAT, messages=HI, headers={"User-Agent": "litellm/1.77.0"}),
+    of("guidellm, chats", CHAT, messages=PARTS, stream=True,
+       stream_options={"include_usage": True, "continuous_usage_stats": True}, max_completion_tokens=16,
+       max_tokens=16, stop=None, ignore_eos=True),
+    of("guidellm, completions", COMPLETION, prompt="import ", stream=True,
+       stream_options={"include_usage": True, "continuous_usage_stats": True}, max_completion_tokens=16,
+       max_tokens=16, stop=None, ignore_eos=True),
+    of("llm", CHAT, messages=HI, stream=True, stream_options=USAGE),
+    of("aider", CHAT, messages=TALK, temperature=0, stream=True,
+       headers={"HTTP-Referer": "https://aider.chat", "X-Title": "Aider"}),
+    of("Continue", CHAT, messages=TALK, max_tokens=64, stream=True, stream_options=USAGE,
+       headers={"api-key": "unused", "x-api-key": "unused", "User-Agent": "Continue/1.0.0"}),
+    of("Continue, autocomplete", COMPLETION, prompt="import ", max_tokens=64, temperature=0.01, stream=True,
+       stop=["\n\n", "/src/", "#- coding: utf-8", "```"]),
+    of("Open WebUI", CHAT, stream=True, messages=HI,
+       headers={"X-OpenWebUI-User-Name": "User", "X-OpenWebUI-User-Role": "admin", "Accept": "*/*"}),
+    of("Open WebUI, titles", CHAT, stream=False, messages=HI, max_completion_tokens=64),
+    of("LibreChat", CHAT, user="65d2a9f0b1c2d3e4f5a6b7c8", stream=True, messages=HI, temperature=1, top_p=1,
+       presence_penalty=0, frequency_penalty=0, headers=STAINLESS),
+    of("Vercel's AI SDK", CHAT, messages=PARTS, stream=True, stream_options=USAGE, temperature=0),
+    of("Spring AI", CHAT, messages=HI, stream=False, temperature=0.7,
+       headers={"User-Agent": "Java-http-client/21.0.4", "Accept": "*/*"}),
+    of("LangChain4j", CHAT, messages=HI, stream=False,
+       headers={"User-Agent": "langchain4j-openai", "Content-Type": "application/json; charset=utf-8"}),
+    of("Semantic Kernel on Azure", "/openai/deployments/demo/chat/completions?api-version=2024-10-21",
+       "api-key", messages=HI, max_tokens=16),
+    of("Anthropic's header", CHAT, "x-api-key", messages=HI, max_tokens=16),
+    of("lm-eval", COMPLETION, prompt=[[5, 6, 7, 8]], max_tokens=1, logprobs=1, echo=True, temperature=0,
+       seed=1),
+    of("vLLM's benchmark", COMPLETION, prompt="import ", temperature=0.0, repetition_penalty=1.0,
+       max_tokens=8, logprobs=None, ignore_eos=True, stream=True, stream_options=USAGE),
+    of("SGLang's benchmark", COMPLETION, prompt="import ", temperature=0.0, best_of=1, max_tokens=8,
+       stream=True, ignore_eos=True),
+    of("llama.cpp's web page", CHAT, messages=HI, stream=True, cache_prompt=True, max_tokens=-1,
+       temperature=0.8, dynatemp_range=0, dynatemp_exponent=1, top_k=40, top_p=0.95, min_p=0.05, typical_p=1,
+       xtc_probability=0, xtc_threshold=0.1, repeat_last_n=64, repeat_penalty=1, presence_penalty=0,
+       frequency_penalty=0, dry_multiplier=0, dry_base=1.75, dry_allowed_length=2, dry_penalty_last_n=-1,
+       timings_per_token=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("default", DEFAULTS, ids=lambda default: default.client)
+def test_what_a_client_sends_by_default_is_answered(default: Default, base: str, key: str) -> None:
+    bearer = default.key_header == "Authorization"
+    headers = {**default.headers, default.key_header: f"Bearer {key}" if bearer else key}
+    with httpx.Client(base_url=base, timeout=60) as http:
+        answer = http.post(default.path, json=default.body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    if not default.body.get("stream"):
+        document = answer.json()
+        assert document["choices"][0]["finish_reason"] in ("stop", "length")
+        assert document["usage"]["completion_tokens"] >= 1
+        return
+    *chunks, done = [event.removeprefix("data: ") for event in answer.text.split("\n\n") if event]
+    assert done == "[DONE]"
+    documents = [json.loads(chunk) for chunk in chunks]
+    finished = [choice["finish_reason"] for document in documents for choice in document["choices"]]
+    assert finished[-1] in ("stop", "length")
+    wanted = (default.body.get("stream_options") or {}).get("include_usage", False)
+    assert bool(documents[-1].get("usage")) == wanted
+
+
+def test_what_clients_ask_first_is_there_without_a_key(base: str, key: str) -> None:
+    with httpx.Client(base_url=base) as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/v1/models").status_code == 401
+        models = http.get("/v1/models/", headers={"api-key": key}).json()
+    assert [model["id"] for model in models["data"]] == ["demo"]
+
+
+def test_bad_words_and_best_of_hold_across_the_death_of_a_replica() -> None:
+    """Tokens that are known before the death are compared with bad words, and count for the best answer."""
+    words = ["import os", "self", "the"]
+    body = {
+        "model": "demo", "prompt": "import ", "max_tokens": 400, "ignore_eos": True, "best_of": 3, "n": 2,
+        "temperature": 1.0, "seed": 3, "bad_words": words, "return_token_ids": True, "user": "tester",
+    }  # fmt: skip
+    with service() as running, running.http() as http, ThreadPoolExecutor(1) as threads:
+        expected = http.post(COMPLETION, json=body).json()["choices"]
+        asked = threads.submit(http.post, COMPLETION, json=body, timeout=300)
+        running.wait_until(lambda: running.replica()["running"] > 0, 60, "the request to run")
+        psutil.Process(running.replica()["pids"][0]).kill()
+        answer = asked.result()
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == expected
+        banned = [
+            http.post("/tokenize", json={"model": "demo", "prompt": text, "add_special_tokens": False}).json()
+            for word in words
+            for text in (word, " " + word)
+        ]
+        rows = running.wait_until(
+            lambda: [row for row in running.rows() if row["resubmissions"]], 60, "the row that tells of it"
+        )
+    for choice in expected:
+        ids = choice["token_ids"]
+        for run_of_ids in (each["tokens"] for each in banned):
+            ends = range(len(run_of_ids), len(ids) + 1)
+            assert all(ids[end - len(run_of_ids) : end] != run_of_ids for end in ends)
+    assert [(row["user"], row["billed_tokens"]) for row in rows] == [("tester", 1200)]
+
+
+# ── real clients ─────────────────────────────────────────────────────────────────────────────────
+
+
+def run(*command: str, **options: Any) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_over_tcp_and_the_unix_socket(demo: Service, base: str, key: str) -> None:
+    body = json.dumps({"model": "demo", "messages": HI, "max_tokens": 8, "stream": True})
+    words = ["curl", "-sSN", "--fail-with-body", "-H", "Content-Type: application/json", "-d", body]
+    over_tcp = run(*words, "-H", f"Authorization: Bearer {key}", base + CHAT + "/")
+    over_unix = run(*words, "--unix-socket", str(demo.api_socket), "http://box" + CHAT)
+    for text in (over_tcp, over_unix):
+        assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("azure", [False, True])
+def test_openais_client_with_the_fields_of_vllm(base: str, key: str, azure: bool) -> None:
+    async def ask() -> Any:
+        made: Any = (
+            openai.AsyncAzureOpenAI(azure_endpoint=base, api_key=key, api_version="2024-10-21")
+            if azure
+            else openai.AsyncOpenAI(base_url=base + "/v1/", api_key=key)
+        )
+        async with made as client:
+            options = {"model": "demo", "temperature": 0, "max_tokens": 12}
+            free = await client.completions.create(
+                prompt="import ", extra_body={"return_token_ids": True, "prompt_logprobs": 1}, **options
+            )
+            ids = free.choices[0].token_ids
+            allowed = await client.completions.create(
+                prompt="import ",
+                extra_body={"allowed_token_ids": ids[1:3], "return_token_ids": True},
+                **options,
+            )
+            word = httpx.post(
+                base + "/detokenize", json={"model": "demo", "tokens": ids[:2]}, headers={"api-key": key}
+            ).json()["prompt"]
+            banned = await client.completions.create(
+                prompt="import ", extra_body={"bad_words": [word], "return_token_ids": True}, **options
+            )
+            return free, ids, allowed, banned
+
+    free, ids, allowed, banned = asyncio.run(ask())
+    assert len(ids) == free.usage.completion_tokens
+    assert len(free.choices[0].prompt_logprobs) == free.usage.prompt_tokens
+    assert set(allowed.choices[0].token_ids) <= set(ids[1:3])
+    assert banned.choices[0].token_ids[:2] != ids[:2]
+
+
+JAVASCRIPT = """
+const [base, key] = process.argv.slice(1);
+const body = {model: "demo", messages: [{role: "user", content: "hi"}], max_tokens: 8, stream: true};
+const answer = await fetch(base + "/v1/chat/completions", {
+  method: "POST", body: JSON.stringify(body),
+  headers: {"content-type": "application/json", authorization: `Bearer ${key}`},
+});
+let text = "";
+for await (const piece of answer.body.pipeThrough(new TextDecoderStream())) text += piece;
+console.log(answer.status, text.trimEnd().endsWith("data: [DONE]"));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_fetch_of_node(base: str, key: str) -> None:
+    assert run("node", "--input-type=module", "-e", JAVASCRIPT, base, key).split() == ["200", "true"]
+
+
+JAVA = """
+import java.net.URI;
+import java.net.http.*;
+
+public class Ask {
+    public static void main(String[] words) throws Exception {
+        var body = "{\\"model\\": \\"demo\\", \\"max_tokens\\": 8, \\"messages\\": "
+            + "[{\\"role\\": \\"user\\", \\"content\\": \\"hi\\"}]}";
+        var client = HttpClient.newBuilder().version(HttpClient.Version.HTTP_1_1).build();
+        var request = HttpRequest.newBuilder(URI.create(words[0] + "/v1/chat/completions"))
+            .header("Content-Type", "application/json").header("Authorization", "Bearer " + words[1])
+            .POST(HttpRequest.BodyPublishers.ofString(body)).build();
+        var answer = client.send(request, HttpResponse.BodyHandlers.ofString());
+        System.out.println(answer.statusCode() + " " + answer.body().contains("\\"finish_reason\\""));
+    }
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("java") is None, reason="java is not installed")
+def test_the_http_client_of_java(base: str, key: str, tmp_path: Path) -> None:
+    source = tmp_path / "Ask.java"
+    source.write_text(JAVA)
+    assert run("java", str(source), base, key).split() == ["200", "true"]
