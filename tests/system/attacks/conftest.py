@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from tests.system.attacks.wire import Address, tcp_address
 from tests.system.conftest import free_port
-from tests.system.service import Service, service
+from tests.system.service import APPLIANCE, Service, service
 
 
 class Target(NamedTuple):
@@ -33,6 +35,13 @@ class Target(NamedTuple):
     @property
     def authorization(self) -> str:
         return f"Authorization: Bearer {self.key}"
+
+    def doctor(self) -> list[str]:
+        """What the doctor finds; its exit code says whether a problem is among it."""
+        places = ("--run-dir", str(self.running.run_dir), "--state-dir", str(self.running.state_dir))
+        command = [APPLIANCE, "doctor", *places, "--json"]
+        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+        return [finding["text"] for finding in json.loads(done.stdout)["findings"]]
 
     def answers_local_users(self) -> bool:
         """Whether a request on the Unix socket is answered."""
