@@ -129,7 +129,8 @@ def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> Non
     assert (refused.status_code, nobody.status_code) == (403, 401)
     # A thread of the service writes the log.
     wait_until(lambda: "turned away from GET '/status\\nforged line'" in service.log.read_text())
-    assert not any(line.startswith("forged") for line in service.log.read_text().splitlines())
+    lines = service.log.read_text().splitlines()
+    assert not any(line.startswith("forged") for line in lines)
     assert any(
         "turned away from POST '/actions/keys.revoke'" in line and "key:key_" in line for line in lines
     )
