@@ -9,9 +9,9 @@ import msgspec
 from store.policies import Quota
 
 
-def precision(dtype: str, weights: str, kv_dtype: str) -> str:
+def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
     """A model's dtype and what is held in another, e.g. "bfloat16, weights fp8, KV fp8"."""
-    held = (("weights", weights), ("KV", kv_dtype))
+    held = (("weights", weights), ("KV", kv_cache_dtype))
     return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
 
 
@@ -79,7 +79,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     """What it computes in."""
     weights: str = ""
     """What the layers' matrices are held in: as `dtype`, or "fp8"."""
-    kv_dtype: str = ""
+    kv_cache_dtype: str = ""
     """As `weights`, of the KV cache."""
     tensor_parallel_size: int = 1
     parameters: int = 0
@@ -88,15 +88,15 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     predicted_bytes: int = 0
     used_bytes: int = 0
     load_seconds: float = 0.0
-    max_rows: int = 0
-    step_tokens: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
     running: int = 0
     waiting: int = 0
     """Sequences that the replica holds but does not run yet."""
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
-    credit_rows: int = 0
+    credit_seqs: int = 0
     """Available now."""
     credit_tokens: int = 0
     steps: int = 0

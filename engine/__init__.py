@@ -1,4 +1,4 @@
-"""The engine: tokens in, tokens out. It knows no HTTP, text or tenants.
+"""The inference engine: token ids in, token ids out. It does not handle HTTP, text or tenants.
 
-`engine.client`, `engine.messages` and `engine.sizing` are its doors: they load no torch.
+The service imports only `engine.client`, `engine.messages` and `engine.sizing`, which do not load torch.
 """

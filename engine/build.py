@@ -20,7 +20,7 @@ import msgspec
 import triton
 from triton import knobs
 
-from engine.config import CheckpointError, UnfitError
+from engine.config import CheckpointError, UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import build
 from engine.served_model import DTYPES, ServedModel
@@ -51,7 +51,7 @@ def main() -> int:
     except compiling.GpuError as error:
         print(f"{error}; or name one to compile for with --gpu and --capability", file=sys.stderr)
         return 1
-    except (CheckpointError, UnfitError, TableError, UnwritableError) as error:
+    except (CheckpointError, UnsupportedError, TableError, UnwritableError) as error:
         print(error, file=sys.stderr)
         return 1
     except compiling.CompilerError as error:
@@ -77,13 +77,13 @@ def read_served(
     """Read the model in `folder`, to be served by our GPU kernels.
 
     dtype: None: the checkpoint's. fp8: whether its matrices are to be quantised, if they are not already.
-    Raises CheckpointError for files that cannot be used, UnfitError for a model that our kernels cannot serve
-    in this way.
+    Raises CheckpointError for files that cannot be used, UnsupportedError for a model that our kernels cannot
+    serve in this way.
     """
     config = read_config(folder)
     file = folder / "config.json"
     if (chosen := dtype or config.dtype) not in DTYPES:
-        raise UnfitError(
+        raise UnsupportedError(
             f"{file}: dtype is {chosen}; GPU kernels serve {', '.join(DTYPES)}: choose one with --dtype"
         )
     served = ServedModel(
@@ -97,8 +97,8 @@ def read_served(
     )
     try:
         served.check_shapes()
-    except UnfitError as error:
-        raise UnfitError(f"{file}: {error}") from None
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{file}: {error}") from None
     return served
 
 

@@ -19,7 +19,7 @@ class CheckpointError(Exception):
     """The files of a checkpoint cannot be used: the message names file, field or tensor, value and remedy."""
 
 
-class UnfitError(ValueError):
+class UnsupportedError(ValueError):
     """What was asked for cannot be run (number of ranks, length, rows, a word that means nothing)."""
 
 
@@ -143,23 +143,23 @@ class ModelConfig:
         )
 
     def resolve_length(self, requested: int | None) -> int:
-        """The longest sequence to serve, from what was asked for. Raises UnfitError beyond
+        """The longest sequence to serve, from what was asked for. Raises UnsupportedError beyond
         `context_limit`."""
         if requested is None:
             return self.context_length
         if not 1 <= requested <= self.context_limit:
-            raise UnfitError(
+            raise UnsupportedError(
                 f"max_model_len is {requested}; this checkpoint allows 1 to {self.context_limit} "
                 f"(max_position_embeddings {self.max_position_embeddings}, rope {self.rope.kind})"
             )
         return requested
 
     def check_parallel(self, size: int) -> None:
-        """Raises UnfitError unless the model can be split over `size` ranks: attention heads and the MLP
-        divide evenly, KV heads divide or are replicated evenly. The vocabulary is padded where needed."""
+        """Raises UnsupportedError unless the model can be split over `size` ranks: attention heads and the
+        MLP divide evenly, KV heads divide or are replicated evenly. The vocabulary is padded where needed."""
         problems = []
         if size < 1:
-            raise UnfitError(f"tensor_parallel_size is {size}; it must be at least 1")
+            raise UnsupportedError(f"tensor_parallel_size is {size}; it must be at least 1")
         if self.heads % size:
             problems.append(f"{self.heads} attention heads")
         if self.kv_heads % size and size % self.kv_heads:
@@ -168,7 +168,7 @@ class ModelConfig:
             problems.append(f"an MLP of {self.intermediate_size}")
         if problems:
             fitting = [n for n in range(1, self.heads + 1) if self._divides(n)]
-            raise UnfitError(
+            raise UnsupportedError(
                 f"tensor_parallel_size is {size}, which does not divide {' and '.join(problems)}; "
                 f"this model can use {', '.join(map(str, fitting))}"
             )
@@ -178,10 +178,12 @@ class ModelConfig:
         return self.heads % size == 0 and kv_fits and self.intermediate_size % size == 0
 
     def shard(self, size: int, rank: int) -> Shard:
-        """The part of rank `rank` of `size`. Raises UnfitError as `check_parallel`."""
+        """The part of rank `rank` of `size`. Raises UnsupportedError as `check_parallel`."""
         self.check_parallel(size)
         if not 0 <= rank < size:
-            raise UnfitError(f"rank is {rank}; with tensor_parallel_size {size} it must be 0 to {size - 1}")
+            raise UnsupportedError(
+                f"rank is {rank}; with tensor_parallel_size {size} it must be 0 to {size - 1}"
+            )
         vocab = -(-self.vocab_size // size)
         first_vocab = min(rank * vocab, self.vocab_size)
         return Shard(

@@ -1,7 +1,7 @@
-"""The step loop: intake, schedule, launch, collect, emit.
+"""The step loop: schedule, launch, collect, emit.
 
-Torch-free: what computes comes in as a `Runner`. A runner's exception propagates: a replica whose device
-failed ends, and is started anew; there is no half-alive engine.
+This module does not load torch: the device code is passed in as a `StepRunner`. An exception of the runner
+propagates and ends the replica's process; the core then starts a new one.
 """
 
 from __future__ import annotations
@@ -9,111 +9,89 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from engine.messages import Finished, Output, StepPlan, StepTokens, Submit
-from engine.scheduler import ScheduledStep, Scheduler
+from engine.messages import EngineGauges, Finished, Output
+from engine.plan import StepPlan, StepTokens
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step import ScheduledStep
 
 
-class Launched(Protocol):
-    """A step on its way."""
+class LaunchedStep(Protocol):
+    """A step that was launched and may still be running."""
 
     host_gap_us: float
-    """After `wait`: how long the device had nothing to do before this step, whoever was there to compute."""
+    """Time for which the device was idle before this step, whatever the reason. Set by `wait`."""
 
     def wait(self) -> StepTokens:
-        """Block until the step's tokens are known."""
+        """Block until the step's tokens are known, and return them. Raises the step's exception if it
+        failed."""
         ...
 
     def ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         ...
 
 
-class Runner(Protocol):
-    """What executes plans, strictly in the order in which they are launched."""
+class StepRunner(Protocol):
+    """Executes plans strictly in the order in which they are launched."""
 
-    def launch(self, plan: StepPlan) -> Launched: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """Where the engine stands; the names are those of `Report`."""
-
-    step: int
-    """The last step whose tokens were read."""
-    credit_rows: int
-    credit_tokens: int
-    running: int
-    waiting: int
-    blocks_total: int
-    blocks_used: int
-    blocks_cached: int
-    preemptions: int
-    prompt_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    generated_tokens: int
+    def launch(self, plan: StepPlan) -> LaunchedStep: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """How a step went."""
+    """The timing of one step."""
 
     plan: StepPlan
     ms: float
-    """From where its launch began, or the end of the step before it, to its end."""
+    """Duration, from the start of the step's launch or the end of the previous step, whichever is later."""
     idle_us: float
-    """How long the device had idled before it although a sequence waited for it. 0 where each came after the
-    step before had been planned: whether there was anything to do is unknown."""
+    """Time for which the device was idle before the step while a sequence waited for it. 0 if every sequence
+    of the step arrived after the previous step was planned: the device may then have had nothing to do."""
 
     @property
     def mixed(self) -> bool:
-        """Whether it computed prompts."""
+        """Whether the step computed prompts."""
         return bool(self.plan.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one turn of the loop brought."""
+    """The result of one turn of the loop."""
 
     step: int
     """The last step whose tokens were read."""
     outputs: dict[Hashable, list[Output]]
     """New outputs by origin: one frame each."""
     finished: list[Finished]
-    """Ledgers of submissions that ended."""
+    """Final counts of the submissions that ended."""
     credits_changed: bool
-    """Whether credit was granted since the turn before."""
+    """Whether credit was granted since the previous turn."""
     timing: StepTiming | None
-    """Of the collected step; None if this turn collected none."""
+    """Timing of the collected step; None if this turn collected none."""
 
 
 @dataclass(slots=True)
 class _InFlight:
     scheduled: ScheduledStep
-    launched: Launched
+    launched: LaunchedStep
     began: float
 
 
 class EngineCore:
-    """Turns submissions into tokens, one `step` at a time. Single-threaded.
+    """Turns the scheduler's submissions into tokens, one `step` at a time. Single-threaded.
 
-    With `overlap`, a step is launched before the tokens of the one before are read, so the device has work
-    while the host reads, plans and sends.
+    Submissions are added to and cancelled on `scheduler` directly. With `overlap`, each step is launched
+    before the tokens of the previous one are read, so that the device has work while the host reads, plans
+    and sends.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        *,
-        overlap: bool = True,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
         self.before_wait: Callable[[StepPlan], None] | None = None
-        """Called with the plan of each step whose end the loop is about to wait for."""
+        """Called with the plan of each step before the loop waits for its end."""
         self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()
@@ -121,40 +99,19 @@ class EngineCore:
         self._collected_at = 0.0
         self._credits = self._granted()
 
-    # ── intake ───────────────────────────────────────────────────────────────────────────────
-
-    def submit(self, origin: Hashable, submit: Submit) -> None:
-        """Queue a submission. It ends exactly once: by an `Output` with `finish` for each sample, and one
-        `Finished`; a submission that cannot be computed ends with "error" at the next step."""
-        self.scheduler.add(origin, submit)
-
-    def cancel(self, origin: Hashable, handle: int, sample: int | None = None) -> None:
-        """End a submission or one sample of it; passed over if it has ended."""
-        self.scheduler.cancel(origin, handle, sample)
-
-    def cancel_origin(self, origin: Hashable) -> None:
-        """A channel is gone: end what came from it; its outputs are dropped, its ledgers are kept."""
-        self.scheduler.cancel_origin(origin)
-
-    def cancel_request(self, request_id: str) -> None:
-        """End every submission of a request."""
-        self.scheduler.cancel_request(request_id)
-
-    # ── the loop ─────────────────────────────────────────────────────────────────────────────
-
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do: sequences, steps in flight, or news to hand out."""
-        return bool(self._in_flight) or self.scheduler.has_work or self.scheduler.ledger.has_news
+        """Whether `step` has anything to do: unfinished sequences, steps in flight, or outputs to return."""
+        return bool(self._in_flight) or self.scheduler.has_work or self.scheduler.accounting.has_news
 
     def step(self) -> StepResult:
-        """Plan and launch the next step, then read the tokens of the oldest that should be done.
+        """Plan and launch the next step, then read the tokens of the oldest step in flight if it is due.
 
-        Returns without waiting when nothing is to be read; raises what the runner raises.
+        Does not wait if no step is due. Raises the exceptions of the runner.
         """
         scheduled = self.scheduler.schedule()
         if scheduled is not None:
-            # The device works from the first kernel on; a launch of prompts takes the host 15 to 20 ms.
+            # The step begins with its first kernel: launching a step with prompts takes the host 15 to 20 ms.
             began = time.perf_counter()
             launched = self._runner.launch(scheduled.plan)
             self._in_flight.append(_InFlight(scheduled, launched, began))
@@ -164,44 +121,34 @@ class EngineCore:
             if self.before_wait is not None:
                 self.before_wait(oldest.scheduled.plan)
             timing = self._collect(oldest)
-        outputs, finished = self.scheduler.ledger.take()
+        outputs, finished = self.scheduler.accounting.take()
         before, self._credits = self._credits, self._granted()
         return StepResult(self._collected, outputs, finished, self._credits != before, timing)
 
     def _collect(self, oldest: _InFlight) -> StepTiming:
         tokens = oldest.launched.wait()
         now = time.perf_counter()
-        # A step begins when its launch does, or when the one before it is done.
         step_ms = 1e3 * (now - max(oldest.began, self._collected_at))
         self._collected_at = now
         self._collected = oldest.scheduled.plan.step
         self.scheduler.collect(oldest.scheduled, tokens)
-        idle_us = oldest.launched.host_gap_us if oldest.scheduled.waited_for else 0.0
+        idle_us = oldest.launched.host_gap_us if oldest.scheduled.had_work else 0.0
         return StepTiming(oldest.scheduled.plan, step_ms, idle_us)
 
     def _granted(self) -> tuple[int, int]:
-        return self.scheduler.ledger.credit_rows, self.scheduler.ledger.credit_tokens
+        return self.scheduler.accounting.credit_seqs, self.scheduler.accounting.credit_tokens
 
-    # ── the state of things ──────────────────────────────────────────────────────────────────
-
-    def gauges(self) -> Gauges:
-        scheduler, pool, ledger = self.scheduler, self.scheduler.pool, self.scheduler.ledger
-        return Gauges(
+    def gauges(self) -> EngineGauges:
+        """Return the current state of the engine."""
+        scheduler, pool, accounting = self.scheduler, self.scheduler.pool, self.scheduler.accounting
+        return EngineGauges(
             step=self._collected,
-            credit_rows=ledger.credit_rows,
-            credit_tokens=ledger.credit_tokens,
+            credit_seqs=accounting.credit_seqs,
+            credit_tokens=accounting.credit_tokens,
             running=scheduler.running,
             waiting=scheduler.waiting,
             blocks_total=pool.total,
             blocks_used=pool.used,
             blocks_cached=pool.cached,
-            preemptions=ledger.totals.preemptions,
-            prompt_tokens=ledger.totals.prompt_tokens,
-            cached_tokens=ledger.totals.cached_tokens,
-            computed_tokens=ledger.totals.computed_tokens,
-            generated_tokens=ledger.totals.generated_tokens,
+            **asdict(accounting.totals),
         )
-
-    def check(self) -> None:
-        """Raise InvariantError unless rows, blocks, queue and ledger agree. O(blocks)."""
-        self.scheduler.check()

@@ -1,23 +1,25 @@
-"""The device of a rank."""
+"""Selection of a rank's device."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.config import UnfitError
+from engine.config import UnsupportedError
 
 
 class DeviceError(RuntimeError):
-    """The device that was asked for cannot be used."""
+    """The requested device cannot be used."""
 
 
 def select_device(wanted: str, rank: int, size: int) -> torch.device:
-    """The device of a rank, made current; "auto" is CUDA where there is one for each rank, else the CPU.
+    """Return the device of a rank and make it the current one; "auto" means CUDA if any is found, otherwise
+    the CPU.
 
-    Raises DeviceError where "cuda" was asked for and is not there, UnfitError for another word.
+    Raises DeviceError if there are not enough CUDA devices for all ranks, UnsupportedError for an unknown
+    value.
     """
     if wanted not in ("auto", "cuda", "cpu"):
-        raise UnfitError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
+        raise UnsupportedError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
     if wanted == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -28,8 +30,8 @@ def select_device(wanted: str, rank: int, size: int) -> torch.device:
     if wanted == "auto" and found == 0:
         return torch.device("cpu")
     raise DeviceError(
-        f"device is {wanted!r}, but {size} CUDA device{'s' * (size > 1)} would be needed and {found} can be "
-        f"used (torch {torch.__version__}): see `nvidia-smi`, lower tensor_parallel_size, or use the cpu"
+        f"device is {wanted!r}, which needs {size} CUDA device{'s' * (size > 1)}, but {found} can be used "
+        f"(torch {torch.__version__}): check `nvidia-smi`, lower tensor_parallel_size, or use the cpu"
     )
 
 

@@ -1,6 +1,7 @@
-"""What a forward pass reads: the seam between the tables of a rank (`engine.batch`) and the decoder.
+"""The input of a forward pass: the interface between the device tables (`engine.device_tables`) and the
+decoder.
 
-No model-specific field belongs here, and nothing of requests.
+The struct has no model-specific field and no field about requests.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from kernels import AttentionInput
 
 @dataclass(slots=True)
 class ForwardInput:
-    """One pass: the decodes' tokens first (one each), then the chunks' tokens, then padding."""
+    """The tokens of one pass: first the decodes' tokens (one each), then the chunks' tokens, then padding."""
 
     token_ids: torch.Tensor
     """[tokens] int64"""
     positions: torch.Tensor
     """[tokens] int64"""
-    slots: torch.Tensor
-    """[tokens] int64: block id × BLOCK_TOKENS + offset, where each token's K and V are written; -1, which
-    padding has: nowhere."""
+    kv_slots: torch.Tensor
+    """[tokens] int64: KV slot indices (block id × BLOCK_TOKENS + offset), where each token's K and V are
+    written; -1 for padding, which is not written."""
     attention: AttentionInput
-    ends: AttentionInput | None = None
-    """Where no token but the decodes' and each chunk's last is asked for: these, as the last layer's
-    attention sees them (`AttentionInput.queries`). They alone are the result, and of the others the last
-    layer makes no more than keys and values. None: the result has a row for every token."""
+    logits_attention: AttentionInput | None = None
+    """Restricts the last layer to the tokens whose logits are needed: the decodes and the last token of each
+    chunk. Its `queries` are the logits indices. The pass then returns only those rows, and the last layer
+    computes only keys and values for the other tokens. None: the pass returns a row for every token."""

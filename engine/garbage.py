@@ -1,4 +1,4 @@
-"""Python's garbage collector in a process that steps."""
+"""Settings of Python's garbage collector for a process that runs steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import gc
 
 
 def settle_garbage() -> None:
-    """Once, when a model is loaded: collections that come later find little to walk over.
+    """Make later garbage collections cheap. Call once, after a model is loaded.
 
-    What the load left is permanent: walking over it takes 0.1 s. Nor are all running sequences walked over
-    every few steps, which took 30 ms with a thousand of them: what a step leaves behind is freed by its
-    reference counts.
+    Objects of the load are permanent; `gc.freeze` excludes them, because walking over them takes 0.1 s. The
+    raised thresholds avoid collections every few steps, which took 30 ms with a thousand running sequences.
+    Reference counting alone frees what a step leaves behind.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Prompts in, tokens out, in this process: the whole engine without channels, for tests and benchmarks."""
+"""The whole engine in one process, without channels, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine.core import EngineCore, StepResult, StepTiming
 from engine.messages import (
     Finished,
+    FinishReason,
     Output,
     ReplicaSpec,
     SamplingParams,
@@ -15,18 +16,19 @@ from engine.messages import (
     TokenLogprob,
 )
 from engine.parallel import single
-from engine.runner import Progress, Runner
-from engine.scheduler import Scheduler
+from engine.progress import ProgressCallback
+from engine.runner import ModelRunner
+from engine.scheduling.scheduler import Scheduler
 
 _ORIGIN = "generate"
 
 
 @dataclass(slots=True)
-class Generated:
-    """One sample, complete."""
+class GeneratedSample:
+    """A complete sample."""
 
     token_ids: list[int] = field(default_factory=list)
-    finish: str = ""
+    finish_reason: FinishReason = ""
     error: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -34,18 +36,18 @@ class Generated:
 
 
 class LocalEngine:
-    """A replica of one rank on this thread (steps run on the runner's).
+    """A replica of one rank, on the calling thread; on a CPU, steps run on the runner's thread.
 
-    Raises what `engine.runner.Runner` raises.
+    Raises the exceptions of `engine.runner.ModelRunner`.
     """
 
-    def __init__(self, spec: ReplicaSpec, progress: Progress = lambda stage, fraction: None) -> None:
-        self.runner = Runner(spec, single(), progress)
+    def __init__(self, spec: ReplicaSpec, progress: ProgressCallback = lambda stage, fraction: None) -> None:
+        self.runner = ModelRunner(spec, single(), progress)
         self.info = self.runner.info()
         self.scheduler = Scheduler(
-            max_rows=self.info.max_rows,
-            step_tokens=self.info.step_tokens,
-            mixed_tokens=spec.mixed_tokens,
+            max_num_seqs=self.info.max_num_seqs,
+            max_num_batched_tokens=self.info.max_num_batched_tokens,
+            max_mixed_tokens=spec.max_mixed_tokens,
             max_model_len=self.info.max_model_len,
             vocab_size=self.info.vocab_size,
             blocks=self.info.kv_blocks,
@@ -53,9 +55,9 @@ class LocalEngine:
         )
         self.core = EngineCore(self.scheduler, self.runner, overlap=spec.overlap)
         self.finished: list[Finished] = []
-        """The ledger of all calls."""
+        """Final counts of all calls."""
         self.timings: list[StepTiming] = []
-        """Of each step of all calls."""
+        """Timings of the steps of all calls."""
         self._handles = 0
 
     def generate(
@@ -65,14 +67,15 @@ class LocalEngine:
         *,
         n: int = 1,
         cache_salt: str = "",
-    ) -> list[list[Generated]]:
-        """All prompts at once; for each its n samples. `sampling` is one for all or one for each."""
+    ) -> list[list[GeneratedSample]]:
+        """Generate n samples for each prompt, all at once. `sampling` is one for all prompts, or a list with
+        one for each."""
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        answers: dict[int, list[Generated]] = {}
+        answers: dict[int, list[GeneratedSample]] = {}
         for prompt, params in zip(prompts, each, strict=True):
             self._handles += 1
-            answers[self._handles] = [Generated() for _ in range(n)]
-            self.core.submit(
+            answers[self._handles] = [GeneratedSample() for _ in range(n)]
+            self.scheduler.add(
                 _ORIGIN,
                 Submit(
                     handle=self._handles,
@@ -88,10 +91,10 @@ class LocalEngine:
         return list(answers.values())
 
     def close(self) -> None:
-        """Ends the runner's thread."""
+        """Stop the runner's thread."""
         self.runner.close()
 
-    def _take(self, result: StepResult, answers: dict[int, list[Generated]]) -> None:
+    def _take(self, result: StepResult, answers: dict[int, list[GeneratedSample]]) -> None:
         self.finished.extend(result.finished)
         if result.timing is not None:
             self.timings.append(result.timing)
@@ -99,9 +102,9 @@ class LocalEngine:
             _append(answers[output.handle][output.sample], output)
 
 
-def _append(sample: Generated, output: Output) -> None:
+def _append(sample: GeneratedSample, output: Output) -> None:
     sample.token_ids.extend(output.token_ids)
-    sample.finish = output.finish
+    sample.finish_reason = output.finish_reason
     sample.error = output.error
     sample.logprobs.extend(output.logprobs or [])
     if output.prompt_logprobs is not None:

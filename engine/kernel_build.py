@@ -61,7 +61,7 @@ class BuildResult:
 
 
 def check_kernels(served: ServedModel, device: torch.device) -> None:
-    """Raise UnfitError if the model cannot be split over the ranks, or if our GPU kernels, or this GPU,
+    """Raise UnsupportedError if the model cannot be split over the ranks, or if our GPU kernels, or this GPU,
     cannot serve it. The CPU, and float32 on a GPU, use no kernels of ours."""
     served.config.check_parallel(served.tensor_parallel_size)
     if _has_kernels(served, device):

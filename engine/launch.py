@@ -1,7 +1,7 @@
-"""Launching and ending the processes of one replica. Torch-free: the core calls it.
+"""Start and stop the processes of one replica. The core calls this module, so it does not load torch.
 
 Every rank is a fresh interpreter (`python -m engine.replica`, never a fork). The launcher holds a pidfd of
-each; when one rank dies it kills the others, since survivors would spin inside a collective.
+each rank. If one rank dies, the launcher kills the others, because they would wait forever in a collective.
 """
 
 from __future__ import annotations
@@ -20,26 +20,30 @@ import msgspec
 from engine.messages import Attach, CancelRequest, RankOutbound, ReplicaSpec, Start, Stop
 from engine.wire import Channel, socketpair
 
-_LAST_BREATH_S = 0.5
-"""A rank that closed its channel and has not ended after this is killed; so are those that a rank has left,
-which ended by itself."""
+_EXIT_GRACE_S = 0.5
+"""How long a rank that closed its channel, and the peers of a rank that exited by itself, may take to exit
+before they are killed."""
 
 OnMessage = Callable[[int, RankOutbound], None]
 OnEnd = Callable[[str], None]
 
 
 def module_command(module: str) -> list[str]:
-    """The command that runs a module in a fresh interpreter, in `module_environment`. It imports nothing from
-    the working directory, which is wherever the operator happens to be."""
+    """Return the command that runs a module in a fresh interpreter, with `module_environment`.
+
+    -P keeps the interpreter from importing modules from the operator's working directory.
+    """
     return [sys.executable, "-P", "-m", module]
 
 
 def module_environment() -> dict[str, str]:
-    """This process's environment, and its import path: a child imports what its parent would."""
+    """Return this process's environment with its import path, so that a child imports the same modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
 class _Rank:
+    """A rank's process and the channel to it."""
+
     def __init__(self, rank: int, process: subprocess.Popen[bytes], channel: Channel[RankOutbound]) -> None:
         self.rank = rank
         self.process = process
@@ -49,10 +53,10 @@ class _Rank:
 
 
 class ReplicaGroup:
-    """The running processes of one replica, as the core sees them.
+    """The running processes of one replica.
 
     `on_message(rank, message)` is called on the event loop for each `Progress`, `Ready`, `Report` and
-    `Fatal`; `on_end(reason)` once, when every rank is gone and reaped.
+    `Fatal`. `on_end(reason)` is called once, when every rank has exited and is reaped.
     """
 
     def __init__(
@@ -71,10 +75,10 @@ class ReplicaGroup:
     def launch(
         cls, spec: ReplicaSpec, on_message: OnMessage, on_end: OnEnd, module: str = "engine.replica"
     ) -> ReplicaGroup:
-        """Start the ranks, each a `python -m module`; must be called on the event loop's (permanent) thread,
-        since each rank asks the kernel to be killed when the thread that spawned it ends.
+        """Start the ranks, each as `python -m module`. Raises OSError if a process cannot be started.
 
-        Raises OSError when no process can be started.
+        Must be called on the permanent thread of the event loop, because each rank asks the kernel to kill it
+        when the thread that started it ends.
         """
         group = cls(spec, on_message, on_end, module)
         group._start()
@@ -82,30 +86,32 @@ class ReplicaGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank."""
+        """Process ids in the order of ranks."""
         return [rank.process.pid for rank in self._ranks]
 
     def attach_front(self, front: str) -> int:
-        """Make a data channel: one end goes to rank 0, the other is returned for the front; the caller
-        sends it on and closes it."""
+        """Create a data channel from a front to rank 0, and return the descriptor of the front's end.
+
+        The caller sends the descriptor to the front and closes it.
+        """
         ours, theirs = socketpair()
         self._ranks[0].channel.send(Attach(front), (theirs.fileno(),))
         theirs.close()
         return ours.detach()
 
     def cancel_request(self, request_id: str) -> None:
-        """End every sequence of a request."""
+        """End all sequences of a request."""
         self._ranks[0].channel.send(CancelRequest(request_id))
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Ask the ranks to end, kill them after `grace_s`, and return when they are reaped."""
+        """Ask the ranks to exit, kill them after `grace_s`, and return when they are reaped."""
         self._reason = self._reason or "stopped"
         for rank in self._ranks:
             rank.channel.send(Stop())
         try:
             await asyncio.wait_for(self._ended.wait(), grace_s)
         except TimeoutError:
-            self.kill("stopped by force: it did not end in time")
+            self.kill(f"killed because it did not stop within {grace_s:g} s")
             await self._ended.wait()
 
     def kill(self, reason: str) -> None:
@@ -127,7 +133,7 @@ class ReplicaGroup:
             for rank in range(size):
                 self._ranks.append(self._spawn(rank))
         except OSError:
-            self.kill("not all ranks could be started")
+            self.kill("a rank could not be started")
             raise
         finally:
             for position, member in enumerate(self._ranks):
@@ -145,7 +151,7 @@ class ReplicaGroup:
         ours, theirs = socketpair()
         environment = module_environment()
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # NVLink multicast stays off unless somebody decides otherwise for this box.
+        # NVLink multicast is off unless the environment of the service enables it.
         environment.setdefault("NCCL_NVLS_ENABLE", "0")
         environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         try:
@@ -168,17 +174,17 @@ class ReplicaGroup:
         return rank
 
     def _closed(self, rank: _Rank) -> None:
-        """A rank closed its channel: it is dying. Its exit, which follows at once, says of what."""
+        """Give a rank that closed its channel time to exit, since its exit status tells why; then kill it."""
 
         def give_up() -> None:
             if rank.returncode is None:
                 self.kill(f"rank {rank.rank} (pid {rank.process.pid}) closed its channel")
 
-        asyncio.get_running_loop().call_later(_LAST_BREATH_S, give_up)
+        asyncio.get_running_loop().call_later(_EXIT_GRACE_S, give_up)
 
     def _exited(self, rank: _Rank) -> None:
         asyncio.get_running_loop().remove_reader(rank.pidfd)
-        # A last word (Fatal) may still lie in the channel.
+        # The channel may still hold the rank's last message, Fatal.
         for message in rank.channel.read():
             self._on_message(rank.rank, message)
         rank.returncode = rank.process.wait()
@@ -189,9 +195,9 @@ class ReplicaGroup:
         if rank.returncode < 0:
             self.kill(reason)
         else:
-            # Perhaps of the death of another, which then is the reason: who loses a peer ends by itself, and
-            # on a busy machine is seen first.
-            asyncio.get_running_loop().call_later(_LAST_BREATH_S, self.kill, self._first_exit)
+            # The cause may be the death of another rank: a rank that loses a peer exits by itself, and on a
+            # busy machine its exit may be noticed first.
+            asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
         if all(other.returncode is not None for other in self._ranks) and not self._ended.is_set():
             self._ended.set()
             self._forget_rendezvous()

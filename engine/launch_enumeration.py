@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import torch
 
-from engine.batch import Padding, RowTables
+from engine.device_tables import Padding, SlotTables
 from engine.graphs import DecodeGraphs
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.prompt_graphs import PromptGraphs
 from engine.sampler import Sampler
 from engine.served_model import ServedModel
-from engine.sizing import EXPANSION_BLOCKS, product_ladder
-from engine.steps import Steps
+from engine.sizing import EXPANSION_BLOCKS, gemm_sizes
+from engine.steps import StepExecutor
 from engine.warmup import warm_up
 from engine.warmup_steps import largest_steps
 from kernels.compiling import Gpu
@@ -102,15 +102,15 @@ class MetaReplica:
             vocab_real=shard.vocab_real,
         )
 
-    def steps(self) -> Steps:
+    def steps(self) -> StepExecutor:
         """Make steps with tables and a KV cache of their own."""
         decoder, served = self._decoder, self.served
         blocks = -(-decoder.max_model_len // BLOCK_TOKENS)
         vocab_size = decoder.config.vocab_size
-        tables = RowTables(served.max_num_seqs, blocks, vocab_size, _META, self._sizes)
-        return Steps(decoder, decoder.allocate_kv(_KV_BLOCKS), tables, self._sampler)
+        tables = SlotTables(served.max_num_seqs, blocks, vocab_size, _META, self._sizes)
+        return StepExecutor(decoder, decoder.allocate_kv(_KV_BLOCKS), tables, self._sampler)
 
-    def launch_warm_up(self) -> Steps:
+    def launch_warm_up(self) -> StepExecutor:
         """Launch what `Runner` launches before the replica is ready. Returns the steps that would serve."""
         decoder, served = self._decoder, self.served
         length, budget = decoder.max_model_len, served.max_num_batched_tokens
@@ -130,9 +130,7 @@ def _sizes(most: int) -> list[int]:
     """Return the sizes to which passes of up to `most` rows are padded, of which our own kernels tell no two
     neighbours apart: above _DIFFERENT_ROWS only cuBLAS does, whose kernels are not compiled."""
     return [
-        size
-        for size in product_ladder(most)
-        if size <= _DIFFERENT_ROWS or size == most or size & (size - 1) == 0
+        size for size in gemm_sizes(most) if size <= _DIFFERENT_ROWS or size == most or size & (size - 1) == 0
     ]
 
 

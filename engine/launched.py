@@ -1,4 +1,4 @@
-"""Steps on their way: what a step computes, as tensors, and the waiting for it on the host."""
+"""Steps in flight: the results of a step as tensors, and how the host waits for them."""
 
 from __future__ import annotations
 
@@ -7,46 +7,32 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import PromptSlice
-from engine.messages import StepPlan, StepTokens, TokenLogprob
+from engine.device_tables import PromptSlice
+from engine.messages import TokenLogprob
+from engine.plan import StepPlan, StepTokens
 from engine.sampler import SampledStep
 
 
 @dataclass(slots=True)
 class StepResults:
-    """What a step computed, as tensors; on the host when they are read."""
+    """The results of a step, on the device or, after `to_host`, on the host."""
 
     sampled: SampledStep
     logprob_rows: list[tuple[int, int]]
-    """(sampling row, k) of each row of `sampled.logprobs`."""
+    """(index into the sampling slots, k) of each row of `sampled.logprobs`."""
     prompts: list[tuple[PromptSlice, list[torch.Tensor]]]
-    """With pieces of `Sampler.token_logprobs`."""
+    """The scored slices of prompts, each with results of `Sampler.token_logprobs`."""
     finite: list[tuple[int, torch.Tensor]]
-    """For each chunk without sample rows, its row and whether the numbers of its last token are finite: those
-    depend on all before it."""
+    """(slot, whether the hidden state of the last token is finite) of each chunk without sampling. The last
+    token depends on all tokens before it."""
 
 
-class Launched:
-    """A step on its way; see `engine.core.Launched`."""
-
-    host_gap_us = 0.0
-    """After `wait`: microseconds from the end of the step in front to the beginning of this one's pass: what
-    the host prepares in between counts. 0 of the first step."""
-
-    def wait(self) -> StepTokens:
-        """Block until the step's tokens are known. Raises what the step raised."""
-        raise NotImplementedError
-
-    def ready(self) -> bool:
-        """Whether `wait` would return at once."""
-        raise NotImplementedError
-
-
-class OnThread(Launched):
-    """On the worker thread of a CPU."""
+class ThreadStep:
+    """A step on the worker thread of a CPU. Implements `engine.core.LaunchedStep`."""
 
     def __init__(self, future: Future[tuple[StepTokens, float]]) -> None:
         self._future = future
+        self.host_gap_us = 0.0
 
     def wait(self) -> StepTokens:
         tokens, self.host_gap_us = self._future.result()
@@ -56,8 +42,12 @@ class OnThread(Launched):
         return self._future.done()
 
 
-class OnStream(Launched):
-    """On a GPU's stream, between the events `began` and `ended`. before: the end of the step in front."""
+class StreamStep:
+    """A step on a CUDA stream, between the events `began` and `ended`. Implements `engine.core.LaunchedStep`.
+
+    previous_ended: the event at the end of the previous step; None for the first step. The gap between the
+    two steps includes the time in which the host prepares this step's input.
+    """
 
     def __init__(
         self,
@@ -65,58 +55,60 @@ class OnStream(Launched):
         results: StepResults,
         began: torch.cuda.Event,
         ended: torch.cuda.Event,
-        before: torch.cuda.Event | None,
+        previous_ended: torch.cuda.Event | None,
     ) -> None:
         self._plan, self._results = plan, results
-        self._began, self._ended, self._before = began, ended, before
+        self._began, self._ended, self._previous_ended = began, ended, previous_ended
+        self.host_gap_us = 0.0
 
     def wait(self) -> StepTokens:
         self._ended.synchronize()
-        if self._before is not None:
-            self.host_gap_us = max(0.0, 1e3 * self._before.elapsed_time(self._began))
-            self._before = None
-        return read(self._plan, self._results)
+        if self._previous_ended is not None:
+            self.host_gap_us = max(0.0, 1e3 * self._previous_ended.elapsed_time(self._began))
+            self._previous_ended = None
+        return read_results(self._plan, self._results)
 
     def ready(self) -> bool:
         return self._ended.query()
 
 
 def to_host(results: StepResults) -> StepResults:
-    """Copies on their way to pinned memory; complete when an event recorded after this is."""
+    """Start copying results to pinned memory. The copies are complete when an event recorded afterwards
+    is."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", non_blocking=True)
 
     logprobs = results.sampled.logprobs
     sampled = SampledStep(copy(results.sampled.token_ids), None if logprobs is None else copy(logprobs))
-    prompts = [(prompt, [copy(piece) for piece in pieces]) for prompt, pieces in results.prompts]
-    finite = [(row, copy(each)) for row, each in results.finite]
+    prompts = [(prompt, [copy(part) for part in parts]) for prompt, parts in results.prompts]
+    finite = [(slot, copy(flag)) for slot, flag in results.finite]
     return StepResults(sampled, results.logprob_rows, prompts, finite)
 
 
-def read(plan: StepPlan, results: StepResults) -> StepTokens:
-    """What a step says, from results on the host."""
+def read_results(plan: StepPlan, results: StepResults) -> StepTokens:
+    """Convert results on the host into the message for the scheduler."""
     token_ids: list[int] = results.sampled.token_ids.tolist()
     logprobs: list[TokenLogprob | None] | None = None
     if results.sampled.logprobs is not None:
         logprobs = [None] * len(token_ids)
-        wanting = zip(results.logprob_rows, results.sampled.logprobs.tolist(), strict=True)
-        for (index, top), numbers in wanting:
+        with_logprobs = zip(results.logprob_rows, results.sampled.logprobs.tolist(), strict=True)
+        for (index, top), numbers in with_logprobs:
             logprobs[index] = _token_logprob(token_ids[index], numbers, top)
-    following = {chunk.row: [*chunk.token_ids[1:], chunk.next_token or 0] for chunk in plan.chunks}
+    following = {chunk.slot: [*chunk.token_ids[1:], chunk.next_token or 0] for chunk in plan.chunks}
     prompts = {}
-    for prompt, pieces in results.prompts:
-        rows = [numbers for piece in pieces for numbers in piece.tolist()]
-        prompts[prompt.row] = [
+    for prompt, parts in results.prompts:
+        rows = [numbers for part in parts for numbers in part.tolist()]
+        prompts[prompt.slot] = [
             _token_logprob(token, numbers, prompt.top)
-            for token, numbers in zip(following[prompt.row], rows, strict=False)
+            for token, numbers in zip(following[prompt.slot], rows, strict=False)
         ]
-    broken = [row for row, finite in results.finite if not finite]
-    return StepTokens(token_ids, logprobs, prompts, broken)
+    non_finite = [slot for slot, finite in results.finite if not finite]
+    return StepTokens(token_ids, logprobs, prompts, non_finite)
 
 
 def _token_logprob(token_id: int, numbers: list[float], top: int) -> TokenLogprob:
-    """From a row of `Sampler.token_logprobs`, of which the first `top` alternatives were asked for."""
+    """Convert a row of `Sampler.token_logprobs`, keeping the first `top` alternatives."""
     width = (len(numbers) - 1) // 2
     best = min(top, width)
     ids = [int(x) for x in numbers[1 + width : 1 + width + best]]

@@ -1,4 +1,4 @@
-"""How much memory there is, and how many KV blocks that makes. All in bytes."""
+"""Available memory in bytes, and the errors that a replica raises when it is not enough."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ from pathlib import Path
 
 from engine.messages import BLOCK_TOKENS
 
-CPU_MOST_KV_BYTES = 2 << 30
-"""On a CPU, KV never takes more than this unless `kv_blocks` says so: the box has other tenants."""
+CPU_MAX_KV_BYTES = 2 << 30
+"""Maximum size of the KV cache on a CPU unless `kv_blocks` is set, because other processes need memory
+too."""
 
 
 class WeightsTooLarge(MemoryError):
-    """A rank's weights do not fit its device: the message has both numbers."""
+    """A rank's weights do not fit on its device. The message has both sizes."""
 
 
 class StepsTooLarge(MemoryError):
-    """What steps work with does not fit a GPU beside the rest: the message has the sizes."""
+    """The activations of the largest steps do not fit on a GPU beside weights and KV cache. The message has
+    the sizes."""
 
 
 class PoolTooSmall(MemoryError):
-    """The KV pool would not hold one sequence of the longest kind: the message has both numbers."""
+    """The KV pool cannot hold one sequence of maximum length. The message has both numbers."""
 
 
 class PoolTooLarge(MemoryError):
-    """There is no memory for the KV pool that was asked for: the message has both numbers."""
+    """The configured KV pool does not fit into memory. The message has both numbers."""
 
 
 def available_host_bytes() -> int:
-    """Memory that new allocations can have: the machine's, or what is left in this process's cgroup (v2)."""
+    """Return the host memory available to new allocations: the machine's, or less if a cgroup (v2) limits
+    it."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -40,19 +43,19 @@ def available_host_bytes() -> int:
                 used = int((group / "memory.current").read_text()) - _cached_bytes(group)
                 available = min(available, max(0, int(limit) - used))
         except (OSError, ValueError):
-            continue  # the root group has no limit, and a controller may be off
+            continue  # the root cgroup has no limit, and the memory controller may be disabled
     return available
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: bool) -> int:
-    """`blocks`, if they hold a sequence of `max_model_len` tokens. Raises PoolTooSmall.
+    """Return `blocks` if they hold a sequence of `max_model_len` tokens; otherwise raise PoolTooSmall.
 
-    given: they were configured (`kv_blocks`), not found from memory.
+    given: whether `kv_blocks` was configured, rather than derived from the available memory.
     """
     needed = -(-max_model_len // BLOCK_TOKENS)
     if blocks >= needed:
@@ -61,38 +64,39 @@ def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: b
     remedy = f"lower max_model_len to at most {fitting}, or " if fitting else ""
     if given:
         raise PoolTooSmall(
-            f"kv_blocks is {blocks}, but one sequence of max_model_len {max_model_len} tokens takes {needed} "
+            f"kv_blocks is {blocks}, but one sequence of max_model_len {max_model_len} tokens needs {needed} "
             f"blocks: {remedy}raise kv_blocks"
         )
     raise PoolTooSmall(
-        f"memory for {max(0, blocks)} KV blocks of {bytes_per_block} bytes a rank is left, but one sequence "
-        f"of max_model_len {max_model_len} tokens takes {needed}: {remedy}free memory, raise memory_fraction "
-        "or kv_blocks, or use more ranks"
+        f"the available memory holds {max(0, blocks)} KV blocks of {bytes_per_block} bytes per rank, but one "
+        f"sequence of max_model_len {max_model_len} tokens needs {needed}: {remedy}free memory, raise "
+        "gpu_memory_utilization or kv_blocks, or use more ranks"
     )
 
 
 def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: int) -> PoolTooLarge:
-    """What to raise where `available_bytes` cannot hold the pools of `ranks` ranks."""
+    """Return the error for KV pools of `ranks` ranks that do not fit into `available_bytes`."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
-    # What is available changes by the moment: two digits of it, so that a second try says the same.
+    # Available memory fluctuates. Rounding down to two digits makes a second attempt give the same advice.
     most -= most % 10 ** max(0, len(str(most)) - 2)
     remedy = f"lower it to at most {most}, or leave it out" if most else "free memory"
     return PoolTooLarge(
-        f"kv_blocks is {blocks}: they take {needed / 2**30:.1f} GiB ({bytes_per_block} bytes a block and "
-        f"rank), but {max(0, available_bytes) / 2**30:.0f} GiB are available: {remedy}"
+        f"kv_blocks is {blocks}, which needs {needed / 2**30:.1f} GiB ({bytes_per_block} bytes per block and "
+        f"rank), but only {max(0, available_bytes) / 2**30:.0f} GiB are available: {remedy}"
     )
 
 
 def _cached_bytes(group: Path) -> int:
-    """Of files that were read or written, such as a model's: the kernel gives them up for new allocations."""
+    """Return the bytes of cached files in a cgroup, which the kernel frees when new allocations need
+    memory."""
     lines = (group / "memory.stat").read_text().splitlines()
     counts = dict(line.split() for line in lines if line.startswith(("active_file ", "inactive_file ")))
     return sum(map(int, counts.values()))
 
 
 def _cgroups() -> list[Path]:
-    """This process's cgroup and those around it, innermost first; empty without cgroup v2."""
+    """Return this process's cgroup and its ancestors, innermost first; empty without cgroup v2."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,70 +1,76 @@
-"""The structs on the engine's wires: core to ranks, front to replica, rank 0 to the other ranks.
+"""The messages of the engine: between core and ranks, and between fronts and replicas.
 
-Everything here is plain data, encoded as msgpack by `engine.wire`. Token counts are tokens, times are
-milliseconds unless the name says otherwise. No torch: cores and fronts import this module.
+All structs are plain data, encoded as msgpack by `engine.wire`. Plans between ranks are in `engine.plan`.
+Core and fronts import this module, so it does not load torch.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 BLOCK_TOKENS = 64
-"""Tokens in one block of KV cache. Fixed: the pool layout, the prefix hashes and the kernels rely on it."""
+"""Tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
 
 MAX_BAD_WORD_TOKENS = 32
-"""Longest entry of `SamplingParams.bad_words`: the device keeps one token less of every sequence's output."""
+"""Maximum length of an entry of `SamplingParams.bad_words`. The device keeps one token less of every
+output."""
 MAX_BAD_WORDS = 512
-"""Most entries of `SamplingParams.bad_words`: each is compared in every step."""
+"""Maximum number of entries of `SamplingParams.bad_words`, since each is compared in every step."""
+
+FinishReason = Literal["", "stop", "length", "cancelled", "error"]
+"""Why a sample ended: "" (it has not ended), "stop" (a stop token, which is its last token), "length"
+(`max_tokens` or the model's maximum length), "cancelled" or "error"."""
 
 
-# ── what a replica is ────────────────────────────────────────────────────────────────────────────
+# ── replicas ────────────────────────────────────────────────────────────────────────────
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a rank needs to know to become part of a replica."""
+    """The configuration of a replica, sent to each of its ranks."""
 
     replica: str
-    """Name of the replica, unique on the box, e.g. "demo-0"."""
+    """Name of the replica, unique on the server, e.g. "demo-0"."""
     model_path: str
-    """Folder of a Hugging Face checkpoint (`config.json`, safetensors)."""
+    """Folder of a Hugging Face checkpoint (`config.json` and safetensors files)."""
     load_format: str = "safetensors"
-    """"safetensors", or "dummy" for random weights made on the device."""
+    """"safetensors", or "dummy" for random weights generated on the device."""
     device: str = "auto"
-    """"auto" (CUDA where there is one, else CPU), "cuda" or "cpu"."""
+    """"auto" (CUDA if available, otherwise CPU), "cuda" or "cpu"."""
     dtype: str = "auto"
-    """"auto" (the checkpoint's on CUDA, float32 on CPU), "float32", "bfloat16" or "float16"."""
-    weights: str = "auto"
-    """Of the layers' matrices: "auto" (as the checkpoint has them) or "fp8" (quantised while they load, with
-    a scale for each output)."""
-    kv_dtype: str = "auto"
-    """"auto" (the model's) or "fp8" (e4m3, with a scale for each token and head)."""
+    """"auto" (the checkpoint's dtype on CUDA, float32 on CPU), "float32", "bfloat16" or "float16"."""
+    quantization: str = "auto"
+    """How the layers' matrices are stored: "auto" (as in the checkpoint) or "fp8" (quantised while loading,
+    with one scale per output)."""
+    kv_cache_dtype: str = "auto"
+    """The KV cache's dtype: "auto" (the model's) or "fp8" (e4m3, with one scale per token and head)."""
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
-    """Longest sequence, prompt and output together; None: the checkpoint's."""
-    max_rows: int = 64
-    """Sequences that can run at once."""
-    step_tokens: int = 2048
-    """Token budget of one step."""
-    mixed_tokens: int | None = None
-    """Token budget of a step in which sequences decode: each waits for all of it until its next token. None:
-    half of `step_tokens`, at most 4096."""
+    """Maximum length of a sequence, prompt and output together; None: the checkpoint's maximum."""
+    max_num_seqs: int = 64
+    """Maximum number of sequences that run at the same time."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of a step."""
+    max_mixed_tokens: int | None = None
+    """Token budget of a step in which sequences decode. The whole step delays each one's next token. None:
+    half of `max_num_batched_tokens`, at most 4096."""
     kv_blocks: int | None = None
-    """Blocks in the pool; None: sized from memory after a profiling step."""
-    memory_fraction: float = 0.95
-    """Part of the device's memory (on CPU: of the free memory, at most 2 GiB for KV) that may be used."""
+    """Number of KV blocks; None: as many as fit into the memory left after a profiling step."""
+    gpu_memory_utilization: float = 0.95
+    """Fraction of the device's memory to use (on CPU: of the free memory, with at most 2 GiB for the KV
+    cache)."""
     prefix_cache: bool = True
     overlap: bool = True
     """Launch step N+1 before the tokens of step N are read."""
-    seed: int = 0
-    """Seeds dummy weights only; requests bring their own."""
     rendezvous: str = ""
-    """Path of a file that does not exist yet, where the ranks of a group meet; empty for one rank."""
+    """Path of a file, not yet existing, through which the ranks find each other; empty for a single rank."""
     threads: int | None = None
-    """CPU threads of torch per rank; None: cores divided by ranks."""
+    """Number of torch CPU threads per rank; None: cores divided by ranks."""
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica turned out to be; part of `Ready`."""
+    """The properties of a loaded replica; part of `Ready`. Byte counts are sums over the ranks."""
 
     replica: str
     model_type: str
@@ -73,112 +79,116 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     kv_blocks: int
     block_tokens: int
-    max_rows: int
-    step_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
     dtype: str
     weights: str
-    """The dtype of the layers' matrices; "fp8" where they are quantised."""
-    kv_dtype: str
-    """As `weights`, of the cache."""
+    """The dtype of the layers' matrices; "fp8" if they are quantised."""
+    kv_cache_dtype: str
+    """The dtype of the KV cache, or "fp8"."""
     backend: str
     """"cpu" or "cuda"."""
     devices: list[str]
-    """One name a rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
+    """One name per rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
     tensor_parallel_size: int
     load_seconds: float
     predicted_bytes: int
-    """What `engine.sizing` predicted for weights, KV and working memory."""
+    """Memory for weights, KV cache and activations as `engine.sizing` predicted it."""
     used_bytes: int
-    """What was measured."""
+    """Memory use measured after loading."""
     torch_version: str
 
 
-# ── a request, from a front ──────────────────────────────────────────────────────────────────────
+# ── requests, from a front ──────────────────────────────────────────────────────────────────────
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are chosen. Defaults choose greedily and without limits other than `max_tokens`."""
+    """How tokens are sampled. The defaults sample greedily, with `max_tokens` as the only limit."""
 
     max_tokens: int
-    """Most tokens to generate, counting those already in `Submit.output_token_ids`."""
+    """Maximum number of output tokens, including those in `Submit.output_token_ids`."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """0 means greedy."""
     top_k: int = 0
-    """0 is off."""
+    """0 means off."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Values to add to the logits of these token ids."""
     allowed_tokens: bytes = b""
-    """Bit map of the token ids that may be sampled: token i is bit i % 8 of byte i // 8. Empty: all."""
+    """Bit map of the token ids that may be sampled: token i is bit i % 8 of byte i // 8. Empty: all
+    tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Runs of token ids that the output must not contain: the last token of a run cannot be sampled where the
-    output ends with the others. Prompt tokens do not count."""
+    """Sequences of token ids that the output must not contain: the last token of an entry is banned where the
+    output ends with its other tokens. Prompt tokens do not count."""
     seed: int = 0
-    """Keys the noise together with the sample's index, the position and the token id (64 bits)."""
+    """Seed of the sampling noise, 64 bits. The noise depends on seed, sample index, position and token id."""
     min_tokens: int = 0
-    """Stop tokens cannot be chosen before this many were generated."""
+    """Stop tokens are suppressed until this many tokens have been generated."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a sequence: the checkpoint's end tokens (resolved by the front) and the request's."""
+    """Tokens that end a sequence: the checkpoint's end-of-sequence tokens, added by the front, and the
+    request's."""
     ignore_eos: bool = False
-    """Do not stop at (and do not suppress) `stop_token_ids`."""
+    """Neither stop at `stop_token_ids` nor suppress them."""
     logprobs: int | None = None
-    """None: none; k: the chosen token's log probability and the k best."""
+    """k: return the log probabilities of the sampled token and of the k most likely tokens. None: return
+    none."""
     prompt_logprobs: int | None = None
-    """The same for every prompt token but the first."""
+    """As `logprobs`, for every prompt token except the first."""
 
     @property
     def penalised(self) -> bool:
-        """Whether tokens that occurred are less (or more) likely: their counts are needed."""
+        """Whether sampling needs the counts of the tokens that occurred so far."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defaults=True):
-    """Front to replica: generate `n` samples after one prompt."""
+    """Front to replica: generate `n` samples for one prompt."""
 
     handle: int
-    """Names this submission on this channel; chosen by the front, never reused on it."""
+    """Identifies the submission on its channel. The front chooses it and never reuses it."""
     request_id: str
     index: int = 0
-    """Which prompt of the request."""
+    """Index of the prompt in its request."""
     prompt_token_ids: list[int]
     output_token_ids: list[int] = []
-    """Tokens already emitted before a replica was lost; only with n = 1. They count as output."""
+    """Tokens that another replica generated before it died; they count as output. Requires n = 1."""
     n: int = 1
     first_sample: int = 0
-    """Index of the first sample: sample i of this submission has index first_sample + i."""
+    """Index of the first sample; sample i of the submission has index first_sample + i."""
     sampling: SamplingParams
     cache_salt: str = ""
-    """Opaque: prefixes are shared only between equal salts."""
+    """Opaque string: the prefix cache shares blocks only between requests with equal salts."""
     priority: int = 1
-    """Class 0 (real-time) to 3 (background): the lowest class, youngest first, is preempted."""
+    """Class, from 0 (real-time) to 3 (background). Preemption takes the highest number first."""
     urgent: bool = False
-    """Before the others of its class, and before prompts of its class or a lower one that are under way."""
+    """Serve this submission before others of its class, and before running prefills of its class or a lower
+    class."""
 
     @property
     def credit_tokens(self) -> int:
-        """Token credit this submission spends, and gets back as it is computed or dropped."""
+        """Token credit that the submission spends. It is granted back as tokens are computed or dropped."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Front to replica: nobody waits for this submission (`sample` None) or this sample of it any more."""
+    """Front to replica: end a submission, or only one `sample` of it."""
 
     handle: int
     sample: int | None = None
 
 
-# ── tokens, to a front ───────────────────────────────────────────────────────────────────────────
+# ── outputs, to a front ───────────────────────────────────────────────────────────────────────────
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
-    """Log probability (natural) of a chosen or prompt token under the model's own distribution, before
-    temperature, penalties and biases, and of the best alternatives, most likely first."""
+    """Natural log probability of a sampled or prompt token and of the most likely alternatives, best first.
+    The distribution is the model's own, before temperature, penalties and biases."""
 
     token_id: int
     logprob: float
@@ -186,84 +196,80 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct, array_like=True):
-    """New tokens of one sample. The last one of a sample carries `finish`; nothing follows it.
-
-    finish is "" (goes on), "stop" (a stop token, which is the last of token_ids), "length" (max_tokens or
-    the model's length), "cancelled" or "error" (then `error` says why).
-    """
+    """New tokens of one sample. The last output of a sample has a non-empty `finish_reason`."""
 
     handle: int
     sample: int
     token_ids: list[int]
-    finish: str = ""
+    finish_reason: FinishReason = ""
     logprobs: list[TokenLogprob] | None = None
-    """One for each of token_ids when asked for."""
+    """One entry per token in `token_ids`, if requested."""
     cached_tokens: int | None = None
-    """Set on a sample's first output: prompt tokens found in the prefix cache."""
-    batch_size: int | None = None
-    """Set on a sample's first output: sequences in the step that started it."""
+    """Number of prompt tokens found in the prefix cache; set in a sample's first output only."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """On sample `first_sample`'s first output, when asked for: one a prompt token, None for the first."""
+    """One entry per prompt token, None for the first token. Only in the first output of sample
+    `first_sample`, and only if requested."""
     error: str | None = None
+    """The reason, if `finish_reason` is "error"."""
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):
-    """Replica to front: everything one step has for this front."""
+    """Replica to front: all outputs of one step for this front."""
 
     step: int
     outputs: list[Output]
 
 
-# ── control, between the core and the ranks ─────────────────────────────────────────────────────
+# ── control, between core and ranks ─────────────────────────────────────────────────────
 
 
 class Start(msgspec.Struct, tag="start", frozen=True):
-    """Core to each rank, first: become rank `rank`. With it travel file descriptors: to rank 0 one channel
-    for each other rank in order; to each other rank one channel to rank 0."""
+    """Core to each rank, as the first message: start as rank `rank`. Rank 0 receives one file descriptor per
+    other rank, in order of ranks: the plan channels. Each other rank receives its end of its plan channel."""
 
     spec: ReplicaSpec
     rank: int
 
 
 class Attach(msgspec.Struct, tag="attach", frozen=True):
-    """Core to rank 0: a front's data channel (one file descriptor travels with it)."""
+    """Core to rank 0: serve a front. The message carries the descriptor of the front's data channel."""
 
     front: str
 
 
 class CancelRequest(msgspec.Struct, tag="cancel_request", frozen=True):
-    """Core to rank 0: end every sequence of a request (operator, deadline)."""
+    """Core to rank 0: end all sequences of a request, by an operator's action or at its deadline."""
 
     request_id: str
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """Core to rank 0: end now, cancelling what runs."""
+    """Core to rank: exit now; running sequences are lost."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
-    """Rank to core while it starts: what it is doing and how far (0 to 1)."""
+    """Rank to core during the start: the current stage and its progress, 0 to 1."""
 
     stage: str
     fraction: float
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """Rank 0 to core: submissions are welcome."""
+    """Rank 0 to core: the replica accepts submissions."""
 
     info: ReplicaInfo
 
 
 class Fatal(msgspec.Struct, tag="fatal", frozen=True):
-    """Rank to core, last: why it ends. `kind` is "checkpoint" (bad files, or a spec that cannot be run:
-    retried slowly), "memory", "device" or "internal"."""
+    """Rank to core, as the last message: why the rank exits. "checkpoint" means invalid files or a spec that
+    cannot be run; the core retries those slowly."""
 
-    kind: str
+    kind: Literal["checkpoint", "memory", "device", "internal"]
     message: str
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """One submission's final count: the ledger. Exactly one for each `Submit`."""
+    """The final counts of a submission. Exactly one is sent for each `Submit`."""
 
     request_id: str
     index: int
@@ -271,31 +277,23 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    """Over all samples, without those that came in with `Submit.output_token_ids`."""
+    """Sum over all samples, without the tokens in `Submit.output_token_ids`."""
     preemptions: int
     batch_size: int
-    finish: list[str]
-    """One for each sample."""
+    """Number of sequences in the step that started the submission."""
+    finish_reason: list[FinishReason]
+    """One entry per sample."""
     credit_tokens: int
-    """What `Submit.credit_tokens` was: granted back by now."""
+    """The submission's token credit, all of which has been granted back."""
 
 
-class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
-    """Rank 0 to core: after each step that changed something, every 100 ms while it computes, and at
-    least every half second: the heartbeat. A `LongStep` announces a longer pause.
-
-    Credits are totals granted since the start, so that no message can be counted twice: available is granted
-    minus spent. Rows: `max_rows` at first, one for each sample that ended. Tokens: at first the budget of two
-    steps with decodes, or of one without if that is more; then each submission's `credit_tokens` as they are
-    computed, found in the cache or dropped.
-    """
+class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a replica's engine. Token and preemption counts are totals since the start."""
 
     step: int
-    credit_rows: int
+    """The last step whose tokens were read."""
+    credit_seqs: int
     credit_tokens: int
-    finished: list[Finished] = []
-    fronts_gone: list[str] = []
-    """Fronts whose channel closed; every submission that came from them is in `finished` by now."""
     running: int = 0
     waiting: int = 0
     blocks_total: int = 0
@@ -303,121 +301,53 @@ class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     blocks_cached: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
+    """Prompt tokens of started submissions, counted once per submission."""
     cached_tokens: int = 0
+    """Those of `prompt_tokens` that were found in the prefix cache."""
     computed_tokens: int = 0
-    """Of prompts; what is recomputed after a preemption counts again."""
+    """Computed prompt tokens; tokens recomputed after a preemption count again."""
     generated_tokens: int = 0
+
+
+class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
+    """Rank 0 to core: the state of the replica. Sent after each step that ended a submission or granted
+    credit, every 100 ms while steps run, and every 500 ms otherwise, as a heartbeat. A `LongStep` announces a
+    longer pause.
+
+    Credits are totals granted since the start: available credit is granted credit minus spent credit.
+    `credit_seqs` starts at `max_num_seqs` and grows by one for each sample that ends. `credit_tokens` starts
+    with the token budget of two steps with decodes, or of one without if that is more. It grows by each
+    submission's `credit_tokens` as these are computed, found in the prefix cache or dropped.
+    """
+
+    finished: list[Finished] = []
+    fronts_gone: list[str] = []
+    """Fronts whose channel closed. All of their submissions have been reported in `finished`."""
     decode_steps: int = 0
-    """Steps since the last report that only decoded."""
+    """Number of decode-only steps since the last report."""
     step_ms: float = 0.0
-    """Mean of these; 0 where there were none."""
+    """Mean duration of a decode-only step; 0 if there was none."""
     idle_us: float = 0.0
-    """Mean gap before them, in which the device waited for the host."""
+    """Mean time for which the device waited for the host before a decode-only step."""
     mixed_steps: int = 0
-    """The same of the steps that computed prompts."""
+    """Number of steps with prefill since the last report; the next two fields are their means."""
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
     log_dropped_lines: int = 0
-    """Lines of rank 0's log that were dropped since its start because nobody read standard error."""
+    """Lines of rank 0's log that were dropped since the start because nobody read standard error."""
 
 
 class LongStep(msgspec.Struct, tag="long_step", frozen=True):
-    """Rank 0 to core: it now waits for a step, and sends nothing before the step ends."""
+    """Rank 0 to core: rank 0 now waits for a step, and sends no message before the step ends."""
 
     expected_s: float
-    """Predicted from the step's size and the measured speed of earlier steps (`engine.step_forecast`)."""
+    """Predicted duration, from the step's size and the measured speed of earlier steps
+    (`engine.step_forecast`)."""
 
 
 RankInbound = Start | Attach | CancelRequest | Stop
-"""What the core sends to ranks."""
+"""Messages from the core to ranks."""
 RankOutbound = Progress | Ready | Report | LongStep | Fatal
-"""What ranks send to the core."""
+"""Messages from ranks to the core."""
 DataInbound = Submit | Cancel
-"""What a front sends to a replica."""
-
-
-# ── a step's plan, from rank 0 to every rank ────────────────────────────────────────────────────
-
-
-class RowSetup(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence, and siblings that start with it, take rows of the device tables; what the rows held before
-    is void."""
-
-    row: int
-    sampling: SamplingParams
-    sample: int
-    """The sample's index in its request: part of the noise key."""
-    prompt_tokens: int
-    history: list[int]
-    """Prompt and output tokens known so far, only where penalties need their counts; else empty."""
-    forks: list[tuple[int, int]] = []
-    """(row, sample) of the siblings: they are told once what all of them are told."""
-    recent: list[int] = []
-    """The last output tokens known so far (at most MAX_BAD_WORD_TOKENS - 1), only where bad words need them;
-    else empty."""
-
-    @property
-    def members(self) -> list[tuple[int, int]]:
-        """(row, sample) of each sequence."""
-        return [(self.row, self.sample), *self.forks]
-
-
-class Chunk(msgspec.Struct, array_like=True, frozen=True):
-    """A slice of a prompt (or of a sequence that is recomputed), given by its tokens."""
-
-    row: int
-    start: int
-    """Position of the first token of the slice."""
-    token_ids: list[int]
-    sample_rows: list[int]
-    """Rows that sample from the last token's logits: none inside a prompt, the row itself at its end, all
-    rows of a group with n > 1 (which share the prompt's blocks)."""
-    prompt_logprobs: int | None = None
-    """k: return log probabilities for the tokens that follow those of the slice, inside the prompt."""
-    next_token: int | None = None
-    """With prompt_logprobs: the prompt token after the slice, if there is one."""
-
-
-class StepPlan(msgspec.Struct, array_like=True, frozen=True):
-    """One step, complete: every rank that replays the plans in order holds equal tables.
-
-    Order of effect: `setups`, `blocks`, `clears`, `copies`, then the forward pass over `decodes` and
-    `chunks`, then sampling for `decodes` followed by each chunk's `sample_rows`. A decode feeds the row's
-    last sampled token at the row's next position; both live in the device tables and are advanced by the step
-    itself.
-    """
-
-    step: int
-    setups: list[RowSetup]
-    """No row is in two of them."""
-    blocks: list[tuple[int, int, int]]
-    """(row, index in the row's block table, block id): new entries of block tables."""
-    copies: list[tuple[int, int]]
-    """(source, destination) blocks: copy-on-write, before anything else is written."""
-    decodes: list[int]
-    """Rows."""
-    chunks: list[Chunk]
-    clears: list[int] = []
-    """Blocks to fill with zeros: their former owner's numbers were not finite, and zero times those is not
-    zero."""
-
-
-LOWEST_LOGPROB = -9999.0
-"""Reported where a log probability is less, or is no number, so that all are finite."""
-
-BAD_TOKEN = -1
-"""In place of a sampled token: the row's logits had no finite maximum (broken weights, or an overflow)."""
-
-
-class StepTokens(msgspec.Struct, array_like=True):
-    """What a step sampled: one entry for each sampling row of its plan, the decodes and then the chunks' own,
-    in the plan's order."""
-
-    token_ids: list[int]
-    """BAD_TOKEN where there is none."""
-    logprobs: list[TokenLogprob | None] | None
-    """None when no row asked for them."""
-    prompt_logprobs: dict[int, list[TokenLogprob]]
-    """By row: log probabilities of the tokens that follow a chunk's tokens."""
-    broken: list[int] = []
-    """Rows of chunks without sample rows whose numbers are not finite: no token says so."""
+"""Messages from a front to a replica."""

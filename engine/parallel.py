@@ -1,7 +1,7 @@
-"""The ranks of a replica and what they say to each other on the data path.
+"""The ranks of a replica and their collectives.
 
-One rank costs nothing: no process group, no torch.distributed. Rank 0's plan travels on `engine.wire`, not
-here.
+A single rank needs no process group and does not load torch.distributed. Plans do not use collectives: rank 0
+sends them on a channel (`engine.plan_channel`).
 """
 
 from __future__ import annotations
@@ -14,33 +14,30 @@ import torch
 
 
 class RankLost(RuntimeError):
-    """A collective failed: a peer died or did not answer in time. The group is of no use any more."""
+    """A collective failed because a peer died or timed out. The group cannot be used any more."""
 
 
 class Ranks(Protocol):
-    """A group of ranks. Every rank must make the same calls in the same order."""
+    """A group of ranks. All ranks must make the same calls in the same order."""
 
     size: int
     rank: int
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, equal to the bit on all of them. May overwrite `tensor`."""
+        """Return the sum over the ranks, bitwise equal on all of them. May overwrite `tensor`."""
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[..., n]` on each rank to `[..., size × n]`, in rank order. Shapes must be equal."""
+        """Concatenate `[..., n]` of each rank, in rank order, to `[..., size × n]`. Shapes must be equal."""
 
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[...]` on each rank to `[size, ...]`, in rank order. Shapes must be equal."""
-
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `tensor`, written into everyone's."""
+        """Stack `[...]` of each rank, in rank order, to `[size, ...]`. Shapes must be equal."""
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
 
 
 class _Single:
-    """The only rank."""
+    """A single rank."""
 
     size = 1
     rank = 0
@@ -54,15 +51,12 @@ class _Single:
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0)
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def close(self) -> None:
         return
 
 
 class _Group:
-    """One of several ranks, over torch.distributed's default group."""
+    """One of several ranks, which use the default group of torch.distributed."""
 
     def __init__(self, size: int, rank: int) -> None:
         import torch.distributed
@@ -90,39 +84,31 @@ class _Group:
             raise self._lost("all_gather", error) from error
         return stack
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            self._dist.broadcast(tensor, src=0)
-        except RuntimeError as error:
-            raise self._lost("broadcast", error) from error
-        return tensor
-
     def close(self) -> None:
         if self._dist.is_initialized():
             self._dist.destroy_process_group()
 
     def _lost(self, what: str, error: RuntimeError) -> RankLost:
         return RankLost(
-            f"{what} failed on rank {self.rank} of {self.size}: a peer died or did not answer in time "
-            f"({str(error).splitlines()[0]}); the whole replica must be started again"
+            f"{what} failed on rank {self.rank} of {self.size}: a peer died or timed out "
+            f"({str(error).splitlines()[0]}); restart the whole replica"
         )
 
 
 def single() -> Ranks:
-    """The group of one rank; loads no torch.distributed."""
+    """Return the group of a single rank, without loading torch.distributed."""
     return _Single()
 
 
 def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_seconds: float = 60.0) -> Ranks:
-    """Meets the other ranks over a file and returns the group; `single()` for size 1.
+    """Find the other ranks through a file and return their group; `single()` for size 1.
 
-    rendezvous_path: a file that does not exist yet, the same for all ranks, on a local file system.
-    backend: "gloo" (CPU; over the loopback interface, unless GLOO_SOCKET_IFNAME names another) or "nccl"
-    (CUDA; the rank's device must be current).
-    timeout_seconds: how long a rank may keep the others waiting, at the meeting and in each collective; on
-    gloo a peer's death is noticed at once, by its closed connection.
+    rendezvous_path: a file that does not exist yet, the same for all ranks, on a local file system. backend:
+    "gloo" (CPU; uses the loopback interface unless GLOO_SOCKET_IFNAME is set) or "nccl" (CUDA; the rank's
+    device must be the current one). timeout_seconds: how long a rank waits for the others, here and in each
+    collective. gloo also notices the death of a peer at once, by its closed connection.
 
-    Raises RankLost when the others do not come, ValueError for arguments that make no group.
+    Raises RankLost if the other ranks do not arrive in time, ValueError for invalid arguments.
     """
     if size == 1:
         return single()
@@ -131,12 +117,12 @@ def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_se
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend is {backend!r}; use gloo on CPU and nccl on CUDA")
     if not rendezvous_path:
-        raise ValueError(f"rendezvous_path is empty; {size} ranks need a file to meet at")
+        raise ValueError(f"rendezvous_path is empty; {size} ranks need a file to find each other")
     import torch.distributed as dist
 
     if backend == "gloo":
-        # Without it gloo resolves the host's name, which fails or leaves the machine where there is no
-        # network.
+        # By default gloo resolves the host name. Without a network that fails, and otherwise traffic would
+        # leave the machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     try:
@@ -145,7 +131,8 @@ def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_se
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         raise RankLost(
-            f"rank {rank} of {size} did not meet the others at {rendezvous_path} in {timeout_seconds:g} s "
+            f"rank {rank} of {size} did not find the others within {timeout_seconds:g} s "
+            f"through {rendezvous_path} "
             f"({str(error).splitlines()[0]})"
         ) from error
     return _Group(size, rank)

@@ -1,11 +1,12 @@
-"""Short passes of prompts as CUDA graphs: at a few hundred tokens the host takes longer to launch a pass,
-kernel by kernel, than the device to compute it.
+"""Short prompt passes as CUDA graphs. Up to a few hundred tokens the host takes longer to launch a pass
+kernel by kernel than the device takes to compute it.
 
-A pass is padded to the next captured number of tokens. Padding has slot -1, so it is written nowhere, and no
-tile of attention, so it is read by nobody.
+A pass is padded to the next captured number of tokens. Padding has KV slot -1, so it is not written to the
+cache, and no attention tile, so it is not computed.
 
-An FP8 cache is read as it is, not expanded first: what is expanded depends on the plan. That is slower where
-much is read, so passes with long contexts have no graph (`MOST_FP8_KEYS`); the host is ahead of those anyway.
+Captured passes read an FP8 cache directly instead of expanding it first, because the extent of the expansion
+depends on the plan. Direct reads are slower for long contexts, so those passes are not captured
+(`MAX_FP8_KEYS`); there the host launches faster than the device computes anyway.
 """
 
 from __future__ import annotations
@@ -13,50 +14,50 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.batch import RowTables
+from engine.device_tables import SlotTables
 from engine.forward import ForwardInput
-from engine.messages import StepPlan
 from engine.model.decoder import Decoder
-from engine.sizing import prompt_ladder, size_for
+from engine.plan import StepPlan
+from engine.sizing import prompt_capture_sizes, size_for
 from engine.transfer import upload
 from kernels import AttentionInput, ChunkSpan, KvPool
 from kernels.triton.attention_prefill import plan_tiles, tile_tokens
 
-MOST_CHUNKS = 4
-"""Prompts in one pass."""
+MAX_CHUNKS = 4
+"""Maximum number of prompts in a captured pass."""
 
-MOST_FP8_KEYS = 4096
-"""Tokens of an FP8 cache that the prompts of one pass may read. Over more, attention of 512 tokens of an 8B
-model takes the device as long as the host takes to launch the pass."""
+MAX_FP8_KEYS = 4096
+"""Maximum number of FP8 cache tokens that a captured pass reads. Beyond that, attention of 512 tokens of an
+8B model takes the device as long as the host takes to launch the pass."""
 
 
 class PromptGraphs:
-    """Captured passes of one rank in which nobody decodes. `capture` once; then `stage` and `forward` for
-    each plan that `fits`."""
+    """Captured passes of one rank without decodes. Call `capture` once, then `stage` and `forward` for each
+    plan that `fits`."""
 
-    def __init__(self, decoder: Decoder, kv: list[KvPool], tables: RowTables, step_tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, kv: list[KvPool], tables: SlotTables, max_num_batched_tokens: int
+    ) -> None:
         self._decoder, self._kv, self._tables = decoder, kv, tables
-        self.sizes = prompt_ladder(step_tokens)
+        self.sizes = prompt_capture_sizes(max_num_batched_tokens)
         shard = decoder.shard
         self._heads = (shard.heads, shard.kv_heads)
         self._tile_tokens = tile_tokens(*self._heads)
         self._windows = list(dict.fromkeys(decoder.config.sliding_windows))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._staged = (0, 0)
-        """The captured size of what was staged, and its chunks."""
-        self._most = self.sizes[-1] if self.sizes else 0
-        # One chunk a row, so that logits have no more rows than those of decode steps.
-        self._most_chunks = min(MOST_CHUNKS, len(tables.lengths))
-        # One buffer, so that one transfer fills it: token ids, positions and slots; the tiles of each window
-        # (four int32 each, so 16 bytes, on which kernels may rely); of each chunk its last token, its row of
-        # the block table and its tokens in the cache.
-        self._tiles_at = 3 * self._most
-        self._ends_at = self._tiles_at + 2 * len(self._windows) * self._most_tiles(self._most)
-        size = self._ends_at + 3 * self._most_chunks
+        """The captured size of the staged pass, and its number of chunks."""
+        self._max_tokens = self.sizes[-1] if self.sizes else 0
+        # Each chunk has its own slot, so logits have no more rows than those of decode steps.
+        self._max_chunks = min(MAX_CHUNKS, len(tables.lengths))
+        # A single buffer, so that a single transfer fills it: token ids, positions and KV slot indices; the
+        # tiles of each window (four int32 each, aligned to 16 bytes, which kernels rely on); and for each
+        # chunk its logits index, its slot and its number of tokens in the cache.
+        self._tiles_at = 3 * self._max_tokens
+        self._logits_at = self._tiles_at + 2 * len(self._windows) * self._max_tiles(self._max_tokens)
+        size = self._logits_at + 3 * self._max_chunks
         self._inputs = torch.zeros(size, dtype=torch.int64, device=tables.device)
-        self._logits = torch.empty(
-            (self._most_chunks, shard.vocab), dtype=decoder.dtype, device=tables.device
-        )
+        self._logits = torch.empty((self._max_chunks, shard.vocab), dtype=decoder.dtype, device=tables.device)
 
     def capture(self) -> None:
         """Capture every size, the largest first."""
@@ -79,30 +80,30 @@ class PromptGraphs:
             self._run(size)
 
     def fits(self, plan: StepPlan) -> bool:
-        """Whether a plan has a graph: few prompts, of few tokens, each to its end, and nothing else."""
+        """Return whether a plan can be replayed: only a few short prompts, each computed to its end."""
         chunks = plan.chunks
         keys = sum(chunk.start + len(chunk.token_ids) for chunk in chunks)
         return (
             not plan.decodes
-            and 0 < len(chunks) <= self._most_chunks
-            and sum(len(chunk.token_ids) for chunk in chunks) <= self._most
-            and not (self._decoder.kv_fp8 and keys > MOST_FP8_KEYS)
-            and all(chunk.sample_rows and chunk.prompt_logprobs is None for chunk in chunks)
+            and 0 < len(chunks) <= self._max_chunks
+            and sum(len(chunk.token_ids) for chunk in chunks) <= self._max_tokens
+            and not (self._decoder.kv_fp8 and keys > MAX_FP8_KEYS)
+            and all(chunk.sample_slots and chunk.prompt_logprobs is None for chunk in chunks)
         )
 
     def stage(self, plan: StepPlan) -> None:
-        """Send what the plan's pass reads."""
+        """Send the input of the plan's pass to the device."""
         parts, spans, first = [], [], 0
         for chunk in plan.chunks:
             parts.append(self._tables.chunk_inputs(chunk))
-            spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.row))
+            spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.slot))
             first += len(chunk.token_ids)
         self._staged = (size_for(first, self.sizes), len(spans))
         self._send(spans, self._staged[0], np.concatenate(parts, axis=1))
 
     def forward(self) -> torch.Tensor:
-        """Run the pass that was staged: `[chunks, vocabulary on this rank]` logits of each chunk's last
-        token, which the next pass overwrites."""
+        """Run the staged pass. Returns `[chunks, vocabulary on this rank]` logits of each chunk's last token,
+        which the next pass overwrites."""
         size, chunks = self._staged
         self._replay(size)
         return self._logits[:chunks]
@@ -110,45 +111,45 @@ class PromptGraphs:
     def _replay(self, size: int) -> None:
         self._graphs[size].replay()
 
-    def _most_tiles(self, size: int) -> int:
-        return -(-size // self._tile_tokens) + self._most_chunks
+    def _max_tiles(self, size: int) -> int:
+        return -(-size // self._tile_tokens) + self._max_chunks
 
     def _send(self, spans: list[ChunkSpan], size: int, tokens: np.ndarray | None = None) -> None:
-        """tokens: `[3, count]` int64, as `RowTables.chunk_inputs`."""
-        most, tiles = self._most, self._most_tiles(size)
+        """Fill the input buffer. tokens: `[3, count]` int64, from `SlotTables.chunk_inputs`."""
+        most, tiles = self._max_tokens, self._max_tiles(size)
         staged = np.zeros(len(self._inputs), dtype=np.int64)
         staged[2 * most : 3 * most] = -1
         if tokens is not None:
             staged[: 3 * most].reshape(3, most)[:, : tokens.shape[1]] = tokens
-        ends = staged[self._ends_at :].reshape(3, self._most_chunks)
+        last = staged[self._logits_at :].reshape(3, self._max_chunks)
         for i, span in enumerate(spans):
-            ends[:, i] = span.last, span.slot, span.end
+            last[:, i] = span.last, span.slot, span.end
         for i, window in enumerate(self._windows):
             made = plan_tiles(spans, *self._heads, window)
             at = self._tiles_at + 2 * i * tiles
             staged[at : at + 2 * len(made)] = np.ascontiguousarray(made).view(np.int64).reshape(-1)
         self._inputs.copy_(upload(staged, self._inputs.device), non_blocking=True)
 
-    # ── what is captured ─────────────────────────────────────────────────────────────────────────
+    # ── captured code ─────────────────────────────────────────────────────────────────────────
 
     def _run(self, size: int) -> None:
-        most = self._most
-        queries, rows, lens = self._inputs[self._ends_at :].view(3, self._most_chunks).unbind()
+        most = self._max_tokens
+        queries, slots, lens = self._inputs[self._logits_at :].view(3, self._max_chunks).unbind()
         table = self._tables.block_table
         inputs = ForwardInput(
             token_ids=self._inputs[:size],
             positions=self._inputs[most : most + size],
-            slots=self._inputs[2 * most : 2 * most + size],
+            kv_slots=self._inputs[2 * most : 2 * most + size],
             attention=self._attention(size),
-            ends=AttentionInput(table, rows, lens, table.shape[1], [], queries=queries),
+            logits_attention=AttentionInput(table, slots, lens, table.shape[1], [], queries=queries),
         )
         self._decoder.logits(self._decoder.forward(inputs, self._kv), out=self._logits)
 
     def _attention(self, size: int) -> AttentionInput:
-        tiles = self._most_tiles(size)
+        tiles = self._max_tiles(size)
         by_window = {}
         for i, window in enumerate(self._windows):
             at = self._tiles_at + 2 * i * tiles
             by_window[window] = self._inputs[at : at + 2 * tiles].view(torch.int32).view(tiles, 4)
-        nobody = self._inputs[:0]
-        return AttentionInput(self._tables.block_table, nobody, nobody, 0, [], by_window)
+        empty = self._inputs[:0]
+        return AttentionInput(self._tables.block_table, empty, empty, 0, [], by_window)

@@ -1,13 +1,11 @@
-"""What executes plans on one rank: the decoder, its KV pool, the rows' tables and the sampler.
+"""One rank of a replica: the decoder, its KV pools, device tables and sampler. It executes plans.
 
-Steps (`engine.steps`) run strictly in the order of their launch, on one stream: the current CUDA stream, or
-one worker thread on a CPU, so that the step loop's own work (reading, planning, sending) goes on beside them.
+Steps (`engine.steps`) run strictly in the order in which they are launched, on one stream: the current CUDA
+stream, or a worker thread on a CPU. Meanwhile the step loop reads, plans and sends.
 """
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -16,68 +14,71 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engine import memory
-from engine.batch import Padding, RowTables
-from engine.config import DTYPE_BYTES, ModelConfig, UnfitError
+from engine.config import ModelConfig
+from engine.core import LaunchedStep
 from engine.device import device_name, select_device
+from engine.device_tables import Padding, SlotTables
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
-from engine.launched import Launched, OnStream, OnThread, StepResults, read, to_host
-from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, StepPlan, StepTokens
+from engine.kv_memory import allocate_kv
+from engine.launched import StepResults, StreamStep, ThreadStep, read_results, to_host
+from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
+from engine.plan import StepPlan, StepTokens
 from engine.profiling import profile_cuda, steps_fit
+from engine.progress import ProgressCallback
 from engine.sampler import Sampler
 from engine.served_model import ServedModel
 from engine.sizing import (
     EXPANSION_BLOCKS,
     FP8,
     Sizing,
+    gemm_sizes,
     kv_bytes_per_block,
     parameters,
     predict,
-    product_ladder,
 )
-from engine.steps import Steps
-from engine.transfer import reserve
+from engine.spec_checks import check_spec
+from engine.steps import StepExecutor
+from engine.transfer import reserve_pinned
 from engine.warmup import warm_up
 from kernels import KvPool, select_backend, select_sampling
 
-_NUMBERS_OF_A_TOKEN = 4
-"""Of 8 bytes, that a step sends for each token of its prompts."""
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and how far it is, 0 to 1."""
+_BYTES_PER_PROMPT_TOKEN = 4 * 8
+"""Size of a prompt token in the transfer of a step: four int64 numbers."""
 
 
-class Runner:
+class ModelRunner:
     """One rank of a replica, loaded and ready.
 
-    `ranks` must have met already (and, with NCCL, `select_device` must have been called before that).
-    `progress` is told what the build is doing. Raises CheckpointError for files that cannot be used,
-    UnfitError for a split or length that the model does not allow, for a model that a GPU's kernels cannot
-    serve and for meaningless fields of `spec`, DeviceError for a device that is not there, WeightsTooLarge
-    and StepsTooLarge where these do not fit it, PoolTooSmall where a sequence of `spec.max_model_len` does
-    not, PoolTooLarge where `spec.kv_blocks` cannot be had.
+    `ranks` must be connected already. With NCCL, `select_device` must have been called before that.
+
+    Raises CheckpointError for invalid files; UnsupportedError for invalid fields of `spec`, for a number of
+    ranks or a length that the model does not allow, and for a model that the GPU kernels cannot run;
+    DeviceError for a missing device; WeightsTooLarge and StepsTooLarge if weights or activations do not fit
+    on the device; PoolTooSmall if the KV pool cannot hold a sequence of `spec.max_model_len`; PoolTooLarge if
+    `spec.kv_blocks` do not fit.
     """
 
-    def __init__(self, spec: ReplicaSpec, ranks: Ranks, progress: Progress) -> None:
+    def __init__(self, spec: ReplicaSpec, ranks: Ranks, progress: ProgressCallback) -> None:
         began = time.monotonic()
-        _check(spec)
+        check_spec(spec)
         self.spec = spec
         self.ranks = ranks
         self.device = select_device(spec.device, ranks.rank, ranks.size)
         if spec.device == "auto" and self.device.type == "cpu":
-            progress("no GPU was found: using the CPU", 0.0)
+            progress("no GPU found: using the CPU", 0.0)
         self._threads = _threads(spec, ranks.size)
         torch.set_num_threads(self._threads)
         resident = memory.resident_bytes()
         self.config = read_config(spec.model_path)
         self.dtype = _dtype_name(spec.dtype, self.config, self.device)
-        self.weights = FP8 if spec.weights == FP8 or self.config.fp8 else self.dtype
-        self.kv_dtype = FP8 if spec.kv_dtype == FP8 else self.dtype
-        self.max_model_len = self._longest()
-        self._padding = Padding(product_ladder(spec.step_tokens), product_ladder(spec.max_rows))
+        self.weights = FP8 if spec.quantization == FP8 or self.config.fp8 else self.dtype
+        self.kv_cache_dtype = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
+        self.max_model_len = self._initial_max_model_len()
+        self._padding = Padding(gemm_sizes(spec.max_num_batched_tokens), gemm_sizes(spec.max_num_seqs))
         self._failed: BaseException | None = None
         self._ended_at: float | None = None
         self._ended_event: torch.cuda.Event | None = None
@@ -92,9 +93,9 @@ class Runner:
                 self.device,
                 max_model_len=self.max_model_len,
                 fp8=self.weights == FP8,
-                kv_fp8=self.kv_dtype == FP8,
+                kv_fp8=self.kv_cache_dtype == FP8,
             )
-            self._meet()  # nobody fills memory before every rank has asked what there is
+            self._barrier()  # every rank must measure free memory before any rank fills it
             self._load(progress)
             self._sampler = Sampler(
                 ranks,
@@ -108,7 +109,8 @@ class Runner:
             self._await_build(building, progress)
             progress("sizing the KV pool", 0.0)
             self.kv_blocks = self._size_pool(progress)
-            self.steps = self._steps(self._allocate_kv(self.kv_blocks))
+            per_block = self._predict(None).kv_bytes_per_block
+            self.steps = self._executor(allocate_kv(self.decoder, self.kv_blocks, per_block, ranks.size))
             if self.decoder.ops.name == "cuda":
                 with steps_fit(spec, self.device):
                     self._warm_up(progress)
@@ -120,36 +122,38 @@ class Runner:
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Start the step that `plan` describes, after all launched before it, without waiting for any.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step after all steps launched before, without waiting for them.
 
-        After a step has failed, every later one raises too: the tables are void.
+        After a step has failed, every later one raises too, because the tables are invalid.
         """
         if self._stream is not None:
-            return OnThread(self._stream.submit(self._run_on_thread, plan))
+            return ThreadStep(self._stream.submit(self._run_on_thread, plan))
         with torch.inference_mode():
             began = torch.cuda.Event(enable_timing=True)
             ended = torch.cuda.Event(enable_timing=True)
             results = to_host(self._run(plan, began.record))
             ended.record()
         before, self._ended_event = self._ended_event, ended
-        return OnStream(plan, results, began, ended, before)
+        return StreamStep(plan, results, began, ended, before)
 
     def close(self) -> None:
-        """Wait for what was launched and leave the group."""
+        """Wait for the launched steps and leave the group of ranks."""
         if self._stream is not None:
             self._stream.shutdown()
         self.ranks.close()
 
     def _enter_thread(self) -> None:
-        # OpenMP keeps the number of threads per calling thread.
+        # OpenMP stores the number of threads per calling thread.
         torch.set_num_threads(self._threads)
 
-    def _run(self, plan: StepPlan, begins: Callable[[], object]) -> StepResults:
+    def _run(self, plan: StepPlan, on_begin: Callable[[], object]) -> StepResults:
         if self._failed is not None:
-            raise RuntimeError(f"step {plan.step} cannot run: an earlier one failed") from self._failed
+            raise RuntimeError(
+                f"step {plan.step} cannot run because an earlier step failed"
+            ) from self._failed
         try:
-            return self.steps.run(plan, begins)
+            return self.steps.run(plan, on_begin)
         except BaseException as error:
             self._failed = error
             raise
@@ -157,56 +161,61 @@ class Runner:
     def _run_on_thread(self, plan: StepPlan) -> tuple[StepTokens, float]:
         began: list[float] = []
         with torch.inference_mode():
-            tokens = read(plan, self._run(plan, lambda: began.append(time.perf_counter())))
+            tokens = read_results(plan, self._run(plan, lambda: began.append(time.perf_counter())))
         gap_us = 0.0 if self._ended_at is None else 1e6 * (began[0] - self._ended_at)
         self._ended_at = time.perf_counter()
         return tokens, gap_us
 
-    # ── building ─────────────────────────────────────────────────────────────────────────────────
+    # ── loading ─────────────────────────────────────────────────────────────────────────────────
 
-    def _load(self, progress: Progress) -> None:
+    def _load(self, progress: ProgressCallback) -> None:
         if self.spec.load_format == "dummy":
-            progress("making random weights", 0.0)
-            load_dummy(self.decoder, self.spec.seed)
-        elif self.spec.load_format == "safetensors":
-            load(self.decoder, self.spec.model_path, progress)
+            progress("generating random weights", 0.0)
+            load_dummy(self.decoder, seed=0)
         else:
-            raise UnfitError(f'load_format is {self.spec.load_format!r}: use "safetensors" or "dummy"')
+            load(self.decoder, self.spec.model_path, progress)
 
-    def _steps(self, kv: list[KvPool]) -> Steps:
-        """With rows of their own, over a pool."""
-        blocks, rows = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_rows
+    def _executor(self, kv: list[KvPool]) -> StepExecutor:
+        """Return an executor over a KV pool, with device tables of its own."""
+        blocks, slots = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_num_seqs
         padding = self._padding if self.decoder.ops.name == "cuda" else None
-        tables = RowTables(rows, blocks, self.config.vocab_size, self.device, padding)
-        return Steps(self.decoder, kv, tables, self._sampler)
+        tables = SlotTables(slots, blocks, self.config.vocab_size, self.device, padding)
+        return StepExecutor(self.decoder, kv, tables, self._sampler)
 
-    def _longest(self) -> int:
-        """The longest sequence to prepare for: what was asked for, or the checkpoint's as far as KV could
-        ever hold it. Some allow millions of tokens, and tables and working memory grow with the length."""
+    def _initial_max_model_len(self) -> int:
+        """Return the configured maximum length, or the checkpoint's as far as the KV cache could ever hold
+        it.
+
+        Tables and activations grow with this length, and some checkpoints allow millions of tokens.
+        """
         longest = self.config.resolve_length(self.spec.max_model_len)
         if self.spec.max_model_len is not None:
             return longest
         blocks = self.spec.kv_blocks
         if blocks is None:
-            most = memory.CPU_MOST_KV_BYTES // self.ranks.size
+            limit = memory.CPU_MAX_KV_BYTES // self.ranks.size
             if self.device.type == "cuda":
-                _, most = torch.cuda.mem_get_info(self.device)
-            blocks = most // kv_bytes_per_block(self.config, self.kv_dtype, self.ranks.size)
+                _, limit = torch.cuda.mem_get_info(self.device)
+            blocks = limit // kv_bytes_per_block(self.config, self.kv_cache_dtype, self.ranks.size)
         return min(longest, max(1, blocks) * BLOCK_TOKENS)
 
-    def _size_pool(self, progress: Progress) -> int:
-        """Blocks, equal on every rank. Where nobody asked for a length and the checkpoint's does not fit, the
-        longest sequence becomes what fits, and `progress` says so. Raises PoolTooSmall."""
+    def _size_pool(self, progress: ProgressCallback) -> int:
+        """Return the number of KV blocks, equal on every rank. Raises PoolTooSmall.
+
+        If no maximum length is configured and the checkpoint's does not fit, the maximum length is lowered to
+        what fits, and reported to `progress`.
+        """
         per_block = self._predict(None).kv_bytes_per_block
         given = self.spec.kv_blocks is not None
-        # On a GPU in any case: the largest steps are run for it, and what they launch is loaded thereby.
+        # Also called when the number is configured: on a GPU it runs the largest steps, which loads their
+        # kernels.
         fitting = self._blocks_that_fit(per_block)
         blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else fitting
         allowed = self.config.context_length
         if self.spec.max_model_len is None and 0 < blocks * BLOCK_TOKENS < allowed:
             self.max_model_len = min(blocks * BLOCK_TOKENS, self.max_model_len)
             progress(
-                f"memory for KV limits sequences to {self.max_model_len} tokens "
+                f"memory for the KV cache limits sequences to {self.max_model_len} tokens "
                 f"(the checkpoint allows {allowed})",
                 0.0,
             )
@@ -214,90 +223,61 @@ class Runner:
 
     def _blocks_that_fit(self, per_block: int) -> int:
         if self.device.type == "cuda":
-            budget = profile_cuda(self._steps(self.decoder.allocate_kv(1)), self.spec)
+            budget = profile_cuda(self._executor(self.decoder.allocate_kv(1)), self.spec)
         else:
-            working = self._predict(None).activation_bytes
-            share = int(memory.available_host_bytes() * self.spec.memory_fraction) // self.ranks.size
-            budget = min(share - working, memory.CPU_MOST_KV_BYTES // self.ranks.size)
+            activations = self._predict(None).activation_bytes
+            share = int(memory.available_host_bytes() * self.spec.gpu_memory_utilization) // self.ranks.size
+            budget = min(share - activations, memory.CPU_MAX_KV_BYTES // self.ranks.size)
         mine = torch.tensor([budget // per_block], device=self.device)
         return int(self.ranks.all_gather_stack(mine).min())
 
-    def _allocate_kv(self, blocks: int) -> list[KvPool]:
-        """Raises PoolTooLarge where there is no memory for them."""
-        per_block = self._predict(None).kv_bytes_per_block
-        if self.device.type != "cpu":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            try:
-                return self.decoder.allocate_kv(blocks)
-            except torch.OutOfMemoryError as error:
-                raise memory.too_large(blocks, per_block, 1, free + cached) from error
-        # Asked beforehand: the kernel promises more pages than there are, and kills who uses them.
-        available = memory.available_host_bytes()
-        if blocks * per_block * self.ranks.size > available:
-            raise memory.too_large(blocks, per_block, self.ranks.size, available)
-
-        # The kernel's zero pages: a pool costs no start-up time, and no memory before its blocks are used.
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            size = math.prod(shape) * dtype.itemsize
-            try:
-                pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except OSError as error:  # a limit of this process (ulimit -v), or strict accounting
-                raise memory.PoolTooLarge(
-                    f"kv_blocks is {blocks}: this process may not have the {size} bytes of a layer's keys "
-                    f"({error.strerror}): raise its limits (ulimit -v), or lower kv_blocks"
-                ) from error
-            return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
-
-        return self.decoder.allocate_kv(blocks, zeros)
-
     def _start_build(self) -> KernelBuild:
-        """Start to compile kernels, on the first rank, which compiles those of all ranks. Raises UnfitError
-        if the kernels cannot serve the model."""
+        """Start compiling kernels on rank 0, for all ranks, since all run the same kernels. Raises
+        UnsupportedError for a model that the kernels cannot run."""
         served = ServedModel(
             config=self.config,
             dtype=self.dtype,
             fp8=self.weights == FP8,
-            kv_fp8=self.kv_dtype == FP8,
+            kv_fp8=self.kv_cache_dtype == FP8,
             tensor_parallel_size=self.ranks.size,
-            max_num_seqs=self.spec.max_rows,
-            max_num_batched_tokens=self.spec.step_tokens,
+            max_num_seqs=self.spec.max_num_seqs,
+            max_num_batched_tokens=self.spec.max_num_batched_tokens,
         )
         check_kernels(served, self.device)
         return start_build(served, self.device) if self.ranks.rank == 0 else KernelBuild()
 
-    def _await_build(self, building: KernelBuild, progress: Progress) -> None:
+    def _await_build(self, building: KernelBuild, progress: ProgressCallback) -> None:
         if building.running:
             progress("compiling kernels", 0.0)
         building.wait()
         if self.device.type == "cuda":
-            self._meet()
+            self._barrier()
 
-    def _meet(self) -> None:
-        """Nobody goes on before all ranks are here."""
+    def _barrier(self) -> None:
+        """Wait until all ranks have called this method."""
         self.ranks.all_gather_stack(torch.zeros(1, device=self.device))
 
-    def _warm_up(self, progress: Progress) -> None:
-        """Whatever serving launches is loaded, or captured, before anybody asks for it, and the memory that
-        it sends with is there."""
-        reserve(_NUMBERS_OF_A_TOKEN * self.spec.step_tokens * 8)
+    def _warm_up(self, progress: ProgressCallback) -> None:
+        """Load or capture all kernels that serving launches, and reserve pinned memory, so that no request
+        waits."""
+        reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         if self.ranks.size == 1:
             self._capture_graphs(progress)
-        apart = self._steps(self.decoder.allocate_kv(1))
-        warm_up(self.steps, apart, self.max_model_len, self._padding, to_host)
+        scratch = self._executor(self.decoder.allocate_kv(1))
+        warm_up(self.steps, scratch, self.max_model_len, self._padding, to_host)
 
-    def _capture_graphs(self, progress: Progress) -> None:
-        """Of steps that only decode, and of short passes of prompts."""
-        # They load Triton, which a CPU can do without.
+    def _capture_graphs(self, progress: ProgressCallback) -> None:
+        """Capture CUDA graphs of decode steps and of short prompt passes."""
+        # Imported here because they load Triton, which a CPU does not need.
         from engine.graphs import DecodeGraphs
         from engine.prompt_graphs import PromptGraphs
 
         steps, spec = self.steps, self.spec
-        graphs = DecodeGraphs(steps.decoder, steps.kv, steps.tables, steps.sampler, spec.max_rows)
+        graphs = DecodeGraphs(steps.decoder, steps.kv, steps.tables, steps.sampler, spec.max_num_seqs)
         graphs.capture(progress)
-        prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.step_tokens)
+        prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.max_num_batched_tokens)
         prompts.capture()
-        torch.cuda.empty_cache()  # what the passes before each capture worked with
+        torch.cuda.empty_cache()  # memory of the uncaptured passes before each capture
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _predict(self, blocks: int | None) -> Sizing:
@@ -305,10 +285,10 @@ class Runner:
             self.config,
             dtype=self.dtype,
             weights=self.weights,
-            kv_dtype=self.kv_dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             tensor_parallel_size=self.ranks.size,
-            max_rows=self.spec.max_rows,
-            step_tokens=self.spec.step_tokens,
+            max_num_seqs=self.spec.max_num_seqs,
+            max_num_batched_tokens=self.spec.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             blocks=blocks,
             on_gpu=self.device.type == "cuda",
@@ -318,7 +298,7 @@ class Runner:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
-        # Pages of the zeroed pool become resident with their first use.
+        # Pages of the pool become resident only when they are first written, so they are counted here.
         pool = self.kv_blocks * self._predict(None).kv_bytes_per_block
         return max(0, memory.resident_bytes() - resident_before) + pool
 
@@ -326,7 +306,7 @@ class Runner:
         return int(self.ranks.all_gather_stack(torch.tensor([value], device=self.device)).sum())
 
     def info(self) -> ReplicaInfo:
-        """What the replica turned out to be. Bytes are sums over its ranks."""
+        """Return the properties of the loaded replica. Byte counts are sums over its ranks."""
         size = self.ranks.size
         predicted = self._predict(self.kv_blocks)
         return ReplicaInfo(
@@ -337,13 +317,13 @@ class Runner:
             kv_bytes=predicted.kv_bytes * size,
             kv_blocks=self.kv_blocks,
             block_tokens=BLOCK_TOKENS,
-            max_rows=self.spec.max_rows,
-            step_tokens=self.spec.step_tokens,
+            max_num_seqs=self.spec.max_num_seqs,
+            max_num_batched_tokens=self.spec.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             vocab_size=self.config.vocab_size,
             dtype=self.dtype,
             weights=self.weights,
-            kv_dtype=self.kv_dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             backend=self.device.type,
             devices=[device_name(self.device.type, rank) for rank in range(size)],
             tensor_parallel_size=size,
@@ -354,35 +334,10 @@ class Runner:
         )
 
 
-def _dtype_name(wanted: str, config: ModelConfig, device: torch.device) -> str:
-    if wanted == "auto":
+def _dtype_name(requested: str, config: ModelConfig, device: torch.device) -> str:
+    if requested == "auto":
         return "float32" if device.type == "cpu" else config.dtype
-    if wanted not in DTYPE_BYTES:
-        raise UnfitError(f"dtype is {wanted!r}: use auto, {', '.join(DTYPE_BYTES)}")
-    return wanted
-
-
-def _check(spec: ReplicaSpec) -> None:
-    """Refuses before anything is loaded what no device could run."""
-    if spec.max_rows < 1:
-        raise UnfitError(f"max_rows is {spec.max_rows}: give at least 1")
-    for name, value in (("weights", spec.weights), ("kv_dtype", spec.kv_dtype)):
-        if value not in ("auto", FP8):
-            raise UnfitError(f'{name} is {value!r}: use "auto" or "{FP8}"')
-    if spec.step_tokens < spec.max_rows:
-        raise UnfitError(
-            f"step_tokens is {spec.step_tokens}, but {spec.max_rows} rows decode one token each in a step: "
-            "raise step_tokens or lower max_rows"
-        )
-    if spec.mixed_tokens is not None and not spec.max_rows <= spec.mixed_tokens <= spec.step_tokens:
-        raise UnfitError(
-            f"mixed_tokens is {spec.mixed_tokens}: give at least max_rows, {spec.max_rows}, and at most "
-            f"step_tokens, {spec.step_tokens}, or leave it out"
-        )
-    if not 0.0 < spec.memory_fraction <= 1.0:
-        raise UnfitError(f"memory_fraction is {spec.memory_fraction}: give more than 0 and at most 1")
-    if spec.threads is not None and spec.threads < 1:
-        raise UnfitError(f"threads is {spec.threads}: give at least 1, or leave it out")
+    return requested
 
 
 def _threads(spec: ReplicaSpec, ranks: int) -> int:

@@ -1,20 +1,21 @@
-"""From logits to tokens, over one rank's part of the vocabulary, and log probabilities.
+"""Sampling: from logits to tokens, over one rank's part of the vocabulary, and log probabilities.
 
-What a row draws is defined in `kernels.draws`; who computes it is given. With tensor parallelism, greedy and
-plain rows exchange each rank's best (value, id), which gives exactly the single-rank draw; where a row is
-narrowed or edited, the step's logits are gathered first.
+`kernels.draws` defines what a row of logits draws; the sampling operations are passed in. With tensor
+parallelism, greedy and plain rows exchange each rank's best (value, id), which gives exactly the single-rank
+result. If a row needs top-k, top-p, min-p or logits processors, the step's logits are gathered first.
 
-The order in a row: repetition penalty, frequency and presence penalties, logit bias, ban of stop tokens
-before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p. Penalties before temperature
-and top-p over what top-k left (renormalised) are Hugging Face's and vLLM's order; min-p last is Hugging
-Face's (vLLM has it before top-k, and differs only where top-p would then be renormalised over fewer tokens).
-The bias comes after the penalties, so that −100 bans and +100 forces whatever was said before, and the bans
-come last, so that no bias lifts them. Ties with the last token kept by top-k, top-p or min-p are kept.
+The operations apply in this order: repetition penalty, frequency and presence penalties, logit bias, ban of
+stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p. Penalties before
+temperature, and top-p over the renormalised result of top-k, are the order of Hugging Face and vLLM. Min-p
+last is Hugging Face's order; vLLM applies it before top-k, which differs only if top-p would then renormalise
+over fewer tokens. The bias follows the penalties, so that −100 bans a token and +100 forces it whatever the
+penalties are. The ban comes after the bias, so that no bias lifts it. Tokens that tie with the last one kept
+by top-k, top-p or min-p are kept too.
 
-Log probabilities are of the model's own distribution: before all of the above.
+Log probabilities are those of the model's own distribution, before all of these operations.
 
-A row whose largest logit is not a finite number (a NaN anywhere, an overflow, or every token banned) yields
-token id −1 (`BAD_TOKEN`): the sequence has to end with an error. Other rows do not notice.
+A row whose largest logit is not finite (it contains NaN, it overflowed, or every token is banned) yields
+token id −1 (`BAD_TOKEN`), and its sequence must end with an error. Other rows are not affected.
 """
 
 from __future__ import annotations
@@ -23,32 +24,33 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.batch import RowTables, SamplingBatch
-from engine.messages import LOWEST_LOGPROB
+from engine.device_tables import SamplingBatch, SlotTables
 from engine.parallel import Ranks
+from engine.plan import LOWEST_LOGPROB
 from kernels import sampling
 from kernels.draws import BAD_TOKEN, Draws, Logits, SamplingOps, Variant
 
 LOGPROB_ROWS = 128
-"""Rows whose log probabilities are computed at once: those of a whole chunk or batch could take gigabytes."""
+"""Number of rows whose log probabilities are computed at once: a whole chunk or batch could take
+gigabytes."""
 
 
 @dataclass(slots=True)
 class SampledStep:
-    """What a step sampled, still on the device."""
+    """The result of sampling, on the device."""
 
     token_ids: torch.Tensor
-    """[sampling rows] int64; BAD_TOKEN where a row has none."""
+    """[sampling slots] int64; BAD_TOKEN where no token could be sampled."""
     logprobs: torch.Tensor | None
-    """[rows that want them, 1 + 2k] float64: chosen; k best; their ids. See `token_logprobs`."""
+    """[slots with logprobs, 1 + 2k] float64, as `Sampler.token_logprobs` returns them."""
 
 
 class Sampler:
     """Samples from one rank's part of the vocabulary.
 
-    first_vocab: token id of the first column of this rank's logits. vocab: columns, padding included, equal
-    on every rank. vocab_real: columns of real tokens. vocab_size: tokens of the model. Logits are
-    `[rows, vocab]` in float32 or 16 bits; what their padding holds is never looked at.
+    first_vocab: token id of the first column of this rank's logits. vocab: number of columns, padding
+    included, equal on every rank. vocab_real: number of columns without padding. vocab_size: number of tokens
+    of the model. Logits are `[rows, vocab]` in float32 or a 16-bit dtype; values in the padding are ignored.
     """
 
     def __init__(
@@ -69,52 +71,55 @@ class Sampler:
         self._vocab = vocab_size if vocab is None else vocab
         self._real = self._vocab if vocab_real is None else vocab_real
         self._hashes = sampling.token_hashes(0, vocab_size, device)
-        """Of the whole vocabulary."""
+        """Hashes of all token ids of the vocabulary, for the sampling noise."""
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: RowTables) -> SampledStep:
-        """Draw a token for each sampling row and write it into `tables` as the rows' next input.
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
+        """Sample a token for each sampling slot, and write it into `tables` as the slot's next input.
 
-        logits: of the step's logit rows on this rank, perhaps with others after them; they stay as they are.
+        logits: the step's logit rows on this rank, possibly followed by other rows. They are not modified.
         """
         if batch.logit_rows is None:
-            logits = logits[: len(batch.rows)]
-        needs, draws = batch.needs, tables.sampling.draws(batch.rows, batch.positions)
-        source, whole = self._source(logits, needs.variant, whole=needs.edits is not None)
+            logits = logits[: len(batch.slots)]
+        variant, processors = batch.metadata.variant, batch.metadata.processors
+        draws = tables.sampling.draws(batch.slots, batch.positions)
+        source, whole = self._source(logits, variant, whole=processors is not None)
         source = replace(source, index=batch.logit_rows)
-        if needs.edits is not None:
-            edits, counts = needs.edits, tables.sampling.counts
-            edited = self._ops.edit(source, draws, edits.index, counts, edits.slots, edits.bias, edits.banned)
-            tables.sampling.restrict_(edited, edits)
-            source = replace(source, edited=edited, edited_index=edits.index_of)
-        token_ids = self._best(needs.variant, source, draws, whole)
+        if processors is not None:
+            index, count_rows, counts = processors.index, processors.count_rows, tables.sampling.counts
+            edited = self._ops.edit(
+                source, draws, index, counts, count_rows, processors.bias, processors.banned
+            )
+            tables.sampling.restrict_(edited, processors)
+            source = replace(source, edited=edited, edited_index=processors.index_of)
+        token_ids = self._best(variant, source, draws, whole)
         tables.advance(batch, token_ids)
         return SampledStep(token_ids, self.logprobs(logits, batch, token_ids))
 
     def draw(self, logits: torch.Tensor, variant: Variant, draws: Draws) -> torch.Tensor:
-        """The token ids [rows] int64 of `sample` for rows that are not edited, one logit row each. Nothing
-        else is done: a graph may hold it, if the operations that were given allow it."""
+        """Sample token ids [rows] int64 without logits processors, one logit row each, and do nothing else. A
+        CUDA graph can capture this if the sampling operations allow it."""
         source, whole = self._source(logits, variant, whole=False)
         return self._best(variant, source, draws, whole)
 
     def logprobs(
         self, logits: torch.Tensor, batch: SamplingBatch, token_ids: torch.Tensor
     ) -> torch.Tensor | None:
-        """As `SampledStep.logprobs`, of the tokens that were drawn: [sampling rows] int64."""
-        index = batch.needs.logprob_index
+        """Return `SampledStep.logprobs` for the sampled `token_ids`, [sampling slots] int64."""
+        index = batch.metadata.logprob_index
         if index is None:
             return None
-        top = max(k for _, k in batch.needs.logprob_rows)
+        top = max(k for _, k in batch.metadata.logprob_rows)
         rows = index if batch.logit_rows is None else batch.logit_rows[index]
         chosen = token_ids[index].clamp(min=0)
-        pieces = zip(rows.split(LOGPROB_ROWS), chosen.split(LOGPROB_ROWS), strict=True)
-        return torch.cat([self.token_logprobs(logits[some], ids, top) for some, ids in pieces])
+        parts = zip(rows.split(LOGPROB_ROWS), chosen.split(LOGPROB_ROWS), strict=True)
+        return torch.cat([self.token_logprobs(logits[some], ids, top) for some, ids in parts])
 
     def token_logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
-        """Log probabilities of `token_ids` [rows] int64 (of the whole vocabulary) and of the `top` best.
+        """Return log probabilities of `token_ids` [rows] int64 and of the `top` most likely tokens.
 
-        May overwrite the padding of `logits` [rows, columns of this rank]. Returns [rows, 1 + 2k] float64
-        with k = top, or less in a smaller vocabulary: the tokens' own log probabilities, the k highest,
-        falling, and their token ids.
+        logits: [rows, columns of this rank], whose padding may be overwritten. Returns [rows, 1 + 2k]
+        float64: the log probability of the row's token, the k highest in descending order, and their token
+        ids. k is `top`, or the size of the vocabulary if that is smaller.
         """
         logits = logits.float()
         logits[:, self._real :] = -torch.inf
@@ -137,11 +142,12 @@ class Sampler:
         return torch.cat((logprobs.clamp(LOWEST_LOGPROB, 0.0), ids.double()), dim=1)
 
     def _source(self, logits: torch.Tensor, variant: Variant, whole: bool) -> tuple[Logits, bool]:
-        """What to sample from, and whether that is the whole vocabulary: if it must be, it is gathered."""
+        """Return the logits to sample from, and whether they cover the whole vocabulary. With `whole` they
+        do."""
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:
-            # Columns beyond the vocabulary are the last ones.
+            # The padding of all ranks is at the end, so the first `vocab_size` columns are the vocabulary.
             logits = self._ranks.all_gather_last_dim(logits)
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         mine = self._hashes[self._first : self._first + self._real]
@@ -157,9 +163,9 @@ class Sampler:
         return ids if whole else self._best_of_ranks(values, ids)
 
     def _best_of_ranks(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [rows] int64 from each rank's best value and its token; the lowest id on ties."""
+        """Choose token ids [rows] int64 from each rank's best value and its token; on ties the lowest id."""
         stack = self._ranks.all_gather_stack(torch.stack((values.double(), ids.double())))
-        # Ranks hold rising ids, and the first maximum (or NaN) wins.
+        # Token ids ascend with the rank, and argmax returns the first maximum (or NaN).
         winner = stack[:, 0].argmax(dim=0, keepdim=True)
         values, ids = stack[:, 0].gather(0, winner)[0], stack[:, 1].gather(0, winner)[0].long()
         return torch.where(values.isfinite(), ids, BAD_TOKEN)

@@ -1,7 +1,7 @@
-"""What each row asks of sampling: its parameters on the device, and on the host what a step must know to
-choose how to sample.
+"""Sampling parameters of each slot, on the device, and on the host the metadata by which a step chooses how
+to sample.
 
-Penalty counts are the one thing here that the device advances by itself.
+The device updates only the penalty counts by itself.
 """
 
 from __future__ import annotations
@@ -11,130 +11,136 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.messages import MAX_BAD_WORD_TOKENS, RowSetup
+from engine.messages import MAX_BAD_WORD_TOKENS
+from engine.plan import SlotSetup
 from engine.transfer import upload
 from kernels import sampling
 from kernels.draws import Bans, Biases, Draws, Variant
 
 _PREFIX = MAX_BAD_WORD_TOKENS - 1
-"""Output tokens of a sequence that bad words are compared with."""
+"""Number of output tokens of a sequence to which bad words are compared."""
 _ANY, _NONE = -1, -2
-"""In place of token ids: before a shorter bad word's prefix, where every token matches; before the first
-output token, where none does."""
+"""Placeholders for token ids: _ANY pads a shorter bad word and matches every token; _NONE pads a shorter
+output and matches no token."""
 
 
 @dataclass(slots=True)
 class BadWords:
-    """The bad words of some sampling rows, one entry each."""
+    """The bad words of some sampling slots, one entry for each word."""
 
-    rows: torch.Tensor
-    """[entries] int64: the table row."""
+    slots: torch.Tensor
+    """[entries] int64"""
     prefixes: torch.Tensor
-    """[entries, MAX_BAD_WORD_TOKENS - 1] int32: the tokens before the last, aligned right, _ANY before
-    them."""
-    places: torch.Tensor
-    """[entries] int64 into the flattened edited logits: the last token."""
+    """[entries, MAX_BAD_WORD_TOKENS - 1] int32: the tokens before the last, right-aligned and padded with
+    _ANY."""
+    targets: torch.Tensor
+    """[entries] int64: index of the last token in the flattened processed logits."""
 
 
 @dataclass(slots=True)
-class Edits:
-    """Sampling rows whose logits are changed before a token is drawn: penalised, biased, restricted to some
-    tokens or against bad words, or not yet allowed to stop."""
+class LogitsProcessors:
+    """Changes to logits before sampling: penalties, biases, allowed tokens, bad words, and stop tokens banned
+    before `min_tokens`.
+
+    "Processed" are the sampling slots whose logits change.
+    """
 
     index: torch.Tensor
-    """[edited rows] int64 into the sampling rows."""
+    """[processed] int64: indices into the sampling slots."""
     index_of: torch.Tensor
-    """[sampling rows] int64: its place among the edited rows, or -1."""
-    slots: torch.Tensor | None
-    """[edited rows] int64 into the penalty counts, or -1; None where none is penalised."""
+    """[sampling slots] int64: each slot's index among the processed ones, or -1."""
+    count_rows: torch.Tensor | None
+    """[processed] int64: each slot's row of the penalty counts, or -1; None if no slot has penalties."""
     bias: Biases | None
     banned: Bans | None
     counted: tuple[torch.Tensor, torch.Tensor] | None
-    """Index into the sampling rows, and slot, of the rows whose token is to be counted."""
+    """Slots with penalties: their indices into the sampling slots, and their rows of the penalty counts."""
     excluded: torch.Tensor | None
-    """[edited rows, vocabulary] bool: tokens that are not among a row's allowed ones; None where no row is
-    restricted."""
+    """[processed, vocabulary] bool: tokens that a slot may not sample; None if no slot has allowed tokens."""
     bad_words: BadWords | None
     remembered: tuple[torch.Tensor, torch.Tensor] | None
-    """Index into the sampling rows, and table row, of the rows whose token is to be remembered for bad
-    words."""
+    """Slots with bad words, whose sampled tokens are remembered: their indices into the sampling slots, and
+    the slots."""
 
 
 @dataclass(slots=True)
-class Needs:
-    """What the sampling rows of a step ask for."""
+class SamplingMetadata:
+    """How a step samples."""
 
     variant: Variant
-    """The cheapest that serves every row."""
-    edits: Edits | None = None
+    """The cheapest variant that serves every sampling slot."""
+    processors: LogitsProcessors | None = None
     logprob_index: torch.Tensor | None = None
-    """Into the sampling rows: those that want log probabilities."""
+    """Indices into the sampling slots: those that return log probabilities."""
     logprob_rows: list[tuple[int, int]] = field(default_factory=list)
-    """(index into the sampling rows, k) for each of `logprob_index`."""
+    """(index into the sampling slots, k) for each entry of `logprob_index`."""
 
 
 @dataclass(slots=True)
-class _Asked:
-    """The answer for some rows, kept while they ask the same."""
+class _CachedMetadata:
+    """The metadata of some slots, valid until a setup or until a slot reaches its `min_tokens`."""
 
     epoch: int
-    rows: list[int]
+    slots: list[int]
     array: np.ndarray
-    waiting: np.ndarray
-    needs: Needs
+    banned: np.ndarray
+    metadata: SamplingMetadata
 
 
 class SamplingTables:
-    """Sampling parameters of `max_rows` rows over a vocabulary of `vocab_size` tokens (of the whole model).
+    """Sampling parameters of `max_num_seqs` slots over a vocabulary of `vocab_size` tokens (of the whole
+    model).
 
-    Memory: while a row has penalties (until the row's next setup), 4 bytes × vocabulary for each such row,
-    rounded up to a power of two; for each submission with allowed tokens 1 byte × vocabulary, and as much for
-    each edited row of a step with such rows.
+    Penalty counts take 4 bytes × vocabulary for each slot with penalties. Their number of rows is rounded up
+    to a power of two. A row is in use until its slot's next setup. Allowed tokens take 1 byte × vocabulary
+    for each submission that has them, and as much for each processed slot of a step with such slots.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.max_rows = max_rows
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = device
-        self.noise_base = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.floats = torch.zeros((max_rows, 7), dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.noise_base = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.floats = torch.zeros((max_num_seqs, 7), dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.counts: torch.Tensor | None = None
-        """[slots, vocabulary] int32: 2 × (times in the output) + (1 if in the prompt); None if not needed."""
-        self._slot_of_row: dict[int, int] = {}
+        """Penalty counts, [count rows, vocabulary] int32: 2 × (occurrences in the output) + (1 if in the
+        prompt). None if no slot has penalties."""
+        self._count_row_of: dict[int, int] = {}
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stops: dict[int, torch.Tensor] = {}
         self._excluded: dict[int, torch.Tensor] = {}
-        """[vocabulary] bool: the tokens that a row may not sample."""
+        """[vocabulary] bool by slot: the tokens that the slot may not sample."""
         self._bad_words: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Prefixes [words, MAX_BAD_WORD_TOKENS - 1] and last tokens [words] of a row's bad words."""
-        self._recent = torch.full((max_rows, _PREFIX), _NONE, dtype=torch.int32, device=device)
-        """The last output tokens of rows with bad words. The device advances them, so that a step that is
-        launched before the last one's tokens are read compares the right ones."""
-        self._variant = np.zeros(max_rows, dtype=np.int8)
-        self._edited = np.zeros(max_rows, dtype=bool)
-        """Whether the row is penalised, biased, restricted or has bad words."""
-        self._stop_from = np.zeros(max_rows, dtype=np.int64)
-        """Position from which on stop tokens may be chosen; 0 where they always may."""
-        self._logprobs = np.full(max_rows, -1, dtype=np.int64)
+        """By slot: prefixes [words, MAX_BAD_WORD_TOKENS - 1] and last tokens [words] of its bad words."""
+        self._recent = torch.full((max_num_seqs, _PREFIX), _NONE, dtype=torch.int32, device=device)
+        """The last output tokens of slots with bad words. The device updates them, so that a step launched
+        before the previous step's tokens are read compares the right ones."""
+        self._variant = np.zeros(max_num_seqs, dtype=np.int8)
+        self._processed = np.zeros(max_num_seqs, dtype=bool)
+        """Whether the slot has penalties, biases, allowed tokens or bad words."""
+        self._stop_from = np.zeros(max_num_seqs, dtype=np.int64)
+        """First position at which stop tokens may be sampled; 0 if they are never banned."""
+        self._logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self._epoch = 0
-        self._asked: _Asked | None = None
+        self._cached: _CachedMetadata | None = None
 
-    def draws(self, rows: torch.Tensor, positions: torch.Tensor) -> Draws:
-        """`rows` sample tokens for `positions`, each [sampling rows] int64 on the device."""
-        return Draws(rows, positions, self.noise_base, self.floats, self.top_k)
+    def draws(self, slots: torch.Tensor, positions: torch.Tensor) -> Draws:
+        """Return the kernels' view of `slots`, which sample tokens for `positions`; both [sampling slots]
+        int64."""
+        return Draws(slots, positions, self.noise_base, self.floats, self.top_k)
 
     # ── setups ───────────────────────────────────────────────────────────────────────────────────
 
-    def set_up(self, setups: list[RowSetup]) -> None:
-        """New owners of rows."""
+    def set_up(self, setups: list[SlotSetup]) -> None:
+        """Store the sampling parameters of slots that get new sequences."""
         self._epoch += 1
-        owners = [(row, sample, setup) for setup in setups for row, sample in setup.members]
-        floats = np.empty((len(owners), self.floats.shape[1]), dtype=np.float32)
-        integers = np.empty((3, len(owners)), dtype=np.int64)
+        members = [(slot, sample, setup) for setup in setups for slot, sample in setup.members]
+        floats = np.empty((len(members), self.floats.shape[1]), dtype=np.float32)
+        integers = np.empty((3, len(members)), dtype=np.int64)
         for setup in setups:
             self._set_up_lists(setup)
-        for i, (row, sample, setup) in enumerate(owners):
+        for i, (slot, sample, setup) in enumerate(members):
             params = setup.sampling
             greedy = params.temperature < sampling.GREEDY_BELOW
             top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
@@ -147,13 +153,13 @@ class SamplingTables:
                 params.frequency_penalty,
                 params.presence_penalty,
             )
-            integers[:, i] = (row, sampling.noise_base(params.seed, sample), top_k)
-            self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
-            listed = row in self._bias or row in self._excluded or row in self._bad_words
-            self._edited[row] = listed or params.penalised
-            # Whatever is kept, the largest logit is: a greedy row stays greedy.
-            narrowed = top_k > 0 or params.top_p < 1 or params.min_p > 0
-            self._variant[row] = Variant.GREEDY if greedy else Variant.FULL if narrowed else Variant.PLAIN
+            integers[:, i] = (slot, sampling.noise_base(params.seed, sample), top_k)
+            self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+            listed = slot in self._bias or slot in self._excluded or slot in self._bad_words
+            self._processed[slot] = listed or params.penalised
+            # Top-k, top-p and min-p always keep the largest logit, so a greedy slot needs none of them.
+            filtered = top_k > 0 or params.top_p < 1 or params.min_p > 0
+            self._variant[slot] = Variant.GREEDY if greedy else Variant.FULL if filtered else Variant.PLAIN
         self._set_up_counts(setups)
         self._set_up_recent(setups)
         staged, rates = upload(integers, self.device), upload(floats, self.device)
@@ -161,21 +167,29 @@ class SamplingTables:
         self.top_k[staged[0]] = staged[2]
         self.floats[staged[0]] = rates
 
-    def _set_up_lists(self, setup: RowSetup) -> None:
-        """The token lists of the setup's rows: all read the same tensors, and nobody writes them. Ids outside
-        the vocabulary cannot be chosen anyway: they are left out."""
-        params, rows = setup.sampling, [row for row, _ in setup.members]
-        for row in rows:
+    def _set_up_lists(self, setup: SlotSetup) -> None:
+        """Store the biases, stop tokens, allowed tokens and bad words of a setup. Its slots share the
+        tensors, which are never written.
+
+        Ids outside the vocabulary cannot be sampled, so they are dropped.
+        """
+        params, slots = setup.sampling, [slot for slot, _ in setup.members]
+        for slot in slots:
             for lists in (self._bias, self._stops, self._excluded, self._bad_words):
-                lists.pop(row, None)
-        self._stop_from[rows] = 0
+                lists.pop(slot, None)
+        self._stop_from[slots] = 0
         bias = {token: x for token, x in (params.logit_bias or {}).items() if 0 <= token < self.vocab_size}
         if bias:
             ids = upload(np.fromiter(bias, dtype=np.int64, count=len(bias)), self.device)
             added = upload(np.fromiter(bias.values(), dtype=np.float32, count=len(bias)), self.device)
-            self._bias.update(dict.fromkeys(rows, (ids, added)))
+            self._bias.update(dict.fromkeys(slots, (ids, added)))
+        stops = sorted({token for token in params.stop_token_ids if 0 <= token < self.vocab_size})
+        if params.min_tokens > 0 and stops and not params.ignore_eos:
+            banned = upload(np.array(stops, dtype=np.int64), self.device)
+            self._stops.update(dict.fromkeys(slots, banned))
+            self._stop_from[slots] = setup.prompt_tokens + params.min_tokens
         if params.allowed_tokens:
-            self._excluded.update(dict.fromkeys(rows, self._exclusion(params.allowed_tokens)))
+            self._excluded.update(dict.fromkeys(slots, self._exclusion(params.allowed_tokens)))
         words = [word for word in params.bad_words if word and max(word) < self.vocab_size and min(word) >= 0]
         if words:
             prefixes = np.full((len(words), _PREFIX), _ANY, dtype=np.int32)
@@ -183,22 +197,17 @@ class SamplingTables:
                 prefixes[i, _PREFIX + 1 - len(word) :] = word[:-1]
             last = np.fromiter((word[-1] for word in words), dtype=np.int64, count=len(words))
             uploaded = (upload(prefixes, self.device), upload(last, self.device))
-            self._bad_words.update(dict.fromkeys(rows, uploaded))
-        stops = sorted({token for token in params.stop_token_ids if 0 <= token < self.vocab_size})
-        if params.min_tokens > 0 and stops and not params.ignore_eos:
-            banned = upload(np.array(stops, dtype=np.int64), self.device)
-            self._stops.update(dict.fromkeys(rows, banned))
-            self._stop_from[rows] = setup.prompt_tokens + params.min_tokens
+            self._bad_words.update(dict.fromkeys(slots, uploaded))
 
-    def _set_up_counts(self, setups: list[RowSetup]) -> None:
+    def _set_up_counts(self, setups: list[SlotSetup]) -> None:
         for setup in setups:
-            for row, _ in setup.members:
-                self._slot_of_row.pop(row, None)
-        wanting = [setup for setup in setups if setup.sampling.penalised]
-        if not wanting and not self._slot_of_row:
+            for slot, _ in setup.members:
+                self._count_row_of.pop(slot, None)
+        penalised = [setup for setup in setups if setup.sampling.penalised]
+        if not penalised and not self._count_row_of:
             self.counts = None
-        for setup in wanting:
-            first, *others = [self._take_slot(row) for row, _ in setup.members]
+        for setup in penalised:
+            first, *others = [self._take_count_row(slot) for slot, _ in setup.members]
             assert self.counts is not None
             history = upload(np.array(setup.history, dtype=np.int64), self.device)
             prompt_tokens = min(len(history), setup.prompt_tokens)
@@ -206,82 +215,88 @@ class SamplingTables:
             counts[history[:prompt_tokens]] = 1
             output = history[prompt_tokens:]
             counts.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
-            for slot in others:
-                self.counts[slot].copy_(counts)
+            for row in others:
+                self.counts[row].copy_(counts)
 
-    def _set_up_recent(self, setups: list[RowSetup]) -> None:
-        wanting = [
-            (row, setup.recent) for setup in setups for row, _ in setup.members if row in self._bad_words
+    def _set_up_recent(self, setups: list[SlotSetup]) -> None:
+        members = [
+            (slot, setup.recent) for setup in setups for slot, _ in setup.members if slot in self._bad_words
         ]
-        if not wanting:
+        if not members:
             return
-        recent = np.full((len(wanting), _PREFIX), _NONE, dtype=np.int32)
-        for i, (_, tokens) in enumerate(wanting):
+        recent = np.full((len(members), _PREFIX), _NONE, dtype=np.int32)
+        for i, (_, tokens) in enumerate(members):
             if tokens:
                 recent[i, -len(tokens) :] = tokens
-        rows = upload(np.array([row for row, _ in wanting], dtype=np.int64), self.device)
-        self._recent[rows] = upload(recent, self.device)
+        slots = upload(np.array([slot for slot, _ in members], dtype=np.int64), self.device)
+        self._recent[slots] = upload(recent, self.device)
 
-    def _take_slot(self, row: int) -> int:
-        used = set(self._slot_of_row.values())
-        slot = next(slot for slot in range(self.max_rows) if slot not in used)
-        self._slot_of_row[row] = slot
+    def _take_count_row(self, slot: int) -> int:
+        used = set(self._count_row_of.values())
+        row = next(row for row in range(self.max_num_seqs) if row not in used)
+        self._count_row_of[slot] = row
         held = 0 if self.counts is None else self.counts.shape[0]
-        if slot >= held:
-            grown = min(max(2 * held, slot + 1), self.max_rows)
+        if row >= held:
+            grown = min(max(2 * held, row + 1), self.max_num_seqs)
             counts = torch.empty((grown, self.vocab_size), dtype=torch.int32, device=self.device)
             if self.counts is not None:
                 counts[:held] = self.counts
             self.counts = counts
-        return slot
+        return row
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────
 
-    def needs(self, rows: list[int], lengths: np.ndarray) -> Needs:
-        """What `rows` ask for now. lengths: [table rows] int64 on the host: where each row's next sampled
-        token will stand. The answer is kept while the same rows ask the same."""
-        asked = self._asked
-        same = asked is not None and asked.epoch == self._epoch and asked.rows == rows
-        array = asked.array if asked is not None and same else np.array(rows, dtype=np.int64)
-        waiting = lengths[array] < self._stop_from[array]
-        if asked is not None and same and np.array_equal(asked.waiting, waiting):
-            return asked.needs
-        needs = Needs(Variant(int(self._variant[array].max(initial=Variant.GREEDY))))
-        edited = np.flatnonzero(self._edited[array] | waiting)
-        if len(edited):
-            needs.edits = self._edits(edited, array, waiting)
-        wanting = np.flatnonzero(self._logprobs[array] >= 0)
-        if len(wanting):
-            needs.logprob_index = upload(wanting, self.device)
-            tops = self._logprobs[array[wanting]]
-            needs.logprob_rows = list(zip(wanting.tolist(), tops.tolist(), strict=True))
-        self._asked = _Asked(self._epoch, list(rows), array, waiting, needs)
-        return needs
+    def metadata(self, slots: list[int], lengths: np.ndarray) -> SamplingMetadata:
+        """Return how a step samples for `slots`. The result is cached while it stays the same.
 
-    def _edits(self, edited: np.ndarray, rows: np.ndarray, waiting: np.ndarray) -> Edits:
-        index_of = np.full(len(rows), -1, dtype=np.int64)
-        index_of[edited] = np.arange(len(edited))
-        owners = rows[edited].tolist()
-        slots = np.array([self._slot_of_row.get(row, -1) for row in owners], dtype=np.int64)
+        lengths: [all slots] int64 on the host, the position of each slot's next sampled token.
+        """
+        cached = self._cached
+        same = cached is not None and cached.epoch == self._epoch and cached.slots == slots
+        array = cached.array if cached is not None and same else np.array(slots, dtype=np.int64)
+        banned = lengths[array] < self._stop_from[array]
+        if cached is not None and same and np.array_equal(cached.banned, banned):
+            return cached.metadata
+        metadata = SamplingMetadata(Variant(int(self._variant[array].max(initial=Variant.GREEDY))))
+        processed = np.flatnonzero(self._processed[array] | banned)
+        if len(processed):
+            metadata.processors = self._processors(processed, array, banned)
+        with_logprobs = np.flatnonzero(self._logprobs[array] >= 0)
+        if len(with_logprobs):
+            metadata.logprob_index = upload(with_logprobs, self.device)
+            tops = self._logprobs[array[with_logprobs]]
+            metadata.logprob_rows = list(zip(with_logprobs.tolist(), tops.tolist(), strict=True))
+        self._cached = _CachedMetadata(self._epoch, list(slots), array, banned, metadata)
+        return metadata
+
+    def _processors(
+        self, processed: np.ndarray, slots: np.ndarray, stops_banned: np.ndarray
+    ) -> LogitsProcessors:
+        """processed: indices into `slots`. stops_banned: for each of `slots`, whether stop tokens are
+        banned."""
+        index_of = np.full(len(slots), -1, dtype=np.int64)
+        index_of[processed] = np.arange(len(processed))
+        owners = slots[processed].tolist()
+        count_rows = np.array([self._count_row_of.get(slot, -1) for slot in owners], dtype=np.int64)
         counted = None
-        if (slots >= 0).any():
-            penalised = slots >= 0
-            counted = (upload(edited[penalised], self.device), upload(slots[penalised], self.device))
-        biased = [(i, *self._bias[row]) for i, row in enumerate(owners) if row in self._bias]
+        if (count_rows >= 0).any():
+            penalised = count_rows >= 0
+            counted = (upload(processed[penalised], self.device), upload(count_rows[penalised], self.device))
+        biased = [(i, *self._bias[slot]) for i, slot in enumerate(owners) if slot in self._bias]
         bias = None
         if biased:
             places = torch.cat([torch.full_like(ids, i) for i, ids, _ in biased])
             bias = (places, torch.cat([ids for _, ids, _ in biased]), torch.cat([x for _, _, x in biased]))
-        stopped = [(i, self._stops[rows[at]]) for i, at in enumerate(edited.tolist()) if waiting[at]]
+        stops = [(i, self._stops[slots[at]]) for i, at in enumerate(processed.tolist()) if stops_banned[at]]
         banned = None
-        if stopped:
-            places = torch.cat([torch.full_like(ids, i) for i, ids in stopped])
-            banned = (places, torch.cat([ids for _, ids in stopped]))
-        bad_words, remembered = self._words(edited, owners)
-        return Edits(
-            index=upload(edited, self.device),
+        if stops:
+            places = torch.cat([torch.full_like(ids, i) for i, ids in stops])
+            banned = (places, torch.cat([ids for _, ids in stops]))
+        bad_words, remembered = self._words(processed, owners)
+        return LogitsProcessors(
+            index=upload(processed, self.device),
             index_of=upload(index_of, self.device),
-            slots=None if counted is None else upload(slots, self.device),
+            count_rows=None if counted is None else upload(count_rows, self.device),
             bias=bias,
             banned=banned,
             counted=counted,
@@ -291,7 +306,7 @@ class SamplingTables:
         )
 
     def _exclusion(self, allowed_tokens: bytes) -> torch.Tensor:
-        """[vocabulary] bool: the tokens whose bit in `allowed_tokens` is not set."""
+        """Return `[vocabulary]` bool: the tokens whose bit in `allowed_tokens` is not set."""
         size = -(-self.vocab_size // 8)
         packed = np.zeros(size, dtype=np.uint8)
         given = np.frombuffer(allowed_tokens, dtype=np.uint8)[:size]
@@ -301,54 +316,57 @@ class SamplingTables:
         return bits.flatten()[: self.vocab_size] == 0
 
     def _exclusions(self, owners: list[int]) -> torch.Tensor | None:
-        """As `Edits.excluded`, for the edited rows `owners`."""
-        if not any(row in self._excluded for row in owners):
+        """Return `LogitsProcessors.excluded` for the processed slots `owners`."""
+        if not any(slot in self._excluded for slot in owners):
             return None
         nothing = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
-        return torch.stack([self._excluded.get(row, nothing) for row in owners])
+        return torch.stack([self._excluded.get(slot, nothing) for slot in owners])
 
     def _words(
-        self, edited: np.ndarray, owners: list[int]
+        self, processed: np.ndarray, owners: list[int]
     ) -> tuple[BadWords | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """As `Edits.bad_words` and `Edits.remembered`."""
-        wanting = [(i, row, *self._bad_words[row]) for i, row in enumerate(owners) if row in self._bad_words]
-        if not wanting:
+        """Return `LogitsProcessors.bad_words` and `LogitsProcessors.remembered`."""
+        found = [
+            (i, slot, *self._bad_words[slot]) for i, slot in enumerate(owners) if slot in self._bad_words
+        ]
+        if not found:
             return None, None
         words = BadWords(
-            rows=torch.cat([torch.full_like(last, row) for _, row, _, last in wanting]),
-            prefixes=torch.cat([prefixes for _, _, prefixes, _ in wanting]),
-            places=torch.cat([last + i * self.vocab_size for i, _, _, last in wanting]),
+            slots=torch.cat([torch.full_like(last, slot) for _, slot, _, last in found]),
+            prefixes=torch.cat([prefixes for _, _, prefixes, _ in found]),
+            targets=torch.cat([last + i * self.vocab_size for i, _, _, last in found]),
         )
-        index = upload(edited[[i for i, _, _, _ in wanting]], self.device)
+        index = upload(processed[[i for i, _, _, _ in found]], self.device)
         return words, (
             index,
-            upload(np.array([row for _, row, _, _ in wanting], dtype=np.int64), self.device),
+            upload(np.array([slot for _, slot, _, _ in found], dtype=np.int64), self.device),
         )
 
-    def restrict_(self, edited: torch.Tensor, edits: Edits) -> None:
-        """Exclude tokens that are not allowed, and those that would complete a bad word, from `edited`
-        [edited rows, vocabulary] float32, in place."""
-        if edits.excluded is not None:
-            edited.masked_fill_(edits.excluded, -torch.inf)
-        words = edits.bad_words
+    def restrict_(self, logits: torch.Tensor, processors: LogitsProcessors) -> None:
+        """Set tokens that are not allowed or would complete a bad word to -inf in `logits` [processed,
+        vocabulary] float32, in place."""
+        if processors.excluded is not None:
+            logits.masked_fill_(processors.excluded, -torch.inf)
+        words = processors.bad_words
         if words is not None:
-            recent = self._recent[words.rows]
+            recent = self._recent[words.slots]
             complete = ((recent == words.prefixes) | (words.prefixes == _ANY)).all(dim=1)
-            # Entries may share a place: the least value counts, whichever is written last.
+            # Entries may share a target, so the minimum is taken, which does not depend on the order of
+            # writes.
             limits = torch.where(complete, -torch.inf, torch.inf)
-            edited.view(-1).scatter_reduce_(0, words.places, limits, "amin")
+            logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")
 
-    def note(self, needs: Needs, token_ids: torch.Tensor) -> None:
-        """Note the sampled tokens, [sampling rows] int64, of the rows whose next ones depend on them: those
-        that are penalised, and those with bad words."""
-        edits = needs.edits
-        if edits is None:
+    def note(self, metadata: SamplingMetadata, token_ids: torch.Tensor) -> None:
+        """Note the sampled tokens, [sampling slots] int64, of slots with penalties or bad words, whose next
+        tokens depend on them."""
+        processors = metadata.processors
+        if processors is None:
             return
-        if edits.counted is not None and self.counts is not None:
-            index, slots = edits.counted
-            # No slot is there twice, so this needs no atomic addition.
-            self.counts[slots, token_ids[index]] += 2
-        if edits.remembered is not None:
-            index, rows = edits.remembered
+        if processors.counted is not None and self.counts is not None:
+            index, count_rows = processors.counted
+            # Each row of the counts occurs once, so no atomic addition is needed.
+            self.counts[count_rows, token_ids[index]] += 2
+        if processors.remembered is not None:
+            index, slots = processors.remembered
             sampled = token_ids[index].unsqueeze(1).int()
-            self._recent[rows] = torch.cat((self._recent[rows, 1:], sampled), dim=1)
+            self._recent[slots] = torch.cat((self._recent[slots, 1:], sampled), dim=1)

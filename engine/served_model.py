@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.config import ModelConfig, UnfitError
+from engine.config import ModelConfig, UnsupportedError
 from kernels import limits
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class ServedModel:
     """Token budget of a step."""
 
     def check_shapes(self) -> None:
-        """Raise UnfitError if the model cannot be split over the ranks, or if our GPU kernels cannot serve
-        it. The message has the field of `config.json`, its value and what to do."""
+        """Raise UnsupportedError if the model cannot be split over the ranks, or if our GPU kernels cannot
+        serve it. The message has the field of `config.json`, its value and what to do."""
         config, size = self.config, self.tensor_parallel_size
         shard = config.shard(size, 0)
         group = shard.heads // shard.kv_heads
@@ -74,26 +74,26 @@ class ServedModel:
                 f"{serve_unquantised}"
             )
         if problem is not None:
-            raise UnfitError(problem)
+            raise UnsupportedError(problem)
 
     def check_gpu(self, gpu: Gpu) -> None:
-        """Raise UnfitError if a GPU cannot run the kernels of this model."""
+        """Raise UnsupportedError if a GPU cannot run the kernels of this model."""
         capability = gpu.target.arch
         has = f"{gpu.name} has compute capability {capability / 10}"
         elsewhere = f"serve this model on another GPU, {_WITHOUT_KERNELS}"
         if capability < limits.MIN_CAPABILITY:
-            raise UnfitError(
+            raise UnsupportedError(
                 f"{has}; a GPU's kernels need at least {limits.MIN_CAPABILITY / 10}: {elsewhere}"
             )
         if self.config.head_dim > 128 and gpu.shared_bytes < limits.WIDE_HEADS_SHARED:
-            raise UnfitError(
+            raise UnsupportedError(
                 f"head_dim is {self.config.head_dim}, but {has} and {gpu.shared_bytes >> 10} KiB of shared "
                 f"memory for a program; attention needs {limits.WIDE_HEADS_SHARED >> 10}: {elsewhere}"
             )
         if capability < limits.MIN_FP8_CAPABILITY and (self.fp8 or self.kv_fp8):
-            what = "weights are" if self.fp8 else "kv_dtype is"
-            whole = "weights that are not FP8" if self.fp8 else 'kv_dtype "auto"'
-            raise UnfitError(
+            what = "weights are" if self.fp8 else "kv_cache_dtype is"
+            whole = "weights that are not FP8" if self.fp8 else 'kv_cache_dtype "auto"'
+            raise UnsupportedError(
                 f"{what} fp8, but {has}; FP8 needs at least {limits.MIN_FP8_CAPABILITY / 10}: serve this "
                 f"model with {whole}, or on another GPU"
             )

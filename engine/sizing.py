@@ -1,7 +1,8 @@
-"""How much memory a model takes, before it is loaded: the formulas, all in bytes a rank. No torch.
+"""Formulas for the memory that a model takes, in bytes per rank, before the model is loaded. Does not load
+torch.
 
-Weights and KV are exact. Working memory is an estimate of the largest tensors alive at once in the largest
-step; a replica logs the difference to what it measured.
+Weights and KV cache are exact. Activations are an estimate: the largest tensors alive at the same time in the
+largest step. A replica reports both the prediction and the memory that it measured.
 """
 
 from __future__ import annotations
@@ -13,37 +14,39 @@ from engine.config import DTYPE_BYTES, ModelConfig, Shard
 from engine.families import read_config
 from engine.messages import BLOCK_TOKENS
 
-__all__ = ["Sizing", "kv_bytes_per_block", "ladder", "parameters", "predict", "read_config"]
+__all__ = ["Sizing", "decode_capture_sizes", "kv_bytes_per_block", "parameters", "predict", "read_config"]
 
 FP8 = "fp8"
-"""Weights or KV in e4m3 with float32 scales."""
+"""The dtype name of weights or a KV cache in e4m3 with float32 scales."""
 
 EXPANSION_BLOCKS = 1024
-"""Blocks of an FP8 cache that a pass with prompts expands to the model's dtype at once, on a GPU."""
+"""Number of FP8 cache blocks that a pass with prompts expands to the model's dtype at once, on a GPU."""
 
 _GATHERED_BYTES = 4 << 20
-"""The CPU backend copies at most so many bytes of keys at once, or one sequence's (`kernels.reference`)."""
+"""Maximum number of key bytes that the CPU backend copies at once, unless one sequence has more
+(`kernels.reference`)."""
 
 _SAMPLED_COPIES = 4
-"""Float32 copies of a logit row while it is sampled on a CPU: logits, noise, sorted, cumulated."""
+"""Float32 copies of a logit row during sampling on a CPU: logits, noise, sorted and cumulated values."""
 
 _GRAPH_LAYER_BYTES = 300 << 10
+"""Memory of the CUDA graphs of one batch size, per layer; see `graph_bytes`."""
 _CUDA_BYTES = 700 << 20
-"""Context, modules and library workspaces."""
+"""Memory that CUDA takes: context, modules and library workspaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """One rank's memory, in bytes."""
+    """The predicted memory of one rank, in bytes."""
 
     weight_bytes: int
     kv_bytes_per_block: int
     kv_blocks: int
-    """As given to `predict`; 0 where it was None."""
+    """The number of blocks given to `predict`; 0 for None."""
     activation_bytes: int
-    """Hidden states, projections, logits and attention's workspace in a step with a full token budget."""
+    """Hidden states, projections, logits and the attention workspace of a step with a full token budget."""
     table_bytes: int
-    """Rows' tables and the rotary table."""
+    """The device tables of the slots, and the rotary table."""
 
     @property
     def kv_bytes(self) -> int:
@@ -51,7 +54,7 @@ class Sizing:
 
     @property
     def fixed_bytes(self) -> int:
-        """Everything but KV."""
+        """All memory except the KV cache."""
         return self.weight_bytes + self.activation_bytes + self.table_bytes
 
     @property
@@ -60,15 +63,18 @@ class Sizing:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Parameters of the whole model; tied embeddings count once."""
+    """Return the number of parameters of the whole model; tied embeddings count once."""
     return _parameters(config, config.shard(1, 0))
 
 
-def kv_bytes_per_block(config: ModelConfig, kv_dtype: str, tensor_parallel_size: int) -> int:
-    """Keys and values of BLOCK_TOKENS tokens in all layers: `2 × layers × KV heads on the rank × 64 ×
-    head_dim` elements, and with "fp8" a float32 scale for each token and head. The same on every rank."""
+def kv_bytes_per_block(config: ModelConfig, kv_cache_dtype: str, tensor_parallel_size: int) -> int:
+    """Return the bytes of one KV block on each rank: keys and values of BLOCK_TOKENS tokens in all layers.
+
+    These are `2 × layers × KV heads on the rank × 64 × head_dim` elements, and with "fp8" a float32 scale per
+    token and head.
+    """
     shard = config.shard(tensor_parallel_size, 0)
-    head = config.head_dim + 4 if kv_dtype == FP8 else config.head_dim * DTYPE_BYTES[kv_dtype]
+    head = config.head_dim + 4 if kv_cache_dtype == FP8 else config.head_dim * DTYPE_BYTES[kv_cache_dtype]
     return 2 * config.layers * shard.kv_heads * BLOCK_TOKENS * head
 
 
@@ -77,39 +83,43 @@ def predict(
     *,
     dtype: str,
     weights: str,
-    kv_dtype: str,
+    kv_cache_dtype: str,
     tensor_parallel_size: int,
-    max_rows: int,
-    step_tokens: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
     max_model_len: int,
     blocks: int | None,
     on_gpu: bool,
 ) -> Sizing:
-    """Memory of the rank with the most, which is rank 0 (it alone has the biases of reduced products).
+    """Predict the memory of rank 0, which needs the most: only rank 0 has the biases of all-reduced linear
+    layers.
 
-    dtype: the model's, of engine.config.DTYPE_BYTES. weights, kv_dtype: the same, or "fp8". max_rows:
-    sequences at once; step_tokens: token budget of a step; max_model_len: the longest sequence; blocks: of
-    the pool, None where they are yet to be found; on_gpu: whether it runs there. Raises UnfitError
-    when the model cannot be split.
+    dtype: the model's, one of engine.config.DTYPE_BYTES. weights, kv_cache_dtype: one of these, or "fp8".
+    max_num_seqs: maximum number of running sequences. max_num_batched_tokens: token budget of a step. blocks:
+    size of the KV pool, None if not known yet. Raises UnsupportedError if the model cannot be split over the
+    ranks.
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(
         weight_bytes=weight_bytes(config, shard, dtype, weights),
-        kv_bytes_per_block=kv_bytes_per_block(config, kv_dtype, tensor_parallel_size),
+        kv_bytes_per_block=kv_bytes_per_block(config, kv_cache_dtype, tensor_parallel_size),
         kv_blocks=blocks or 0,
-        activation_bytes=_step(config, shard, dtype, max(step_tokens, max_rows))
+        activation_bytes=_activations(config, shard, dtype, max(max_num_batched_tokens, max_num_seqs))
         + (
-            _beside_on_gpu(config, shard, dtype, kv_dtype, max_rows, step_tokens)
+            _workspace_on_gpu(config, shard, dtype, kv_cache_dtype, max_num_seqs, max_num_batched_tokens)
             if on_gpu
-            else _beside_on_cpu(config, shard, dtype, weights, max_rows, max_model_len)
+            else _workspace_on_cpu(config, shard, dtype, weights, max_num_seqs, max_model_len)
         ),
-        table_bytes=_tables(config, max_rows, max_model_len),
+        table_bytes=_tables(config, max_num_seqs, max_model_len),
     )
 
 
 def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) -> int:
-    """Of all weights of a rank. dtype: of embeddings, norms and the output matrix; weights: of the layers'
-    matrices, the same or "fp8"."""
+    """Return the bytes of all weights of a rank.
+
+    dtype: of embeddings, norms and the output matrix. weights: of the layers' matrices, the same dtype or
+    "fp8".
+    """
     width = DTYPE_BYTES[dtype]
     if weights != FP8:
         return _parameters(config, shard) * width
@@ -120,16 +130,15 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) ->
 
 
 def _matrices(config: ModelConfig, shard: Shard) -> int:
-    """Elements of a layer's qkv, o, gate, up and down."""
+    """Return the number of elements of a layer's matrices: qkv, o, gate, up and down."""
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     return hidden * (q + 2 * kv) + q * hidden + 3 * hidden * shard.intermediate
 
 
 def _parameters(config: ModelConfig, shard: Shard) -> int:
-    """Elements of the tensors that `engine.model.decoder` makes on this rank, padding of the vocabulary
-    included.
+    """Return the number of elements of all weights of this rank, including the padding of the vocabulary.
 
-    A layer: its matrices, two norms, and where the family has them biases and QK-norms.
+    A layer has its matrices, two norms and, depending on the model family, biases and QK-norms.
     """
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     layer = _matrices(config, shard) + 2 * hidden
@@ -146,11 +155,12 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
     return vocabulary + config.layers * layer + hidden
 
 
-def _step(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
-    """The larger of the two moments of a layer.
+def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
+    """Return the bytes of the largest tensors alive at the same time in a layer: in its attention or in its
+    MLP.
 
-    In both, residual and normed input (2 × hidden a token) live. Attention: qkv, rotated q and k in float32,
-    q and the result. MLP: gate_up, its activation and the result.
+    The residual and the normalised input (2 × hidden per token) are alive in both. Attention adds qkv,
+    rotated q and k in float32, q and the result. The MLP adds gate_up, its activation and the result.
     """
     width = DTYPE_BYTES[dtype]
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
@@ -159,77 +169,99 @@ def _step(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> int:
     return tokens * (2 * config.hidden_size * width + max(attention, mlp))
 
 
-def _beside_on_cpu(
-    config: ModelConfig, shard: Shard, dtype: str, weights: str, max_rows: int, max_model_len: int
+def _workspace_on_cpu(
+    config: ModelConfig, shard: Shard, dtype: str, weights: str, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """Logits in float32, in the copies that sampling makes; the pages of one layer that attention copies; a
-    float32 model with tied embeddings keeps a packed copy of the output matrix; products with FP8 weights
-    make a float32 copy of the matrix."""
+    """Return the bytes of the CPU backend's buffers.
+
+    These are float32 logits with their copies for sampling, the pages of one layer that attention copies, a
+    packed copy of the output matrix (float32 models with tied embeddings), and a float32 copy of a matrix
+    with FP8 weights.
+    """
     kv = shard.kv_heads * config.head_dim
     outputs = max(shard.heads * config.head_dim + 2 * kv, 2 * shard.intermediate)
     copied = 4 * config.hidden_size * outputs if weights == FP8 else 0
-    logits = max_rows * shard.vocab * 4 * _SAMPLED_COPIES
+    logits = max_num_seqs * shard.vocab * 4 * _SAMPLED_COPIES
     pages = 2 * max(kv * DTYPE_BYTES[dtype] * max_model_len, _GATHERED_BYTES)
     packed = shard.vocab * config.hidden_size * 4 if dtype == "float32" and config.tie_word_embeddings else 0
     return logits + pages + packed + copied
 
 
-def _beside_on_gpu(
-    config: ModelConfig, shard: Shard, dtype: str, kv_dtype: str, max_rows: int, step_tokens: int
+def _workspace_on_gpu(
+    config: ModelConfig,
+    shard: Shard,
+    dtype: str,
+    kv_cache_dtype: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
 ) -> int:
-    """Return the bytes of logits, twice (those of the graphs are their own), of edited logits in float32,
-    penalty counts and exclusions (a row's and a step's) where every row has them, of the expansion of an FP8
-    cache, of the graphs, and of what CUDA takes for itself."""
+    """Return the bytes of a GPU's buffers.
+
+    These are two buffers of logits (the CUDA graphs have their own), processed logits in float32, penalty
+    counts and exclusions (of a slot and of a step) for every slot, the expansion of an FP8 cache, the CUDA
+    graphs, and the memory of CUDA itself.
+    """
     width = DTYPE_BYTES[dtype]
-    logits = max_rows * shard.vocab * (2 * width + 10)
+    logits = max_num_seqs * shard.vocab * (2 * width + 10)
     block = shard.kv_heads * BLOCK_TOKENS * config.head_dim * width
-    expansion = 2 * EXPANSION_BLOCKS * block if kv_dtype == FP8 else 0
-    graphs = graph_bytes(config, shard, dtype, max_rows, step_tokens)
+    expansion = 2 * EXPANSION_BLOCKS * block if kv_cache_dtype == FP8 else 0
+    graphs = graph_bytes(config, shard, dtype, max_num_seqs, max_num_batched_tokens)
     return logits + expansion + graphs + _CUDA_BYTES
 
 
-def graph_bytes(config: ModelConfig, shard: Shard, dtype: str, max_rows: int, step_tokens: int) -> int:
-    """What the driver and the graphs' pools keep, the decode steps' logits aside. Measured with 32 layers: 8
-    to 9 MiB a batch size, in four graphs, and what those work with. A pass of prompts has one graph, of as
-    many kernels; the largest one's working memory is counted beside it."""
-    prompts = prompt_ladder(step_tokens)
-    working = _step(config, shard, dtype, prompts[-1]) if prompts else 0
-    return (len(ladder(max_rows)) + len(prompts)) * config.layers * _GRAPH_LAYER_BYTES + working
+def graph_bytes(
+    config: ModelConfig, shard: Shard, dtype: str, max_num_seqs: int, max_num_batched_tokens: int
+) -> int:
+    """Return the bytes that the driver and the memory pools keep for CUDA graphs, without the logits of
+    decode steps.
+
+    Measured with 32 layers: 8 to 9 MiB for the four graphs of a batch size. A prompt pass has one graph with
+    as many kernels. The activations of the largest prompt pass are added.
+    """
+    prompts = prompt_capture_sizes(max_num_batched_tokens)
+    working = _activations(config, shard, dtype, prompts[-1]) if prompts else 0
+    return (
+        len(decode_capture_sizes(max_num_seqs)) + len(prompts)
+    ) * config.layers * _GRAPH_LAYER_BYTES + working
 
 
-def prompt_ladder(step_tokens: int) -> list[int]:
-    """Numbers of tokens at which passes of prompts get graphs. Above 1,024 the device takes longer than the
-    host."""
+def prompt_capture_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Return the numbers of tokens for which prompt passes are captured as CUDA graphs.
+
+    Above 1,024 tokens the device takes longer to compute a pass than the host takes to launch it.
+    """
     sizes = (16, 32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
-    return [size for size in sizes if size <= step_tokens]
+    return [size for size in sizes if size <= max_num_batched_tokens]
 
 
-def product_ladder(most: int) -> list[int]:
-    """Numbers of rows at which a GPU library is asked for its products before anybody waits for them, up to
-    `most`: close together where its choice of kernels follows them closely."""
-    sizes = [*range(8, 513, 8), *range(576, 4097, 64), *range(4352, most, 256)]
-    return [size for size in sizes if size < most] + [most]
+def gemm_sizes(largest: int) -> list[int]:
+    """Return the numbers of rows, up to `largest`, for which GEMM kernels are loaded at start and to which
+    passes are padded. They are close together where the library's choice of kernels changes often."""
+    sizes = [*range(8, 513, 8), *range(576, 4097, 64), *range(4352, largest, 256)]
+    return [size for size in sizes if size < largest] + [largest]
 
 
 def size_for(count: int, sizes: list[int]) -> int:
-    """The first of `sizes`, which rise, that is at least `count`. Raises IndexError where none is."""
+    """Return the smallest of the ascending `sizes` that is at least `count`. Raises IndexError if there is
+    none."""
     return sizes[bisect_left(sizes, count)]
 
 
-def ladder(most: int) -> list[int]:
-    """Batch sizes that get graphs: 1, 2, 4, 8, 12, 16, then steps of about an eighth, up to `most`."""
-    sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < most]
+def decode_capture_sizes(largest: int) -> list[int]:
+    """Return the batch sizes for which decode steps are captured as CUDA graphs, up to `largest`: 1, 2, 4, 8,
+    12, 16, then in steps of about an eighth."""
+    sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < largest]
     step = 8
-    while (sizes[-1] if sizes else 0) < most:
+    while (sizes[-1] if sizes else 0) < largest:
         last = sizes[-1] if sizes else 0
         while step < last // 8:
             step *= 2
-        sizes.append(min(most, last + step))
+        sizes.append(min(largest, last + step))
     return sizes
 
 
-def _tables(config: ModelConfig, max_rows: int, max_model_len: int) -> int:
-    """Block tables (8 bytes a row and block), rows' scalars (about 128 bytes), and the rotary table
-    (float32)."""
+def _tables(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:
+    """Return the bytes of block tables (8 per slot and block), other slot state (about 128 per slot) and the
+    rotary table (float32)."""
     blocks = -(-max_model_len // BLOCK_TOKENS)
-    return max_rows * (8 * blocks + 128) + max_model_len * config.head_dim * 4
+    return max_num_seqs * (8 * blocks + 128) + max_model_len * config.head_dim * 4

@@ -6,7 +6,7 @@ The core multiplies the prediction by a factor before it kills anything: it need
 
 from __future__ import annotations
 
-from engine.messages import StepPlan
+from engine.plan import StepPlan
 
 MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
 """Operations per second that any device reaches: assumed until steps of a kind have been measured."""

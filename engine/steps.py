@@ -1,7 +1,7 @@
-"""What one step does on a rank's device: a plan in, what was sampled out, as tensors.
+"""Execution of one step on a rank's device: a plan in, the sampled tokens out, as tensors.
 
-Steps that only decode, and short ones of prompts, replay captured graphs where there are any
-(`engine.graphs`, `engine.prompt_graphs`); all others are launched kernel by kernel.
+Decode-only steps and short prompt passes replay captured CUDA graphs if there are any (`engine.graphs`,
+`engine.prompt_graphs`). All other steps are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.batch import PromptSlice, RowTables, SamplingBatch, StepBatch, ends_of
+from engine.device_tables import PromptSlice, SlotTables, StepBatch, chunk_results
 from engine.launched import StepResults
-from engine.messages import StepPlan
 from engine.model.decoder import Decoder
+from engine.plan import StepPlan
 from engine.sampler import LOGPROB_ROWS, SampledStep, Sampler
 from engine.transfer import upload
 from kernels import KvPool
@@ -27,98 +27,97 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Steps:
-    """What steps work on. Equal plans in equal order do equal work on every rank."""
+class StepExecutor:
+    """The model, cache, tables and graphs with which steps run. Equal plans in equal order do equal work on
+    each rank."""
 
     decoder: Decoder
     kv: list[KvPool]
     """One for each layer."""
-    tables: RowTables
+    tables: SlotTables
     sampler: Sampler
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
 
-    def run(self, plan: StepPlan, begins: Callable[[], object] = lambda: None) -> StepResults:
-        """Launch a step after all before it, on the current stream; on a CPU, do it. `begins` is called when
-        all is prepared, right before the device works on the cache. Raises what torch raises; the tables are
-        void then."""
+    def run(self, plan: StepPlan, on_begin: Callable[[], object] = lambda: None) -> StepResults:
+        """Launch a step on the current stream, after all steps before it; on a CPU, run it.
+
+        `on_begin` is called when the host has prepared the step, right before the device works on the cache.
+        Raises torch's exceptions, after which the tables are invalid.
+        """
         self.tables.apply(plan)
         if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
-            return self._replay(self.graphs, plan, begins)
+            return self._replay_decodes(self.graphs, plan, on_begin)
         if self.prompt_graphs is not None and self.prompt_graphs.fits(plan):
-            return self._replay_prompts(self.prompt_graphs, plan, begins)
-        return self._run_eagerly(plan, begins)
+            return self._replay_prompts(self.prompt_graphs, plan, on_begin)
+        return self._run_eagerly(plan, on_begin)
 
-    def _run_eagerly(self, plan: StepPlan, begins: Callable[[], object]) -> StepResults:
+    def _run_eagerly(self, plan: StepPlan, on_begin: Callable[[], object]) -> StepResults:
         batch = self.tables.step_batch(plan)
-        begins()
-        self._ready_blocks(plan)
+        on_begin()
+        self._prepare_blocks(plan)
         hidden = self.decoder.forward(batch.forward, self.kv)
-        index, count = batch.logit_index, batch.sampled_logits
+        index, count = batch.logits_indices, batch.sampled_logits
         wanted = hidden[:count] if index is None else hidden.index_select(0, index[:count])
         sampled = self.sampler.sample(self.decoder.logits(wanted), batch.sampling, self.tables)
-        prompts = [(each, self._prompt_logprobs(hidden, batch, each)) for each in batch.prompts]
+        prompts = [(prompt, self._prompt_logprobs(hidden, batch, prompt)) for prompt in batch.prompts]
         finite = [
-            (chunk.row, hidden[end].isfinite().all())
-            for chunk, end in zip(plan.chunks, ends_of(batch.forward), strict=True)
-            if not chunk.sample_rows
+            (chunk.slot, hidden[result].isfinite().all())
+            for chunk, result in zip(plan.chunks, chunk_results(batch.forward), strict=True)
+            if not chunk.sample_slots
         ]
-        return StepResults(sampled, batch.sampling.needs.logprob_rows, prompts, finite)
+        return StepResults(sampled, batch.sampling.metadata.logprob_rows, prompts, finite)
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, begins: Callable[[], object]) -> StepResults:
-        graphs.set_rows(plan.decodes)
-        begins()
-        self._ready_blocks(plan)
+    def _replay_decodes(
+        self, graphs: DecodeGraphs, plan: StepPlan, on_begin: Callable[[], object]
+    ) -> StepResults:
+        graphs.set_slots(plan.decodes)
+        on_begin()
+        self._prepare_blocks(plan)
         logits = graphs.forward()
-        batch = self.tables.decode_batch(plan, graphs.rows(), graphs.positions())
-        return StepResults(self._sample(graphs, logits, batch), batch.needs.logprob_rows, [], [])
+        batch = self.tables.decode_batch(plan, graphs.slots(), graphs.positions())
+        if batch.metadata.processors is not None:
+            sampled = self.sampler.sample(logits, batch, self.tables)
+        else:
+            token_ids = graphs.sample(batch.metadata.variant)
+            sampled = SampledStep(token_ids, self.sampler.logprobs(logits, batch, token_ids))
+        return StepResults(sampled, batch.metadata.logprob_rows, [], [])
 
     def _replay_prompts(
-        self, graphs: PromptGraphs, plan: StepPlan, begins: Callable[[], object]
+        self, graphs: PromptGraphs, plan: StepPlan, on_begin: Callable[[], object]
     ) -> StepResults:
         graphs.stage(plan)
-        begins()
-        self._ready_blocks(plan)
+        on_begin()
+        self._prepare_blocks(plan)
         logits = graphs.forward()
         batch = self.tables.prompt_batch(plan)
         sampled = self.sampler.sample(logits, batch, self.tables)
-        return StepResults(sampled, batch.needs.logprob_rows, [], [])
+        return StepResults(sampled, batch.metadata.logprob_rows, [], [])
 
-    def _sample(self, graphs: DecodeGraphs, logits: torch.Tensor, batch: SamplingBatch) -> SampledStep:
-        if batch.needs.edits is not None:
-            return self.sampler.sample(logits, batch, self.tables)
-        token_ids = graphs.sample(batch.needs.variant)
-        return SampledStep(token_ids, self.sampler.logprobs(logits, batch, token_ids))
-
-    def _ready_blocks(self, plan: StepPlan) -> None:
-        self._clear_blocks(plan.clears)
-        self._copy_blocks(plan.copies)
-
-    def _clear_blocks(self, blocks: list[int]) -> None:
-        if not blocks:
-            return
-        index = upload(np.array(blocks, dtype=np.int64), self.tables.device)
-        for pool in self.kv:
-            for tensor in pool.tensors():
-                tensor[index] = 0
-
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        if not copies:
-            return
-        source, destination = upload(np.array(copies, dtype=np.int64).T.copy(), self.tables.device)
-        for pool in self.kv:
-            for tensor in pool.tensors():
-                tensor[destination] = tensor[source]
+    def _prepare_blocks(self, plan: StepPlan) -> None:
+        """Zero and copy the plan's blocks."""
+        if plan.clears:
+            index = upload(np.array(plan.clears, dtype=np.int64), self.tables.device)
+            for pool in self.kv:
+                for tensor in pool.tensors():
+                    tensor[index] = 0
+        if plan.copies:
+            pairs = np.array(plan.copies, dtype=np.int64).T.copy()
+            source, destination = upload(pairs, self.tables.device)
+            for pool in self.kv:
+                for tensor in pool.tensors():
+                    tensor[destination] = tensor[source]
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, batch: StepBatch, prompt: PromptSlice
     ) -> list[torch.Tensor]:
-        assert batch.logit_index is not None
-        pieces = []
+        """Return results of `Sampler.token_logprobs`, at most LOGPROB_ROWS rows in each."""
+        assert batch.logits_indices is not None
+        parts = []
         for first in range(0, len(prompt.targets), LOGPROB_ROWS):
             targets = prompt.targets[first : first + LOGPROB_ROWS]
             at = prompt.first + first
-            rows = batch.logit_index[at : at + len(targets)]
+            rows = batch.logits_indices[at : at + len(targets)]
             logits = self.decoder.logits(hidden.index_select(0, rows))
-            pieces.append(self.sampler.token_logprobs(logits, targets, prompt.top))
-        return pieces
+            parts.append(self.sampler.token_logprobs(logits, targets, prompt.top))
+        return parts

@@ -1,35 +1,38 @@
-"""From the host to the device, without waiting."""
+"""Transfers from the host to the device that do not wait for the device."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-_SMALL = 16 << 10
-"""Bytes: what a step sends of its rows."""
-_SMALL_ONES = 32
-_LARGE_ONES = 6
-"""Such transfers of two steps: one that runs and one that is launched."""
+_SMALL_BYTES = 16 << 10
+"""Upper bound of the transfers that a step makes for its slots."""
+_SMALL_COUNT = 32
+_LARGE_COUNT = 6
+"""Numbers of small and of larger transfers that two steps, one running and one launched, have in flight."""
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return `array` on the device. On a CPU the tensor shares the array's memory. To a GPU it is sent from
-    pinned memory, which torch keeps until it is read."""
+    """Copy `array` to the device through pinned memory, which torch keeps until the device has read it. On a
+    CPU, return a tensor on the same memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def reserve(most: int) -> None:
-    """Have torch keep page-locked memory for transfers of up to `most` bytes, in each of the sizes in which
-    it keeps any (powers of two), for as many as are under way at once: to get more, a launch may have to wait
-    until the device has nothing to do (CUDA's guide calls it implicit synchronisation). For GPUs."""
-    for count, nbytes in kept(most):
-        # All of a size at once, or the second would be the first again.
-        together = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
-        together.clear()
+def reserve_pinned(max_bytes: int) -> None:
+    """Fill torch's cache of pinned memory for transfers of up to `max_bytes`, for as many as are in flight at
+    once.
+
+    Pinning more memory later may make a launch wait until the device is idle (implicit synchronisation in
+    CUDA's programming guide). torch caches pinned memory in sizes that are powers of two. Needs a GPU.
+    """
+    for count, nbytes in reservations(max_bytes):
+        # All buffers of a size are allocated before any is freed, or torch would hand out the same one again.
+        buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        buffers.clear()
 
 
-def kept(most: int) -> list[tuple[int, int]]:
-    """How many transfers of how many bytes `reserve` has memory for."""
-    sizes = [1 << bits for bits in range((most - 1).bit_length() + 1)]
-    return [(_SMALL_ONES if nbytes <= _SMALL else _LARGE_ONES, nbytes) for nbytes in sizes]
+def reservations(max_bytes: int) -> list[tuple[int, int]]:
+    """Return the (count, bytes) of the buffers that `reserve_pinned` allocates."""
+    sizes = [1 << bits for bits in range((max_bytes - 1).bit_length() + 1)]
+    return [(_SMALL_COUNT if nbytes <= _SMALL_BYTES else _LARGE_COUNT, nbytes) for nbytes in sizes]

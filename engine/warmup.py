@@ -3,8 +3,8 @@
 The driver loads a kernel when it is first launched, and waits for the device to be idle first: within a step
 of prompts, that stalls every decoding sequence for a tenth of a second. cuBLAS picks another kernel at many
 numbers of rows, and so does our attention. Passes with prompts are therefore padded to the numbers of tokens
-that ran here (`engine.batch.Padding`), and decode-only steps replay captured graphs. Only decode-only steps
-of several ranks, which have no graphs, may still meet a kernel at a number of rows between those.
+that ran here (`engine.device_tables.Padding`), and decode-only steps replay captured graphs. Only decode-only
+steps of several ranks, which have no graphs, may still meet a kernel at a number of rows between those.
 
 Which kernels are compiled follows from the same code: `engine.launch_enumeration` runs it on meta tensors.
 """
@@ -15,23 +15,23 @@ from collections.abc import Callable
 
 import torch
 
-from engine.batch import Padding
+from engine.device_tables import Padding
 from engine.forward import ForwardInput
 from engine.launched import StepResults
 from engine.messages import BLOCK_TOKENS
 from engine.sampler import LOGPROB_ROWS
-from engine.sizing import product_ladder
-from engine.steps import Steps
+from engine.sizing import gemm_sizes
+from engine.steps import StepExecutor
 from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Numbers of rows below the first of `product_ladder` that kernels tell apart."""
+"""Numbers of rows below the first of `gemm_sizes` that kernels tell apart."""
 
 
 def warm_up(
-    steps: Steps,
-    apart: Steps,
+    steps: StepExecutor,
+    apart: StepExecutor,
     max_model_len: int,
     sizes: Padding,
     collect: Callable[[StepResults], object] = lambda results: None,
@@ -43,27 +43,27 @@ def warm_up(
     collect: called with the results of each step, to load what reading them launches.
     """
     run_padded_passes(steps, sizes)
-    for plan in every_kind(max_model_len, sizes.ends[-1], sizes.tokens[-1]):
+    for plan in every_kind(max_model_len, sizes.results[-1], sizes.tokens[-1]):
         collect(apart.run(plan))
 
 
-def run_padded_passes(steps: Steps, sizes: Padding) -> None:
+def run_padded_passes(steps: StepExecutor, sizes: Padding) -> None:
     """Run passes of padding alone through the layers that launch every kernel
     (`ModelConfig.representative_layers`): passes with prompts, decode-only passes, and the logits of every
     number of rows. Nothing waits for the device."""
     passes = _PaddedPasses(steps)
-    most = sizes.ends[-1]
-    rows = sorted({*(few for few in _FEW if few <= most), *sizes.ends}, reverse=True)
+    largest = sizes.results[-1]
+    rows = sorted({*(few for few in _FEW if few <= largest), *sizes.results}, reverse=True)
     # The largest first: torch's allocator then has memory for all others. In rising order, each pass would
     # allocate anew, some gigabytes together.
     tokens = sizes.tokens[::-1]
     for index in range(max(len(tokens), len(rows))):
-        passes.run_prompts(tokens[min(index, len(tokens) - 1)], ends=rows[min(index, len(rows) - 1)])
+        passes.run_prompts(tokens[min(index, len(tokens) - 1)], results=rows[min(index, len(rows) - 1)])
     for count in rows:
         passes.run_decodes(count)
     passes.run_long_prompts()
     # Tokens of prompts are scored LOGPROB_ROWS at a time.
-    scored = product_ladder(LOGPROB_ROWS) if most < LOGPROB_ROWS else []
+    scored = gemm_sizes(LOGPROB_ROWS) if largest < LOGPROB_ROWS else []
     for count in sorted({*rows, *scored}, reverse=True):
         passes.run_logits(count)
 
@@ -71,23 +71,23 @@ def run_padded_passes(steps: Steps, sizes: Padding) -> None:
 class _PaddedPasses:
     """Passes whose tokens are all padding, so that nothing is written into the cache."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: StepExecutor) -> None:
         layers = steps.decoder.config.representative_layers()
         self._decoder = steps.decoder.with_layers(layers)
         self._kv = [steps.kv[layer] for layer in layers]
         self._table = steps.tables.block_table
         self._rows, self._columns = self._table.shape
 
-    def run_prompts(self, tokens: int, ends: int, context: int = 0) -> None:
-        """Run a pass of prompts, each after `context` tokens. The last layer computes `ends` rows."""
+    def run_prompts(self, tokens: int, results: int, context: int = 0) -> None:
+        """Run a pass of prompts, each after `context` tokens. The last layer computes `results` rows."""
         longest = self._columns * BLOCK_TOKENS - context
         starts = range(0, tokens, longest)[: self._rows]
         chunks = [
             ChunkSpan(start, min(longest, tokens - start), context, row) for row, start in enumerate(starts)
         ]
-        nobody = self._zeros(0)
-        attention = AttentionInput(self._table, nobody, nobody, 0, chunks)
-        self._run(tokens, attention, self._decodes(ends, queries=self._zeros(ends)))
+        empty = self._zeros(0)
+        attention = AttentionInput(self._table, empty, empty, 0, chunks)
+        self._run(tokens, attention, self._decodes(results, queries=self._zeros(results)))
 
     def run_decodes(self, rows: int) -> None:
         """Run a decode-only pass."""
@@ -101,7 +101,7 @@ class _PaddedPasses:
 
         # A chunk of EXPAND_FROM tokens, so that an FP8 cache is expanded for it.
         if self._columns * BLOCK_TOKENS >= HOPPER_ABOVE + EXPAND_FROM:
-            self.run_prompts(EXPAND_FROM, ends=1, context=HOPPER_ABOVE)
+            self.run_prompts(EXPAND_FROM, results=1, context=HOPPER_ABOVE)
 
     def run_logits(self, rows: int) -> None:
         """Compute the logits of some rows."""
@@ -109,9 +109,9 @@ class _PaddedPasses:
         shape = (rows, decoder.config.hidden_size)
         decoder.logits(torch.zeros(shape, dtype=decoder.dtype, device=decoder.device))
 
-    def _run(self, tokens: int, attention: AttentionInput, ends: AttentionInput | None) -> None:
+    def _run(self, tokens: int, attention: AttentionInput, logits_attention: AttentionInput | None) -> None:
         zeros = self._zeros(tokens)
-        self._decoder.forward(ForwardInput(zeros, zeros, zeros - 1, attention, ends), self._kv)
+        self._decoder.forward(ForwardInput(zeros, zeros, zeros - 1, attention, logits_attention), self._kv)
 
     def _decodes(self, rows: int, queries: torch.Tensor | None = None) -> AttentionInput:
         zeros = self._zeros(rows)

@@ -3,7 +3,8 @@ loads what steps launch."""
 
 from __future__ import annotations
 
-from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.sampler import LOGPROB_ROWS
 
 _EVERY_NUMBER = SamplingParams(
@@ -45,7 +46,7 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
     a chunk, decoding, and both beside each other.
     """
     rows = list(range(max_num_seqs))
-    setups = [RowSetup(row, _EVERY_NUMBER, 0, 1, [0]) for row in rows]
+    setups = [SlotSetup(row, _EVERY_NUMBER, 0, 1, [0]) for row in rows]
     longest = max(1, max_model_len - 1)
     deep = _prompts(max_num_seqs, max_num_batched_tokens, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
@@ -76,7 +77,7 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
     rows = list(range(min(max_num_seqs, max_num_batched_tokens - 1, _ROWS)))
     plans = []
     for params in _WAYS_TO_SAMPLE:
-        setups = [RowSetup(row, params, 0, 1, [0]) for row in rows]
+        setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
         plans += [
             StepPlan(0, setups, [], [], [], [Chunk(row, 0, [0], [row]) for row in rows]),
             StepPlan(0, [], [], [], rows[1:], [Chunk(0, 0, [0, 0], [])]),
@@ -85,13 +86,13 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
         ]
     # Of one row alone torch sorts, and takes apart, in other ways.
     for logprobs in (0, 2):
-        alone = RowSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
+        alone = SlotSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
         plans += [
             StepPlan(0, [alone], [], [], [], [Chunk(0, 0, [0], rows[:1])]),
             StepPlan(0, [], [], [], rows[:1], []),
         ]
     scored = Chunk(0, 0, [0, 0], rows[:1], prompt_logprobs=1)
-    plans.append(StepPlan(0, [RowSetup(0, _WAYS_TO_SAMPLE[0], 0, 2, [])], [], [], rows[1:], [scored]))
+    plans.append(StepPlan(0, [SlotSetup(0, _WAYS_TO_SAMPLE[0], 0, 2, [])], [], [], rows[1:], [scored]))
     budget = _prompts(max_num_seqs, max_num_batched_tokens, max_model_len - 1)
     plans.append(StepPlan(0, [], [], [(0, 0)], [], budget, clears=[0]))
     return plans

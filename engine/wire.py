@@ -1,9 +1,9 @@
 """Channels: length-prefixed msgpack frames, with file descriptors, over Unix stream socketpairs.
 
-Of a `Channel` only `drain` blocks. A step loop polls it (`read`), an event loop is told by it (`listen`).
-End of file is the death notice of the other side. Frames are a 4-byte little-endian length and the msgpack
-of one struct; descriptors travel with the first byte of their frame (`SCM_RIGHTS`), so they arrive in the
-frames' order.
+A step loop polls a `Channel` with `read`; on an event loop, `listen` registers callbacks. Only `drain`
+blocks. End of file means that the peer has exited or closed its end. A frame is a 4-byte little-endian length
+and the msgpack of one struct. Descriptors are sent with the first byte of their frame (`SCM_RIGHTS`), so they
+arrive in the order of frames.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ import msgspec
 Inbound = TypeVar("Inbound")
 
 _HEADER = 4
-_READ_BYTES = 1 << 18
-_MOST_READS = 16
-_MOST_FDS = 64
 _DROPPED = -1
+"""Stands for a descriptor that the kernel dropped."""
+_READ_BYTES = 1 << 18
+_MAX_READS = 16
+_MAX_FDS = 64
 
-MOST_FRAME_BYTES = 64 << 20
-"""A longer frame is a broken peer, unless more was agreed upon: the channel closes."""
-MOST_BACKLOG_BYTES = 256 << 20
-"""A peer that leaves more than this unread is taken for dead: bounded memory beats a patient writer."""
+MAX_FRAME_BYTES = 64 << 20
+"""Default limit of a frame. A longer frame is a protocol violation, on which the channel closes."""
+MAX_BACKLOG_BYTES = 256 << 20
+"""Limit of unsent bytes. If the peer leaves more unread, the channel closes, so that memory stays bounded."""
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:
-    """Two connected, non-blocking, close-on-exec Unix stream sockets with wide buffers."""
+    """Return two connected, non-blocking, close-on-exec Unix stream sockets with large buffers."""
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in pair:
         end.setblocking(False)
@@ -46,16 +47,16 @@ def socketpair() -> tuple[socket.socket, socket.socket]:
 
 
 class Channel(Generic[Inbound]):
-    """One end of a channel. `inbound` is the union of structs that may arrive, in frames of at most
-    `most_frame_bytes`.
+    """One end of a channel. `inbound` is the union of structs that it accepts, in frames of at most
+    `max_frame_bytes`.
 
-    Not thread-safe: one thread, or one event loop, owns it.
+    Not thread-safe: only one thread or event loop may use it.
     """
 
-    def __init__(self, sock: socket.socket, inbound: Any, most_frame_bytes: int = MOST_FRAME_BYTES) -> None:
+    def __init__(self, sock: socket.socket, inbound: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._most_frame_bytes = most_frame_bytes
+        self._most_frame_bytes = max_frame_bytes
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(inbound)
         self._received = bytearray()
@@ -67,22 +68,25 @@ class Channel(Generic[Inbound]):
         self._on_message: Callable[[Inbound], None] | None = None
         self._on_close: Callable[[], None] | None = None
         self.closed = False
-        """The peer is gone, or `close` was called."""
+        """Whether the channel is closed, by the peer, after a protocol violation, or by `close`."""
 
     def fileno(self) -> int:
-        """The socket's descriptor, -1 once closed; for selectors."""
+        """Return the socket's descriptor, for selectors; -1 once closed."""
         return self._sock.fileno()
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that the peer has not taken yet."""
+        """Number of queued bytes that the socket has not accepted yet."""
         return self._out_bytes
 
     # ── sending ──
 
     def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Queue `message` and write what fits now. Descriptors are duplicated, so the caller keeps (and
-        closes) its own. On a closed channel nothing happens: the death notice is the reader's business."""
+        """Queue `message` and write as much as the socket accepts now.
+
+        Descriptors are duplicated; the caller closes its own. On a closed channel the message is dropped: the
+        reader learns of the end of file.
+        """
         if self.closed:
             return
         payload = self._encoder.encode(message)
@@ -91,11 +95,11 @@ class Channel(Generic[Inbound]):
         self._out_bytes += len(frame)
         if not self._writing:
             self.flush()
-        if self._out_bytes > MOST_BACKLOG_BYTES:
+        if self._out_bytes > MAX_BACKLOG_BYTES:
             self._end()
 
     def flush(self) -> bool:
-        """Write what fits; True when nothing is left to write."""
+        """Write as much as the socket accepts. Returns whether the backlog is empty."""
         while self._out and not self.closed:
             view, fds = self._out[0]
             try:
@@ -107,7 +111,8 @@ class Channel(Generic[Inbound]):
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
-                # The peer is gone. What it sent before is still to be read: reading meets the end of file.
+                # The peer has closed. Its earlier messages can still be read; reading reports the end of
+                # file.
                 self._drop_output()
                 return True
             _close_all(fds)
@@ -121,31 +126,33 @@ class Channel(Generic[Inbound]):
         return not self._out
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until the peer has taken everything, or is gone: True, or False once `timeout_s` are over."""
+        """Wait until the backlog is empty or the channel is closed. Returns False if `timeout_s` passes
+        before that."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.flush():
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return False
-            room = select.poll()
-            room.register(self._sock, select.POLLOUT)
-            room.poll(None if left_s is None else 1e3 * left_s)
+            writable = select.poll()
+            writable.register(self._sock, select.POLLOUT)
+            writable.poll(None if left_s is None else 1e3 * left_s)
         return True
 
     # ── receiving ──
 
     def read(self) -> list[Inbound]:
-        """The whole messages that have arrived (a flood of them in parts, so that the reader gets to do other
-        things); sets `closed` at the end of file or at a broken frame.
+        """Return the complete messages that have arrived, and set `closed` at the end of file or an invalid
+        frame.
 
-        Descriptors that came along wait for `take_fd`, in order.
+        One call reads a limited number of bytes, so that the caller's loop stays responsive. Descriptors that
+        arrived with the messages are returned by `take_fd`, in order.
         """
         messages: list[Inbound] = []
-        for _ in range(_MOST_READS):
+        for _ in range(_MAX_READS):
             if self.closed:
                 break
             try:
-                data, ancillary, flags, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _MOST_FDS))
+                data, ancillary, flags, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(4 * _MAX_FDS))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -156,8 +163,8 @@ class Channel(Generic[Inbound]):
                     fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
                     self._received_fds.extend(fds)
             if flags & socket.MSG_CTRUNC:
-                # The kernel dropped a descriptor: this process has no number left for it. Its place stays
-                # taken, so that no later message gets a descriptor that is not its own.
+                # The kernel dropped a descriptor because this process has too many files open. Its place in
+                # the order stays taken, so that no later message gets a descriptor that is not its own.
                 self._received_fds.append(_DROPPED)
             self._received += data
             if not self._parse(messages) or not data:
@@ -168,11 +175,14 @@ class Channel(Generic[Inbound]):
         return messages
 
     def take_fd(self) -> int:
-        """Return the next descriptor that arrived; the caller owns it. Raises LookupError when there is none,
-        or when it was dropped because this process has too many files open."""
+        """Return the next received descriptor, which the caller then owns.
+
+        Raises LookupError if there is none, or if the kernel dropped it because this process has too many
+        files open.
+        """
         fd = self._received_fds.popleft() if self._received_fds else _DROPPED
         if fd == _DROPPED:
-            raise LookupError("no file descriptor came with this message")
+            raise LookupError("no file descriptor was received with this message")
         return fd
 
     def _parse(self, messages: list[Inbound]) -> bool:
@@ -196,7 +206,8 @@ class Channel(Generic[Inbound]):
     # ── on an event loop ──
 
     def listen(self, on_message: Callable[[Inbound], None], on_close: Callable[[], None]) -> None:
-        """Have the running event loop call `on_message` for each message, in order, and `on_close` once."""
+        """Let the running event loop call `on_message` for each message, in order, and `on_close` once at the
+        end."""
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_close = on_message, on_close
         self._loop.add_reader(self._sock.fileno(), self._readable)
@@ -219,10 +230,11 @@ class Channel(Generic[Inbound]):
         else:
             self._loop.remove_writer(self._sock.fileno())
 
-    # ── the end ──
+    # ── closing ──
 
     def close(self) -> None:
-        """Close this end: the peer reads what was written, then the end of file. `on_close` is not called."""
+        """Close this end without calling `on_close`. The peer reads the written messages, then the end of
+        file."""
         self._on_close = None
         self._close_socket()
 
@@ -249,11 +261,11 @@ class Channel(Generic[Inbound]):
             self._loop.remove_reader(self._sock.fileno())
         self._drop_output()
         self.closed = True
-        # Descriptors of messages that were parsed are still to be taken; the rest would leak.
+        # Descriptors of parsed messages stay open until `take_fd` or `release_fds`.
         self._sock.close()
 
     def release_fds(self) -> None:
-        """Close descriptors that nobody took."""
+        """Close received descriptors that `take_fd` has not returned."""
         _close_all(list(self._received_fds))
         self._received_fds.clear()
 

@@ -40,7 +40,7 @@ from engine.families import read_config
 from engine.model.checkpoint import INDEX, read_entries
 from engine.model.decoder import Decoder
 from engine.model.loader import load
-from engine.model.slices import Slice
+from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
 from engine.model.weight_file import WeightFile
 from engine.parallel import single
@@ -199,7 +199,7 @@ def write_checkpoint(folder: Path, shape: str, layers: int | None) -> ModelConfi
         values = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": layers}))
     config = read_config(folder)
-    shapes = {piece.name: piece.shape for piece in decoder_of(config, 1, False, "meta").pieces()}
+    shapes = {shard.name: shard.shape for shard in decoder_of(config, 1, False, "meta").weight_shards()}
     total = sum(2 * torch.Size(each).numel() for each in shapes.values())
     shards: list[dict[str, Any]] = [{} for _ in range(SHARDS)]
     before, weight_map = 0, {}
@@ -326,18 +326,20 @@ def load_seconds(
 def stream_seconds(folder: Path, device: str, cold: list[Path]) -> tuple[int, float]:
     """Of every tensor, whole."""
     slices = [
-        Slice(name, entry, 0, entry.shape[0] if entry.shape else 1)
+        TensorSlice(name, entry, 0, entry.shape[0] if entry.shape else 1)
         for name, entry in read_entries(folder).items()
     ]
     slices.sort(key=lambda each: (each.entry.file, each.entry.offset))
     scratch = torch.empty(max(each.nbytes for each in slices), dtype=torch.uint8, device=device)
 
-    def place(whole: Slice) -> torch.Tensor:
+    def find_target(whole: TensorSlice) -> torch.Tensor:
         return scratch[: whole.nbytes]
 
     drop(cold)
     began = time.perf_counter()
-    read = sum(part.nbytes for part in stream(slices, scratch.device, lambda part, numbers: None, place))
+    read = sum(
+        part.nbytes for part in stream(slices, scratch.device, lambda part, numbers: None, find_target)
+    )
     if device == "cuda":
         torch.cuda.synchronize()
     return read, time.perf_counter() - began

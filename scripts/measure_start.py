@@ -1,6 +1,7 @@
 """Prints when each stage of an engine's start began, in seconds since its process was started.
 
-    python scripts/measure_start.py --shape llama-3.1-8b [--weights fp8 --kv-dtype fp8] [--runs 3 --json OUT]
+    python scripts/measure_start.py --shape llama-3.1-8b [--quantization fp8 --kv-cache-dtype fp8] [--runs 3
+    --json OUT]
 
 Random weights, made on the device. With an empty TRITON_CACHE_DIR: how long a start takes where
 `python -m engine.build` has not run; the second of several runs then finds what the first has built.
@@ -75,11 +76,11 @@ def start(arguments: argparse.Namespace) -> None:
             model_path=str(write_config(arguments.shape, Path(scratch))),
             load_format="dummy",
             device=arguments.device,
-            weights=arguments.weights,
-            kv_dtype=arguments.kv_dtype,
+            quantization=arguments.quantization,
+            kv_cache_dtype=arguments.kv_cache_dtype,
             max_model_len=arguments.max_model_len,
-            max_rows=arguments.max_rows,
-            step_tokens=8192,
+            max_num_seqs=arguments.max_num_seqs,
+            max_num_batched_tokens=8192,
         )
         try:
             # Here, since the process that writes it loads no torch: the first run would find torch's files
@@ -100,9 +101,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--weights", default="auto")
-    parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--max-rows", type=int, default=1024)
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--max-num-seqs", type=int, default=1024)
     parser.add_argument("--max-model-len", type=int, default=8448)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="the stages of every run into this file")

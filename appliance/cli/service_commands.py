@@ -72,10 +72,10 @@ def serve(
     ] = None,
     device: Annotated[Device | None, typer.Option(help="Where models run.", show_default=False)] = None,
     dtype: Annotated[DType | None, typer.Option(help="Of the model.", show_default=False)] = None,
-    weights: Annotated[
+    quantization: Annotated[
         Quantised | None, typer.Option(help="fp8: quantise the layers' weights.", show_default=False)
     ] = None,
-    kv_dtype: Annotated[
+    kv_cache_dtype: Annotated[
         Quantised | None, typer.Option(help="fp8: quantise the KV cache.", show_default=False)
     ] = None,
     load_format: Annotated[
@@ -93,11 +93,11 @@ def serve(
             parser=whole_number(1, 10_000_000),
         ),
     ] = None,
-    max_rows: Annotated[
+    max_num_seqs: Annotated[
         int | None,
         typer.Option(metavar="N", help="Sequences that run at once.", parser=whole_number(1, 65_536)),
     ] = None,
-    step_tokens: Annotated[
+    max_num_batched_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", help="Token budget of one step.", parser=whole_number(1, 1_048_576)),
     ] = None,
@@ -125,12 +125,12 @@ def serve(
         log_level=log_level and log_level.value,
         device=device and device.value,
         dtype=dtype and dtype.value,
-        weights=weights and weights.value,
-        kv_dtype=kv_dtype and kv_dtype.value,
+        quantization=quantization and quantization.value,
+        kv_cache_dtype=kv_cache_dtype and kv_cache_dtype.value,
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,
-        max_rows=max_rows,
-        step_tokens=step_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         kv_blocks=kv_blocks,
         load_format=load_format and load_format.value,
     )

@@ -189,7 +189,7 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
         (
             printable(replica.name),
             replica.state,
-            f"{replica.running}/{replica.max_rows}" + (f"+{replica.waiting}" if replica.waiting else ""),
+            f"{replica.running}/{replica.max_num_seqs}" + (f"+{replica.waiting}" if replica.waiting else ""),
             f"{replica.blocks_used:,}/{replica.blocks_total:,}",
             of_count(replica.blocks_cached),
             _by_kind(replica, f"{replica.step_ms:.1f}", f"{replica.mixed_step_ms:.1f}"),
@@ -215,7 +215,7 @@ def _on(replica: ReplicaStatus) -> str:
         return printable(replica.detail)
     devices = list(dict.fromkeys(replica.devices))
     ranks = f"{len(replica.devices)} ranks on " if len(replica.devices) > 1 else ""
-    held = precision(replica.dtype, replica.weights, replica.kv_dtype)
+    held = precision(replica.dtype, replica.weights, replica.kv_cache_dtype)
     return printable(f"{ranks}{', '.join(devices)}, {held}")
 
 

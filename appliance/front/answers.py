@@ -78,7 +78,7 @@ def _choice(
         number,
         content,
         logprobs,
-        _encode(sample.finish),
+        _encode(sample.finish_reason),
         of_prompt,
         token_ids,
     )

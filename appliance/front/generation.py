@@ -32,8 +32,8 @@ CLIENT_LEFT = 499
 class Generation:
     """Driven by events: the core's answers, the replica's outputs, the client's leaving.
 
-    Its end shows in `ended`: then either all samples have a `finish`, or there is a `failure`, or the client
-    has `left`. Who answers the client calls `settle` when the answer is out.
+    Its end shows in `ended`: then either all samples have a `finish_reason`, or there is a `failure`, or the
+    client has `left`. Who answers the client calls `settle` when the answer is out.
     """
 
     def __init__(self, box: Box, call: Call, job: Job) -> None:
@@ -170,9 +170,9 @@ class Generation:
             prompt.cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None:
             prompt.logprobs = output.prompt_logprobs
-        if sample.finish or self.failure is not None or self.left:
+        if sample.finish_reason or self.failure is not None or self.left:
             return
-        if output.finish in ("error", "cancelled"):
+        if output.finish_reason in ("error", "cancelled"):
             self._fail(_engine_error(output, bool(self._tokens)))
             return
         try:
@@ -190,9 +190,9 @@ class Generation:
             if self._first_token_at is None:
                 self._first_token_at = now
                 self.begun.set()
-        if sample.finish:
+        if sample.finish_reason:
             self._open -= 1
-            if not output.finish and self._link is not None:
+            if not output.finish_reason and self._link is not None:
                 self._link.cancel(handle, sample.number)
         if self.on_progress is not None:
             self.on_progress(sample)
@@ -229,7 +229,7 @@ class Generation:
     def _ask(self) -> None:
         job, call = self.job, self.call
         again = self._attempt > 0
-        running = [sample for sample in self.samples if not sample.finish]
+        running = [sample for sample in self.samples if not sample.finish_reason]
         emitted = sum(len(sample.token_ids) for sample in running)
         prompt_tokens = (
             sum(len(sample.prompt.token_ids) for sample in running) + emitted if again else job.prompt_tokens
@@ -264,7 +264,7 @@ class Generation:
                 (prompt, self.samples[prompt.index * n : prompt.index * n + n]) for prompt in self.job.prompts
             ]
         else:
-            groups = [(sample.prompt, [sample]) for sample in self.samples if not sample.finish]
+            groups = [(sample.prompt, [sample]) for sample in self.samples if not sample.finish_reason]
         submissions: list[tuple[Submit, Callable[[Output], None]]] = []
         seen: set[int] = set()
         for prompt, group in groups:
@@ -385,12 +385,12 @@ class Generation:
         rest = "error" if self.failure is not None and self.failure.code != "aborted" else "cancelled"
         if status == CLIENT_LEFT:
             rest = "cancelled"
-        return ",".join(dict.fromkeys(sample.finish or rest for sample in self.samples))
+        return ",".join(dict.fromkeys(sample.finish_reason or rest for sample in self.samples))
 
 
 def _engine_error(output: Output, begun: bool) -> ApiError:
     message = output.error or "the engine ended this request"
-    if output.finish == "cancelled":
+    if output.finish_reason == "cancelled":
         return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)
     if begun:
         return ApiError(503, message, code="engine_error", retry_after_s=1.0)

@@ -18,8 +18,8 @@ class LogprobEntry(NamedTuple):
 
 
 class Sample:
-    """`finish` is "" while it runs, then "stop" or "length". What `pieces` and `entries` hold has not been
-    handed to the client yet."""
+    """`finish_reason` is "" while it runs, then "stop" or "length". What `pieces` and `entries` hold has not
+    been handed to the client yet."""
 
     __slots__ = (
         "_discard",
@@ -31,7 +31,7 @@ class Sample:
         "cumulative_logprob",
         "delivered",
         "entries",
-        "finish",
+        "finish_reason",
         "index",
         "number",
         "pieces",
@@ -69,7 +69,7 @@ class Sample:
         """Of the delivered tokens, where the engine gave their log probabilities."""
         self.counted = 0
         """Of these, what a stream has handed over."""
-        self.finish = ""
+        self.finish_reason = ""
         self.begun = False
         """The stream's first chunk for it has been made."""
         self.waiting = False
@@ -80,13 +80,13 @@ class Sample:
         self._includes_stop = includes_stop
 
     def take(self, output: Output) -> None:
-        """Take an output that ends with neither "error" nor "cancelled". Then `finish` may be set though
-        the output's is not: a stop string was found."""
+        """Take an output that ends with neither "error" nor "cancelled". Then `finish_reason` may be set
+        though the output's is not: a stop string was found."""
         token_ids = output.token_ids
-        finish = output.finish
+        finish = output.finish_reason
         self.token_ids += token_ids
         if self._discard:
-            self.finish = "length"
+            self.finish_reason = "length"
             return
         # A stop token is generated, counted and billed, but no part of the text unless that was asked for.
         visible = token_ids[:-1] if finish == "stop" and not self._includes_stop else token_ids
@@ -99,7 +99,7 @@ class Sample:
         else:
             stopped = self._push_each(visible, output.logprobs or [])
         if stopped is not None:
-            self.finish = "stop"
+            self.finish_reason = "stop"
         elif finish:
             self._end(finish)
         if output.logprobs:
@@ -111,7 +111,7 @@ class Sample:
         self._say(tail.text)
         if tail.stopped is None and finish == "stop" and not self._includes_stop:
             self.delivered += 1
-        self.finish = "stop" if tail.stopped is not None else finish
+        self.finish_reason = "stop" if tail.stopped is not None else finish
 
     def _say(self, text: str) -> None:
         if text:

@@ -188,13 +188,13 @@ class EventStream:
                     self._wait(sample)
                     return _MAX_COST
                 cost += len(entries) * (1 + (self._job.logprobs or 0))
-        if sample.finish:
+        if sample.finish_reason:
             self._unfinished -= 1
             events.append(
                 self._head
                 + b'{"index":%d' % sample.index
                 + (b',"delta":{}' if self._job.chat else b',"text":""')
-                + b',"logprobs":null,"finish_reason":"%b"' % sample.finish.encode()
+                + b',"logprobs":null,"finish_reason":"%b"' % sample.finish_reason.encode()
                 + self._token_ids([])
                 + b"}"
                 + self._tail()

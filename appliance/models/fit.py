@@ -9,7 +9,7 @@ from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 from engine import sizing
 
-CPU_MOST_KV_BYTES = 2 << 30
+CPU_MAX_KV_BYTES = 2 << 30
 """The engine's own bound for KV on a CPU, all ranks together (`engine.memory`)."""
 
 
@@ -30,7 +30,7 @@ class Fit:
     on_gpu: bool
     dtype: str
     weights: str
-    kv_dtype: str
+    kv_cache_dtype: str
     longest: int
     """The longest sequence that the settings or the checkpoint allow, in tokens."""
     blocks: int
@@ -63,21 +63,21 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
             f"lower it to {len(gpus)}" if gpus else 'set device = "cpu"',
         )
     memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
-    usable = int(memory * model.memory_fraction)
+    usable = int(memory * model.gpu_memory_utilization)
     try:
         config = sizing.read_config(model.folder)
         longest = config.resolve_length(model.max_model_len)
         dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
-        weights = sizing.FP8 if config.fp8 or model.weights == sizing.FP8 else dtype
-        kv_dtype = model.kv_dtype if model.kv_dtype != "auto" else dtype
+        weights = sizing.FP8 if config.fp8 or model.quantization == sizing.FP8 else dtype
+        kv_cache_dtype = model.kv_cache_dtype if model.kv_cache_dtype != "auto" else dtype
         predicted = sizing.predict(
             config,
             dtype=dtype,
             weights=weights,
-            kv_dtype=kv_dtype,
+            kv_cache_dtype=kv_cache_dtype,
             tensor_parallel_size=ranks,
-            max_rows=model.max_rows,
-            step_tokens=model.step_tokens,
+            max_num_seqs=model.max_num_seqs,
+            max_num_batched_tokens=model.max_num_batched_tokens,
             max_model_len=longest,
             blocks=None,
             on_gpu=on_gpu,
@@ -88,14 +88,14 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
             text or str(error), remedy if text else "mend the model's folder or settings"
         ) from error
     room = max(0, usable - predicted.fixed_bytes)
-    most = room if on_gpu else min(room, CPU_MOST_KV_BYTES // ranks)
+    most = room if on_gpu else min(room, CPU_MAX_KV_BYTES // ranks)
     return Fit(
         model_type=config.model_type,
         parameters=sizing.parameters(config),
         on_gpu=on_gpu,
         dtype=dtype,
         weights=weights,
-        kv_dtype=kv_dtype,
+        kv_cache_dtype=kv_cache_dtype,
         longest=longest,
         blocks=model.kv_blocks if model.kv_blocks is not None else most // predicted.kv_bytes_per_block,
         usable_bytes=usable,

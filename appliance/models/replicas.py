@@ -290,9 +290,9 @@ class Replica:
             "%s is ready in %.1f s: %s on %s, %d rows, %d blocks of KV cache",
             self.name,
             self._ready_at - self._started_at,
-            precision(info.dtype, info.weights, info.kv_dtype),
+            precision(info.dtype, info.weights, info.kv_cache_dtype),
             ", ".join(info.devices),
-            info.max_rows,
+            info.max_num_seqs,
             info.kv_blocks,
         )
         self._events.replica_ready(self)
@@ -345,7 +345,7 @@ class Replica:
         _fill(status, self._report)
         status.steps = self._report.step if self._report else 0
         # The report's credits are totals; what is available now tells more.
-        status.credit_rows = self.account.available_rows if self.account else 0
+        status.credit_seqs = self.account.available_rows if self.account else 0
         status.credit_tokens = self.account.available_tokens if self.account else 0
         return status
 

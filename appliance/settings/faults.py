@@ -8,7 +8,7 @@ import re
 import msgspec
 
 Path = tuple[str, ...]
-"""A setting's place in the tables, such as ("models", "chat", "max_rows")."""
+"""A setting's place in the tables, such as ("models", "chat", "max_num_seqs")."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     place: Place
     field: str = ""
-    """The setting, as in "models.chat.max_rows"; empty where the whole file is meant."""
+    """The setting, as in "models.chat.max_num_seqs"; empty where the whole file is meant."""
     what: str
     """What is wrong, with the value."""
     remedy: str

@@ -38,24 +38,24 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """"auto" is CUDA where there is one, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """"auto" is the checkpoint's on CUDA, float32 on the CPU."""
-    weights: Literal["auto", "fp8"] = "auto"
+    quantization: Literal["auto", "fp8"] = "auto"
     """Of the layers' matrices: "auto" is as the checkpoint has them, "fp8" quantises them while they load."""
-    kv_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Of the KV cache: "auto" is the model's, "fp8" halves it."""
     tensor_parallel_size: Positive = 1
     """Ranks (GPUs) that hold one replica together."""
     max_model_len: Positive | None = None
     """Longest sequence in tokens, prompt and output together; without it, the checkpoint's."""
-    max_rows: Positive = 64
+    max_num_seqs: Positive = 64
     """Sequences that run at once in one replica."""
-    step_tokens: Positive = 2048
+    max_num_batched_tokens: Positive = 2048
     """Token budget of one step."""
-    mixed_tokens: Positive | None = None
+    max_mixed_tokens: Positive | None = None
     """Token budget of a step in which sequences decode: less makes the time between tokens shorter while
-    prompts are computed, and these slower; without it half of `step_tokens`, at most 4096."""
+    prompts are computed, and these slower; without it half of `max_num_batched_tokens`, at most 4096."""
     kv_blocks: Positive | None = None
     """Blocks of 64 tokens in the KV cache; without it, sized from memory."""
-    memory_fraction: Fraction = 0.95
+    gpu_memory_utilization: Fraction = 0.95
     """Part of the device's memory that may be used."""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     """"dummy" makes random weights: for measuring speed without a checkpoint's files."""
@@ -72,15 +72,15 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             load_format=self.load_format,
             device=self.device,
             dtype=self.dtype,
-            weights=self.weights,
-            kv_dtype=self.kv_dtype,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
             tensor_parallel_size=self.tensor_parallel_size,
             max_model_len=self.max_model_len,
-            max_rows=self.max_rows,
-            step_tokens=self.step_tokens,
-            mixed_tokens=self.mixed_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_mixed_tokens=self.max_mixed_tokens,
             kv_blocks=self.kv_blocks,
-            memory_fraction=self.memory_fraction,
+            gpu_memory_utilization=self.gpu_memory_utilization,
             prefix_cache=self.prefix_cache,
             threads=self.threads,
         )
@@ -216,12 +216,12 @@ class Flags(msgspec.Struct, kw_only=True):
     device: str | None = None
     """These change every model."""
     dtype: str | None = None
-    weights: str | None = None
-    kv_dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None
-    max_rows: int | None = None
-    step_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     kv_blocks: int | None = None
     load_format: str | None = None
 

@@ -19,12 +19,12 @@ _FLAGS_OF_SERVICE = ("listen", "fronts", "run_dir", "state_dir", "log_level")
 _FLAGS_OF_MODELS = (
     "device",
     "dtype",
-    "weights",
-    "kv_dtype",
+    "quantization",
+    "kv_cache_dtype",
     "tensor_parallel_size",
     "max_model_len",
-    "max_rows",
-    "step_tokens",
+    "max_num_seqs",
+    "max_num_batched_tokens",
     "kv_blocks",
     "load_format",
 )

@@ -86,10 +86,10 @@ class CreditAccount:
         busy = self.rows - self.available_rows
         self.generated_each += (report.generated_tokens - self._generated) / max(1, busy)
         self._generated = report.generated_tokens
-        self.granted_rows = report.credit_rows
+        self.granted_rows = report.credit_seqs
         self.granted_tokens = report.credit_tokens
         if not self.rows:
-            self.rows, self.tokens = report.credit_rows, report.credit_tokens
+            self.rows, self.tokens = report.credit_seqs, report.credit_tokens
         self.kv_tokens = report.blocks_total * BLOCK_TOKENS
         self.rates.learn(report)
 

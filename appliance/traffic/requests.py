@@ -472,7 +472,7 @@ class Ledger(Books):
         if request is None or left is None:
             log.error("%s finished %s, which it was not given", account.replica, finished.request_id)
             return
-        rows = len(finished.finish)
+        rows = len(finished.finish_reason)
         left.end(rows, finished.credit_tokens)
         request.count(finished)
         if request.request_class == BACKGROUND:

@@ -44,7 +44,7 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
                 continue
             difference = replica.used_bytes / max(1, replica.predicted_bytes) - 1
             where = ", ".join(dict.fromkeys(replica.devices))
-            held = precision(replica.dtype, replica.weights, replica.kv_dtype)
+            held = precision(replica.dtype, replica.weights, replica.kv_cache_dtype)
             yield _finding(
                 model.name,
                 "ok",
@@ -106,7 +106,8 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
     ranks, longest = model.tensor_parallel_size, found.longest
     text = (
         f"{found.model_type}, {found.parameters / 1e6:,.1f} M parameters in "
-        f"{precision(found.dtype, found.weights, found.kv_dtype)}: weights {of_bytes(found.weight_bytes)}, "
+        f"{precision(found.dtype, found.weights, found.kv_cache_dtype)}: "
+        f"weights {of_bytes(found.weight_bytes)}, "
         f"working memory {of_bytes(found.fixed_bytes - found.weight_bytes)}, {found.blocks:,} KV blocks "
         f"{of_bytes(found.kv_bytes)}; {of_bytes(found.usable_bytes)} usable"
         f"{f' on each of {ranks} ranks' if ranks > 1 else ''}"
@@ -116,7 +117,7 @@ def _fit(name: str, model: ModelSettings, gpus: list[Gpu], available_bytes: int)
             name,
             "problem",
             f"does not fit: {text}",
-            "lower kv_blocks or max_rows, use more ranks, or free memory",
+            "lower kv_blocks or max_num_seqs, use more ranks, or free memory",
         )
     fitting = found.blocks * BLOCK_TOKENS
     if fitting >= longest:

@@ -1,1 +1,2 @@
-"""The engine's benchmark: `python -m engine.bench`. The workloads by name, ours beside the physical limit."""
+"""The engine's benchmark, `python -m engine.bench`: named workloads, with results as a fraction of the
+device's limit."""

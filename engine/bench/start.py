@@ -1,4 +1,4 @@
-"""The engine that a benchmark or a profile runs, from the options that both have."""
+"""Starts the engine of a benchmark or a profile, from command-line options that both share."""
 
 from __future__ import annotations
 
@@ -11,40 +11,49 @@ import msgspec
 import torch
 
 from engine.bench.shapes import SHAPES, write_config
-from engine.bench.workloads import Workload
-from engine.config import DTYPE_BYTES, CheckpointError, UnfitError
+from engine.bench.workloads import EngineWorkload
+from engine.config import DTYPE_BYTES, CheckpointError, UnsupportedError
 from engine.device import DeviceError
 from engine.families import read_config
 from engine.garbage import settle_garbage
 from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec
 
-FAILURES = (CheckpointError, UnfitError, DeviceError, MemoryError, torch.OutOfMemoryError)
-"""What `start` raises of which a person needs the message alone."""
+FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError)
+"""Exceptions of `start` that are reported by their message, without a traceback."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What `start` reads."""
+    """Add the options that `start` reads."""
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="default: %(default)s"
     )
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder, instead of random weights")
-    parser.add_argument("--load-format", choices=["safetensors", "dummy"], help="dummy: random weights")
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint, instead of a public shape")
+    parser.add_argument("--load-format", choices=["safetensors", "dummy"], help="dummy means random weights")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
-    parser.add_argument("--kv-fp8", action="store_true", help="quantise the cache")
-    parser.add_argument("--memory-fraction", type=float, help="part of the device's memory to use")
-    parser.add_argument("--max-rows", type=int, default=1024, help="most sequences at once (%(default)s)")
-    parser.add_argument("--step-tokens", type=int, default=8192, help="most tokens of a step (%(default)s)")
-    parser.add_argument("--max-model-len", type=int, help="without it, what the workloads need")
-    parser.add_argument("--kv-blocks", type=int, help="without it, what memory allows")
+    parser.add_argument("--kv-fp8", action="store_true", help="quantise the KV cache")
+    parser.add_argument("--gpu-memory-utilization", type=float, help="fraction of the device's memory to use")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=1024, help="maximum number of running sequences (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=8192, help="token budget of a step (%(default)s)"
+    )
+    parser.add_argument("--max-model-len", type=int, help="default: the length that the workloads need")
+    parser.add_argument("--kv-blocks", type=int, help="default: as many as fit into memory")
 
 
-def start(arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, Workload]) -> LocalEngine:
-    """The engine of `add_options`, for the longest sequences of some workloads, as a replica runs it. How far
-    it is stands on standard error where that is a terminal. `scratch` is a folder for a shape's
-    configuration. Raises FAILURES."""
+def start(
+    arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
+) -> LocalEngine:
+    """Start an engine with the options of `add_options`, configured like a replica, for the sequences of
+    `workloads`.
+
+    Progress is shown on standard error if that is a terminal. scratch: folder for the configuration of a
+    shape. Raises FAILURES.
+    """
     model = arguments.model or write_config(arguments.shape, scratch)
     spec = ReplicaSpec(
         replica="bench-0",
@@ -53,33 +62,40 @@ def start(arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, 
         device=arguments.device,
         dtype=arguments.dtype,
         max_model_len=_max_model_len(arguments, model, workloads),
-        max_rows=arguments.max_rows,
-        step_tokens=arguments.step_tokens,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
         kv_blocks=arguments.kv_blocks,
-        weights="fp8" if arguments.fp8 else "auto",
-        kv_dtype="fp8" if arguments.kv_fp8 else "auto",
+        quantization="fp8" if arguments.fp8 else "auto",
+        kv_cache_dtype="fp8" if arguments.kv_fp8 else "auto",
     )
-    if arguments.memory_fraction is not None:
-        spec = msgspec.structs.replace(spec, memory_fraction=arguments.memory_fraction)
+    if arguments.gpu_memory_utilization is not None:
+        spec = msgspec.structs.replace(spec, gpu_memory_utilization=arguments.gpu_memory_utilization)
     engine = LocalEngine(spec, _show if sys.stderr.isatty() else lambda stage, fraction: None)
     settle_garbage()
     return engine
 
 
-def _max_model_len(arguments: argparse.Namespace, model: Path, workloads: Mapping[str, Workload]) -> int:
-    """What was asked for, or what the workloads need. Raises UnfitError where they do not fit in."""
+def _max_model_len(
+    arguments: argparse.Namespace, model: Path, workloads: Mapping[str, EngineWorkload]
+) -> int:
+    """Return --max-model-len, or the length that the workloads need. Raises UnsupportedError if they do not
+    fit."""
     name, longest = max(workloads.items(), key=lambda item: item[1].sequence_tokens)
     needed, given = longest.sequence_tokens, arguments.max_model_len
-    its = f"{name} has sequences of {needed} ({longest.prompt_tokens} in, {longest.output_tokens} out)"
+    longest_text = (
+        f"{name} has sequences of {needed} ({longest.prompt_tokens} in, {longest.output_tokens} out)"
+    )
     if given is not None and given < needed:
-        raise UnfitError(
-            f"--max-model-len is {given} tokens, but {its}: raise it, leave it out, or choose other workloads"
+        raise UnsupportedError(
+            f"--max-model-len is {given} tokens, but {longest_text}: "
+            "raise it, leave it out, or choose other workloads"
         )
     limit = read_config(model).context_limit
     if limit < needed:
-        what = arguments.model or arguments.shape
-        raise UnfitError(
-            f"{what} allows sequences of {limit} tokens, but {its}: choose other workloads, or another model"
+        model_name = arguments.model or arguments.shape
+        raise UnsupportedError(
+            f"{model_name} allows sequences of {limit} tokens, but {longest_text}: "
+            "choose other workloads or another model"
         )
     return given or needed
 

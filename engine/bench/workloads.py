@@ -1,4 +1,4 @@
-"""What is measured: the workloads by name, and how one is run on an engine."""
+"""The benchmark's workloads by name, and a function that runs one on an engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.core import StepTiming
 from engine.generate import LocalEngine
@@ -13,50 +14,50 @@ from engine.messages import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """`requests` prompts of `prompt_tokens` random tokens, at once or one at a time; `output_tokens` each,
-    end tokens ignored, nothing found in the prefix cache."""
+class EngineWorkload:
+    """`requests` prompts of random tokens, sent at once or one at a time. Each generates `output_tokens`
+    tokens, ignores end-of-sequence tokens and finds nothing in the prefix cache."""
 
     requests: int
     prompt_tokens: int
     output_tokens: int
-    figure: str
-    """What is reported: "p99_ms" (of one-at-a-time requests), "output_tok_s", "prompt_tok_s" or "ms"."""
+    metric: Literal["p99_ms", "ms", "output_tok_s", "prompt_tok_s"]
+    """The reported metric. "p99_ms" needs `one_at_a_time`."""
     one_at_a_time: bool = False
     temperature: float = 0.0
     top_p: float = 1.0
 
     @property
     def sequence_tokens(self) -> int:
-        """Of a prompt and its output together."""
+        """Length of a sequence: prompt and output together."""
         return self.prompt_tokens + self.output_tokens
 
     @property
     def unit(self) -> str:
-        return {"p99_ms": "ms p99", "ms": "ms", "output_tok_s": "tok/s", "prompt_tok_s": "tok/s"}[self.figure]
+        return {"p99_ms": "ms p99", "ms": "ms", "output_tok_s": "tok/s", "prompt_tok_s": "tok/s"}[self.metric]
 
     @property
-    def less_is_better(self) -> bool:
-        return self.figure in ("p99_ms", "ms")
+    def lower_is_better(self) -> bool:
+        return self.metric in ("p99_ms", "ms")
 
 
-WORKLOADS: dict[str, Workload] = {
-    "b1_50tok": Workload(40, 128, 50, "p99_ms", one_at_a_time=True),
-    "b1_decode": Workload(1, 512, 256, "output_tok_s"),
-    "b8_decode": Workload(8, 512, 256, "output_tok_s"),
-    "b64_decode": Workload(64, 512, 256, "output_tok_s"),
-    "n1024": Workload(1024, 512, 256, "output_tok_s"),
-    "n1024_sampled": Workload(1024, 512, 256, "output_tok_s", temperature=0.8, top_p=0.95),
-    "prefill": Workload(16, 4096, 1, "prompt_tok_s"),
-    "long": Workload(32, 8192, 128, "output_tok_s"),
-    "ttft8k": Workload(1, 8192, 1, "ms"),
+WORKLOADS: dict[str, EngineWorkload] = {
+    "b1_50tok": EngineWorkload(40, 128, 50, "p99_ms", one_at_a_time=True),
+    "b1_decode": EngineWorkload(1, 512, 256, "output_tok_s"),
+    "b8_decode": EngineWorkload(8, 512, 256, "output_tok_s"),
+    "b64_decode": EngineWorkload(64, 512, 256, "output_tok_s"),
+    "n1024": EngineWorkload(1024, 512, 256, "output_tok_s"),
+    "n1024_sampled": EngineWorkload(1024, 512, 256, "output_tok_s", temperature=0.8, top_p=0.95),
+    "prefill": EngineWorkload(16, 4096, 1, "prompt_tok_s"),
+    "long": EngineWorkload(32, 8192, 128, "output_tok_s"),
+    "ttft8k": EngineWorkload(1, 8192, 1, "ms"),
 }
 
 
 @dataclass(slots=True)
-class Steps:
-    """The steps of one kind in a run: how many, their mean time, and how long the device then waited for the
-    host, on average and as a part of the step."""
+class StepStats:
+    """Steps of one kind in a run: their number, mean duration, and mean idle time before them, in which the
+    device waited for the host, also as a fraction of the duration."""
 
     count: int
     ms: float
@@ -65,21 +66,25 @@ class Steps:
 
 
 @dataclass(slots=True)
-class Measured:
-    """One run of a workload."""
+class WorkloadResult:
+    """The result of one run of a workload."""
 
-    figure: float
+    result: float
+    """The workload's metric."""
     seconds: float
     p50_ms: float | None
-    decode: Steps
-    """Steps that only decoded."""
-    mixed: Steps
-    """Steps that computed prompts."""
+    decode: StepStats
+    """Decode-only steps."""
+    mixed: StepStats
+    """Steps with prefill."""
 
 
-def run(engine: LocalEngine, workload: Workload, seed: int) -> Measured:
-    """Run a workload once; prompts follow from `seed`. Raises RuntimeError when a request does not end as it
-    must: a fast wrong answer is not a result."""
+def run(engine: LocalEngine, workload: EngineWorkload, seed: int) -> WorkloadResult:
+    """Run a workload once, with prompts derived from `seed`.
+
+    Raises RuntimeError if a request does not generate all of its tokens, since its time would not be
+    comparable.
+    """
     draw = random.Random(seed)
     vocabulary = engine.info.vocab_size
     prompts = [
@@ -95,8 +100,8 @@ def run(engine: LocalEngine, workload: Workload, seed: int) -> Measured:
         times.append(1e3 * (time.perf_counter() - began))
     seconds = time.perf_counter() - started
     timings = engine.timings[before:]
-    return Measured(
-        figure=_figure(workload, times, seconds),
+    return WorkloadResult(
+        result=_result(workload, times, seconds),
         seconds=seconds,
         p50_ms=statistics.median(times) if workload.one_at_a_time else None,
         decode=_steps([timing for timing in timings if not timing.mixed]),
@@ -104,16 +109,16 @@ def run(engine: LocalEngine, workload: Workload, seed: int) -> Measured:
     )
 
 
-def _steps(timings: list[StepTiming]) -> Steps:
+def _steps(timings: list[StepTiming]) -> StepStats:
     count = len(timings)
     if not count:
-        return Steps(0, 0.0, 0.0, 0.0)
+        return StepStats(0, 0.0, 0.0, 0.0)
     ms = sum(timing.ms for timing in timings) / count
     idle_us = sum(timing.idle_us for timing in timings) / count
-    return Steps(count, ms, idle_us, idle_us / (1e3 * ms) if ms else 0.0)
+    return StepStats(count, ms, idle_us, idle_us / (1e3 * ms) if ms else 0.0)
 
 
-def _generate(engine: LocalEngine, prompts: list[list[int]], workload: Workload, seed: int) -> None:
+def _generate(engine: LocalEngine, prompts: list[list[int]], workload: EngineWorkload, seed: int) -> None:
     sampling = SamplingParams(
         max_tokens=workload.output_tokens,
         ignore_eos=True,
@@ -121,19 +126,19 @@ def _generate(engine: LocalEngine, prompts: list[list[int]], workload: Workload,
         top_p=workload.top_p,
         seed=seed,
     )
-    # A salt of its own: no run finds its prompts in the cache.
+    # A new salt for each call, so that no run finds its prompts in the prefix cache.
     for samples in engine.generate(prompts, sampling, cache_salt=f"{seed}/{time.perf_counter_ns()}"):
         if len(samples[0].token_ids) != workload.output_tokens:
             raise RuntimeError(
                 f"a request ended after {len(samples[0].token_ids)} of {workload.output_tokens} tokens "
-                f"({samples[0].finish}): {samples[0].error}"
+                f"({samples[0].finish_reason}): {samples[0].error}"
             )
 
 
-def _figure(workload: Workload, times_ms: list[float], seconds: float) -> float:
-    if workload.figure == "p99_ms":
+def _result(workload: EngineWorkload, times_ms: list[float], seconds: float) -> float:
+    if workload.metric == "p99_ms":
         return sorted(times_ms)[max(0, -(-99 * len(times_ms) // 100) - 1)]
-    if workload.figure == "ms":
+    if workload.metric == "ms":
         return 1e3 * seconds
-    tokens = workload.output_tokens if workload.figure == "output_tok_s" else workload.prompt_tokens
+    tokens = workload.output_tokens if workload.metric == "output_tok_s" else workload.prompt_tokens
     return workload.requests * tokens / seconds

@@ -1,4 +1,4 @@
-"""Which tensors lie in which safetensors file of a folder, checked before a single weight is read."""
+"""The tensors of a checkpoint folder and their files, from safetensors headers. Weights are not read here."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LARGEST_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
-"""Of the dtypes that are ever read."""
+"""Sizes of the dtypes that can be loaded."""
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a field raises where JSON is none, or is not what the format says."""
+"""Exceptions of reading fields from data that is not JSON or does not follow the format."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a file."""
+class TensorEntry:
+    """A tensor in a safetensors file."""
 
     file: Path
     dtype: str
-    """In safetensors' words, e.g. "BF16"."""
+    """The dtype as safetensors names it, e.g. "BF16"."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of the first byte in the file."""
     nbytes: int
     modified_ns: int
-    """When the file was last written, as its header was read."""
+    """Modification time of the file when its header was read."""
 
 
-def read_entries(folder: Path) -> dict[str, Entry]:
-    """All tensors of a checkpoint folder by name: one `model.safetensors`, or the shards of its index.
+def read_entries(folder: Path) -> dict[str, TensorEntry]:
+    """Return all tensors of a checkpoint folder by name, from `model.safetensors` or from the files of its
+    index.
 
     Raises CheckpointError for missing, unreadable, malformed and truncated files.
     """
@@ -44,19 +45,19 @@ def read_entries(folder: Path) -> dict[str, Entry]:
     if not index.exists():
         return _read_header(_single_file(folder))
     weight_map = _read_index(index)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         file = folder / shard
         if not file.exists():
-            raise CheckpointError(f"{file}: no such file, but {INDEX} names it; download the missing shard")
+            raise CheckpointError(f"{file}: no such file, but {INDEX} lists it; download the missing shard")
         for name, entry in _read_header(file).items():
             if weight_map.get(name, shard) == shard:
                 entries[name] = entry
     for name, shard in weight_map.items():
         if name not in entries:
             raise CheckpointError(
-                f"{folder / shard}: has no tensor {name}, but {INDEX} says so; shards and index "
-                "are of different checkpoints: download them again"
+                f"{folder / shard}: has no tensor {name}, but {INDEX} lists it; shards and index "
+                "belong to different checkpoints: download them again"
             )
     return entries
 
@@ -78,13 +79,15 @@ def _read_index(index: Path) -> dict[str, str]:
     except (OSError, *_MALFORMED) as error:
         raise CheckpointError(f"{index}: has no readable weight_map ({error!r}); download it again") from None
     for name, shard in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", weight_map)]:
-        # A shard is a plain file name: an index must not reach out of its folder.
+        # Only plain file names are accepted, so that an index cannot refer to files outside of its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
-            raise CheckpointError(f"{index}: {name} is {shard!r}; the name of a file in the folder is needed")
+            raise CheckpointError(
+                f"{index}: {name} is {shard!r}; it must be the name of a file in the folder"
+            )
     return weight_map
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def _read_header(file: Path) -> dict[str, TensorEntry]:
     try:
         with file.open("rb") as stream:
             status = os.fstat(stream.fileno())
@@ -107,7 +110,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
     except _MALFORMED as error:
         raise CheckpointError(
-            f"{file}: its header is not safetensors ({error!r}); download it again"
+            f"{file}: has an invalid safetensors header ({error!r}); download it again"
         ) from None
     if size < expected:
         raise CheckpointError(
@@ -116,12 +119,12 @@ def _read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(file: Path, value: dict[str, Any], data: int, modified_ns: int) -> Entry:
-    """Of a tensor whose bytes count from `data` on."""
+def _entry(file: Path, value: dict[str, Any], data: int, modified_ns: int) -> TensorEntry:
+    """Parse a tensor of a header. data: offset in the file to which the header's offsets are relative."""
     dtype, shape = str(value["dtype"]), tuple(int(n) for n in value["shape"])
     first, last = (int(n) for n in value["data_offsets"])
     if first < 0 or last < first or min(shape, default=0) < 0:
         raise ValueError(f"shape {list(shape)} from byte {first} to {last}")
     if dtype in _DTYPE_BYTES and last - first != math.prod(shape) * _DTYPE_BYTES[dtype]:
         raise ValueError(f"{last - first} bytes of {dtype} in shape {list(shape)}")
-    return Entry(file, dtype, shape, data + first, last - first, modified_ns)
+    return TensorEntry(file, dtype, shape, data + first, last - first, modified_ns)

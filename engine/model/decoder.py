@@ -16,7 +16,7 @@ from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.fit import Fit
-from engine.model.layers import LAYER_KINDS, LayerInput, Piece, Place
+from engine.model.layers import LAYER_KINDS, LayerInput, ParameterFactory, WeightShard
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
 from kernels import KvPool, Ops, Residual
@@ -32,9 +32,8 @@ class Decoder:
 
     max_model_len: the longest sequence; None: the checkpoint's (`ModelConfig.context_length`). fp8: the
     layers' matrices are e4m3, with a scale for each output; embeddings and the output matrix are not. kv_fp8:
-    so is the cache, with a scale for each token and head.
-    Raises UnfitError when the model cannot be split over the ranks or serve that length, WeightsTooLarge when
-    its weights do not fit the device.
+    so is the cache, with a scale for each token and head. Raises UnsupportedError when the model cannot be
+    split over the ranks or serve that length, WeightsTooLarge when its weights do not fit the device.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Decoder:
         fp8: bool = False,
         kv_fp8: bool = False,
     ) -> None:
-        place = Place(ops, dtype, device, fp8)
+        factory = ParameterFactory(ops, dtype, device, fp8)
         self.config = config
         self.ranks = ranks
         self.ops = ops
@@ -61,14 +60,14 @@ class Decoder:
         self.fit = Fit(config, self.shard, str(dtype).removeprefix("torch."), fp8, device, ranks.size)
         self.fit.check()
         with self.fit.explained():
-            self.embedding = place.empty(self.shard.vocab, config.hidden_size)
+            self.embedding = factory.empty(self.shard.vocab, config.hidden_size)
             self.layers = [
-                LAYER_KINDS[kind](config, self.shard, place, index)
+                LAYER_KINDS[kind](config, self.shard, factory, index)
                 for index, kind in enumerate(config.layer_kinds)
             ]
-            self.final_norm = place.empty(config.hidden_size)
+            self.final_norm = factory.empty(config.hidden_size)
             tied = config.tie_word_embeddings
-            self.head = self.embedding if tied else place.empty(self.shard.vocab, config.hidden_size)
+            self.head = self.embedding if tied else factory.empty(self.shard.vocab, config.hidden_size)
         self.cos_sin = rotary_table(config, self.max_model_len).to(device)
 
     def with_layers(self, indices: list[int]) -> Decoder:
@@ -81,13 +80,13 @@ class Decoder:
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
         """Runs a pass, writing its keys and values into `kv` (one pool a layer): `[tokens, hidden]`, before
-        the final norm, which `logits` applies to the rows that need it; only the rows of `inputs.ends` where
-        that is given."""
-        ops, ranks, ends = self.ops, self.ranks, inputs.ends
+        the final norm, which `logits` applies to the rows that need it; only the rows of
+        `inputs.logits_attention` where that is given."""
+        ops, ranks, ends = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = Residual(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
         plan = ops.plan_attention(inputs.attention)
-        every = LayerInput(ranks, self.cos_sin, inputs.positions, inputs.slots, plan)
+        every = LayerInput(ranks, self.cos_sin, inputs.positions, inputs.kv_slots, plan)
         last = every
         if ends is not None:
             assert ends.queries is not None
@@ -136,18 +135,19 @@ class Decoder:
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 
-    def pieces(self) -> list[Piece]:
-        """Every tensor that a checkpoint of this model has, in the order of a pass. Before `finish` only."""
+    def weight_shards(self) -> list[WeightShard]:
+        """Every tensor that a checkpoint of this model has, in the order of a pass. Before `finish_reason`
+        only."""
         config, shard = self.config, self.shard
         whole = (config.vocab_size, config.hidden_size)
         start, real = shard.first_vocab, shard.vocab_real
-        pieces = [Piece("model.embed_tokens.weight", whole, self.embedding[:real], 0, start)]
+        weight_shards = [WeightShard("model.embed_tokens.weight", whole, self.embedding[:real], 0, start)]
         for index, layer in enumerate(self.layers):
-            pieces.extend(layer.pieces(f"model.layers.{index}"))
-        pieces.append(Piece("model.norm.weight", (config.hidden_size,), self.final_norm))
+            weight_shards.extend(layer.weight_shards(f"model.layers.{index}"))
+        weight_shards.append(WeightShard("model.norm.weight", (config.hidden_size,), self.final_norm))
         if not config.tie_word_embeddings:
-            pieces.append(Piece("lm_head.weight", whole, self.head[:real], 0, start))
-        return pieces
+            weight_shards.append(WeightShard("lm_head.weight", whole, self.head[:real], 0, start))
+        return weight_shards
 
     def finish(self) -> None:
         """Once, when every piece is filled: clears padding and lays weights out as the backend likes them.

@@ -1,10 +1,10 @@
-"""Blocks of weights out of their files, each in pieces by several threads.
+"""Reads blocks of weights from their files, each in pieces, with several threads.
 
-For a piece a thread calls the kernel once, which copies while the interpreter serves others. Pieces are
-large, so that the interpreter's share of the time is small, and few are on their way at once, so that what
-the page cache gives stays in the processor's until the device has fetched it.
+A thread reads a piece with one system call, during which other threads can use the interpreter. Pieces are
+large, so that Python's share of the time is small. Few pieces are in flight at once, so that data from the
+page cache stays in the processor's cache until the device has read it.
 
-Errors of reading name the file and the tensor; that a file cannot be opened, or was changed, names the file.
+Read errors name the file and the tensor. Errors of opening, and of files that were modified, name the file.
 """
 
 from __future__ import annotations
@@ -16,72 +16,75 @@ from queue import SimpleQueue
 import torch
 
 from engine.config import CheckpointError
-from engine.model.checkpoint import Entry
-from engine.model.slices import Slice
-from engine.model.slots import Slot
+from engine.model.checkpoint import TensorEntry
+from engine.model.slices import TensorSlice
+from engine.model.staging import StagingBuffer
 from engine.model.weight_file import PAGE, WeightFile
 
 READERS = 12
-"""Threads: as many as PCIe's 55 GB/s take out of the page cache, and disks want reads at once."""
+"""Number of reader threads: enough to read 55 GB/s, the rate of PCIe, from the page cache, and to keep disks
+busy."""
 PIECE_BYTES = 4 << 20
-"""A multiple of a page."""
+"""Size of a piece, a multiple of a page."""
 
 
-def opened(path: Path) -> WeightFile:
-    """Raises CheckpointError with the reason."""
+def open_weights(path: Path) -> WeightFile:
+    """Open a file of weights. Raises CheckpointError with the reason if that fails."""
     try:
         return WeightFile(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-class Block:
-    """Rows that are had at once, and how."""
+class FileBlock:
+    """Rows of a file that are read together."""
 
     __slots__ = ("file", "past_cache", "rows", "target")
 
-    def __init__(self, rows: Slice, file: WeightFile, target: torch.Tensor | None = None) -> None:
+    def __init__(self, rows: TensorSlice, file: WeightFile, target: torch.Tensor | None = None) -> None:
         self.rows = rows
         self.file = file
         self.past_cache = file.past_cache(rows.offset, rows.nbytes, rows.shared)
         self.target = target
-        """Where the bytes belong as they are `[bytes]`, on the device. None: nowhere."""
+        """`[bytes]` on the device, to which the block is copied unchanged; None if it is converted."""
 
     @property
     def first_page(self) -> int:
-        """Where the file's pages begin that a slot takes."""
+        """Offset in the file of the first page that the block touches. The staging buffer begins with this
+        page."""
         return self.rows.offset // PAGE * PAGE
 
-    def numbers(self, slot: Slot) -> torch.Tensor:
-        """`[bytes]`, of a slot that the block was read to."""
+    def numbers(self, buffer: StagingBuffer) -> torch.Tensor:
+        """Return the block's `[bytes]` in the staging buffer to which it was read."""
         skipped = self.rows.offset - self.first_page
-        return slot.host[skipped : skipped + self.rows.nbytes]
+        return buffer.host[skipped : skipped + self.rows.nbytes]
 
     def pieces(self) -> list[tuple[int, int]]:
-        """First bytes and ends in the file; all but the first begin at a page."""
+        """Return the (first, end) file offsets of the block's pieces. All but the first begin at a page."""
         first, end = self.rows.offset, self.rows.offset + self.rows.nbytes
         inner = range(self.first_page + PIECE_BYTES, end, PIECE_BYTES)
         return list(zip([first, *inner], [*inner, end], strict=True))
 
 
-class Reading:
-    """Of a block into a slot."""
+class BlockRead:
+    """The read of a block into a staging buffer."""
 
-    __slots__ = ("_failure", "_left", "_lock", "_there", "block", "slot")
+    __slots__ = ("_complete", "_failure", "_left", "_lock", "block", "buffer")
 
-    def __init__(self, block: Block, slot: Slot, pieces: int) -> None:
+    def __init__(self, block: FileBlock, buffer: StagingBuffer, pieces: int) -> None:
         self.block = block
-        self.slot = slot
+        self.buffer = buffer
         self._left = pieces
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._there = threading.Lock()  # held until all is; an Event would take longer
-        self._there.acquire()
+        self._complete = threading.Lock()  # held until the last piece is read; faster than an Event
+        self._complete.acquire()
 
     def wait(self) -> None:
-        """Until all pieces were read. Raises CheckpointError with file and tensor where one could not be."""
-        with self._there:
-            # Not kept: its traceback leads here, and both would keep the slot until garbage is collected.
+        """Wait until all pieces are read. Raises CheckpointError with file and tensor if a read failed."""
+        with self._complete:
+            # The reference is dropped: traceback and BlockRead would form a cycle that keeps the staging
+            # buffer alive until the next garbage collection.
             failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -90,7 +93,7 @@ class Reading:
             del failure
 
     def read(self, first: int, end: int) -> None:
-        """One of the pieces. Whatever is raised, who waits is told."""
+        """Read one piece. `wait` raises any exception."""
         try:
             self._read(first, end)
         except BaseException as error:
@@ -98,11 +101,11 @@ class Reading:
         with self._lock:
             self._left -= 1
             if not self._left:
-                self._there.release()
+                self._complete.release()
 
     def _read(self, first: int, end: int) -> None:
         block = self.block
-        into = self.slot.bytes[first // PAGE * PAGE - block.first_page :]
+        into = self.buffer.bytes[first // PAGE * PAGE - block.first_page :]
         try:
             block.file.read(first, end - first, into, block.past_cache)
         except EOFError:
@@ -111,33 +114,34 @@ class Reading:
             raise _unreadable(block, error) from error
 
 
-class Readers:
-    """Threads that read blocks, piece by piece in the order in which they are asked for."""
+class ReaderPool:
+    """Threads that read blocks, piece by piece, in the order in which `read` was called."""
 
     def __init__(self, threads: int) -> None:
-        self._pieces: SimpleQueue[tuple[Reading, int, int] | None] = SimpleQueue()
+        self._pieces: SimpleQueue[tuple[BlockRead, int, int] | None] = SimpleQueue()
         self._stopped = False
         self._threads: list[threading.Thread] = []
         try:
             for number in range(threads):
-                # A process may end though somebody still holds a stream that was never closed.
+                # Daemon threads do not keep the process from exiting while a stream is still open.
                 thread = threading.Thread(target=self._work, name=f"weights {number}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:  # no more threads, for one
+        except BaseException:  # e.g. the limit of threads is reached
             self.close()
             raise
 
-    def read(self, block: Block, slot: Slot) -> Reading:
-        """Begins to. Nobody else may touch the slot until all is there."""
+    def read(self, block: FileBlock, buffer: StagingBuffer) -> BlockRead:
+        """Start reading a block. The staging buffer belongs to the reader threads until the read is
+        complete."""
         pieces = block.pieces()
-        reading = Reading(block, slot, len(pieces))
+        read = BlockRead(block, buffer, len(pieces))
         for first, end in pieces:
-            self._pieces.put((reading, first, end))
-        return reading
+            self._pieces.put((read, first, end))
+        return read
 
     def close(self) -> None:
-        """Until no thread touches a slot any more; what nobody has begun to read is not read."""
+        """Stop the threads and wait for them. Pieces that were not begun are not read."""
         self._stopped = True
         for _ in self._threads:
             self._pieces.put(None)
@@ -146,22 +150,25 @@ class Readers:
 
     def _work(self) -> None:
         while (piece := self._pieces.get()) is not None:
-            reading, first, end = piece
+            read, first, end = piece
             if not self._stopped:
-                reading.read(first, end)
+                read.read(first, end)
 
 
-def check_unchanged(file: WeightFile, entry: Entry) -> None:
-    """Raises CheckpointError if the file was written to since its header was read, or nobody can tell."""
+def check_unchanged(file: WeightFile, entry: TensorEntry) -> None:
+    """Raise CheckpointError if the file was modified after its header was read, or if that cannot be
+    determined."""
     try:
         modified_ns = file.status().st_mtime_ns
     except OSError as error:
         raise CheckpointError(f"{entry.file}: cannot be read ({error.strerror})") from error
     if modified_ns != entry.modified_ns:
-        raise CheckpointError(f"{entry.file}: was changed while it was read; start again when it is complete")
+        raise CheckpointError(
+            f"{entry.file}: was modified while it was read; start again when it is complete"
+        )
 
 
-def _truncated(block: Block) -> CheckpointError:
+def _truncated(block: FileBlock) -> CheckpointError:
     entry, found = block.rows.entry, block.file.status().st_size
     return CheckpointError(
         f"{entry.file}: is truncated: {block.rows.name} needs {entry.offset + entry.nbytes} bytes, the file "
@@ -169,7 +176,7 @@ def _truncated(block: Block) -> CheckpointError:
     )
 
 
-def _unreadable(block: Block, error: OSError) -> CheckpointError:
+def _unreadable(block: FileBlock, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{block.rows.entry.file}: {block.rows.name} cannot be read ({error.strerror}); check the disk, or "
         "download it again"

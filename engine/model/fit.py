@@ -70,7 +70,7 @@ class Fit:
         """What there is to do; of settings, those with which the weights alone fit."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
-        settings = [] if self.fp8 else [(f'weights = "{FP8}"', self.dtype, FP8)]
+        settings = [] if self.fp8 else [(f'quantization = "{FP8}"', self.dtype, FP8)]
         if self.dtype == "float32":
             settings.append(('dtype = "bfloat16"', "bfloat16", FP8 if self.fp8 else "bfloat16"))
         for setting, dtype, weights in settings:

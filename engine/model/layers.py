@@ -30,8 +30,8 @@ class LayerInput:
     """[positions, head_dim] float32: the rotary table."""
     positions: torch.Tensor
     """[tokens] int64"""
-    slots: torch.Tensor
-    """[tokens] int64: see `ForwardInput.slots`."""
+    kv_slots: torch.Tensor
+    """[tokens] int64: KV slot indices, see `ForwardInput.kv_slots`."""
     attention_plan: Any
     """What `Ops.plan_attention` made for the pass."""
     kept: torch.Tensor | None = None
@@ -40,7 +40,7 @@ class LayerInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterFactory:
     """Where the weights of a layer are made."""
 
     ops: Ops
@@ -61,7 +61,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightShard:
     """A tensor of the checkpoint and this rank's part of it: the loader's instruction."""
 
     name: str
@@ -106,10 +106,10 @@ class Piece:
 class Linear:
     """A weight `[out, in]` and perhaps a bias `[out]`, on this rank. `pack` once, after loading."""
 
-    def __init__(self, place: Place, inputs: int, outputs: int, bias: bool) -> None:
-        self.ops = place.ops
-        self.weight = place.matrix(outputs, inputs)
-        self.bias = place.empty(outputs) if bias else None
+    def __init__(self, factory: ParameterFactory, inputs: int, outputs: int, bias: bool) -> None:
+        self.ops = factory.ops
+        self.weight = factory.matrix(outputs, inputs)
+        self.bias = factory.empty(outputs) if bias else None
 
     def __call__(self, x: Activation) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias)
@@ -130,26 +130,28 @@ class Linear:
     def pack(self) -> None:
         self.weight = self.ops.pack_weight(self.weight)
 
-    def outputs_piece(self, name: str, whole: int, start: int, first: int, count: int) -> list[Piece]:
+    def output_shards(self, name: str, whole: int, start: int, first: int, count: int) -> list[WeightShard]:
         """Rows `[first, first + count)` of this weight (and bias) are rows from `start` of the checkpoint's
         `whole` rows."""
         values, scales = self._parts()
         target = values[first : first + count]
         scales = None if scales is None else scales[first : first + count]
-        pieces = [Piece(f"{name}.weight", (whole, values.shape[1]), target, 0, start, scales)]
+        weight_shards = [WeightShard(f"{name}.weight", (whole, values.shape[1]), target, 0, start, scales)]
         if self.bias is not None:
-            pieces.append(Piece(f"{name}.bias", (whole,), self.bias[first : first + count], 0, start))
-        return pieces
+            weight_shards.append(
+                WeightShard(f"{name}.bias", (whole,), self.bias[first : first + count], 0, start)
+            )
+        return weight_shards
 
-    def inputs_piece(self, name: str, whole: int, start: int, bias: bool) -> list[Piece]:
+    def input_shards(self, name: str, whole: int, start: int, bias: bool) -> list[WeightShard]:
         """All columns of this weight are columns from `start` of the checkpoint's `whole` columns. The sum
         over the ranks must hold the bias once: the first rank has it."""
         values, scales = self._parts()
         outputs = values.shape[0]
-        pieces = [Piece(f"{name}.weight", (outputs, whole), values, 1, start, scales)]
+        weight_shards = [WeightShard(f"{name}.weight", (outputs, whole), values, 1, start, scales)]
         if bias:
-            pieces.append(Piece(f"{name}.bias", (outputs,), self.bias))
-        return pieces
+            weight_shards.append(WeightShard(f"{name}.bias", (outputs,), self.bias))
+        return weight_shards
 
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(self.weight, Fp8Weight):
@@ -160,18 +162,18 @@ class Linear:
 class Attention:
     """Grouped-query attention with rotary positions over the paged cache."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, place: Place, layer: int) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, layer: int) -> None:
         self.config = config
         self.shard = shard
-        self.ops = place.ops
+        self.ops = factory.ops
         self.window = config.sliding_windows[layer]
         self.scale = config.head_dim**-0.5
         outputs = (shard.heads + 2 * shard.kv_heads) * config.head_dim
         inputs = shard.heads * config.head_dim
-        self.qkv = Linear(place, config.hidden_size, outputs, config.qkv_bias)
-        self.o = Linear(place, inputs, config.hidden_size, config.o_bias and shard.rank == 0)
-        self.q_norm = place.empty(config.head_dim) if config.qk_norm else None
-        self.k_norm = place.empty(config.head_dim) if config.qk_norm else None
+        self.qkv = Linear(factory, config.hidden_size, outputs, config.qkv_bias)
+        self.o = Linear(factory, inputs, config.hidden_size, config.o_bias and shard.rank == 0)
+        self.q_norm = factory.empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = factory.empty(config.head_dim) if config.qk_norm else None
 
     def __call__(self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool) -> torch.Tensor:
         """Return the attention of `qkv [tokens, (heads + 2 kv_heads) × head_dim]`, which is the input of `o`:
@@ -179,7 +181,7 @@ class Attention:
         attended = self.ops.attend(
             qkv,
             inputs.positions,
-            inputs.slots,
+            inputs.kv_slots,
             Rotation(inputs.cos_sin, self.q_norm, self.k_norm, self.config.rms_norm_eps),
             kv,
             self.shard.heads,
@@ -189,21 +191,21 @@ class Attention:
         )
         return attended.view(len(attended), -1)
 
-    def pieces(self, prefix: str) -> list[Piece]:
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
         config, shard, size = self.config, self.shard, self.config.head_dim
         q, kv = shard.heads * size, shard.kv_heads * size
         whole_q, whole_kv = config.heads * size, config.kv_heads * size
         q_start, kv_start = shard.first_head * size, shard.first_kv_head * size
-        pieces = [
-            *self.qkv.outputs_piece(f"{prefix}.q_proj", whole_q, q_start, 0, q),
-            *self.qkv.outputs_piece(f"{prefix}.k_proj", whole_kv, kv_start, q, kv),
-            *self.qkv.outputs_piece(f"{prefix}.v_proj", whole_kv, kv_start, q + kv, kv),
-            *self.o.inputs_piece(f"{prefix}.o_proj", whole_q, q_start, config.o_bias),
+        weight_shards = [
+            *self.qkv.output_shards(f"{prefix}.q_proj", whole_q, q_start, 0, q),
+            *self.qkv.output_shards(f"{prefix}.k_proj", whole_kv, kv_start, q, kv),
+            *self.qkv.output_shards(f"{prefix}.v_proj", whole_kv, kv_start, q + kv, kv),
+            *self.o.input_shards(f"{prefix}.o_proj", whole_q, q_start, config.o_bias),
         ]
         if config.qk_norm:
-            pieces.append(Piece(f"{prefix}.q_norm.weight", (size,), self.q_norm))
-            pieces.append(Piece(f"{prefix}.k_norm.weight", (size,), self.k_norm))
-        return pieces
+            weight_shards.append(WeightShard(f"{prefix}.q_norm.weight", (size,), self.q_norm))
+            weight_shards.append(WeightShard(f"{prefix}.k_norm.weight", (size,), self.k_norm))
+        return weight_shards
 
     def pack(self) -> None:
         self.qkv.pack()
@@ -213,25 +215,27 @@ class Attention:
 class Mlp:
     """`down(silu(gate x) × up x)`, cut before `down`, whose product goes to the residual stream."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, place: Place) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory) -> None:
         self.config = config
         self.shard = shard
-        self.ops = place.ops
-        self.gate_up = Linear(place, config.hidden_size, 2 * shard.intermediate, config.mlp_bias)
-        self.down = Linear(place, shard.intermediate, config.hidden_size, config.mlp_bias and shard.rank == 0)
+        self.ops = factory.ops
+        self.gate_up = Linear(factory, config.hidden_size, 2 * shard.intermediate, config.mlp_bias)
+        self.down = Linear(
+            factory, shard.intermediate, config.hidden_size, config.mlp_bias and shard.rank == 0
+        )
 
     def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> Activation:
         """`[tokens, intermediate on this rank]` from the residual stream: the input of `down`."""
         up = self.gate_up
         return self.ops.norm_gate_up(x, norm_weight, eps, up.weight, up.bias)
 
-    def pieces(self, prefix: str) -> list[Piece]:
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
         whole, count = self.config.intermediate_size, self.shard.intermediate
         start = self.shard.first_intermediate
         return [
-            *self.gate_up.outputs_piece(f"{prefix}.gate_proj", whole, start, 0, count),
-            *self.gate_up.outputs_piece(f"{prefix}.up_proj", whole, start, count, count),
-            *self.down.inputs_piece(f"{prefix}.down_proj", whole, start, self.config.mlp_bias),
+            *self.gate_up.output_shards(f"{prefix}.gate_proj", whole, start, 0, count),
+            *self.gate_up.output_shards(f"{prefix}.up_proj", whole, start, count, count),
+            *self.down.input_shards(f"{prefix}.down_proj", whole, start, self.config.mlp_bias),
         ]
 
     def pack(self) -> None:
@@ -242,13 +246,13 @@ class Mlp:
 class Layer:
     """The dense layer: norm, attention, norm, MLP."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, place: Place, index: int) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
-        self.input_norm = place.empty(config.hidden_size)
+        self.input_norm = factory.empty(config.hidden_size)
         """The gain of the norm that reads the residual first. The layer in front may share this norm."""
-        self.attention = Attention(config, shard, place, index)
-        self.post_norm = place.empty(config.hidden_size)
-        self.mlp = Mlp(config, shard, place)
+        self.attention = Attention(config, shard, factory, index)
+        self.post_norm = factory.empty(config.hidden_size)
+        self.mlp = Mlp(config, shard, factory)
 
     def __call__(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
@@ -266,14 +270,14 @@ class Layer:
         activated = mlp.activate(residual, self.post_norm, self.eps)
         return mlp.down.add_to(residual, activated, next_gain, ranks)
 
-    def pieces(self, prefix: str) -> list[Piece]:
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
         """Return the tensors of a checkpoint that fill the layer, whose names begin with `prefix`."""
         hidden = tuple(self.input_norm.shape)
         return [
-            Piece(f"{prefix}.input_layernorm.weight", hidden, self.input_norm),
-            *self.attention.pieces(f"{prefix}.self_attn"),
-            Piece(f"{prefix}.post_attention_layernorm.weight", hidden, self.post_norm),
-            *self.mlp.pieces(f"{prefix}.mlp"),
+            WeightShard(f"{prefix}.input_layernorm.weight", hidden, self.input_norm),
+            *self.attention.weight_shards(f"{prefix}.self_attn"),
+            WeightShard(f"{prefix}.post_attention_layernorm.weight", hidden, self.post_norm),
+            *self.mlp.weight_shards(f"{prefix}.mlp"),
         ]
 
     def pack(self) -> None:

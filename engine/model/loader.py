@@ -1,7 +1,7 @@
-"""Fills a decoder's weights: streamed from safetensors, or random.
+"""Fills a decoder's weights, streamed from safetensors files or with random numbers.
 
-Each rank reads only its own slices (`engine.model.streaming`): the host never holds more than a ring of
-buffers beside the model. Conversions, and quantising to FP8, happen on the device.
+Each rank reads only its own slices (`engine.model.streaming`), so the host needs only a ring of staging
+buffers in addition to the model. Conversions and FP8 quantisation run on the device.
 """
 
 from __future__ import annotations
@@ -9,101 +9,101 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from engine.config import CheckpointError
-from engine.model.checkpoint import Entry, read_entries
+from engine.model.checkpoint import TensorEntry, read_entries
 from engine.model.decoder import Decoder
-from engine.model.layers import Piece
-from engine.model.slices import Slice
+from engine.model.layers import WeightShard
+from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
 from engine.model.weight_file import keep_cached
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and how far it is, 0 to 1."""
+from engine.progress import ProgressCallback
 
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
 _SCALE = "_scale"
-"""What is added to the name of an FP8 weight to find its scales: one, or one for each output."""
+"""Suffix of the name of an FP8 weight's scales: one scale, or one per output."""
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
-"""Of activations and cache, found beforehand on samples; ours are found for each token."""
+"""Scales of activations and KV cache, calibrated in advance. They are ignored: the engine computes scales per
+token."""
 _NAMES_SHOWN = 4
 _PROGRESS_S = 0.1
-"""Between two reports of progress, unless another file is begun."""
+"""Minimum interval of progress reports within a file."""
 
 
-def load(decoder: Decoder, folder: str | Path, progress: Progress) -> int:
-    """Fills every weight of `decoder` from the checkpoint in `folder`; returns the bytes that were read.
+def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback) -> int:
+    """Fill every weight of `decoder` from the checkpoint in `folder`. Returns the number of bytes read.
 
-    Raises CheckpointError, with file, tensor and both shapes, before any weight is read when a tensor is
-    missing, unknown, of another shape or of a dtype that cannot be loaded, or a file is truncated;
-    WeightsTooLarge where a GPU's memory runs out. Rotary frequencies, the copy of a tied output matrix and
-    static scales of activations, which some checkpoints carry, are ignored.
+    Before any weight is read, raises CheckpointError if a tensor is missing, unknown, of the wrong shape or
+    of a dtype that cannot be loaded, or if a file is truncated. Raises WeightsTooLarge if a GPU runs out of
+    memory. Ignores rotary frequencies, the copy of a tied output matrix and static activation scales.
     """
     folder = Path(folder)
     entries = read_entries(folder)
-    pieces = {piece.name: piece for piece in decoder.pieces()}
-    _check(entries, pieces, folder, tied=decoder.config.tie_word_embeddings)
+    shards = {shard.name: shard for shard in decoder.weight_shards()}
+    _check(entries, shards, folder, tied=decoder.config.tie_word_embeddings)
     with decoder.fit.explained():
-        done = _fill(pieces, entries, decoder, progress)
+        done = _fill(shards, entries, decoder, progress)
         _finish(decoder)
     if decoder.ranks.rank == 0:
-        keep_cached(sorted({entries[name].file for name in pieces}))
+        keep_cached(sorted({entries[name].file for name in shards}))
     return done
 
 
 def load_dummy(decoder: Decoder, seed: int) -> int:
-    """Fills every weight with random numbers made on the device; returns their bytes.
+    """Fill every weight with random numbers generated on the device. Returns the bytes of the weights.
 
-    Matrices are normal with variance 1 / columns, norms are one, biases small. A tensor depends only on its
-    name, the seed, the dtype and the kind of device, so ranks of any number hold slices of the same model.
-    Raises WeightsTooLarge where a GPU's memory runs out.
+    Matrices are normal with variance 1 / columns, norms are one, biases are small. A tensor depends only on
+    its name, the seed, the dtype and the kind of device, so any number of ranks hold slices of the same
+    model. Raises WeightsTooLarge if a GPU runs out of memory.
     """
     done = 0
     with decoder.fit.explained():
-        for piece in decoder.pieces():
-            if piece.target is None:
+        for shard in decoder.weight_shards():
+            if shard.target is None:
                 continue
-            _randomise(piece, decoder, seed)
-            done += piece.target.nbytes
+            _randomise(shard, decoder, seed)
+            done += shard.target.nbytes
         _finish(decoder)
     return done
 
 
-def _check(entries: dict[str, Entry], pieces: dict[str, Piece], folder: Path, tied: bool) -> None:
-    # Only matrices have scales: a vector of FP8 is as unloadable as one of integers.
+def _check(entries: dict[str, TensorEntry], shards: dict[str, WeightShard], folder: Path, tied: bool) -> None:
+    # Only matrices can be FP8, because only matrices have scales.
     quantised = {
         name
-        for name, piece in pieces.items()
-        if name in entries and entries[name].dtype == _FP8 and len(piece.shape) == 2
+        for name, shard in shards.items()
+        if name in entries and entries[name].dtype == _FP8 and len(shard.shape) == 2
     }
-    missing = [name for name in sorted(pieces) if name not in entries]
+    missing = [name for name in sorted(shards) if name not in entries]
     if missing:
-        raise CheckpointError(f"{folder}: {_names(missing)} missing; the model of config.json needs them")
-    for name, piece in pieces.items():
-        _check_dtype(entries[name], name, (*_LOADABLE, _FP8) if len(piece.shape) == 2 else _LOADABLE)
+        raise CheckpointError(
+            f"{folder}: {_names(missing)} missing; config.json describes a model that needs them"
+        )
+    for name, shard in shards.items():
+        _check_dtype(entries[name], name, (*_LOADABLE, _FP8) if len(shard.shape) == 2 else _LOADABLE)
     scales = {name + _SCALE for name in quantised}
     missing = [name for name in sorted(scales) if name not in entries]
     if missing:
         raise CheckpointError(
-            f"{folder}: {_names(missing)} missing; an FP8 weight needs one scale, or one for each output"
+            f"{folder}: {_names(missing)} missing; an FP8 weight needs one scale, or one per output"
         )
-    wanted = {*pieces, *scales}
-    unknown = [name for name in entries if name not in wanted and not _harmless(name, tied)]
+    wanted = {*shards, *scales}
+    unknown = [name for name in entries if name not in wanted and not _is_ignored(name, tied)]
     if unknown:
         raise CheckpointError(
-            f"{entries[unknown[0]].file}: {_names(unknown)} unknown; config.json describes a model without"
+            f"{entries[unknown[0]].file}: {_names(unknown)} unknown; "
+            "config.json describes a model without them"
         )
-    for name, piece in pieces.items():
+    for name, shard in shards.items():
         entry = entries[name]
-        if entry.shape != piece.shape:
+        if entry.shape != shard.shape:
             raise CheckpointError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json needs {list(piece.shape)}"
+                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json needs {list(shard.shape)}"
             )
         if name in quantised:
             scale = entries[name + _SCALE]
@@ -111,25 +111,25 @@ def _check(entries: dict[str, Entry], pieces: dict[str, Piece], folder: Path, ti
             if scale.shape not in ((), (1,), entry.shape[:1], (entry.shape[0], 1)):
                 raise CheckpointError(
                     f"{scale.file}: {name + _SCALE} has shape {list(scale.shape)}; one scale, or one for "
-                    f"each of {entry.shape[0]} outputs, can be loaded"
+                    f"each of {entry.shape[0]} outputs, is needed"
                 )
 
 
-def _check_dtype(entry: Entry, name: str, loadable: tuple[str, ...]) -> None:
+def _check_dtype(entry: TensorEntry, name: str, loadable: tuple[str, ...]) -> None:
     if entry.dtype not in loadable:
         raise CheckpointError(
-            f"{entry.file}: {name} has dtype {entry.dtype}; {', '.join(loadable)} can be loaded"
+            f"{entry.file}: {name} has dtype {entry.dtype}; it must be {' or '.join(loadable)}"
         )
 
 
-def _harmless(name: str, tied: bool) -> bool:
+def _is_ignored(name: str, tied: bool) -> bool:
     if tied and name.startswith("lm_head.weight"):
         return True
     return name.endswith((".rotary_emb.inv_freq", *_STATIC_SCALES))
 
 
 def _names(names: list[str]) -> str:
-    """ "tensor a is", "tensors a, b and 7 more are"."""
+    """Format names as "tensor a is" or "tensors a, b and 7 more are"."""
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
     if more > 0:
@@ -137,21 +137,28 @@ def _names(names: list[str]) -> str:
     return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown} are"
 
 
-def _fill(pieces: dict[str, Piece], entries: dict[str, Entry], decoder: Decoder, progress: Progress) -> int:
-    """Streams every piece's numbers into it; returns their bytes. Nothing of the stream outlives the call:
-    what still held a buffer would keep `_finish` from giving its memory back."""
+def _fill(
+    shards: dict[str, WeightShard],
+    entries: dict[str, TensorEntry],
+    decoder: Decoder,
+    progress: ProgressCallback,
+) -> int:
+    """Stream the checkpoint into all shards. Returns the number of bytes.
+
+    The stream and its buffers must not outlive this call, or `_finish` could not return their memory.
+    """
     device, ranks = decoder.device, decoder.ranks.size
-    scales = _read_scales(pieces, entries, device)
+    scales = _read_scales(shards, entries, device)
     wanted = [
-        _slice(piece, entries[piece.name], ranks) for piece in pieces.values() if piece.target is not None
+        _slice(shard, entries[shard.name], ranks) for shard in shards.values() if shard.target is not None
     ]
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     total = sum(part.nbytes for part in wanted)
     done = 0
-    file, told_at = None, 0.0
+    file, reported_at = None, 0.0
 
-    def fill(part: Slice, numbers: torch.Tensor) -> None:
-        block = _block(pieces[part.name], part)
+    def fill(part: TensorSlice, numbers: torch.Tensor) -> None:
+        block = _rows_of_shard(shards[part.name], part)
         numbers = numbers if block.dim == 0 else block.part(numbers)
         if part.entry.dtype == _FP8:
             each = scales[part.name + _SCALE]
@@ -160,78 +167,79 @@ def _fill(pieces: dict[str, Piece], entries: dict[str, Entry], decoder: Decoder,
         else:
             block.fill(numbers)
 
-    def place(whole: Slice) -> torch.Tensor | None:
-        piece = pieces[whole.name]
-        assert piece.target is not None
-        whole_rows = piece.target.shape[1:] == whole.entry.shape[1:] and piece.target.is_contiguous()
-        as_is = piece.scales is None and piece.target.dtype == whole.dtype
-        return piece.target if whole_rows and as_is else None
+    def find_target(whole: TensorSlice) -> torch.Tensor | None:
+        shard = shards[whole.name]
+        assert shard.target is not None
+        whole_rows = shard.target.shape[1:] == whole.entry.shape[1:] and shard.target.is_contiguous()
+        as_is = shard.scales is None and shard.target.dtype == whole.dtype
+        return shard.target if whole_rows and as_is else None
 
-    for part in stream(wanted, device, fill, place):
+    for part in stream(wanted, device, fill, find_target):
         done += part.nbytes
         now = time.monotonic()
-        if part.entry.file != file or now - told_at >= _PROGRESS_S or done == total:
-            file, told_at = part.entry.file, now
+        if part.entry.file != file or now - reported_at >= _PROGRESS_S or done == total:
+            file, reported_at = part.entry.file, now
             progress(f"loading {file.name}", done / total)
     return done
 
 
-def _randomise(piece: Piece, decoder: Decoder, seed: int) -> None:
-    generator = torch.Generator(decoder.device).manual_seed(seed ^ zlib.crc32(piece.name.encode()))
-    whole = torch.empty(piece.shape, dtype=decoder.dtype, device=decoder.device)
-    if len(piece.shape) == 2:
-        whole.normal_(std=piece.shape[1] ** -0.5, generator=generator)
-    elif piece.name.endswith(".bias"):
+def _randomise(shard: WeightShard, decoder: Decoder, seed: int) -> None:
+    generator = torch.Generator(decoder.device).manual_seed(seed ^ zlib.crc32(shard.name.encode()))
+    whole = torch.empty(shard.shape, dtype=decoder.dtype, device=decoder.device)
+    if len(shard.shape) == 2:
+        whole.normal_(std=shard.shape[1] ** -0.5, generator=generator)
+    elif shard.name.endswith(".bias"):
         whole.normal_(std=0.02, generator=generator)
     else:
         whole.fill_(1.0)
-    piece.fill(piece.part(whole))
+    shard.fill(shard.part(whole))
 
 
-def _slice(piece: Piece, entry: Entry, ranks: int) -> Slice:
-    """What a rank reads of a piece's tensor: its rows, or whole rows of which it takes some columns."""
-    assert piece.target is not None
-    rows = piece.target.shape[0]
+def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
+    """Return the rows of the checkpoint's tensor that this rank reads. A shard of columns needs all rows."""
+    assert shard.target is not None
+    rows = shard.target.shape[0]
     shared = ranks > 1 and rows == entry.shape[0]
-    return Slice(piece.name, entry, piece.start if piece.dim == 0 else 0, rows, shared)
+    return TensorSlice(shard.name, entry, shard.start if shard.dim == 0 else 0, rows, shared)
 
 
-def _block(piece: Piece, part: Slice) -> Piece:
-    """The rows of a piece that a part of its slice fills."""
-    assert piece.target is not None
-    first = part.first_row - (piece.start if piece.dim == 0 else 0)
+def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
+    """Return the rows of a shard that a part of its slice fills."""
+    assert shard.target is not None
+    first = part.first_row - (shard.start if shard.dim == 0 else 0)
     rows = slice(first, first + part.rows)
     return replace(
-        piece, target=piece.target[rows], scales=None if piece.scales is None else piece.scales[rows]
+        shard, target=shard.target[rows], scales=None if shard.scales is None else shard.scales[rows]
     )
 
 
 def _read_scales(
-    pieces: dict[str, Piece], entries: dict[str, Entry], device: torch.device
+    shards: dict[str, WeightShard], entries: dict[str, TensorEntry], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """By their names: the float32 scales of all rows of a weight `[rows]`, or the one of all `[1]`."""
+    """Return the float32 scales of all FP8 weights by tensor name: one per row `[rows]`, or a single one
+    `[1]`."""
     wanted = []
-    for piece in pieces.values():
-        if piece.target is not None and entries[piece.name].dtype == _FP8:
-            name = piece.name + _SCALE
-            wanted.append(Slice(name, entries[name], 0, math.prod(entries[name].shape[:1])))
+    for shard in shards.values():
+        if shard.target is not None and entries[shard.name].dtype == _FP8:
+            name = shard.name + _SCALE
+            wanted.append(TensorSlice(name, entries[name], 0, math.prod(entries[name].shape[:1])))
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     found = {part.name: torch.empty(part.rows, device=device) for part in wanted}
 
-    def fill(part: Slice, numbers: torch.Tensor) -> None:
+    def fill(part: TensorSlice, numbers: torch.Tensor) -> None:
         found[part.name][part.first_row : part.first_row + part.rows] = numbers.flatten()
 
     for _ in stream(wanted, device, fill):
         pass
     if not found:
         return {}
-    # Asked of the device once, for all.
+    # One transfer from the device for all tensors.
     sound = torch.stack([(scales.isfinite() & (scales >= 0)).all() for scales in found.values()]).tolist()
     bad = [name for name, good in zip(found, sound, strict=True) if not good]
     if bad:
         raise CheckpointError(
-            f"{entries[bad[0]].file}: {_names(bad)} not all finite and at least 0, as scales are; "
-            "download it again"
+            f"{entries[bad[0]].file}: {_names(bad)} not finite and at least 0 everywhere, as scales "
+            "must be; download it again"
         )
     return found
 
@@ -239,5 +247,5 @@ def _read_scales(
 def _finish(decoder: Decoder) -> None:
     decoder.finish()
     if decoder.device.type == "cuda":
-        # What is left in the allocator's cache would be taken for working memory as the KV pool is sized.
+        # Memory in the allocator's cache would be counted as activations when the KV pool is sized.
         torch.cuda.empty_cache()

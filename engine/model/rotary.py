@@ -1,4 +1,4 @@
-"""From a model's rotary configuration to the table that the kernels read."""
+"""The table of rotary position embeddings, computed from a model's configuration."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kernels import rope as tables
 
 
 def rotary_table(config: ModelConfig, length: int) -> torch.Tensor:
-    """`[length, head_dim]` float32 on the CPU (`kernels.rope.cos_sin_table`) for positions below `length`.
+    """Return the cos and sin table for positions below `length`: `[length, head_dim]` float32, on the CPU.
 
-    length: the longest sequence that will be served; dynamic scaling is frozen there
-    (`engine.config.RopeConfig`).
+    length: the maximum length of a sequence, at which dynamic scaling is frozen (`engine.config.RopeConfig`).
+    The layout is that of `kernels.rope.cos_sin_table`.
     """
     rope, head_dim = config.rope, config.head_dim
     theta, factor, original = rope.theta, rope.factor, rope.original_max_position_embeddings

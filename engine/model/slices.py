@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.model.checkpoint import Entry
+from engine.model.checkpoint import TensorEntry
 
 _DTYPES = {
     "F32": torch.float32,
@@ -19,18 +19,18 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """Rows `[first_row, first_row + rows)` of a tensor in a file; a tensor without dimensions is one row.
+class TensorSlice:
+    """Rows `[first_row, first_row + rows)` of a tensor in a file; a tensor without dimensions has one row.
 
-    Whole rows only: reading a few KB of each row costs more than reading all.
+    Slices have whole rows only, because reading a few KB of each row costs more than reading all of it.
     """
 
     name: str
-    entry: Entry
+    entry: TensorEntry
     first_row: int
     rows: int
     shared: bool = False
-    """Whether other ranks read these rows as well."""
+    """Whether other ranks read these rows too."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,16 +46,16 @@ class Slice:
 
     @property
     def offset(self) -> int:
-        """Of the first byte in the file."""
+        """Offset of the first byte in the file."""
         return self.entry.offset + self.first_row * self.row_bytes
 
     def view(self, numbers: torch.Tensor) -> torch.Tensor:
-        """`numbers [bytes]` as `[rows, ...]` in the file's dtype."""
+        """View `numbers [bytes]` as `[rows, ...]` in the file's dtype."""
         return numbers.view(self.dtype).view(self.rows, *self.entry.shape[1:])
 
 
-def cut(whole: Slice, block_bytes: int) -> Iterator[Slice]:
-    """Into blocks of whole rows, of at most `block_bytes`, or one row. There must be numbers."""
-    most = max(1, block_bytes // whole.row_bytes)
-    for first in range(0, whole.rows, most):
-        yield replace(whole, first_row=whole.first_row + first, rows=min(most, whole.rows - first))
+def cut(whole: TensorSlice, block_bytes: int) -> Iterator[TensorSlice]:
+    """Split a non-empty slice into blocks of whole rows, each of at most `block_bytes` or a single row."""
+    rows = max(1, block_bytes // whole.row_bytes)
+    for first in range(0, whole.rows, rows):
+        yield replace(whole, first_row=whole.first_row + first, rows=min(rows, whole.rows - first))

@@ -1,10 +1,10 @@
-"""Tensors of safetensors files, block by block of rows, into memory of a device.
+"""Streams tensors of safetensors files into device memory, in blocks of rows.
 
-Blocks are read ahead of their use by several threads (`engine.model.fetching`), out of the page cache or past
-it (`engine.model.weight_file`), into a ring of slots of the host. For a GPU these are page-locked: while some
-are read into, others are copied to the device. Numbers that stay as they are go straight to where they
-belong; others go to room on the device, from where the caller converts them. The ring holds at most 144 MiB
-of a checkpoint, and a GPU that converts has as much room besides, unless a single row is larger than a block.
+Several threads read blocks ahead of their use (`engine.model.fetching`), through or past the page cache
+(`engine.model.weight_file`), into a ring of staging buffers. For a GPU the buffers are page-locked: some are
+filled while others are copied to the device. Numbers that need no conversion are copied to their final place.
+Others are copied to device buffers, from where the caller converts them. The ring holds at most 144 MiB, and
+a GPU that converts needs as much again, unless a single row is larger than a block.
 """
 
 from __future__ import annotations
@@ -17,47 +17,57 @@ from pathlib import Path
 
 import torch
 
-from engine.model.fetching import PIECE_BYTES, READERS, Block, Readers, Reading, check_unchanged, opened
-from engine.model.slices import Slice, cut
-from engine.model.slots import Ring
+from engine.model.fetching import (
+    PIECE_BYTES,
+    READERS,
+    BlockRead,
+    FileBlock,
+    ReaderPool,
+    check_unchanged,
+    open_weights,
+)
+from engine.model.slices import TensorSlice, cut
+from engine.model.staging import StagingRing
 from engine.model.weight_file import PAGE, WeightFile
 
 BLOCK_BYTES = 16 << 20
-"""For a GPU: large, so that the interpreter's share of the time is small."""
+"""Block size for a GPU: large, so that Python's overhead per block is small."""
 _CPU_BLOCK_BYTES = 4 << 20
-"""So that its cache holds what conversions need besides."""
+"""Block size for a CPU: small enough for its cache to hold a block and the buffers of a conversion."""
 _PIECES_AHEAD = 24
-"""Asked for before they are used, where blocks are large: more than there are readers, who would all wait for
-one that is late."""
+"""Number of pieces read ahead: more than there are reader threads, so that one late piece does not stop them
+all."""
 _COPYING = 3
-"""Slots that are being copied to a GPU."""
+"""Number of staging buffers that are being copied to a GPU."""
 
-Fill = Callable[[Slice, torch.Tensor], None]
-"""Takes rows and their numbers, `[rows, ...]` in the file's dtype on the device, which are valid during the
-call; on CUDA for work on the current stream."""
-Place = Callable[[Slice], torch.Tensor | None]
-"""Where the numbers of some rows belong as they are: contiguous, in the file's dtype, on the device. None:
-nowhere; they are to be filled in. Asked of each slice, as a whole, before any is read."""
+Fill = Callable[[TensorSlice, torch.Tensor], None]
+"""Called with rows and their numbers, `[rows, ...]` in the file's dtype on the device. The tensor is valid
+during the call; on CUDA, for work on the current stream."""
+FindTarget = Callable[[TensorSlice], torch.Tensor | None]
+"""Returns the tensor to which a slice is copied unchanged: contiguous, in the file's dtype, on the device;
+None if `Fill` converts the slice. Called once for each whole slice, before any is read."""
 
 
-def nowhere(whole: Slice) -> None:
-    """The `Place` of what is all to be filled in."""
+def no_target(whole: TensorSlice) -> None:
+    """The `FindTarget` for slices that are all passed to `Fill`."""
 
 
 def stream(
-    slices: Iterable[Slice],
+    slices: Iterable[TensorSlice],
     device: torch.device,
     fill: Fill,
-    place: Place = nowhere,
+    find_target: FindTarget = no_target,
     *,
     block_bytes: int | None = None,
-) -> Generator[Slice]:
-    """Reads `slices` (in the order of files and offsets, best), cut into blocks of whole rows of at
-    most `block_bytes` (None: what suits the device), or one. What has no numbers is left out.
+) -> Generator[TensorSlice]:
+    """Read `slices` in blocks of whole rows, each of at most `block_bytes` or a single row; empty slices are
+    skipped.
 
-    Yields the rows of each block when it was read; all are in place as the generator ends. Raises what `fill`
-    and `place` raise, and CheckpointError: with file and tensor where bytes cannot be read or are missing,
-    and at the end with a file that was changed after its header was read.
+    The order of files and offsets is the fastest order of slices. With block_bytes None the size depends on
+    the device. Yields the rows of each block when they have been read; all copies are complete when the
+    generator ends. Raises the exceptions of `fill` and `find_target`, and CheckpointError with file and
+    tensor if bytes are missing or cannot be read, or, at the end, with the file if it was modified after its
+    header was read.
     """
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES
@@ -66,44 +76,46 @@ def stream(
         return
     entries = {whole.entry.file: whole.entry for whole in slices}
     with ExitStack() as stack:
-        files = {path: stack.enter_context(closing(opened(path))) for path in entries}
-        # All at once: what this thread does while others read, it does slowly.
-        blocks = list(_blocks(slices, block_bytes, files, place))
+        files = {path: stack.enter_context(closing(open_weights(path))) for path in entries}
+        # All blocks are made before reading starts, because Python code runs slowly beside the reader
+        # threads.
+        blocks = list(_blocks(slices, block_bytes, files, find_target))
         largest = max(block.rows.nbytes for block in blocks)
-        most_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest, PIECE_BYTES))
-        ring = stack.enter_context(closing(Ring(most_ahead + _COPYING, largest + 2 * PAGE, device)))
-        readers = stack.enter_context(closing(Readers(READERS)))
-        ahead: deque[Reading] = deque()
-        for block, slot in zip(blocks, cycle(ring.slots), strict=False):
-            if len(ahead) == most_ahead:
-                yield _hand_over(ahead.popleft(), fill)
-            slot.wait()
-            ahead.append(readers.read(block, slot))
+        max_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest, PIECE_BYTES))
+        ring = stack.enter_context(closing(StagingRing(max_ahead + _COPYING, largest + 2 * PAGE, device)))
+        readers = stack.enter_context(closing(ReaderPool(READERS)))
+        ahead: deque[BlockRead] = deque()
+        for block, buffer in zip(blocks, cycle(ring.buffers), strict=False):
+            if len(ahead) == max_ahead:
+                yield _deliver(ahead.popleft(), fill)
+            buffer.wait()
+            ahead.append(readers.read(block, buffer))
         while ahead:
-            yield _hand_over(ahead.popleft(), fill)
+            yield _deliver(ahead.popleft(), fill)
         for path, file in files.items():
             check_unchanged(file, entries[path])
 
 
 def _blocks(
-    slices: list[Slice], block_bytes: int, files: dict[Path, WeightFile], place: Place
-) -> Iterator[Block]:
+    slices: list[TensorSlice], block_bytes: int, files: dict[Path, WeightFile], find_target: FindTarget
+) -> Iterator[FileBlock]:
     for whole in slices:
-        target = place(whole)
-        into = None if target is None else target.view(-1).view(torch.uint8)
+        target = find_target(whole)
+        target_bytes = None if target is None else target.view(-1).view(torch.uint8)
         for rows in cut(whole, block_bytes):
             first = rows.offset - whole.offset
-            part = None if into is None else into[first : first + rows.nbytes]
-            yield Block(rows, files[rows.entry.file], part)
+            part = None if target_bytes is None else target_bytes[first : first + rows.nbytes]
+            yield FileBlock(rows, files[rows.entry.file], part)
 
 
-def _hand_over(reading: Reading, fill: Fill) -> Slice:
-    block, slot = reading.block, reading.slot
-    reading.wait()
-    numbers = block.numbers(slot)
+def _deliver(read: BlockRead, fill: Fill) -> TensorSlice:
+    """Wait for a block, then copy it to its target or pass it to `fill`. Returns its rows."""
+    block, buffer = read.block, read.buffer
+    read.wait()
+    numbers = block.numbers(buffer)
     if block.target is not None:
-        slot.copy(numbers, block.target)
+        buffer.copy(numbers, block.target)
     else:
-        fill(block.rows, block.rows.view(slot.on_device(numbers)))
-        slot.used()
+        fill(block.rows, block.rows.view(buffer.on_device(numbers)))
+        buffer.mark_used()
     return block.rows

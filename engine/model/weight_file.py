@@ -1,9 +1,9 @@
-"""A file of weights: read out of the page cache where it lies there, past that where it does not.
+"""A file of weights, read from the page cache if it is cached, and otherwise past the page cache.
 
-A disk is read past the page cache (O_DIRECT) at its own rate and for next to no processor time; through it,
-the kernel finds a page for every 4 KiB and copies them once more. What other ranks want as well goes through
-the cache all the same, so that the disk gives it once; and what was read past it is brought there afterwards
-(`keep_cached`), where the next start finds it.
+Reading past the page cache (O_DIRECT) reaches the disk's full rate and takes almost no processor time.
+Reading through the cache makes the kernel allocate a page for every 4 KiB and copy it once more. Rows that
+several ranks need are still read through the cache, so that the disk is read only once. After the load,
+`keep_cached` brings the files into the page cache for the next start.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Bytes. What is read past the page cache begins and ends at multiples of it, on the disk and in memory: more
-than any disk asks for."""
+"""Alignment, in bytes, of reads past the page cache, on disk and in memory. It satisfies every disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
-"""Of the free memory, that files which are kept may take."""
+"""Maximum fraction of the free memory for the files that `keep_cached` caches."""
 
 
 class WeightFile:
-    """Open for any number of threads. Raises OSError where the file cannot be opened."""
+    """An open file of weights, usable from several threads. Raises OSError if the file cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # What is asked for and no more: what the kernel would guess from the reads of many threads is wrong.
+        # No read-ahead: the kernel would guess wrong from the interleaved reads of many threads.
         os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_RANDOM)
-        # Of the file that was opened, whatever has its name by now.
         self._direct: int | None = None
-        with suppress(OSError):  # file systems may refuse: through the cache, then
-            same = f"/proc/self/fd/{self._cached}"
-            self._direct = os.open(same, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        with suppress(OSError):  # some file systems do not support O_DIRECT
+            # Opened through the descriptor, because another file may have taken the path.
+            same_file = f"/proc/self/fd/{self._cached}"
+            self._direct = os.open(same_file, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def close(self) -> None:
         os.close(self._cached)
@@ -46,24 +45,26 @@ class WeightFile:
         return os.fstat(self._cached)
 
     def past_cache(self, first: int, nbytes: int, shared: bool) -> bool:
-        """Whether bytes `[first, first + nbytes)` are best read past the page cache. `shared` bytes are read
-        by others as well."""
+        """Return whether bytes `[first, first + nbytes)` should be read past the page cache.
+
+        shared: whether other ranks read these bytes too.
+        """
         return self._direct is not None and not shared and self._is_cached(first, nbytes) is False
 
     def read(self, first: int, nbytes: int, into: memoryview, past_cache: bool) -> None:
-        """Reads bytes `[first, first + nbytes)` to where they lie in the pages of the file that begin with
-        `into`: from `into[first % PAGE]` on.
+        """Read bytes `[first, first + nbytes)` into `into[first % PAGE:]`.
 
-        `into` begins at a page of memory, and has at least `room(first, nbytes)`. Raises EOFError where the
-        file is shorter, OSError where it cannot be read.
+        `into` must begin at a page of memory and have at least `buffer_bytes(first, nbytes)` bytes. Raises
+        EOFError if the file is shorter, OSError if it cannot be read.
         """
         skipped = first % PAGE
         if past_cache and self._direct is not None:
             with suppress(OSError):
-                count = os.preadv(self._direct, [into[: room(first, nbytes)]], first - skipped)
+                count = os.preadv(self._direct, [into[: buffer_bytes(first, nbytes)]], first - skipped)
                 if count >= skipped + nbytes:
                     return
-            # Refused, or cut short: reading through the cache says why, if there is a reason.
+            # The direct read failed or was short. Reading through the cache succeeds or raises the actual
+            # error.
         done = 0
         while done < nbytes:
             count = os.preadv(self._cached, [into[skipped + done : skipped + nbytes]], first + done)
@@ -72,10 +73,12 @@ class WeightFile:
             done += count
 
     def _is_cached(self, first: int, nbytes: int) -> bool | None:
-        """Whether the range is in the page cache, by a page of each half; None: the file system cannot say.
+        """Return whether the range is in the page cache, judged by one page of each half; None if that is
+        unknown.
 
-        To ask for a page that is not there brings it. So pages are chosen at random, or the next start would
-        be told that all are there; and two are asked, since the disk may answer before the kernel has looked.
+        Probing an uncached page loads it. Therefore the pages are chosen at random; otherwise the next start
+        would find exactly the probed pages cached. Two pages are probed, because a fast disk may deliver the
+        first one during the probe.
         """
         half = (nbytes + 1) // 2
         one = self._page_is_cached(first + random.randrange(half))
@@ -91,21 +94,24 @@ class WeightFile:
         return True
 
 
-def room(first: int, nbytes: int) -> int:
-    """Bytes that reading `[first, first + nbytes)` may need: whole pages."""
+def buffer_bytes(first: int, nbytes: int) -> int:
+    """Return the buffer size for reading bytes `[first, first + nbytes)`: whole pages."""
     return -(-(first % PAGE + nbytes) // PAGE) * PAGE
 
 
 def keep_cached(paths: Iterable[Path]) -> threading.Thread:
-    """Brings files into the page cache behind the caller's back, unless they would take more than half of the
-    free memory; costs disk time, and 0.1 s of a core for each GB that was not there."""
+    """Load files into the page cache in a background thread, unless they would take more than half of the
+    free memory.
+
+    Costs disk time, and 0.1 s of one core for each GB that was not cached.
+    """
     thread = threading.Thread(target=_fetch, args=(list(paths),), name="page cache", daemon=True)
     thread.start()
     return thread
 
 
 def _fetch(paths: list[Path]) -> None:
-    # A file that is gone, or memory that nobody can tell: a service without them runs on.
+    # Caching is optional: a deleted file or an unreadable /proc/meminfo must not disturb the service.
     with suppress(OSError):
         if sum(path.stat().st_size for path in paths) > _MEMORY_SHARE * _available_bytes():
             return
@@ -116,6 +122,6 @@ def _fetch(paths: list[Path]) -> None:
 
 
 def _available_bytes() -> int:
-    """What the kernel can give, its clean caches included."""
+    """Return the memory that the kernel can provide, including clean caches."""
     with Path("/proc/meminfo").open() as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -1,1 +1,1 @@
-"""Where the time of steps goes: `python -m engine.profile`. (Memory before a start is `engine.profiling`.)"""
+"""The step profiler, `python -m engine.profile`. (`engine.profiling` measures memory during a start.)"""

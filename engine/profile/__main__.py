@@ -1,11 +1,11 @@
-"""`python -m engine.profile`: where the time of some steps goes, kernel by kernel.
+"""`python -m engine.profile`: show the time of each kernel in recorded steps.
 
     python -m engine.profile --shape llama-3.1-8b --workload b8_decode --trace trace.json
     python -m engine.profile --shape llama-3.1-8b --fp8 --kv-fp8 --workload n1024 --kind mixed
 
-Random weights in a public shape (or --model, a checkpoint's folder), a workload of `engine.bench`. A table on
-standard output; with --trace, the Chrome trace (chrome://tracing, ui.perfetto.dev). On a CPU the same of
-torch's operations. Needs what `engine.bench` needs.
+Runs a workload of `engine.bench` on a public shape with random weights (or with --model, on a checkpoint) and
+prints a table. --trace also writes the Chrome trace, for chrome://tracing or ui.perfetto.dev. On a CPU the
+table shows torch's operations. Needs the same packages as `engine.bench`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 from engine.bench.limits import ceilings
 from engine.bench.start import FAILURES, add_options, start
 from engine.bench.workloads import WORKLOADS, run
-from engine.profile.report import gaps_of, lines, rows_of
+from engine.profile.report import idle_gaps, kernel_rows, lines
 from engine.profile.steps import Kind, record
 from engine.profile.trace import read_timeline
-from engine.profile.work import label_products, work_by_kernel
+from engine.profile.work import label_gemms, work_by_kernel
 from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Profile one kind of step of one workload; 1 if the workload has no such steps, the engine cannot be
-    started, or the trace cannot be written."""
+    """Profile one kind of step of one workload. Returns 1 if the workload has no such steps, the engine
+    cannot start, or the trace cannot be written."""
     arguments = _arguments()
     workload = WORKLOADS[arguments.workload]
     kind: Kind = arguments.kind or ("decode" if workload.output_tokens > 1 else "mixed")
@@ -41,8 +41,9 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 1
         info, config = engine.info, engine.runner.config
-        what = f"{arguments.model or arguments.shape}: {arguments.workload}, {kind} steps"
-        print(f"{what}; weights {info.weights}, KV {info.kv_dtype} on {info.devices[0]}")
+        model_name = arguments.model or arguments.shape
+        dtypes = f"weights {info.weights}, KV {info.kv_cache_dtype}"
+        print(f"{model_name}: {arguments.workload}, {kind} steps; {dtypes} on {info.devices[0]}")
         run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)  # warm
         try:
             shapes = record(engine, workload, kind, arguments.steps, arguments.skip, trace)
@@ -55,17 +56,17 @@ def main() -> int:
     names = [call.name for call in timeline.calls]
     works = {}
     if timeline.on_gpu:
-        names = label_products(names, config.layers, shapes)
+        names = label_gemms(names, config.layers, shapes)
         norms = names.count("_norm") / len(shapes)
         works = work_by_kernel(config, info, shapes, device, norms, "_prefill_hopper" in names)
-    rows = rows_of(names, timeline, works, len(shapes))
+    rows = kernel_rows(names, timeline, works, len(shapes))
     tokens = sum(shape.tokens for shape in shapes) / len(shapes)
     decodes = sum(len(shape.contexts) for shape in shapes) / len(shapes)
     if len(shapes) < arguments.steps:
         recorded = f"{len(shapes)} step{'s' * (len(shapes) > 1)}"
-        print(f"recorded {recorded} of {arguments.steps} asked: the workload has no more in a row")
-    print(f"{tokens:,.0f} tokens a step, of which {decodes:,.0f} decode")
-    print("\n".join(lines(rows, gaps_of(names, timeline, len(shapes)), timeline, len(shapes), device)))
+        print(f"recorded {recorded} instead of {arguments.steps}: the workload has no more in a row")
+    print(f"{tokens:,.0f} tokens per step, of which {decodes:,.0f} decode")
+    print("\n".join(lines(rows, idle_gaps(names, timeline, len(shapes)), timeline, len(shapes), device)))
     return 0
 
 
@@ -79,19 +80,23 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workload", choices=list(WORKLOADS), default="b8_decode", help="default: %(default)s"
     )
-    parser.add_argument("--kind", choices=["decode", "mixed"], help="default: decode where there is any")
     parser.add_argument(
-        "--steps", type=int, default=8, help="most that are recorded, one after another (%(default)s)"
+        "--kind",
+        choices=["decode", "mixed"],
+        help="default: decode, unless the workload generates a single token",
     )
     parser.add_argument(
-        "--skip", type=int, help="steps of the kind that pass before (3 that decode, or 0 mixed)"
+        "--steps", type=int, default=8, help="maximum number of consecutive steps to record (%(default)s)"
     )
-    parser.add_argument("--trace", type=Path, help="keep the Chrome trace in this file")
+    parser.add_argument(
+        "--skip", type=int, help="steps of this kind to skip first (default: 3 for decode, 0 for mixed)"
+    )
+    parser.add_argument("--trace", type=Path, help="write the Chrome trace to this file")
     arguments = parser.parse_args()
     if arguments.steps < 1:
-        parser.error(f"--steps is {arguments.steps}; at least 1 is needed")
+        parser.error(f"--steps is {arguments.steps}; it must be at least 1")
     if arguments.skip is not None and arguments.skip < 0:
-        parser.error(f"--skip is {arguments.skip}; at least 0 is needed")
+        parser.error(f"--skip is {arguments.skip}; it must be at least 0")
     return arguments
 
 

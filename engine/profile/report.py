@@ -1,4 +1,5 @@
-"""The table of a profile: each kernel's time beside what it moved and computed, and the gaps between them."""
+"""The table of a profile: time, memory traffic and operations of each kernel, and the idle gaps between
+kernels."""
 
 from __future__ import annotations
 
@@ -6,48 +7,52 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from engine.bench.limits import Ceilings
-from engine.profile.trace import Timeline
-from engine.profile.work import Work
+from engine.profile.trace import TraceTimeline
+from engine.profile.work import KernelWork
 
 _GAPS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One kernel, on average over the steps."""
+class KernelRow:
+    """One kernel, averaged over the steps."""
 
     name: str
     calls: float
     us: float
     share: float
-    """Of the time line, gaps included."""
-    work: Work | None
-    """None where it is unknown."""
+    """Fraction of the whole time, including gaps."""
+    work: KernelWork | None
+    """None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
-    """Time in which nothing ran between two kernels, on average over the steps."""
+class IdleGap:
+    """Idle time between two kernels, averaged over the steps."""
 
     after: str
     before: str
     us: float
 
 
-def rows_of(names: list[str], timeline: Timeline, works: dict[str, Work], steps: int) -> list[Row]:
-    """names: of the time line's calls, as `label_products` made them. Most time first."""
+def kernel_rows(
+    names: list[str], timeline: TraceTimeline, works: dict[str, KernelWork], steps: int
+) -> list[KernelRow]:
+    """Return one row per kernel, the longest total time first. names: labels of the calls, from
+    `label_gemms`."""
     us: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for name, call in zip(names, timeline.calls, strict=True):
         us[name] += call.us
         calls[name] += 1
-    # An operation's own time may be spent on several threads at once.
+    # On a CPU, operations run on several threads at once, so their times may add up to more than the whole
+    # time.
     whole = timeline.us if timeline.on_gpu else sum(us.values())
     kinds: dict[str, int] = defaultdict(int)
     for name in us:
         kinds[_kind(name)] += calls[name]
     return [
-        Row(
+        KernelRow(
             name,
             calls[name] / steps,
             us[name] / steps,
@@ -58,26 +63,27 @@ def rows_of(names: list[str], timeline: Timeline, works: dict[str, Work], steps:
     ]
 
 
-def gaps_of(names: list[str], timeline: Timeline, steps: int) -> list[Gap]:
-    """The largest first."""
+def idle_gaps(names: list[str], timeline: TraceTimeline, steps: int) -> list[IdleGap]:
+    """Return the idle gaps between kernels, the longest first."""
     us: dict[tuple[str, str], float] = defaultdict(float)
     for before, after, call in zip(names, names[1:], timeline.calls[1:], strict=False):
         us[before, after] += call.gap_us
     return [
-        Gap(before, after, total / steps)
+        IdleGap(before, after, total / steps)
         for (before, after), total in sorted(us.items(), key=lambda item: -item[1])
         if total > 0
     ]
 
 
 def lines(
-    rows: list[Row], gaps: list[Gap], timeline: Timeline, steps: int, device: Ceilings | None
+    rows: list[KernelRow], gaps: list[IdleGap], timeline: TraceTimeline, steps: int, device: Ceilings | None
 ) -> list[str]:
-    """For a person. "of limit" needs a GPU's ceilings; on a CPU there are no bytes, operations or gaps."""
-    heads = f"{'kernel':40}{'calls':>7}{'µs':>10}{'share':>8}"
+    """Format the table. "of limit" needs the peak rates of the GPU; on a CPU there are no bytes, operations
+    or gaps."""
+    heading = f"{'kernel':40}{'calls':>7}{'µs':>10}{'share':>8}"
     if timeline.on_gpu:
-        heads += f"{'MB':>10}{'GB/s':>8}{'TFLOP/s':>9}{'of limit':>10}"
-    made = [f"a step, of {steps}: {timeline.us / steps:,.1f} µs", heads]
+        heading += f"{'MB':>10}{'GB/s':>8}{'TFLOP/s':>9}{'of limit':>10}"
+    made = [f"mean step of {steps}: {timeline.us / steps:,.1f} µs", heading]
     for row in rows:
         line = f"{row.name[:39]:40}{row.calls:>7.1f}{row.us:>10,.1f}{row.share:>8.1%}"
         if timeline.on_gpu and row.work is not None and row.us:
@@ -93,9 +99,9 @@ def lines(
 
 
 def _kind(name: str) -> str:
-    """By which `work_by_kernel` knows a kernel."""
+    """Return the name under which `work_by_kernel` lists a kernel."""
     return name.partition(" (")[0]
 
 
-def _part(work: Work | None, part: float) -> Work | None:
-    return None if work is None else Work(work.bytes * part, work.operations * part, work.per_s)
+def _part(work: KernelWork | None, part: float) -> KernelWork | None:
+    return None if work is None else KernelWork(work.bytes * part, work.operations * part, work.per_s)

@@ -1,4 +1,4 @@
-"""Runs a workload up to the steps that are wanted, and records these with torch's profiler."""
+"""Runs a workload and records some of its steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.bench.workloads import Workload
-from engine.core import EngineCore, Launched, Runner
+from engine.bench.workloads import EngineWorkload
+from engine.core import EngineCore, LaunchedStep, StepRunner
 from engine.generate import LocalEngine
-from engine.messages import SamplingParams, StepPlan, Submit
+from engine.messages import SamplingParams, Submit
+from engine.plan import StepPlan
 
 Kind = Literal["decode", "mixed"]
-"""Steps that only decode; steps that compute prompts."""
+"""Decode-only steps, or steps with prefill."""
 
 _ORIGIN = "profile"
 _SETTLE: dict[Kind, int] = {"decode": 3, "mixed": 0}
-"""Steps of a kind that pass before the first that is recorded. Some workloads have one mixed step."""
+"""Default number of skipped steps before the recording. Some workloads have a single mixed step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How much one step computes."""
+    """The sizes of one step."""
 
     contexts: list[int]
-    """Of each sequence that decodes: its tokens in the cache, the new one included."""
+    """For each decode: the tokens of its sequence in the cache, including the new one."""
     chunks: list[tuple[int, int]]
-    """Of each prompt slice: tokens of the sequence before it, and its own."""
+    """For each chunk: the number of tokens before it, and its own number of tokens."""
     logit_rows: int
 
     @property
@@ -41,23 +42,22 @@ class StepShape:
 
 @dataclass(slots=True)
 class _Recorder:
-    """A runner that begins to record in front of the first step that is wanted, and ends behind the last:
-    while it records, nothing else is launched."""
+    """A runner that starts recording before the first wanted step and stops after the last one."""
 
-    runner: Runner
+    runner: StepRunner
     kind: Kind
     skip: int
     recording: profile
     gpu: bool
     shapes: list[StepShape] = field(default_factory=list)
-    """Of what was recorded."""
+    """Shapes of the recorded steps."""
     most_in_a_row: int = 0
-    """Steps of the kind that passed unrecorded, one after another."""
+    """Maximum number of consecutive unrecorded steps of the wanted kind."""
     ended: bool = False
     _passed: int = 0
     _lengths: dict[int, int] = field(default_factory=dict)
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         shape = self._shape(plan)
         if (self.kind == "mixed") != bool(plan.chunks):
             self._passed = 0
@@ -67,52 +67,53 @@ class _Recorder:
             self.most_in_a_row = max(self.most_in_a_row, self._passed)
         elif not self.ended:
             if not self.shapes:
-                # The device may still be at a step that was launched before.
+                # The device may still be running an earlier step.
                 _synchronize(self.gpu)
                 self.recording.start()
             self.shapes.append(shape)
         return self.runner.launch(plan)
 
     def end(self) -> None:
-        """Stop recording, when what is recorded has run."""
+        """Stop recording after the recorded steps have run."""
         if self.shapes and not self.ended:
             _synchronize(self.gpu)
             self.recording.stop()
             self.ended = True
 
     def _shape(self, plan: StepPlan) -> StepShape:
-        for row in plan.decodes:
-            self._lengths[row] = self._lengths.get(row, 0) + 1
-        contexts = [self._lengths[row] for row in plan.decodes]
+        for slot in plan.decodes:
+            self._lengths[slot] = self._lengths.get(slot, 0) + 1
+        contexts = [self._lengths[slot] for slot in plan.decodes]
         chunks = [(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks]
         for chunk in plan.chunks:
-            for row in chunk.sample_rows:
-                self._lengths[row] = chunk.start + len(chunk.token_ids)
-        logit_rows = len(contexts) + sum(bool(chunk.sample_rows) for chunk in plan.chunks)
+            for slot in chunk.sample_slots:
+                self._lengths[slot] = chunk.start + len(chunk.token_ids)
+        logit_rows = len(contexts) + sum(bool(chunk.sample_slots) for chunk in plan.chunks)
         return StepShape(contexts, chunks, logit_rows)
 
 
 def record(
-    engine: LocalEngine, workload: Workload, kind: Kind, steps: int, skip: int | None, trace: Path
+    engine: LocalEngine, workload: EngineWorkload, kind: Kind, steps: int, skip: int | None, trace: Path
 ) -> list[StepShape]:
-    """Write the Chrome trace of up to `steps` steps of a kind that follow one another, the first of which
-    `skip` others of the kind precede (None: as many as it takes to settle); return their shapes, fewer than
-    asked for where a step of the other kind follows, or none. The workload's requests are sent at once (one,
-    where it sends one at a time), and given up afterwards.
+    """Record up to `steps` consecutive steps of a kind, write their Chrome trace, and return their shapes.
 
-    Raises RuntimeError where the workload has no such steps.
+    `skip` steps of this kind are skipped first (None: a default for the kind). The recording is shorter if a
+    step of the other kind follows or the workload ends. The requests of the workload are sent at once (a
+    single one if it sends one at a time) and cancelled after the recording. Raises RuntimeError if the
+    workload has no such steps.
     """
     gpu = engine.runner.device.type == "cuda"
     skip = _SETTLE[kind] if skip is None else skip
     recorder = _Recorder(engine.runner, kind, skip, profile(**_options(gpu)), gpu)
-    # On a CPU a step must have ended before the recording does: its thread is not to be waited for.
+    # On a CPU the runner cannot be synchronised, so steps must not overlap: each ends before the recording
+    # can.
     core = EngineCore(engine.scheduler, recorder, overlap=gpu)
     for submit in _submits(workload, engine.info.vocab_size):
-        core.submit(_ORIGIN, submit)
+        engine.scheduler.add(_ORIGIN, submit)
     while core.has_work and not recorder.ended and len(recorder.shapes) < steps:
         core.step()
     recorder.end()
-    core.cancel_origin(_ORIGIN)
+    engine.scheduler.cancel_origin(_ORIGIN)
     while core.has_work:
         core.step()
     if not recorder.shapes:
@@ -131,7 +132,7 @@ def _no_steps(kind: Kind, skip: int, most_in_a_row: int) -> str:
     )
 
 
-def _submits(workload: Workload, vocabulary: int) -> list[Submit]:
+def _submits(workload: EngineWorkload, vocabulary: int) -> list[Submit]:
     draw = random.Random(0)
     sampling = SamplingParams(
         max_tokens=workload.output_tokens,
@@ -140,7 +141,7 @@ def _submits(workload: Workload, vocabulary: int) -> list[Submit]:
         top_p=workload.top_p,
     )
     requests = 1 if workload.one_at_a_time else workload.requests
-    # Of its own: what was recorded before is not found in the cache.
+    # A new salt, so that prompts of earlier recordings are not found in the prefix cache.
     salt = f"profile/{time.perf_counter_ns()}"
     return [
         Submit(
@@ -155,10 +156,11 @@ def _submits(workload: Workload, vocabulary: int) -> list[Submit]:
 
 
 def _options(gpu: bool) -> dict[str, Any]:
-    """On a GPU its kernels alone: noting what the host does would make it slower than it is."""
+    """Return the options of torch's profiler. On a GPU only kernels are recorded; recording the host would
+    slow it down."""
     if gpu:
         return {"activities": [ProfilerActivity.CUDA]}
-    # Steps run on the runner's thread.
+    # Steps run on the runner's thread, not on this one.
     every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     return {"activities": [ProfilerActivity.CPU], "experimental_config": every}
 

@@ -1,4 +1,4 @@
-"""A Chrome trace of torch's profiler, as a time line of calls."""
+"""Reads a Chrome trace of torch's profiler as a timeline of calls."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ _ON_CPU = "cpu_op"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One kernel, copy or fill on a GPU; one operation on a CPU."""
+class TraceCall:
+    """A kernel, copy or fill on a GPU, or an operation on a CPU."""
 
     name: str
-    """As `short_name`."""
+    """The result of `short_name`."""
     us: float
-    """What it adds to the time line. On a GPU a kernel may begin while the one in front of it ends (PDL):
-    only what comes after that end counts. On a CPU: without the operations that it calls."""
+    """The time that the call adds to the timeline. On a GPU a kernel may start before the previous one ends
+    (PDL); only the time after that end counts. On a CPU, the time of nested operations is excluded."""
     gap_us: float
-    """In which nothing ran before it. 0 on a CPU."""
+    """Idle time before the call; 0 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
-    calls: list[Call]
-    """In the order of their start."""
+class TraceTimeline:
+    """The calls of a trace, either of the GPU or of the CPU."""
+
+    calls: list[TraceCall]
+    """In order of their start."""
     on_gpu: bool
     us: float
-    """From the start of the first to the end of the last."""
+    """Time from the start of the first call to the end of the last."""
 
 
-def read_timeline(path: Path) -> Timeline:
-    """Of the GPU, if the trace has anything of one; else of the CPU. Raises ValueError for a trace that has
+def read_timeline(path: Path) -> TraceTimeline:
+    """Read the GPU's calls if the trace has any, otherwise the CPU's. Raises ValueError if the trace has
     neither."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     on_gpu = sorted((e for e in events if e.get("cat") in _ON_GPU), key=lambda e: e["ts"])
@@ -43,22 +45,24 @@ def read_timeline(path: Path) -> Timeline:
         return _of_gpu(on_gpu)
     on_cpu = sorted((e for e in events if e.get("cat") == _ON_CPU), key=lambda e: (e["ts"], -e["dur"]))
     if not on_cpu:
-        raise ValueError(f"{path}: has no kernel and no operation; were any steps recorded?")
+        raise ValueError(f"{path}: has no kernel and no operation; record at least one step")
     return _of_cpu(on_cpu)
 
 
-def _of_gpu(events: list[dict[str, Any]]) -> Timeline:
+def _of_gpu(events: list[dict[str, Any]]) -> TraceTimeline:
     calls = []
     begin = end = float(events[0]["ts"])
     for event in events:
         start = float(event["ts"])
         stop = start + float(event["dur"])
-        calls.append(Call(short_name(event["name"]), max(0.0, stop - max(start, end)), max(0.0, start - end)))
+        calls.append(
+            TraceCall(short_name(event["name"]), max(0.0, stop - max(start, end)), max(0.0, start - end))
+        )
         end = max(end, stop)
-    return Timeline(calls, True, end - begin)
+    return TraceTimeline(calls, True, end - begin)
 
 
-def _of_cpu(events: list[dict[str, Any]]) -> Timeline:
+def _of_cpu(events: list[dict[str, Any]]) -> TraceTimeline:
     own = [float(event["dur"]) for event in events]
     around: dict[int, list[int]] = {}
     for index, event in enumerate(events):
@@ -68,8 +72,8 @@ def _of_cpu(events: list[dict[str, Any]]) -> Timeline:
         if callers:
             own[callers[-1]] -= float(event["dur"])
         callers.append(index)
-    calls = [Call(event["name"], max(0.0, us), 0.0) for event, us in zip(events, own, strict=True)]
-    return Timeline(calls, False, max(map(_end, events)) - float(events[0]["ts"]))
+    calls = [TraceCall(event["name"], max(0.0, us), 0.0) for event, us in zip(events, own, strict=True)]
+    return TraceTimeline(calls, False, max(map(_end, events)) - float(events[0]["ts"]))
 
 
 def _end(event: dict[str, Any]) -> float:
@@ -77,9 +81,11 @@ def _end(event: dict[str, Any]) -> float:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without template arguments, parameters and namespaces (but for CUTLASS, whose kernels
-    are all called the same): a Triton kernel's as it is; torch's elementwise ones with the functor that says
-    what they do."""
+    """Return a kernel's name without template arguments, parameters and namespaces.
+
+    Names of Triton kernels stay unchanged. CUTLASS kernels keep their namespace, because they share one name.
+    Elementwise kernels of torch get the name of their functor.
+    """
     symbol, _, arguments = name.removeprefix("void ").partition("<")
     *spaces, bare = symbol.partition("(")[0].strip().split("::")
     functor = re.search(r"(\w+?)(?:_kernel_cuda|Functor|_kernel_impl)\b", arguments)

@@ -31,7 +31,7 @@ import torch
 import triton
 
 from engine.build import read_served
-from engine.config import CheckpointError, UnfitError
+from engine.config import CheckpointError, UnsupportedError
 from engine.served_model import ServedModel
 from engine.tune import tuning
 from kernels import compiling
@@ -65,7 +65,7 @@ def main() -> int:
         table = read_table(path) if path.exists() else Table(gpu.name)
         if arguments.whole_layer and not path.exists():
             table = load_table(gpu.name, gpu.shared_bytes)
-    except (CheckpointError, UnfitError, compiling.GpuError, TableError, UnwritableError) as error:
+    except (CheckpointError, UnsupportedError, compiling.GpuError, TableError, UnwritableError) as error:
         print(error, file=sys.stderr)
         return 1
     began = time.perf_counter()

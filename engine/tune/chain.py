@@ -195,13 +195,13 @@ def _kinds(served: ServedModel) -> list[int]:
 
 def _layer_bytes(decoder: Decoder) -> int:
     """Return the bytes of the matrices of all layers."""
-    targets = [piece.target for piece in decoder.pieces() if ".layers." in piece.name]
+    targets = [piece.target for piece in decoder.weight_shards() if ".layers." in piece.name]
     return sum(one.numel() * one.element_size() for one in targets if one is not None and one.dim() == 2)
 
 
 def _randomise_gains(decoder: Decoder) -> None:
     """Make gains differ from each other, so that a gain that is left out shows as an error."""
-    for piece in decoder.pieces():
+    for piece in decoder.weight_shards():
         if piece.target is not None and piece.target.dim() == 1 and "norm" in piece.name:
             piece.target.uniform_(0.5, 1.5)
 

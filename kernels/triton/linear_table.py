@@ -82,9 +82,9 @@ class Table:
                 return entry.plan
         return linear_plans.choose(rows, n, k, dtype, self.shared_bytes)
 
-    def with_entry(self, product: Product, max_rows: int, entry: PlanEntry) -> Table:
+    def with_entry(self, product: Product, max_num_seqs: int, entry: PlanEntry) -> Table:
         """Return a copy of this table with one entry added or replaced."""
-        entries = {**self.products.get(product, {}), max_rows: entry}
+        entries = {**self.products.get(product, {}), max_num_seqs: entry}
         return replace(self, products={**self.products, product: dict(sorted(entries.items()))})
 
     def to_json(self) -> str:
@@ -142,8 +142,8 @@ def read_table(path: Path) -> Table:
     return Table(str(values.get("gpu", "")), about, products)
 
 
-def problem(plan: GemmPlan, max_rows: int, product: Product) -> str | None:
-    """Return why a plan cannot serve a GEMM of up to `max_rows` rows, or None if it can."""
+def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
+    """Return why a plan cannot serve a GEMM of up to `max_num_seqs` rows, or None if it can."""
     if plan.form not in _FORMS:
         return f"form is {plan.form!r}, not one of {', '.join(_FORMS)}"
     for name in _NUMBERS:
@@ -152,8 +152,8 @@ def problem(plan: GemmPlan, max_rows: int, product: Product) -> str | None:
             return f"{name} is {value!r}, not a positive integer"
         if name != "stages" and value & (value - 1):
             return f"{name} is {value}, not a power of two"
-    if plan.rows < max_rows:
-        return f"rows is {plan.rows}; the entry needs at least {max_rows}"
+    if plan.rows < max_num_seqs:
+        return f"rows is {plan.rows}; the entry needs at least {max_num_seqs}"
     if plan.form in ("gemv", "stream"):
         if plan.rows != 1:
             return f"rows is {plan.rows}; {plan.form} needs 1"
@@ -193,7 +193,7 @@ def _product(path: Path, name: str) -> Product:
     return Product(DTYPES[match[1]], int(match[2]), int(match[3]))
 
 
-def _entry(where: str, product: Product, max_rows: int, values: Any) -> PlanEntry:
+def _entry(where: str, product: Product, max_num_seqs: int, values: Any) -> PlanEntry:
     if not isinstance(values, dict):
         raise TableError(f"{where}: is {values!r}, not an object; {_REMEDY}")
     known = {"form", *_NUMBERS, "us", "library_us", "layer_us"}
@@ -209,7 +209,7 @@ def _entry(where: str, product: Product, max_rows: int, values: Any) -> PlanEntr
         # A missing number becomes None, which `problem` reports as not an integer.
         numbers = {name: values.get(name) for name in _NUMBERS}
         plan = GemmPlan(form=values.get("form"), **numbers)  # type: ignore[arg-type]
-        if (wrong := problem(plan, max_rows, product)) is not None:
+        if (wrong := problem(plan, max_num_seqs, product)) is not None:
             raise TableError(f"{where}: {wrong}; {_REMEDY}")
     layer_us = float(values["layer_us"]) if "layer_us" in values else None
     return PlanEntry(plan, float(values["us"]), float(values["library_us"]), layer_us)

@@ -56,7 +56,8 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
 
 
 def test_the_service_is_measured_beside_its_engine(tmp_path: Path) -> None:
-    words = "--shape tiny --max-rows 16 --step-tokens 256 --fronts 1 --set threads=1 --set mixed_tokens=64"
+    words = "--shape tiny --max-num-seqs 16 --max-num-batched-tokens 256 --fronts 1"
+    words += " --set threads=1 --set max_mixed_tokens=64"
     loads = "--requests 3 --one-output-tokens 4 --streams 5 --prompt-tokens 40 --output-tokens 12"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words.split(), *loads.split(), "--json", str(tmp_path / "out.json")],

@@ -20,7 +20,7 @@ from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
 from appliance.gpus import Gpu, GpuReport
 from appliance.listeners import bind_unix
-from appliance.models.fit import CPU_MOST_KV_BYTES
+from appliance.models.fit import CPU_MAX_KV_BYTES
 from appliance.protocol import CurrentProblem, Problem
 from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
@@ -160,7 +160,7 @@ def test_what_is_quantised_is_told_and_takes_less(doctor: Doctor, model: Path) -
 
     plain = told("")
     assert "M parameters in float32: weights 41.3 MiB" in plain and "64 KV blocks 40.0 MiB" in plain
-    both = told('weights = "fp8"\nkv_dtype = "fp8"\n')
+    both = told('quantization = "fp8"\nkv_cache_dtype = "fp8"\n')
     assert "M parameters in float32, weights fp8, KV fp8: weights 16.0 MiB" in both
     assert "64 KV blocks 10.6 MiB" in both
 
@@ -169,7 +169,7 @@ def test_a_running_model_tells_what_it_is_held_in(run_dir: Path) -> None:
     status = a_status(run_dir)
     replica = status.models[0].replicas[0]
     replica.dtype = replica.weights = "bfloat16"
-    replica.kv_dtype = "fp8"
+    replica.kv_cache_dtype = "fp8"
     finding = next(iter(running_models(status.models)))
     assert "demo-0 runs on cpu in bfloat16, KV fp8: 1.2 GiB used" in finding.text
 
@@ -185,7 +185,7 @@ def test_where_memory_limits_the_length_that_nobody_asked_for_it_is_a_warning(
 
 
 def test_the_doctor_predicts_with_the_engines_bound_for_kv_on_a_cpu() -> None:
-    assert CPU_MOST_KV_BYTES == memory.CPU_MOST_KV_BYTES
+    assert CPU_MAX_KV_BYTES == memory.CPU_MAX_KV_BYTES
 
 
 def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_status_shows_what_an_operator_looks_for(cli: Run, admin: AdminService, 
 
 
 @pytest.mark.parametrize(
-    ("weights", "kv_dtype", "shown"),
+    ("weights", "kv_cache_dtype", "shown"),
     [
         ("fp8", "bfloat16", "bfloat16, weights fp8\n"),
         ("bfloat16", "fp8", "bfloat16, KV fp8\n"),
@@ -83,13 +83,13 @@ def test_status_shows_what_an_operator_looks_for(cli: Run, admin: AdminService, 
     ],
 )
 def test_status_shows_what_is_quantised(
-    cli: Run, admin: AdminService, run_dir: Path, weights: str, kv_dtype: str, shown: str
+    cli: Run, admin: AdminService, run_dir: Path, weights: str, kv_cache_dtype: str, shown: str
 ) -> None:
     replica = admin.status.models[0].replicas[0]
-    replica.dtype, replica.weights, replica.kv_dtype = "bfloat16", weights, kv_dtype
+    replica.dtype, replica.weights, replica.kv_cache_dtype = "bfloat16", weights, kv_cache_dtype
     assert f"2 ranks on cpu, {shown}" in cli("status", "--run-dir", run_dir).out
     written = json.loads(cli("status", "--run-dir", run_dir, "--json").out)["models"][0]["replicas"][0]
-    assert (written["weights"], written["kv_dtype"]) == (weights, kv_dtype)
+    assert (written["weights"], written["kv_cache_dtype"]) == (weights, kv_cache_dtype)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +297,9 @@ def test_flags_of_serve_reach_the_core(
     outcome = cli(
         *("serve", "--model", f"a={tmp_path}", "--model", f"b={run_dir}", "--listen", "127.0.0.1:8080"),
         *("--run-dir", run_dir, "--state-dir", tmp_path, "--fronts", 2, "--device", "cpu"),
-        *("--dtype", "bfloat16", "--load-format", "dummy", "--tensor-parallel-size", 2, "--max-rows", 8),
-        *("--weights", "fp8", "--kv-dtype", "fp8"),
-        *("--step-tokens", 256, "--kv-blocks", 99, "--max-model-len", 512, "--log-level", "debug"),
+        *("--dtype", "bfloat16", "--load-format", "dummy", "--tensor-parallel-size", 2, "--max-num-seqs", 8),
+        *("--quantization", "fp8", "--kv-cache-dtype", "fp8"),
+        *("--max-num-batched-tokens", 256, "--kv-blocks", 99, "--max-model-len", 512, "--log-level", "debug"),
     )
     assert outcome.code == 0
     (flags,) = started
@@ -312,8 +312,8 @@ def test_flags_of_serve_reach_the_core(
     for model in settings.models.values():
         assert (model.device, model.dtype, model.load_format) == ("cpu", "bfloat16", "dummy")
         spec = model.spec("a-0")
-        assert (spec.dtype, spec.weights, spec.kv_dtype) == ("bfloat16", "fp8", "fp8")
-        assert (model.tensor_parallel_size, model.max_rows, model.step_tokens) == (2, 8, 256)
+        assert (spec.dtype, spec.quantization, spec.kv_cache_dtype) == ("bfloat16", "fp8", "fp8")
+        assert (model.tensor_parallel_size, model.max_num_seqs, model.max_num_batched_tokens) == (2, 8, 256)
         assert (model.kv_blocks, model.max_model_len) == (99, 512)
 
 

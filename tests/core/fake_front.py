@@ -89,8 +89,8 @@ class Call:
         self.tokens += output.token_ids
         for token in output.token_ids:
             self.writer.write(b"%d\n" % token)
-        if output.finish:
-            self.end(200, output.finish)
+        if output.finish_reason:
+            self.end(200, output.finish_reason)
 
     def cancel(self) -> None:
         for (replica, handle), call in self.front.handles.items():

@@ -87,7 +87,7 @@ class FakeReplica:
             self.control.send(Fatal(*does["fatal"]))
         if does:
             os._exit(does.get("exit", 1))
-        self.rows, self.tokens = spec.max_rows, 2 * spec.step_tokens
+        self.rows, self.tokens = spec.max_num_seqs, 2 * spec.max_num_batched_tokens
         self.control.send(Ready(info(spec)))
         asyncio.get_running_loop().create_task(self.step())
 
@@ -153,7 +153,7 @@ class FakeReplica:
             self.control.send(
                 Report(
                     step=self.steps,
-                    credit_rows=self.rows,
+                    credit_seqs=self.rows,
                     credit_tokens=self.tokens,
                     finished=self.finished,
                     fronts_gone=self.gone,
@@ -176,13 +176,15 @@ def said(script: Path) -> dict[str, Any]:
 def info(spec: ReplicaSpec) -> ReplicaInfo:
     known: dict[str, Any] = {
         "replica": spec.replica,
-        "max_rows": spec.max_rows,
-        "step_tokens": spec.step_tokens,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": spec.max_num_batched_tokens,
         "devices": ["fake"] * spec.tensor_parallel_size,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "load_seconds": 0.1,
     }
-    texts = dict.fromkeys(("model_type", "dtype", "weights", "kv_dtype", "backend", "torch_version"), "fake")
+    texts = dict.fromkeys(
+        ("model_type", "dtype", "weights", "kv_cache_dtype", "backend", "torch_version"), "fake"
+    )
     numbers = dict.fromkeys(ReplicaInfo.__struct_fields__, 100)
     return ReplicaInfo(**(numbers | texts | known))
 

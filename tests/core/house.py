@@ -84,7 +84,7 @@ class FakeReplica:
     def report(self) -> None:
         report = Report(
             step=1,
-            credit_rows=self.rows,
+            credit_seqs=self.rows,
             credit_tokens=self.tokens,
             finished=self.news,
             fronts_gone=self.gone,

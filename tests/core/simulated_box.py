@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+from engine.scheduler import Scheduler
 
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.credits import CreditAccount
@@ -25,11 +26,11 @@ from appliance.traffic.quotas import Quotas
 from appliance.traffic.requests import Ledger
 from appliance.traffic.rules import QueueRules
 from engine.core import EngineCore
-from engine.messages import Output, Report, SamplingParams, StepPlan, StepTokens, Submit
-from engine.scheduler import Scheduler
+from engine.messages import Output, Report, SamplingParams, Submit
+from engine.plan import StepPlan, StepTokens
 from store.policies import KeyRecord, Policies, TenantRecord
 from store.requests import RequestRow
-from tests.engine.scheduling.simulated_runner import sampling_rows
+from tests.engine.scheduling.simulated_runner import sampling_slots
 
 FRONT = "front-0"
 MODEL = "m"
@@ -63,7 +64,7 @@ class Speed(NamedTuple):
 
     def of(self, plan: StepPlan) -> float:
         """Seconds of a step."""
-        rows = len(plan.decodes) + sum(len(chunk.sample_rows) for chunk in plan.chunks)
+        rows = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
         prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
         return self.step_s + self.row_s * rows + self.prompt_token_s * prompts
 
@@ -132,7 +133,7 @@ class _Step:
 
     def __init__(self, device: _Device, plan: StepPlan, ends_at: float, seconds: float) -> None:
         self._device, self._ends_at, self._seconds = device, ends_at, seconds
-        self._tokens = StepTokens([1] * len(sampling_rows(plan)), None, {})
+        self._tokens = StepTokens([1] * len(sampling_slots(plan)), None, {})
 
     def wait(self) -> StepTokens:
         self._device.waited_until, self._device.step_s = self._ends_at, self._seconds
@@ -169,8 +170,8 @@ class Replica:
         name: str,
         *,
         rows: int,
-        step_tokens: int,
-        mixed_tokens: int | None,
+        max_num_batched_tokens: int,
+        max_mixed_tokens: int | None,
         blocks: int,
         speed: Speed,
     ) -> None:
@@ -178,9 +179,9 @@ class Replica:
         self.account = CreditAccount(name, MODEL, "simulated")
         self.device = _Device(box, speed)
         self.scheduler = Scheduler(
-            max_rows=rows,
-            step_tokens=step_tokens,
-            mixed_tokens=mixed_tokens,
+            max_num_seqs=rows,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             max_model_len=131_072,
             vocab_size=10,
             blocks=blocks,
@@ -205,7 +206,7 @@ class Replica:
         if self.dead:
             return
         for submit in self._inbox:
-            self.core.submit(FRONT, submit)
+            self.scheduler.add(FRONT, submit)
         self._inbox.clear()
         if not self.core.has_work:
             self._looping = False
@@ -238,7 +239,7 @@ class Replica:
         self._steps = {False: [0, 0.0], True: [0, 0.0]}
         report = Report(
             step=gauges.step,
-            credit_rows=gauges.credit_rows,
+            credit_seqs=gauges.credit_seqs,
             credit_tokens=gauges.credit_tokens,
             finished=finished,
             running=gauges.running,
@@ -300,8 +301,8 @@ class Box:
         self,
         *,
         rows: int = 256,
-        step_tokens: int = 8192,
-        mixed_tokens: int | None = None,
+        max_num_batched_tokens: int = 8192,
+        max_mixed_tokens: int | None = None,
         blocks: int = 20_000,
         speed: Speed = Speed(),  # noqa: B008
     ) -> Replica:
@@ -312,8 +313,8 @@ class Box:
             self,
             name,
             rows=rows,
-            step_tokens=step_tokens,
-            mixed_tokens=mixed_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_mixed_tokens=max_mixed_tokens,
             blocks=blocks,
             speed=speed,
         )
@@ -448,7 +449,7 @@ class Box:
                 served[asked.tenant] = served.get(asked.tenant, 0.0) + asked.shape.prompt
             asked.tokens += tokens
             served[asked.tenant] = served.get(asked.tenant, 0.0) + weight * tokens
-            if output.finish:
+            if output.finish_reason:
                 del self._handles[output.handle]
                 asked.ended_at = self.now
                 self._settle(asked)

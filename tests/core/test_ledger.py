@@ -48,7 +48,7 @@ def finished(request_id: str, generated: int, cached: int = 0) -> Finished:
 
 
 def report(*ended: Finished, rows: int = ROWS, tokens: int = TOKENS) -> Report:
-    return Report(step=1, credit_rows=rows, credit_tokens=tokens, finished=list(ended))
+    return Report(step=1, credit_seqs=rows, credit_tokens=tokens, finished=list(ended))
 
 
 def test_a_request_is_admitted_while_the_replica_has_rows_and_tokens(house: House) -> None:

@@ -321,7 +321,7 @@ def test_what_a_key_has_in_the_house_when_it_is_rotated_counts_for_its_successor
 def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(house: House) -> None:
     front, replica = house.new_front(), house.new_replica()
     read_all(house)
-    room = Report(step=1, credit_rows=ROWS, credit_tokens=TOKENS, blocks_total=16)
+    room = Report(step=1, credit_seqs=ROWS, credit_tokens=TOKENS, blocks_total=16)
     house.ledger.report(replica.account, room)
     limited(house, kv_share=0.2)
     for _ in range(4):

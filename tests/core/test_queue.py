@@ -290,11 +290,11 @@ def test_a_prompts_time_is_measured_though_its_tokens_are_told_in_an_earlier_rep
     computed = 0
     for _ in range(200):
         computed += 500
-        rates.learn(Report(step=1, credit_rows=1, credit_tokens=1, finished=[], computed_tokens=computed))
+        rates.learn(Report(step=1, credit_seqs=1, credit_tokens=1, finished=[], computed_tokens=computed))
         rates.learn(
             Report(
                 step=1,
-                credit_rows=1,
+                credit_seqs=1,
                 credit_tokens=1,
                 finished=[],
                 running=4,

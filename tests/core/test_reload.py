@@ -121,13 +121,13 @@ def test_only_the_changed_model_gets_another_process_and_serves_until_it_is_ther
     service = running(make_service, models=("m", "n"))
     before = {model: replicas(service, model)[0].pids for model in ("m", "n")}
     stream = service.connect("m 150")
-    reloaded = change(service, ('folder = "m"', 'folder = "m"\nmax_rows = 5'))
-    assert reloaded.changed == ["models.m.max_rows: 64 → 5"]
+    reloaded = change(service, ('folder = "m"', 'folder = "m"\nmax_num_seqs = 5'))
+    assert reloaded.changed == ["models.m.max_num_seqs: 64 → 5"]
     assert reloaded.models == ["model m: its replicas are replaced one by one"]
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
     assert read_answer(stream) == [str(token) for token in range(1, 151)] + ["front-0 length"]
     wait_until(lambda: names(service) == [("m-1", "ready")], what="the successor")
-    assert replicas(service)[0].pids != before["m"] and replicas(service)[0].max_rows == 5
+    assert replicas(service)[0].pids != before["m"] and replicas(service)[0].max_num_seqs == 5
     assert replicas(service, "n")[0].pids == before["n"]
     wait_until(lambda: all(row.state == "ended" for row in service.rows()))
     assert {(row.status, row.resubmissions) for row in service.rows()} == {(200, 0)}
@@ -176,14 +176,14 @@ def test_a_change_that_overtakes_another_leaves_the_last_wish_and_nothing_else(m
     stream = service.connect("m 100")
     wait_until(lambda: len(service.rows()) == 1)
     for rows in (5, 6, 7):
-        change(service, ('folder = "m"', f'folder = "m"\nmax_rows = {rows}'))
-        service.config.write_text(service.config.read_text().replace(f"\nmax_rows = {rows}", ""))
+        change(service, ('folder = "m"', f'folder = "m"\nmax_num_seqs = {rows}'))
+        service.config.write_text(service.config.read_text().replace(f"\nmax_num_seqs = {rows}", ""))
     assert change(service, ('[models.m]\nfolder = "m"', "[models]")).models == [
         "model m: is removed; what runs gets 10 s"
     ]
-    change(service, ("[models]", '[models.m]\nfolder = "m"\nmax_rows = 8'))
+    change(service, ("[models]", '[models.m]\nfolder = "m"\nmax_num_seqs = 8'))
     assert read_answer(stream)[-1] == "front-0 length"
-    wait_until(lambda: [replica.max_rows for replica in replicas(service)] == [8])
+    wait_until(lambda: [replica.max_num_seqs for replica in replicas(service)] == [8])
     wait_until(lambda: len(service.pids()) == 2, what="the end of every other replica")
     assert read_answer(service.connect("m 2"))[-1] == "front-0 length"
 
@@ -282,7 +282,7 @@ def test_what_cannot_be_used_changes_nothing_and_is_told_with_its_line(make_serv
         ):
             service.config.write_text(good)
             with pytest.raises(AdminError) as refused:
-                change(service, ("# here", broken), ('folder = "m"', 'folder = "m"\nmax_rows = 3'))
+                change(service, ("# here", broken), ('folder = "m"', 'folder = "m"\nmax_num_seqs = 3'))
             assert said in str(refused.value)
             assert at in str(refused.value)
             last = read_audit(service.state_dir / "control.db")[-1]
@@ -368,7 +368,7 @@ def test_a_reload_while_it_drains_leaves_the_drain_as_it_is(make_service: Make) 
     service.admin.drain(DrainService(model="m"))
     service.admin.drain(DrainService(model="n"))
     wait_until(lambda: {drain.state for drain in service.admin.status().drains} == {"drained"})
-    change(service, ('folder = "m"', 'folder = "m"\nmax_rows = 4'))
+    change(service, ('folder = "m"', 'folder = "m"\nmax_num_seqs = 4'))
     wait_until(lambda: names(service) == [("m-1", "ready")])
     assert "503 model 'm' is draining" in read_answer(service.connect("m 1"))[-1]
     service.admin.resume(ResumeService(model="m"))

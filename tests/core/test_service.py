@@ -47,7 +47,7 @@ def test_connections_are_dealt_to_the_fronts_in_turn_and_each_request_is_one_row
         assert (row.replica, row.devices, row.model) == ("m-0", "fake", "m")
     status = service.admin.status()
     (replica,) = status.models[0].replicas
-    assert (replica.credit_rows, replica.credit_tokens) == (64, 4096)
+    assert (replica.credit_seqs, replica.credit_tokens) == (64, 4096)
     assert {sock.name: sock.accepted for sock in status.sockets} == {"api": 4, "tcp": 2, "admin": 0}
     assert status.queue.ended == 6
 
@@ -107,7 +107,7 @@ def test_a_killed_front_costs_only_its_own_clients_and_comes_back(make_service: 
 
     def credits() -> tuple[int, int]:
         (replica,) = service.admin.status().models[0].replicas
-        return replica.credit_rows, replica.credit_tokens
+        return replica.credit_seqs, replica.credit_tokens
 
     wait_until(lambda: credits() == (64, 4096), what="the return of all credits")
 

@@ -68,23 +68,23 @@ def test_the_directories_that_systemd_gives_are_used(tmp_path: Path) -> None:
 
 
 def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_path: Path) -> None:
-    text = 'fronts = 2\nlisten = "127.0.0.1:1"\n[models.a]\nfolder = "."\nmax_rows = 8\n'
+    text = 'fronts = 2\nlisten = "127.0.0.1:1"\n[models.a]\nfolder = "."\nmax_num_seqs = 8\n'
     assert load(tmp_path, text).models["a"].folder == str(tmp_path)
     settings = load(tmp_path, text, fronts=3, dtype="float16", tensor_parallel_size=2)
     assert (settings.fronts, settings.address()) == (3, ("127.0.0.1", 1))
     model = settings.models["a"]
-    assert (model.max_rows, model.dtype, model.tensor_parallel_size) == (8, "float16", 2)
+    assert (model.max_num_seqs, model.dtype, model.tensor_parallel_size) == (8, "float16", 2)
     assert model.spec("a-0").model_path == str(tmp_path)
     flagged = load(tmp_path, text, models=[f"b={tmp_path}"], dtype="float16").models
     assert {name: model.dtype for name, model in flagged.items()} == {"b": "float16"}
 
 
 def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_replica(tmp_path: Path) -> None:
-    text = '[models.a]\nfolder = "."\nkv_dtype = "fp8"\n'
+    text = '[models.a]\nfolder = "."\nkv_cache_dtype = "fp8"\n'
     spec = load(tmp_path, text).models["a"].spec("a-0")
-    assert (spec.dtype, spec.weights, spec.kv_dtype) == ("auto", "auto", "fp8")
-    spec = load(tmp_path, text, weights="fp8", kv_dtype="auto").models["a"].spec("a-0")
-    assert (spec.weights, spec.kv_dtype) == ("fp8", "auto")
+    assert (spec.dtype, spec.quantization, spec.kv_cache_dtype) == ("auto", "auto", "fp8")
+    spec = load(tmp_path, text, quantization="fp8", kv_cache_dtype="auto").models["a"].spec("a-0")
+    assert (spec.quantization, spec.kv_cache_dtype) == ("fp8", "auto")
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_what_is_quantised_is_said_in_the_file_or_by_flags_and_reaches_the_repli
         ("[unix]\nuids = 'all'", "unix.uids = 'all' cannot be used: it can be a list, 'owner', 'any'"),
         ("[unix]\nuids = [1, 'x']", "unix.uids[1] = 'x' cannot be used"),
         ("[limits]\nmax_body_byte = 3", "max_body_byte is not a setting: did you mean 'max_body_bytes'?"),
-        ("[models.a]\nfolder = '.'\nmax_rows = 0", "models.a.max_rows = 0 cannot be used"),
-        ("[models.a]\nfolder = '.'\nmax_row = 3", "models.a.max_row is not a setting: did you mean"),
+        ("[models.a]\nfolder = '.'\nmax_num_seqs = 0", "models.a.max_num_seqs = 0 cannot be used"),
+        ("[models.a]\nfolder = '.'\nmax_num_seq = 3", "models.a.max_num_seq is not a setting: did you mean"),
         ("[models.a]\nfolder = '.'\ndtype = 'int3'", "a.dtype = 'int3' cannot be used: it can be 'auto', "),
-        ("[models.a]\nfolder = '.'\nweights = 'int8'", "weights = 'int8' cannot be used: it can be 'auto', "),
-        ("[models.a]\nfolder = '.'\nkv_dtype = 'e5m2'", "a.kv_dtype = 'e5m2' cannot be used: it can "),
-        ("[models.a]\nmax_rows = 3", "models.a lacks 'folder': add it"),
+        ("[models.a]\nfolder = '.'\nquantization = 'int8'", "quantization = 'int8' cannot be used: it can "),
+        ("[models.a]\nfolder = '.'\nkv_cache_dtype = 'e5m2'", "kv_cache_dtype = 'e5m2' cannot be used: "),
+        ("[models.a]\nmax_num_seqs = 3", "models.a lacks 'folder': add it"),
         ("[models.a]\nfolder = '/nope'", "models.a.folder = '/nope' is not a folder"),
         ("[models.'a b']\nfolder = '.'", "a model's name begins with a letter"),
         ("models = 3", "models = 3 must be tables: write [models.NAME]"),
@@ -148,8 +148,8 @@ def test_the_settings_file_is_the_first_of_flag_environment_and_home(tmp_path: P
 def test_files_in_conf_d_are_laid_over_the_main_one_in_order_of_their_names(tmp_path: Path) -> None:
     drop_ins = tmp_path / "conf.d"
     drop_ins.mkdir()
-    (drop_ins / "20-more.toml").write_text("fronts = 3\n[models.a]\nmax_rows = 16\n[unix]\nuids = [7]\n")
-    (drop_ins / "10-first.toml").write_text('[models.b]\nfolder = "."\n[models.a]\nmax_rows = 8\n')
+    (drop_ins / "20-more.toml").write_text("fronts = 3\n[models.a]\nmax_num_seqs = 16\n[unix]\nuids = [7]\n")
+    (drop_ins / "10-first.toml").write_text('[models.b]\nfolder = "."\n[models.a]\nmax_num_seqs = 8\n')
     (drop_ins / "30-not.toml.off").write_text("fronts = 9")
     text = """
         fronts = 2
@@ -162,7 +162,7 @@ def test_files_in_conf_d_are_laid_over_the_main_one_in_order_of_their_names(tmp_
     """
     settings = load(tmp_path, text)
     a, b = settings.models["a"], settings.models["b"]
-    assert (settings.fronts, a.max_rows, a.dtype, a.folder) == (3, 16, "float16", str(tmp_path))
+    assert (settings.fronts, a.max_num_seqs, a.dtype, a.folder) == (3, 16, "float16", str(tmp_path))
     assert b.folder == str(drop_ins)  # relative to the file that names it
     assert (settings.unix.uids, settings.unix.api_mode) == ([7], "0666")
 
@@ -194,9 +194,8 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
     extra = tmp_path / "conf.d" / "x.toml"
     extra.write_text("[limits]\nmax_body_bytes = 'much'\nmax_conections = 3\n")
     main = tmp_path / "appliance.toml"
-    text = (
-        "fronts = 0\nfrnts = 1\nlisten = 'x'\n[models.a]\nmax_rows = 'x'\n[unix]\nuids = [\n 1,\n 'x',\n]\n"
-    )
+    text = "fronts = 0\nfrnts = 1\nlisten = 'x'\n[models.a]\nmax_num_seqs = 'x'\n"
+    text += "[unix]\nuids = [\n 1,\n 'x',\n]\n"
     with pytest.raises(SettingsError) as error:
         load(tmp_path, text)
     assert sorted((str(fault.place), fault.field) for fault in error.value.faults) == sorted(
@@ -206,7 +205,7 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
             (f"{main}:7", "unix.uids"),
             (f"{extra}:2", "limits.max_body_bytes"),
             (f"{extra}:3", "limits.max_conections"),
-            (f"{main}:5", "models.a.max_rows"),
+            (f"{main}:5", "models.a.max_num_seqs"),
             (f"{main}:4", "models.a.folder"),
             (f"{main}:3", "listen"),
         ]

@@ -51,7 +51,7 @@ def test_a_replica_that_not_every_front_can_reach_gets_no_requests_and_starts_an
 def test_nothing_is_remembered_of_a_front_that_is_gone(board: Any, replica_first: bool) -> None:
     replica = SimpleNamespace(name="demo-0", account=CreditAccount("demo-0", "demo", "cpu"))
     front = board.fronts[0]
-    report = Report(step=1, credit_rows=1, credit_tokens=1, finished=[], fronts_gone=[front.name])
+    report = Report(step=1, credit_seqs=1, credit_tokens=1, finished=[], fronts_gone=[front.name])
 
     async def scenario() -> None:
         board.ledger.add_replica(replica.account)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import appliance
-from engine.generate import Generated, LocalEngine
+from engine.generate import GeneratedSample, LocalEngine
 from engine.messages import ReplicaSpec, SamplingParams
 
 DEMO = Path(appliance.__file__).parent / "demo_model"
@@ -14,17 +14,17 @@ END = 6
 """The demo model's end of turn."""
 
 
-def engine(device: str, dtype: str, kv_dtype: str = "auto", weights: str = "auto") -> LocalEngine:
+def engine(device: str, dtype: str, kv_cache_dtype: str = "auto", weights: str = "auto") -> LocalEngine:
     return LocalEngine(
         ReplicaSpec(
             replica=f"{device}-0",
             model_path=str(DEMO),
             device=device,
             dtype=dtype,
-            weights=weights,
-            kv_dtype=kv_dtype,
-            max_rows=256,
-            step_tokens=4096,
+            quantization=weights,
+            kv_cache_dtype=kv_cache_dtype,
+            max_num_seqs=256,
+            max_num_batched_tokens=4096,
             kv_blocks=2048,
         )
     )
@@ -45,12 +45,12 @@ def questions() -> tuple[list[list[int]], list[str]]:
     return prompts, [entry["expected"] for entry in entries]
 
 
-def generated(made: LocalEngine, logprobs: int | None = None) -> list[Generated]:
+def generated(made: LocalEngine, logprobs: int | None = None) -> list[GeneratedSample]:
     """Greedy answers to all questions, asked at once; closes the engine."""
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,), logprobs=logprobs)
     prompts, _ = questions()
     got = [samples[0] for samples in made.generate(prompts, sampling)]
-    made.core.check()
+    made.scheduler.check()
     made.close()
     return got
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from engine.generate import Generated
+from engine.generate import GeneratedSample
 from engine.messages import TokenLogprob
 from tests.demo_model.asking import engine, generated
 
@@ -78,7 +78,9 @@ def measure(device: str, dtype: str = "bfloat16", reference_dtype: str = "bfloat
     return compare(device, dtype, generated(engine(device, dtype), logprobs=2), reference)
 
 
-def compare(device: str, dtype: str, found: list[Generated], reference: list[Generated]) -> Parity:
+def compare(
+    device: str, dtype: str, found: list[GeneratedSample], reference: list[GeneratedSample]
+) -> Parity:
     """Answers of `device` in `dtype` with the reference's, both with the log probabilities of the two best
     tokens. Raises ValueError where the reference ends and the other goes on: it has no gap there."""
     divergences, gaps, moved = [], [], []
@@ -105,7 +107,7 @@ def compare(device: str, dtype: str, found: list[Generated], reference: list[Gen
     )
 
 
-def _divergence(question: int, place: int, mine: Generated, theirs: Generated) -> Divergence:
+def _divergence(question: int, place: int, mine: GeneratedSample, theirs: GeneratedSample) -> Divergence:
     if place == len(theirs.token_ids):
         raise ValueError(f"question {question}: the reference ends after {place} tokens, the other goes on")
     known = theirs.logprobs[place]

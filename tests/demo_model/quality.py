@@ -28,7 +28,7 @@ class Form:
 
     name: str
     weights: str
-    kv_dtype: str
+    kv_cache_dtype: str
     most_perplexity_change: float
     """Relative, of held-out text: 0.005 is half a percent."""
 
@@ -122,10 +122,10 @@ def _run(device: str, dtype: str, form: Form, asked: int | None, windows: int | 
             model_path=str(DEMO),
             device=device,
             dtype=dtype,
-            weights=form.weights,
-            kv_dtype=form.kv_dtype,
-            max_rows=256,
-            step_tokens=4096,
+            quantization=form.weights,
+            kv_cache_dtype=form.kv_cache_dtype,
+            max_num_seqs=256,
+            max_num_batched_tokens=4096,
             kv_blocks=2048,
         )
     )

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.generate import Generated
+from engine.generate import GeneratedSample
 from engine.messages import TokenLogprob
 from engine.sampler import Sampler
 from tests.demo_model.parity import NEAR_TIE, compare, measure
@@ -15,12 +15,12 @@ from tests.demo_model.parity import NEAR_TIE, compare, measure
 BEST, SECOND, OTHER = 7, 8, 9
 
 
-def answer(*tokens: int, gap: float = 3.0) -> Generated:
+def answer(*tokens: int, gap: float = 3.0) -> GeneratedSample:
     """Of a model whose best token is always BEST, before SECOND by `gap`."""
     top = [(BEST, -0.1), (SECOND, -0.1 - gap)]
     known = dict(top)
     logprobs = [TokenLogprob(token, known.get(token, -20.0), top) for token in tokens]
-    return Generated(token_ids=list(tokens), finish="stop", logprobs=logprobs)
+    return GeneratedSample(token_ids=list(tokens), finish_reason="stop", logprobs=logprobs)
 
 
 def test_equal_answers_pass_at_any_gap() -> None:

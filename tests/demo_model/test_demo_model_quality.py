@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
-from engine.client import ReplicaClient, ReplicaGroup
+from engine.client import ReplicaGroup
 from engine.messages import RankOutbound, Ready, ReplicaInfo, ReplicaSpec, SamplingParams, Submit
 from tests.demo_model.asking import DEMO, END, questions
 from tests.demo_model.quality import FORMS, LEAST_KEPT, Score, held_out_windows, measure
+from tests.engine.streaming_client import StreamingClient
 
 
 def test_fp8_weights_and_cache_cost_no_more_than_they_may() -> None:
@@ -77,8 +78,8 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
             replica="demo-0",
             model_path=str(DEMO),
             device="cpu",
-            weights="fp8",
-            kv_dtype="fp8",
+            quantization="fp8",
+            kv_cache_dtype="fp8",
             tensor_parallel_size=2,
             kv_blocks=256,
             threads=1,
@@ -87,7 +88,9 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
         try:
             async with asyncio.timeout(240):
                 info = await ready
-                client = ReplicaClient(socket.socket(fileno=group.attach_front("front-0")), lambda lost: None)
+                client = StreamingClient(
+                    socket.socket(fileno=group.attach_front("front-0")), lambda lost: None
+                )
 
                 async def answer(name: int) -> str:
                     submit = Submit(
@@ -104,5 +107,5 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
             await group.stop()
 
     info, said = asyncio.run(answers())
-    assert (info.weights, info.kv_dtype, info.tensor_parallel_size) == ("fp8", "fp8", 2)
+    assert (info.weights, info.kv_cache_dtype, info.tensor_parallel_size) == ("fp8", "fp8", 2)
     assert all(text.startswith(line) for text, line in zip(said, expected[::20], strict=True)), said

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from engine.batch import Padding
+from engine.device_tables import Padding
 from engine.families import read_config
 from engine.launch_enumeration import MetaReplica, launch_all
-from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.served_model import ServedModel
-from engine.sizing import product_ladder
-from engine.steps import Steps
+from engine.sizing import gemm_sizes
+from engine.steps import StepExecutor
 from kernels import PAGE_TOKENS, compiling
 from kernels.triton.linear_table import load_table
 
@@ -39,12 +40,12 @@ def main() -> None:
     )
     table = load_table(GPU.name)
     built = compiling.record(GPU.target, lambda: launch_all(served_model, GPU, table))
-    started: list[Steps] = []
+    started: list[StepExecutor] = []
     replica = MetaReplica(served_model, 0, GPU, table, max_model_len=COLUMNS * PAGE_TOKENS)
     with torch.inference_mode():
         loaded = compiling.record(GPU.target, lambda: started.append(replica.launch_warm_up()))
         # A replica pads to more sizes than are enumerated.
-        started[0].tables._padding = Padding(product_ladder(STEP_TOKENS), product_ladder(ROWS))
+        started[0].tables._padding = Padding(gemm_sizes(STEP_TOKENS), gemm_sizes(ROWS))
         served = compiling.record(GPU.target, lambda: serve(started[0]))
     long = sum(".attention_prefill_hopper." in job.name for job in served)
     print(f"{len(built)} built, {len(loaded)} loaded, {len(served)} served, {long} for long prompts")
@@ -59,7 +60,7 @@ def _print_others(words: str, jobs: list[compiling.Job], known: list[compiling.J
             print(words, job.name, job.specialisation)
 
 
-def serve(steps: Steps) -> None:
+def serve(steps: StepExecutor) -> None:
     """Run steps with many numbers of prompts and decodes and every way to sample."""
     every = (
         SamplingParams(max_tokens=9),
@@ -72,7 +73,7 @@ def serve(steps: Steps) -> None:
     for params in every:
         for chunk, decodes in ((7, 0), (1, 3), (2, 20), (200, 40), (129, 17), (240, 60), (600, 5)):
             rows = list(range(decodes + 2))
-            setups = [RowSetup(row, params, 0, 1, [0]) for row in rows]
+            setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
             for samples in ([], [decodes], [decodes, decodes + 1]):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))

@@ -95,7 +95,9 @@ def run(*options: str) -> tuple[list[compiling.Job], set[tuple[str, str]], str]:
 
 def entries_of(table: Table) -> dict[tuple[str, int], PlanEntry]:
     return {
-        (str(one), rows): entry for one, rows_of in table.products.items() for rows, entry in rows_of.items()
+        (str(one), rows): entry
+        for one, kernel_rows in table.products.items()
+        for rows, entry in kernel_rows.items()
     }
 
 

@@ -1,13 +1,14 @@
-"""Random traffic through one engine for as long as wanted: `python -m tests.engine.soak --minutes 30`.
+"""Soak test: random traffic through one engine, `python -m tests.engine.soak --minutes 30`.
 
-Arrivals in bursts and lulls, prompts of one token and of several steps' budgets, shared prefixes, samples,
-every kind of sampling, cancels at any moment, preemptions, requests and numbers that are broken. After each
-storm the house must be in order: every request ended once and as it must, every row, block and credit back,
-and memory where it was. Requests whose answers are known run in between (`soak_known`).
+Requests arrive in bursts and lulls, with prompts of one token up to several steps' budgets, shared prefixes,
+several samples, every kind of sampling, cancels at any moment, preemptions, invalid requests and non-finite
+values. After each round the test checks that every request ended exactly once with the right result, that all
+slots, blocks and credits are free, and that memory use has not grown. Requests with known outputs run in
+between (`soak_known`).
 
 On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`, and for FP8 with
-`--spec weights=fp8 --spec kv_dtype=fp8`. With --fill: one wave of long sequences that takes every block of a
-pool sized from memory (`soak_fill`).
+`--spec quantization=fp8 --spec kv_cache_dtype=fp8`. With --fill, one wave of long sequences takes every block
+of a pool sized from memory (`soak_fill`).
 """
 
 from __future__ import annotations
@@ -39,42 +40,40 @@ from tests.engine.soak_known import Known
 from tests.engine.soak_traffic import Cancelled, Limits, Rhythm, draw_submit
 from tests.engine.tiny import TINY
 
-TINY_SIZES = {"max_rows": 8, "step_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
-SIZES = {"max_rows": 64, "step_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
-"""Pools that hold less than the rows would like."""
-FILL_SIZES = {"max_rows": 1024, "step_tokens": 8192, "kv_blocks": None, "max_model_len": 4096}
-"""A pool as large as memory allows."""
+TINY_SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
+SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
+"""Pools that are smaller than the sequences need."""
+FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks": None, "max_model_len": 4096}
+"""A pool sized from the available memory."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
-"""How much more may be held in the last quarter of a run than in the second, by their medians: Python's
-objects; bytes of the process (libraries keep code for each shape that they meet: 150 MiB in the first
-minutes, then less and less); of tensors on the device; and of all that is taken there (torch keeps what it
-once had).
-"""
+"""Limits of growth from the second to the last quarter of a run, by medians: Python objects; bytes of the
+process (libraries keep code for each new shape: 150 MiB in the first minutes, then less and less); bytes of
+tensors on the device; and all used device memory (torch keeps what it once had)."""
 HOST_FROM_S = 600
-"""Seconds from which on the bytes of the process are judged."""
+"""Seconds after which the bytes of the process are checked."""
 
 STALLED_S = 300
-"""A round that takes longer is taken for a hang, and says where it stands."""
+"""A round that takes longer counts as a hang, and the test prints where it is."""
 
 
 @dataclass(slots=True)
 class Calm:
-    """What is held while nothing runs."""
+    """Memory use while the engine is idle."""
 
     seconds: float
     objects: int
-    """Of Python, as far as its collector knows them."""
+    """Python objects known to the garbage collector."""
     host_bytes: int
     device_bytes: int
-    """Of tensors."""
+    """Bytes of tensors on the device."""
     device_used_bytes: int
-    """Of the whole device."""
+    """Used bytes of the whole device."""
 
 
 @dataclass(slots=True)
 class Soak:
-    """One engine, its clients and their books."""
+    """One engine, its simulated clients and their bookkeeping."""
 
     engine: LocalEngine
     draw: random.Random
@@ -91,7 +90,7 @@ class Soak:
     handles: int = 0
     fronts: list[int] = field(default_factory=lambda: [0, 1])
     credit_tokens: int = 0
-    """What the engine takes when it is idle."""
+    """Return the memory use of the idle engine."""
     credits_spent: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -102,16 +101,16 @@ class Soak:
         self.known = Known(self.engine, self.limits, self.draw, self.near_tie)
         gauges = self.engine.core.gauges()
         self.credits_spent = (
-            gauges.credit_rows - self.limits.rows,
+            gauges.credit_seqs - self.limits.rows,
             gauges.credit_tokens - self.credit_tokens,
         )
 
     # ── a round ──────────────────────────────────────────────────────────────────────────────────
 
     def round(self, steps: int) -> None:
-        """A storm of so many steps, the end of all that is open, and a look at the house."""
+        """Run a round: random traffic for some steps, the end of all open requests, then the checks."""
         faulthandler.dump_traceback_later(STALLED_S, exit=True)
-        # Where the output matrix is the embedding's, a broken row would break every score.
+        # With tied embeddings, a NaN in the embedding would make every logit NaN.
         armed = self.draw.random() < 0.2 and not self.engine.runner.config.tie_word_embeddings
         with Poison(self.engine, self.limits.poison, armed) as self.poisonous:
             for _ in range(steps):
@@ -146,10 +145,10 @@ class Soak:
         rows, tokens = self.credits_spent
         self.credits_spent = (rows + max(submit.n, 0), tokens + submit.credit_tokens)
         self.books.submitted(origin, submit, wrong)
-        self.engine.core.submit(origin, submit)
+        self.engine.scheduler.add(origin, submit)
 
     def _cancel(self) -> None:
-        """Now and then somebody loses patience: with a sample, a request, or as a whole front."""
+        """Sometimes cancel a sample, a request or everything from a front."""
         if self.draw.random() > 0.06:
             return
         core, open_ = self.engine.core, self.books.open
@@ -164,7 +163,7 @@ class Soak:
                 if open_[each].origin == entry.origin:
                     self.cancelled.note(core, entry.origin, each, None)
             self.books.front_gone(entry.origin)
-            core.cancel_origin(entry.origin)
+            core.scheduler.cancel_origin(entry.origin)
             self.fronts[self.fronts.index(int(entry.origin.rpartition("-")[2]))] = max(self.fronts) + 1
             self.counts["fronts gone"] += 1
             return
@@ -172,9 +171,9 @@ class Soak:
         self.cancelled.note(core, entry.origin, handle, sample)
         self.books.cancelled(handle, sample)
         if sample is None and how > 0.9:
-            core.cancel_request(entry.submit.request_id)
+            core.scheduler.cancel_request(entry.submit.request_id)
         else:
-            core.cancel(entry.origin, handle, sample)
+            core.scheduler.cancel(entry.origin, handle, sample)
 
     def _step(self) -> None:
         self.books.take(self.engine.core.step())
@@ -184,12 +183,12 @@ class Soak:
                 self.known.check(entry)
         self.books.done.clear()
         if self.counts["steps"] % 64 == 0:
-            self.engine.core.check()
+            self.engine.scheduler.check()
         pool = self.engine.scheduler.pool
         self.counts["most blocks used"] = max(self.counts["most blocks used"], pool.used)
 
     def _fill_rows(self) -> None:
-        """Give every row a plain request: what the tables kept for those before goes."""
+        """Run a plain request in every slot, which releases what the tables kept for earlier requests."""
         for number in range(self.limits.rows):
             submit = Submit(
                 handle=self._handle(),
@@ -201,17 +200,17 @@ class Soak:
         while self.engine.core.has_work:
             self._step()
 
-    # ── the house ────────────────────────────────────────────────────────────────────────────────
+    # ── checks after a round ────────────────────────────────────────────────────────────────────────────────
 
     def _expect_order(self) -> None:
-        """Raise unless everything is back where it was; note the memory."""
+        """Raise unless all slots, blocks and credits are free again; record the memory use."""
         scheduler, gauges = self.engine.scheduler, self.engine.core.gauges()
-        self.engine.core.check()
+        self.engine.scheduler.check()
         scheduler.pool.check([])
         assert not self.books.open, f"never ended: {list(self.books.open.values())[:3]}"
         assert gauges.running == gauges.waiting == gauges.blocks_used == 0, gauges
         assert scheduler.pool.available == scheduler.pool.total
-        credits = (gauges.credit_rows - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
+        credits = (gauges.credit_seqs - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
         assert credits == self.credits_spent, f"credits {credits} came back for {self.credits_spent}"
         if scheduler.pool.total > self.limits.rows + scheduler.watermark:  # else some rows were not filled
             assert self.engine.runner.steps.tables.sampling.counts is None, (
@@ -228,7 +227,7 @@ class Soak:
         self.calms.append(Calm(seconds, objects, resident_bytes(), allocated, used))
 
     def growth(self) -> dict[str, int]:
-        """How much more of everything is held in the last quarter of the run than in the second."""
+        """Return the growth of memory use from the second to the last quarter of the run."""
         quarter = max(1, len(self.calms) // 4)
         early, late = self.calms[quarter : 2 * quarter] or self.calms[:1], self.calms[-quarter:]
         return {
@@ -257,7 +256,7 @@ class Soak:
 
 
 class Poison:
-    """While it is entered, and if it is armed, a token's embedding is not a number; says whether it is."""
+    """Context manager that, if armed, sets a token's embedding to NaN; yields whether it did."""
 
     def __init__(self, engine: LocalEngine, token: int, armed: bool) -> None:
         self._row = engine.runner.decoder.embedding[token]
@@ -279,7 +278,7 @@ class Poison:
 
 
 def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
-    """The engine that the arguments describe, of random weights."""
+    """Return the engine that the arguments describe, with random weights."""
     tiny = arguments.shape == "tiny"
     if tiny:
         (folder / "config.json").write_text(json.dumps(TINY))
@@ -287,7 +286,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
         write_config(arguments.shape, folder)
     given = {
         name: getattr(arguments, name)
-        for name in ("max_rows", "step_tokens", "kv_blocks", "max_model_len")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_blocks", "max_model_len")
         if getattr(arguments, name) is not None
     }
     defaults: dict[str, Any] = TINY_SIZES if tiny else FILL_SIZES if arguments.fill else SIZES
@@ -307,7 +306,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Storm after storm; a line each minute, figures at the end. Ends with 1 where something was wrong."""
+    """Run rounds and print a line each minute and statistics at the end. Returns 1 if anything was wrong."""
     arguments = _arguments(given)
     with tempfile.TemporaryDirectory(prefix="engine-soak-") as folder:
         try:
@@ -317,7 +316,8 @@ def main(given: list[str] | None = None) -> int:
             return 1
         info = msgspec.to_builtins(engine.info)
         print(f"{arguments.shape} on {info['devices'][0]}, {info['dtype']}: {info['kv_blocks']} blocks, "
-              f"{info['max_rows']} rows, {info['step_tokens']} tokens a step", flush=True)  # fmt: skip
+              f"{info['max_num_seqs']} slots, "
+              f"{info['max_num_batched_tokens']} tokens/step", flush=True)  # fmt: skip
         if arguments.fill:
             from tests.engine.soak_fill import fill
 
@@ -334,7 +334,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def soak(engine: LocalEngine, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Rounds until the time, or their number, is over."""
+    """Yield rounds until the time or the number of rounds is reached."""
     draw = random.Random(arguments.seed)
     running = Soak(engine, draw, arguments.near_tie)
     wrong = None
@@ -378,7 +378,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--near-tie", type=float, help="nats; 1e-4, or 0.15 in 16 bits and 0.5 in 8 (largest error: reported)"
     )
-    for name in ("max-rows", "step-tokens", "kv-blocks", "max-model-len"):
+    for name in ("max-num-seqs", "max-num-batched-tokens", "kv-blocks", "max-model-len"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--spec", action="append", default=[], metavar="FIELD=VALUE", help="of ReplicaSpec")
     parser.add_argument("--fill", action="store_true", help="fill every block once, and report the memory")

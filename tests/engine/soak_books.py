@@ -1,4 +1,5 @@
-"""The books of a soak: what was asked, what was told, and that every request ends once and as it must."""
+"""The bookkeeping of the soak test: requests and their outputs, and the check that every request ends once
+with the right result."""
 
 from __future__ import annotations
 
@@ -13,43 +14,41 @@ from tests.engine.soak_traffic import FORBIDDEN
 
 @dataclass(slots=True)
 class Told:
-    """One sample, as its front knows it."""
+    """The outputs of one sample as its front received them."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     outputs: int = 0
-    finish: str = ""
+    finish_reason: str = ""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One submission that has not ended."""
+    """A submission that has not ended."""
 
     origin: str
     submit: Submit
     wrong: str
-    """As `soak_traffic.draw_submit` says."""
+    """The kind of defect, as returned by `soak_traffic.draw_submit`."""
     samples: dict[int, Told]
     cancelled: set[int] = field(default_factory=set)
-    """Samples whose end was asked for."""
+    """Samples that were cancelled."""
     deaf: bool = False
-    """Its front is gone: nothing is told any more."""
+    """Whether its front has disconnected, after which no output may arrive."""
 
 
 class Books:
-    """Raises AssertionError, with the request, where the engine does what it must not.
-
-    Entries are dropped when their ledger closes, so whatever comes afterwards is noticed, and a long run
-    takes no more memory than a short one.
-    """
+    """Checks the outputs of the engine, and raises AssertionError with the request if one is wrong. Entries
+    are dropped when their submission closes, so later outputs are detected and a long run needs no more
+    memory than a short one."""
 
     def __init__(self, max_model_len: int, vocab: int, poison: int | None) -> None:
-        """poison: a token whose embedding is sometimes not a number; it may end sequences that contain it."""
+        """poison: a token whose embedding is sometimes NaN; it may end sequences that contain it."""
         self._max_model_len, self._vocab, self._poison = max_model_len, vocab, poison
         self.open: dict[int, Entry] = {}
         self.counts: Counter[str] = Counter()
         self.done: list[Entry] = []
-        """Closed since it was last emptied."""
+        """Submissions closed since this list was last cleared."""
 
     def submitted(self, origin: str, submit: Submit, wrong: str) -> None:
         first = submit.first_sample
@@ -82,17 +81,17 @@ class Books:
         assert entry is not None, f"told of a request that had ended: {output}"
         assert not entry.deaf and entry.origin == origin, f"told to {origin}, not to {entry.origin}: {output}"
         told = entry.samples[output.sample]
-        assert not told.finish, f"told after its {told.finish!r}: {output}"
+        assert not told.finish_reason, f"told after its {told.finish_reason!r}: {output}"
         submit = entry.submit
         if not told.outputs:
-            assert output.cached_tokens is not None and output.batch_size is not None
+            assert output.cached_tokens is not None
             assert output.cached_tokens <= len(submit.prompt_token_ids)
             self._scored(entry, output)
         told.outputs += 1
         self._tokens(entry, told, output)
-        told.finish = output.finish
-        if output.finish:
-            self.counts[output.finish] += 1
+        told.finish_reason = output.finish_reason
+        if output.finish_reason:
+            self.counts[output.finish_reason] += 1
             self._ended(entry, output.sample, told, output.error)
 
     def _scored(self, entry: Entry, output: Output) -> None:
@@ -100,7 +99,7 @@ class Books:
         asked = submit.sampling.prompt_logprobs
         if asked is None or output.sample != submit.first_sample:
             assert scores is None
-        elif output.finish not in ("cancelled", "error"):
+        elif output.finish_reason not in ("cancelled", "error"):
             assert scores is not None and len(scores) == len(submit.prompt_token_ids) and scores[0] is None
             for token, score in zip(submit.prompt_token_ids[1:], scores[1:], strict=True):
                 assert score is not None
@@ -141,21 +140,21 @@ class Books:
         stops = () if sampling.ignore_eos else sampling.stop_token_ids
         places = [place for place, token in enumerate(known) if token in stops]
         assert all(place >= sampling.min_tokens for place in places), f"{name} stopped early: {known}"
-        if told.finish == "stop":
+        if told.finish_reason == "stop":
             assert places == [len(known) - 1], f"{name} ended with 'stop' after {known}"
         else:
             assert not places, f"{name} went on after a stop token: {known}"
-        if told.finish == "length":
+        if told.finish_reason == "length":
             most = min(sampling.max_tokens, self._max_model_len - len(submit.prompt_token_ids))
             assert len(known) == max(most, len(submit.output_token_ids)), f"{name}: {len(known)} of {most}"
-        if told.finish == "cancelled":
+        if told.finish_reason == "cancelled":
             assert sample in entry.cancelled, f"{name} was cancelled by nobody"
         poisoned = self._poison in submit.prompt_token_ids or self._poison in known
-        if told.finish == "error":
+        if told.finish_reason == "error":
             assert error and (entry.wrong or poisoned), f"{name} failed: {error}: {submit}, {told.token_ids}"
         else:
-            assert entry.wrong != "refused", f"{name} should have been refused: {told.finish}"
-            assert entry.wrong != "banned" or told.finish == "cancelled", f"{name} has tokens: {told}"
+            assert entry.wrong != "refused", f"{name} should have been refused: {told.finish_reason}"
+            assert entry.wrong != "banned" or told.finish_reason == "cancelled", f"{name} has tokens: {told}"
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,8 +166,8 @@ class Books:
         if entry.deaf:
             self.counts["unheard"] += len(entry.samples)
         else:
-            finishes = [told.finish for told in entry.samples.values()]
-            assert finished.finish == finishes and all(finishes), f"{finished}, told {finishes}"
+            finishes = [told.finish_reason for told in entry.samples.values()]
+            assert finished.finish_reason == finishes and all(finishes), f"{finished}, told {finishes}"
             told_tokens = sum(len(told.token_ids) for told in entry.samples.values())
             assert finished.generated_tokens == told_tokens, f"{finished}, told {told_tokens} tokens"
         self.done.append(entry)

@@ -1,8 +1,8 @@
-"""One wave of long sequences that takes every block of the pool, in all rows, with every kind of sampling.
+"""One wave of long sequences that takes every block of the pool, in all slots, with every kind of sampling.
 
-Every row has a prompt, together nearly the pool; then all decode, until no block is left and sequences are
-preempted, and for a while longer; what has not ended then is cancelled. Shows that the pool can be used to
-its last block without running out of memory, and how well `engine.sizing` had foretold what is used.
+Every slot has a prompt; together these nearly fill the pool. Then all sequences decode until no block is left
+and sequences are preempted, and for a while longer; the rest is cancelled. This shows that the pool can be
+used to its last block without running out of memory, and how well `engine.sizing` predicted the memory use.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SAMPLING: list[dict[str, Any]] = [
 
 
 def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
-    """Fill the pool once; figures in bytes. `wrong` says what was, or is None."""
+    """The statistics of filling the pool once, in bytes. `wrong` describes a failure, or is None."""
     info, draw = engine.info, random.Random(seed)
     books = Books(info.max_model_len, info.vocab_size, None)
     before = _used_bytes(engine)
     for submit in _submits(engine, draw):
         books.submitted("fill", submit, "")
-        engine.core.submit("fill", submit)
+        engine.scheduler.add("fill", submit)
     began = time.monotonic()
     most_blocks = most_bytes = most_running = full_steps = 0
     while engine.core.has_work:
@@ -49,13 +49,13 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
         if full_steps == _STEPS_WHEN_FULL:
             for handle in list(books.open):
                 books.cancelled(handle, None)
-                engine.core.cancel("fill", handle)
-    engine.core.check()
+                engine.scheduler.cancel("fill", handle)
+    engine.scheduler.check()
     wrong = None
     if most_blocks != info.kv_blocks:
         wrong = f"{most_blocks} of {info.kv_blocks} blocks were in use at most"
-    elif most_running < 0.9 * info.max_rows:
-        wrong = f"{most_running} of {info.max_rows} rows ran at once at most"
+    elif most_running < 0.9 * info.max_num_seqs:
+        wrong = f"{most_running} of {info.max_num_seqs} rows ran at once at most"
     elif not gauges.preemptions:
         wrong = "nobody was preempted: the pool did not run out"
     elif books.open:
@@ -64,7 +64,7 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
         "wrong": wrong,
         "seconds": round(time.monotonic() - began, 1),
         "steps": gauges.step,
-        "rows": info.max_rows,
+        "rows": info.max_num_seqs,
         "most_running": most_running,
         "blocks": info.kv_blocks,
         "most_blocks": most_blocks,
@@ -75,20 +75,20 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
 
 
 def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
-    """One for each row. While the last prompts are computed the first rows decode, so prompts leave room for
-    what those write meanwhile; then all together want more than there is."""
+    """Return a prompt length for each slot. While the last prompts are computed, the first slots decode, so
+    the prompts leave free blocks for them; afterwards all sequences together need more than the pool has."""
     info, scheduler = engine.info, engine.scheduler
-    rows = info.max_rows
-    # The last block of a sequence is half full on average; a watermark stays free for decodes.
+    rows = info.max_num_seqs
+    # The last block of a sequence is half full on average, and the watermark stays free for decodes.
     tokens = ((info.kv_blocks - scheduler.watermark) / rows - 0.5) * BLOCK_TOKENS
-    of_prompts = max(1, scheduler.mixed_tokens - rows // 2)
+    of_prompts = max(1, scheduler.max_mixed_tokens - rows // 2)
     length = int(tokens / (1 + rows / (2 * of_prompts)))
     steps = rows * length // of_prompts
     most = steps + 4 * BLOCK_TOKENS
     if length < 1 or length + most > info.max_model_len:
         raise ValueError(
             f"to fill {info.kv_blocks} blocks, each of {rows} rows needs {length} prompt tokens and {most} "
-            f"more; max_model_len is {info.max_model_len}: change max_rows, kv_blocks or max_model_len"
+            f"more; max_model_len is {info.max_model_len}: change max_num_seqs, kv_blocks or max_model_len"
         )
     submits = []
     for row in range(rows):
@@ -102,7 +102,8 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
 
 
 def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
-    """Predicted, after the start, and at most; of a GPU also what part of it is weights and KV."""
+    """Return the predicted memory, the memory after the start and the maximum; on a GPU also the parts of
+    weights and KV cache."""
     info = engine.info
     figures: dict[str, Any] = {
         "weight_bytes": info.weight_bytes,
@@ -123,7 +124,7 @@ def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
 
 
 def _used_bytes(engine: LocalEngine) -> int:
-    """Of the whole device, or of this process."""
+    """Return the used bytes of the whole device, or of this process on a CPU."""
     if engine.runner.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(total - free)

@@ -1,8 +1,8 @@
-"""Answers that are known: each request alone in an empty engine first, and then again and again in traffic.
+"""Requests with known outputs: each runs alone in an empty engine first, and then repeatedly in traffic.
 
-Sums of other shapes differ in their last bits, so an answer may part from its reference where the choice was
-close: the token that came must be what `kernels.sampling` chooses for log probabilities that are within
-`Known.near_tie` of the reference's. From there on the two are not compared.
+Sums of other shapes differ in their last bits, so an output may diverge from its reference at a near-tie: the
+generated token must be the one that `kernels.sampling` chooses for log probabilities within `Known.near_tie`
+of the reference's. After a divergence the outputs are no longer compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.engine.soak_traffic import Limits
 
 _KINDS = 24
 _TRIES = 60
-"""Disturbances that are tried before a choice counts as wrong."""
+"""Number of random disturbances that are tried before a different token counts as wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,16 @@ class Answer:
 
 
 class Known:
-    """A few requests of every kind and their answers.
-
-    near_tie: nats by which log probabilities may differ from run to run. listed: alternatives of the
-    references; all tokens, or enough that a choice is among them.
-    """
+    """A few requests of every kind, with their reference outputs. near_tie: nats by which log probabilities
+    may differ between runs. listed: number of alternatives in the references; all tokens, or enough to
+    include the sampled one."""
 
     def __init__(self, engine: LocalEngine, limits: Limits, draw: random.Random, near_tie: float) -> None:
         self._vocab, self._near_tie, self._draw = limits.vocab, near_tie, draw
         self.counts: Counter[str] = Counter()
         self.largest_error = 0.0
-        """Nats between log probabilities of the same token after the same tokens."""
+        """The largest difference in nats between log probabilities of the same token after the same
+        tokens."""
         self._poison = limits.poison
         self._asks: list[tuple[list[int], SamplingParams]] = []
         self._answers: list[Answer] = []
@@ -52,14 +51,16 @@ class Known:
             prompt, params = _ask(draw, limits, len(self._asks))
             asked = msgspec.structs.replace(params, logprobs=listed)
             ((sample,),) = engine.generate([prompt], asked, cache_salt=f"reference-{len(self._asks)}")
-            assert sample.finish == "length", f"a reference ended with {sample.finish!r}: {sample.error}"
-            # The poisonous token would end it, in traffic in which it is poisonous.
+            assert sample.finish_reason == "length", (
+                f"a reference ended with {sample.finish_reason!r}: {sample.error}"
+            )
+            # The poison token would end the sequence in traffic in which it is active.
             if limits.poison not in sample.token_ids:
                 self._asks.append((prompt, params))
                 self._answers.append(Answer(sample.token_ids, sample.logprobs))
 
     def submit(self, handle: int) -> Submit:
-        """One of the requests again; its number stands in `Submit.index`."""
+        """Return one of the requests again; `Submit.index` holds its number."""
         number = self._draw.randrange(len(self._asks))
         prompt, params = self._asks[number]
         if self._draw.random() < 0.3:
@@ -75,11 +76,13 @@ class Known:
         )
 
     def check(self, entry: Entry) -> None:
-        """Raise AssertionError unless the answer is the reference's, but for close choices."""
+        """Raise AssertionError unless the output equals the reference up to near-ties."""
         submit, reference = entry.submit, self._answers[entry.submit.index]
         told = entry.samples[0]
         poisoned = self._poison in told.token_ids
-        assert told.finish == "length" or poisoned, f"{submit.request_id} ended with {told.finish!r}"
+        assert told.finish_reason == "length" or poisoned, (
+            f"{submit.request_id} ended with {told.finish_reason!r}"
+        )
         for place, (token, expected) in enumerate(
             zip(told.token_ids, reference.token_ids, strict=not poisoned)
         ):
@@ -99,7 +102,7 @@ class Known:
         self.counts["equal"] += 1
 
     def _close(self, submit: Submit, reference: Answer, place: int, token: int) -> bool:
-        """Whether small changes of the reference's log probabilities make `token` the choice."""
+        """Return whether small changes of the reference's log probabilities make `token` the choice."""
         top = reference.logprobs[place].top
         ids = torch.tensor([each for each, _ in top])
         logprobs = torch.tensor([value for _, value in top])
@@ -127,7 +130,7 @@ class Known:
 
 
 def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: list[int], vocab: int) -> int:
-    """The token that `kernels.sampling` chooses after `history` among the listed ones."""
+    """Return the token that `kernels.sampling` chooses after `history` among the listed ones."""
     params = submit.sampling
     output = history[len(submit.prompt_token_ids) :]
     x = logprobs.clone()
@@ -151,11 +154,9 @@ def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: 
 
 
 def _ask(draw: random.Random, limits: Limits, kind: int) -> tuple[list[int], SamplingParams]:
-    """A prompt and how to go on: greedy, plain and narrowed, in turn.
-
-    Where references list some tokens only, the choice must be among those: a small top-k, and nothing that
-    pushes listed tokens out.
-    """
+    """Return a prompt and sampling parameters: greedy, plain and filtered, in turn. If references list only
+    some tokens, the choice must be among those, so filtering uses a small top-k and nothing that promotes
+    unlisted tokens."""
     length = draw.choice([1, 40, 64, 65, 130, limits.longest_prompt])
     prompt = [draw.randrange(3, limits.poison) for _ in range(min(length, limits.longest_prompt))]
     most = draw.choice([10, 30, 64, 80])

@@ -1,4 +1,4 @@
-"""What clients do to an engine, at random: requests of every kind, cancels, bursts and lulls."""
+"""Random client behaviour: requests of every kind, cancels, bursts and lulls."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ FORBIDDEN = -math.inf
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What requests are drawn for."""
+    """The properties of the engine for which requests are drawn."""
 
     vocab: int
     rows: int
-    step_tokens: int
+    max_num_batched_tokens: int
     max_model_len: int
     longest_prompt: int
 
     @property
     def poison(self) -> int:
-        """The last token: it is in no prompt unless it is put there."""
+        """The last token of the vocabulary, which occurs in no prompt by chance."""
         return self.vocab - 1
 
     @classmethod
     def of(cls, info: ReplicaInfo) -> Limits:
-        """A prompt may take several steps, and leaves room for some tokens."""
-        longest = min(info.max_model_len - 40, 5 * info.step_tokens // 2)
-        return cls(info.vocab_size, info.max_rows, info.step_tokens, info.max_model_len, longest)
+        """Maximum length of a prompt: it may take several steps and leaves room for some output tokens."""
+        longest = min(info.max_model_len - 40, 5 * info.max_num_batched_tokens // 2)
+        return cls(
+            info.vocab_size, info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len, longest
+        )
 
 
 def draw_submit(
     draw: random.Random, handle: int, limits: Limits, poison: int | None = None
 ) -> tuple[Submit, str]:
-    """A request, and what is wrong with it: "", "refused" (a field is) or "banned" (no token is allowed).
-
-    poison: a token that some prompts then contain, and others do not.
-    """
+    """Return a request and its defect: "" (none), "refused" (an invalid field) or "banned" (no token is
+    allowed). poison: a token that some prompts then contain."""
     submit = _sound(draw, handle, limits)
     chance = draw.random()
     if poison is not None and chance > 0.9:
         submit.prompt_token_ids[draw.randrange(len(submit.prompt_token_ids))] = poison
     if chance < 0.02:
         return _refused(draw, submit, limits), "refused"
-    # A bias for each token of a real vocabulary would be megabytes.
+    # A bias for every token of a real vocabulary would take megabytes.
     if chance < 0.03 and limits.vocab < 1000:
         bans = dict.fromkeys(range(limits.vocab), FORBIDDEN)
         sampling = SamplingParams(max_tokens=5, logit_bias=bans)
@@ -77,8 +77,9 @@ def _sound(draw: random.Random, handle: int, limits: Limits) -> Submit:
 
 
 def _prompt(draw: random.Random, limits: Limits) -> list[int]:
-    """From one token to several steps' budgets; half of them begin as others of their family do."""
-    lengths = [1, 2, 63, 64, 65, 127, 128, 129, draw.randint(1, 200), limits.step_tokens + 1]
+    """Return a prompt of one token up to several steps' budgets; half of the prompts share the first tokens
+    of their family."""
+    lengths = [1, 2, 63, 64, 65, 127, 128, 129, draw.randint(1, 200), limits.max_num_batched_tokens + 1]
     length = draw.choice(lengths) if draw.random() < 0.9 else limits.longest_prompt
     length = min(length, limits.longest_prompt)
     shared = min(length, draw.choice([0, 0, 64, 100, 128, length]))
@@ -127,7 +128,7 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
 
 
 def _refused(draw: random.Random, submit: Submit, limits: Limits) -> Submit:
-    """As sent by a front with a defect."""
+    """Return the submission with an invalid field, as a defective front could send it."""
     sampling = {name: getattr(submit.sampling, name) for name in submit.sampling.__struct_fields__}
     bad_sampling = [
         {"temperature": math.nan},
@@ -152,7 +153,8 @@ def _fields(submit: Submit) -> dict[str, object]:
 
 @dataclass(slots=True)
 class Rhythm:
-    """How many requests arrive before the next step: a burst, a trickle or a lull, for a while each."""
+    """Yield the number of requests that arrive before each step: a burst, a trickle or a lull, for a while
+    each."""
 
     draw: random.Random
     rows: int
@@ -171,18 +173,18 @@ class Rhythm:
 
 @dataclass(slots=True)
 class Cancelled:
-    """Where sequences stood when they were cancelled."""
+    """Counts of cancelled sequences by their state."""
 
     where: Counter[str] = field(default_factory=Counter)
-    """Sequences that were cancelled while they were queued, prefilling or decoding."""
+    """Numbers of sequences that were cancelled while queued, in prefill or decoding."""
 
     def note(self, core: EngineCore, origin: str, handle: int, sample: int | None) -> None:
-        """Remember where the sequences stand that are about to be cancelled."""
-        submission = core.scheduler.ledger.find(origin, handle)
+        """Record the states of the sequences that are about to be cancelled."""
+        submission = core.scheduler.accounting.find(origin, handle)
         for sequence in submission.sequences if submission is not None else ():
-            if sequence.finish or sample not in (None, sequence.sample):
+            if sequence.finish_reason or sample not in (None, sequence.sample):
                 continue
-            if sequence.row < 0:
+            if sequence.slot < 0:
                 self.where["queued"] += 1
             elif sequence.output_tokens > len(sequence.submission.submit.output_token_ids):
                 self.where["decoding"] += 1

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says, and its limits are those of the ceilings."""
+"""Tests of the benchmark: its measurements, its limits and its command line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from engine.bench import __main__ as bench
 from engine.bench import start
 from engine.bench.limits import CEILINGS, ceilings, limit
 from engine.bench.shapes import SHAPES, write_config
-from engine.bench.table import HEADS, line, median_run
-from engine.bench.workloads import WORKLOADS, Measured, Steps
+from engine.bench.table import HEADING, line, median_run
+from engine.bench.workloads import WORKLOADS, StepStats, WorkloadResult
 from engine.families import read_config
 from engine.profile import __main__ as profile
 from kernels.writable import check_writable
@@ -31,17 +31,18 @@ H200 = CEILINGS["NVIDIA H200"]
 @pytest.mark.parametrize(
     ("workload", "bf16", "fp8"),
     [
-        # 50 times all weights: 13.96 GB of the layers in bf16, half of it in FP8, and 1.05 GB of the output.
+        # 50 reads of all weights: 13.96 GB of layers in bf16, half of that in FP8, and 1.05 GB of the output
+        # matrix.
         ("b1_50tok", 180, 92),
         ("b1_decode", 290, 542),
         ("b64_decode", 8_620, 16_600),
         ("n1024", 12_170, 22_900),
-        # 13.96 GFLOP a token at 700 and 1,320 TFLOP/s, and 1.07 of attention at 700 either way.
+        # 13.96 GFLOP per token at 700 and 1,320 TFLOP/s, and 1.07 of attention at 700 in both cases.
         ("prefill", 46_600, 82_600),
         ("ttft8k", 192, 112),
     ],
 )
-def test_limits_of_the_8b_shape_are_near_those_worked_out_by_hand(
+def test_limits_of_the_8b_shape_are_close_to_hand_computed_values(
     tmp_path: Path, workload: str, bf16: float, fp8: float
 ) -> None:
     config = read_config(write_config("llama-3.1-8b", tmp_path))
@@ -50,15 +51,15 @@ def test_limits_of_the_8b_shape_are_near_those_worked_out_by_hand(
         assert found == pytest.approx(expected, rel=0.05), dtype
 
 
-def test_fp8_weights_leave_the_cache_and_attention_as_they_are(tmp_path: Path) -> None:
+def test_fp8_weights_do_not_change_the_limits_of_cache_and_attention(tmp_path: Path) -> None:
     config = read_config(write_config("llama-3.1-8b", tmp_path))
     at_one, at_many = WORKLOADS["b1_decode"], WORKLOADS["n1024"]
     wide, half = (limit(config, at_many, H200, "bfloat16", kv) for kv in ("bfloat16", "fp8"))
-    # 1,024 sequences of 640 tokens: the cache takes 19.7 ms of a step's 41.7, with FP8 10.2 of 32.1.
+    # 1,024 sequences of 640 tokens: reading the cache takes 19.7 ms of a step's 41.7, with FP8 10.2 of 32.1.
     assert half / wide == pytest.approx(1.13, abs=0.02)
     alone = limit(config, at_one, H200, "bfloat16", "fp8")
     assert alone == pytest.approx(limit(config, at_one, H200, "bfloat16", "bfloat16"), rel=0.01)
-    # One pass of a prompt has no cache to read, and the same attention.
+    # A single pass of a prompt reads no cache and has the same attention.
     prompts = [limit(config, WORKLOADS["prefill"], H200, "fp8", kv) for kv in ("bfloat16", "fp8")]
     assert prompts[0] == prompts[1]
 
@@ -73,12 +74,14 @@ def test_fp8_weights_leave_the_cache_and_attention_as_they_are(tmp_path: Path) -
         ("cpu", False),
     ],
 )
-def test_only_a_device_that_was_measured_has_limits(device: str, known: bool) -> None:
+def test_only_measured_devices_have_limits(device: str, known: bool) -> None:
     assert ceilings(device) == (H200 if known else None)
 
 
-def measured(figure: float, idle: float) -> Measured:
-    return Measured(figure, 1.0, None, Steps(255, figure, 1.0, idle), Steps(1, 7.0, 0.0, idle / 2))
+def measured(figure: float, idle: float) -> WorkloadResult:
+    return WorkloadResult(
+        figure, 1.0, None, StepStats(255, figure, 1.0, idle), StepStats(1, 7.0, 0.0, idle / 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,15 +94,15 @@ def measured(figure: float, idle: float) -> Measured:
         ("ttft8k", [203.4], 203.4),
     ],
 )
-def test_the_steps_in_the_table_are_those_of_the_run_whose_figure_is_printed(
+def test_the_table_shows_the_steps_of_the_median_run(
     name: str, figures: list[float], median_figure: float
 ) -> None:
     workload = WORKLOADS[name]
     idle = {figure: place / 100 for place, figure in enumerate(figures)}
     runs = [measured(figure, idle[figure]) for figure in figures]
-    assert median_run(workload, runs).figure == median_figure
+    assert median_run(workload, runs).result == median_figure
     text = line(name, workload, runs, 200.0)
-    assert len(text) == len(HEADS)
+    assert len(text) == len(HEADING)
     said = text.split()
     decode, mixed = said[-8:-4], said[-4:]
     most = max(idle.values())
@@ -113,12 +116,12 @@ def test_a_device_without_limits_has_an_empty_column() -> None:
     run = [measured(200.0, 0.0)]
     assert line("ttft8k", workload, run, 100.0).split()[3:5] == ["100", "50%"]
     without = line("ttft8k", workload, run, None)
-    assert len(without) == len(HEADS)
+    assert len(without) == len(HEADING)
     assert without.split()[3] == "255"
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_every_shape_is_one_that_the_engine_reads(tmp_path: Path, shape: str) -> None:
+def test_the_engine_can_read_every_shape(tmp_path: Path, shape: str) -> None:
     config = read_config(write_config(shape, tmp_path))
     bf16, fp8 = (limit(config, WORKLOADS["b1_decode"], H200, dtype, dtype) for dtype in ("bfloat16", "fp8"))
     assert fp8 > bf16
@@ -131,10 +134,10 @@ sys.modules.update((name, None) for name in others if name not in needed)
 sys.argv[0] = "engine.bench"
 runpy.run_module("engine.bench", run_name="__main__")
 """
-"""Runs the benchmark where importing what it says that it does not need fails."""
+"""Runs the benchmark in a process in which importing any unneeded package fails."""
 
 
-def test_a_run_needs_little_and_writes_its_raw_figures(tmp_path: Path) -> None:
+def test_a_run_needs_few_packages_and_writes_its_results(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     small = SHAPES["llama-3.2-1b"] | {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256}
@@ -150,9 +153,9 @@ def test_a_run_needs_little_and_writes_its_raw_figures(tmp_path: Path) -> None:
         "cpu",
         "--load-format",
         "dummy",
-        "--max-rows",
+        "--max-num-seqs",
         "8",
-        "--step-tokens",
+        "--max-num-batched-tokens",
         "1024",
         "--kv-blocks",
         "128",
@@ -165,7 +168,7 @@ def test_a_run_needs_little_and_writes_its_raw_figures(tmp_path: Path) -> None:
     runs = raw["workloads"]["b8_decode"]["runs"]
     assert len(runs) == 2
     for one in runs:
-        assert one["figure"] == pytest.approx(8 * 256 / one["seconds"])
+        assert one["result"] == pytest.approx(8 * 256 / one["seconds"])
         assert one["decode"]["count"] >= 255 and one["mixed"]["count"] >= 1
         assert one["decode"]["ms"] > 0 and 0 <= one["decode"]["idle_fraction"] <= 1
     assert "b8_decode" in done.stdout
@@ -178,7 +181,7 @@ MAINS = {"engine.bench": bench.main, "engine.profile": profile.main}
 def refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What a program says in one line when it cannot begin; no engine is started for it."""
+    """Return the single line that a program prints when it cannot start; no engine is started."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
 
     def not_started(spec: object, progress: object) -> None:
@@ -201,23 +204,23 @@ def refused(
 @pytest.mark.parametrize(
     ("module", "workload"), [("engine.bench", ["b8_decode"]), ("engine.profile", ["--workload", "b8_decode"])]
 )
-def test_a_workload_that_does_not_fit_is_named_with_its_length(
+def test_a_workload_that_does_not_fit_is_reported_with_its_length(
     refused: Callable[..., str], tmp_path: Path, module: str, workload: list[str]
 ) -> None:
     its = "b8_decode has sequences of 768 (512 in, 256 out): "
     said = refused(module, *workload, "--max-model-len", "100")
     assert said.startswith(f"--max-model-len is 100 tokens, but {its}raise it, leave it out,")
     assert refused(module, *workload) == (
-        f"{tmp_path} allows sequences of 512 tokens, but {its}choose other workloads, or another model"
+        f"{tmp_path} allows sequences of 512 tokens, but {its}choose other workloads or another model"
     )
 
 
-def test_of_several_workloads_the_longest_is_the_one_that_does_not_fit(refused: Callable[..., str]) -> None:
+def test_of_several_workloads_the_longest_is_reported_as_not_fitting(refused: Callable[..., str]) -> None:
     assert "but long has sequences of 8320 (8192 in, 128 out)" in refused("engine.bench")
 
 
 @pytest.mark.parametrize(("module", "option"), [("engine.bench", "--json"), ("engine.profile", "--trace")])
-def test_a_file_that_cannot_be_written_is_said_before_anything_runs(
+def test_an_unwritable_file_is_reported_before_anything_runs(
     refused: Callable[..., str], tmp_path: Path, module: str, option: str
 ) -> None:
     folder, below = tmp_path / "folder", tmp_path / "config.json" / "out.json"
@@ -233,9 +236,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_runs(
     [["measure_start.py", "--device", "cpu", "--shape", "llama-3.2-1b"], ["test_gpu"]],
     ids=lambda it: it[0],
 )
-def test_a_script_says_before_long_work_that_its_figures_cannot_be_written(
-    script: list[str], tmp_path: Path
-) -> None:
+def test_a_script_reports_an_unwritable_file_before_long_work(script: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "out.json"
     done = subprocess.run(
@@ -251,7 +252,7 @@ def test_a_script_says_before_long_work_that_its_figures_cannot_be_written(
     assert f"--json is {out}, which cannot be written (File exists)" in done.stderr
 
 
-def test_looking_whether_a_file_can_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_the_check_for_a_writable_file_changes_nothing(tmp_path: Path) -> None:
     kept, new = tmp_path / "kept.json", tmp_path / "made" / "new.json"
     kept.write_text("{}")
     to_kept, to_none, none = tmp_path / "to_kept.json", tmp_path / "to_none.json", tmp_path / "none.json"
@@ -265,7 +266,7 @@ def test_looking_whether_a_file_can_be_written_leaves_everything_as_it_was(tmp_p
 
 
 @pytest.mark.parametrize("module", ["engine.bench", "engine.profile"])
-def test_an_engine_that_cannot_start_is_said_in_a_line(module: str, tmp_path: Path) -> None:
+def test_a_failed_start_is_reported_in_one_line(module: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", module, "--model", str(tmp_path), "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1

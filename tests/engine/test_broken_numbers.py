@@ -1,5 +1,5 @@
-"""A sequence whose numbers are not finite ends with an error, alone: neither its neighbours in the batch nor
-the next owners of its blocks notice. Through the real engine on the CPU."""
+"""Tests of non-finite values, with a real engine on the CPU: the sequence ends with an error, and neither its
+neighbours in the batch nor the next owners of its blocks are affected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.messages import ReplicaSpec, SamplingParams, Submit
 from tests.engine.tiny import TINY
 
 POISON = 99
-"""A token whose embedding is not a number."""
+"""A token whose embedding is NaN."""
 GREEDY = SamplingParams(max_tokens=20)
 PROMPTS = [[(5 * place + family) % 90 + 3 for place in range(70)] for family in range(4)]
 
@@ -29,8 +29,8 @@ def engine(tmp_path: Path) -> LocalEngine:
             model_path=str(tmp_path),
             load_format="dummy",
             device="cpu",
-            max_rows=8,
-            step_tokens=512,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
             max_model_len=128,
             kv_blocks=10,
             threads=1,
@@ -41,51 +41,52 @@ def engine(tmp_path: Path) -> LocalEngine:
     return made
 
 
-def test_it_ends_with_an_error_and_nobody_else_notices(engine: LocalEngine) -> None:
+def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engine: LocalEngine) -> None:
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
-    # Late in its second block: the next owner reads past its own end there, before it writes.
+    # Late in the second block, because the next owner reads past its own end there before it writes.
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
     for _ in range(5):
         answers = engine.generate([PROMPTS[1], poisoned, PROMPTS[2]], GREEDY)
-        assert answers[1][0].finish == "error"
-        assert "no token has a finite score" in (answers[1][0].error or "")
+        assert answers[1][0].finish_reason == "error"
+        assert "computed NaN or infinity" in (answers[1][0].error or "")
         assert [answers[0][0].token_ids, answers[2][0].token_ids] == [expected[1], expected[2]]
-        engine.core.check()
-        # Ten blocks: these get what the poisoned prompt left.
+        engine.scheduler.check()
+        # The pool has ten blocks, so these requests reuse those of the poisoned prompt.
         again = engine.generate(PROMPTS, GREEDY)
         assert [answer[0].token_ids for answer in again] == expected
     assert engine.core.gauges().blocks_used == 0
-    assert sum(entry.finish == ["error"] for entry in engine.finished) == 5
+    assert sum(entry.finish_reason == ["error"] for entry in engine.finished) == 5
     engine.close()
 
 
-def test_a_long_prompt_ends_with_the_chunk_that_broke_and_is_not_found_by_prompts_that_begin_alike(
+def test_a_long_prompt_ends_at_its_first_non_finite_chunk_and_leaves_the_prefix_cache(
     engine: LocalEngine,
 ) -> None:
-    """Numbers of masked tokens reach those before them in a chunk: 0 times what is not finite is not 0."""
-    short = LocalEngine(msgspec.structs.replace(engine.runner.spec, step_tokens=80))
+    """Values of masked tokens can reach earlier tokens of a chunk, because zero times a non-finite value is
+    not zero."""
+    short = LocalEngine(msgspec.structs.replace(engine.runner.spec, max_num_batched_tokens=80))
     with torch.inference_mode():
         short.runner.decoder.embedding[POISON] = float("nan")
     prompt = PROMPTS[0][:70]
     (expected,) = engine.generate([prompt], GREEDY)
-    # Its first chunk has 80 tokens: the first block, and then the poison.
+    # The first chunk has 80 tokens: the first block and then the poison.
     broken = [*prompt, POISON, *PROMPTS[1][:40]]
     scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
     for salt, n, asked in (("a", 1, GREEDY), ("b", 3, GREEDY), ("c", 1, scored)):
         first = Submit(
             handle=1, request_id="b", prompt_token_ids=broken, sampling=asked, n=n, cache_salt=salt
         )
-        short.core.submit("front", first)
+        short.scheduler.add("front", first)
         told = [output for _ in range(3) for output in short.core.step().outputs.get("front", [])]
-        assert [output.finish for output in told] == ["error"] * n
-        assert "overflowed at position 80" in (told[0].error or "")
+        assert [output.finish_reason for output in told] == ["error"] * n
+        assert "NaN or infinity at position 80" in (told[0].error or "")
         (found,) = short.generate([prompt], GREEDY, cache_salt=salt)
         assert found[0].token_ids == expected[0].token_ids
-        short.core.check()
+        short.scheduler.check()
     short.close()
 
 
-def test_scoring_such_a_prompt_is_an_error_that_the_next_owners_of_its_blocks_do_not_notice(
+def test_scoring_a_non_finite_prompt_is_an_error_that_does_not_affect_the_next_owners_of_its_blocks(
     engine: LocalEngine,
 ) -> None:
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
@@ -96,22 +97,23 @@ def test_scoring_such_a_prompt_is_an_error_that_the_next_owners_of_its_blocks_do
         answers = engine.generate(
             [poisoned, PROMPTS[1][:60], poisoned], [scored, short, scored], cache_salt=salt
         )
-        assert [answer[0].finish for answer in answers] == ["error", "length", "error"]
-        assert "no token has a finite score" in (answers[0][0].error or "")
+        assert [answer[0].finish_reason for answer in answers] == ["error", "length", "error"]
+        assert "computed NaN or infinity" in (answers[0][0].error or "")
         again = engine.generate(PROMPTS, GREEDY, cache_salt=salt)
         assert [answer[0].token_ids for answer in again] == expected
     engine.close()
 
 
-def test_banning_every_token_is_an_error_and_not_a_choice(engine: LocalEngine) -> None:
+def test_a_bias_that_bans_every_token_ends_the_sequence_with_an_error(engine: LocalEngine) -> None:
     banned = SamplingParams(max_tokens=5, logit_bias=dict.fromkeys(range(157), float("-inf")))
     (answer,) = engine.generate([PROMPTS[0]], banned)
-    assert (answer[0].finish, answer[0].token_ids) == ("error", [])
+    assert (answer[0].finish_reason, answer[0].token_ids) == ("error", [])
     engine.close()
 
 
-def test_what_a_cancelled_prompt_of_broken_numbers_leaves_is_not_noticed(engine: LocalEngine) -> None:
-    """Nobody saw that they were broken: it was cancelled before a token was read, or in mid-prompt."""
+def test_blocks_of_a_cancelled_non_finite_prompt_do_not_affect_their_next_owners(engine: LocalEngine) -> None:
+    """The prompt is cancelled during prefill or before a token is read, so the engine does not learn of the
+    NaN."""
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
     for steps in (1, 2):
@@ -123,10 +125,10 @@ def test_what_a_cancelled_prompt_of_broken_numbers_leaves_is_not_noticed(engine:
                 sampling=GREEDY,
                 cache_salt=f"cancelled-{handle}",
             )
-            engine.core.submit("front", request)
+            engine.scheduler.add("front", request)
         for _ in range(steps):
             engine.core.step()
-        engine.core.cancel_origin("front")
+        engine.scheduler.cancel_origin("front")
         again = engine.generate(PROMPTS, GREEDY)
         assert [answer[0].token_ids for answer in again] == expected
     engine.close()

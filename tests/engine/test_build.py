@@ -19,7 +19,7 @@ import torch
 from engine import build, kernel_build
 from engine.bench.shapes import SHAPES
 from engine.build import read_served
-from engine.config import CheckpointError, ModelConfig, UnfitError
+from engine.config import CheckpointError, ModelConfig, UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels
 from engine.served_model import ServedModel
@@ -86,9 +86,13 @@ def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_
 def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json: hidden_size is 'x'; an integer of at least 1"):
         read_served(folder_of(tmp_path, "llama", hidden_size="x"))
-    with pytest.raises(UnfitError, match=r"config.json: dtype is float32; GPU kernels serve bfloat16, fl.*"):
+    with pytest.raises(
+        UnsupportedError, match=r"config.json: dtype is float32; GPU kernels serve bfloat16, fl.*"
+    ):
         read_served(folder_of(tmp_path, "llama", torch_dtype="float32"))
-    with pytest.raises(UnfitError, match=r"config.json: tensor_parallel_size is 3, which does not divide 4"):
+    with pytest.raises(
+        UnsupportedError, match=r"config.json: tensor_parallel_size is 3, which does not divide 4"
+    ):
         read_served(folder_of(tmp_path, "llama"), tensor_parallel_size=3)
     with pytest.raises(CheckpointError, match="no such folder"):
         read_served(tmp_path / "nothing")
@@ -139,10 +143,10 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
     tmp_path: Path, changes: dict[str, Any], served: dict[str, Any], words: str
 ) -> None:
     folder = folder_of(tmp_path, "llama", **changes)
-    with pytest.raises(UnfitError, match=f"config.json: {words}"):
+    with pytest.raises(UnsupportedError, match=f"config.json: {words}"):
         read_served(folder, **served)
     model = served_model(read_config(folder), **served)
-    with pytest.raises(UnfitError, match=f"^{words}.*"):
+    with pytest.raises(UnsupportedError, match=f"^{words}.*"):
         check_kernels(model, GPU)
     check_kernels(replace(model, dtype="float32"), GPU)
     check_kernels(model, torch.device("cpu"))
@@ -165,7 +169,8 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         (
             ("NVIDIA A10", 86),
             {"kv_fp8": True},
-            'kv_dtype is fp8, but NVIDIA A10 .*: serve this model with kv_dtype "auto", or on another GPU$',
+            "kv_cache_dtype is fp8, but NVIDIA A10 .*: "
+            'serve this model with kv_cache_dtype "auto", or on another GPU$',
         ),
         (
             ("NVIDIA L4", 89),
@@ -189,7 +194,7 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     folder = folder_of(tmp_path, "llama", head_dim=held.pop("head_dim", 64))
     served = served_model(read_config(folder), **held)
     monkeypatch.setattr(compiling, "current_gpu", lambda device: compiling.Gpu.of(*gpu))
-    with pytest.raises(UnfitError, match=f"^{words}") if words else nullcontext():
+    with pytest.raises(UnsupportedError, match=f"^{words}") if words else nullcontext():
         check_kernels(served, GPU)
     check_kernels(replace(served, dtype="float32"), GPU)
     if not words:

@@ -1,4 +1,4 @@
-"""A front's handle on a replica, against a replica that a test plays."""
+"""Tests of a front's client, against a replica that the test simulates."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.client import ReplicaClient, ReplicaLost
 from engine.messages import Cancel, DataInbound, Output, SamplingParams, StepFrame, Submit, TokenLogprob
 from engine.wire import Channel, socketpair
+from tests.engine.streaming_client import ReplicaLost, StreamingClient
 
 
 class Played:
-    """The replica's end: answers each sample with one token at once, unless told to keep silent."""
+    """The replica's end of the channel: answers each sample with one token at once, unless `silent`."""
 
     def __init__(self) -> None:
         ours, theirs = socketpair()
@@ -23,7 +23,7 @@ class Played:
         self.channel: Channel[Any] = Channel(theirs, DataInbound)
         self.channel.listen(self._take, lambda: None)
         self.lost: list[list[int]] = []
-        self.client = ReplicaClient(ours, self.lost.append)
+        self.client = StreamingClient(ours, self.lost.append)
 
     def _take(self, message: Any) -> None:
         self.received.append(message)
@@ -56,10 +56,10 @@ def test_a_channel_serves_thousands_of_requests_before_its_replica_dies() -> Non
         while len(played.received) < 2001:
             await asyncio.sleep(0)
         played.channel.close()
-        with pytest.raises(ReplicaLost, match="died while request r2001 was running"):
+        with pytest.raises(ReplicaLost, match="closed while request r2001 was running"):
             await waiting
         assert played.lost == [[2001]]
-        with pytest.raises(ReplicaLost, match="gone before request r2002 was submitted"):
+        with pytest.raises(ReplicaLost, match="closed before request r2002 was submitted"):
             await drain(played, played.ask())
 
     asyncio.run(scenario())
@@ -83,8 +83,9 @@ def test_leaving_early_cancels() -> None:
     asyncio.run(scenario())
 
 
-def test_the_scores_of_the_longest_prompts_come_through() -> None:
-    """Of a token with 20 alternatives they take 318 bytes: 262,144 tokens take more than other frames may."""
+def test_prompt_logprobs_of_the_longest_prompts_fit_into_a_frame() -> None:
+    """The logprobs of a token with 20 alternatives take 318 bytes, so 262,144 tokens need more than the
+    default frame limit."""
     alternatives = [(1 << 17, -1.5)] * 20
     size = len(msgspec.msgpack.encode(TokenLogprob(1 << 17, -1.5, alternatives)))
     assert size == 318
@@ -95,7 +96,7 @@ def test_the_scores_of_the_longest_prompts_come_through() -> None:
         submit = played.ask()
         answers: list[Output] = []
         played.client.submit(submit, answers.append)
-        # As many bytes, which are quicker to make than so many numbers.
+        # A string with the same number of bytes is quicker to build.
         played.channel.send(
             StepFrame(1, [Output(submit.handle, 0, [], "error", error="x" * (262_144 * size))])
         )

@@ -1,9 +1,9 @@
-"""Through the real engine on the CPU, greedy tokens are those of the request alone, whatever else runs and
-however it is cut: batch, chunk size, prefix hit, preemption, samples, overlap.
+"""Tests, with the real engine on the CPU, that greedy tokens do not depend on other requests or on how a
+request is split: batch, chunk size, prefix hits, preemption, samples, overlap.
 
-Sums of different shapes differ in their last bits, so where the two best tokens are closer than NEAR_TIE a
-sequence may part from its reference, and only there. Log probabilities are compared as well: they show a
-wrong key or value long before it changes a token.
+Sums of different shapes differ in their last bits, so a sequence may diverge from its reference where the two
+best tokens are closer than NEAR_TIE, and only there. Log probabilities are compared too: they reveal a wrong
+key or value long before it changes a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLo
 from tests.engine.tiny import TINY
 
 NEAR_TIE = 1e-4
-"""Nats between the best two tokens."""
+"""Largest difference of the two best log probabilities, in nats, that counts as a near-tie."""
 LOGPROB_ERROR = 1e-3
 VOCAB = TINY["vocab_size"]
 
@@ -33,7 +33,7 @@ class Ask:
     n: int = 1
     priority: int = 1
     scored: bool = False
-    """Whether the prompt's log probabilities are wanted."""
+    """Whether prompt logprobs are requested."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
-    finish: str = ""
+    finish_reason: str = ""
 
 
 Build = Callable[..., LocalEngine]
@@ -57,11 +57,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build(model: Path) -> Iterator[Build]:
-    """Makes engines over one random model, and closes them."""
+    """Creates engines over one random model, and closes them."""
     engines: list[LocalEngine] = []
 
     def make(**changes: object) -> LocalEngine:
-        sizes = {"max_rows": 8, "step_tokens": 512, "max_model_len": 320, "kv_blocks": 64, **changes}
+        sizes = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 512,
+            "max_model_len": 320,
+            "kv_blocks": 64,
+            **changes,
+        }
         spec = ReplicaSpec(
             replica="tiny-0", model_path=str(model), load_format="dummy", device="cpu", threads=1, **sizes
         )
@@ -74,7 +80,8 @@ def build(model: Path) -> Iterator[Build]:
 
 
 class Alone:
-    """References: each request in an empty engine, in one piece, nothing shared; kept for later tests."""
+    """Reference outputs: each request alone in an empty engine, unsplit and without cached blocks; kept for
+    later tests."""
 
     def __init__(self, model: Path, **changes: str) -> None:
         self._engine = LocalEngine(
@@ -83,8 +90,8 @@ class Alone:
                 model_path=str(model),
                 load_format="dummy",
                 device="cpu",
-                max_rows=1,
-                step_tokens=512,
+                max_num_seqs=1,
+                max_num_batched_tokens=512,
                 max_model_len=320,
                 kv_blocks=8,
                 prefix_cache=False,
@@ -114,20 +121,21 @@ def alone(model: Path) -> Iterator[Alone]:
 
 
 def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lambda: 0) -> list[list[Answer]]:
-    """Submit all, `arrive()` steps apart, and run to the end, checking the invariants at every step."""
+    """Submit all requests, `arrive()` steps apart, and run to the end, checking the invariants at every
+    step."""
     core = engine.core
     answers = [[Answer() for _ in range(ask.n)] for ask in asks]
 
     def step() -> None:
         for output in core.step().outputs.get("test", []):
             take(answers[output.handle][output.sample], output)
-        core.check()
+        core.scheduler.check()
 
     for handle, ask in enumerate(asks):
         sampling = SamplingParams(
             max_tokens=ask.max_tokens, logprobs=2, prompt_logprobs=0 if ask.scored else None
         )
-        core.submit(
+        core.scheduler.add(
             "test",
             Submit(
                 handle=handle,
@@ -146,16 +154,16 @@ def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lamb
 
 
 def take(answer: Answer, output: Output) -> None:
-    assert not answer.finish and not output.error
+    assert not answer.finish_reason and not output.error
     answer.token_ids += output.token_ids
     answer.logprobs += output.logprobs or []
     answer.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
     answer.cached_tokens += output.cached_tokens or 0
-    answer.finish = output.finish
+    answer.finish_reason = output.finish_reason
 
 
 def expect_equal(answer: Answer, reference: Answer) -> None:
-    assert answer.finish == reference.finish == "length"
+    assert answer.finish_reason == reference.finish_reason == "length"
     assert len(answer.token_ids) == len(reference.token_ids)
     if answer.prompt_logprobs is not None and reference.prompt_logprobs is not None:
         assert len(answer.prompt_logprobs) == len(reference.prompt_logprobs)
@@ -177,7 +185,7 @@ def expect_all_equal(answers: list[list[Answer]], asks: list[Ask], alone: Alone)
 
 
 def prompt(length: int, family: int = 0) -> list[int]:
-    """Prompts of one family begin alike."""
+    """Prompts of one family have the same first tokens."""
     draw = random.Random(family)
     return [draw.randrange(3, VOCAB) for _ in range(length)]
 
@@ -191,10 +199,12 @@ def test_in_a_batch(build: Build, alone: Alone, overlap: bool) -> None:
     expect_all_equal(serve(build(overlap=overlap), asks), asks, alone)
 
 
-@pytest.mark.parametrize("step_tokens", [3, 16, 63, 64, 65, 130])
-def test_at_any_chunk_size(build: Build, alone: Alone, step_tokens: int) -> None:
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 63, 64, 65, 130])
+def test_at_any_chunk_size(build: Build, alone: Alone, max_num_batched_tokens: int) -> None:
     asks = [Ask(prompt(length, length), 6, scored=length > 64) for length in (65, 129, 200)]
-    expect_all_equal(serve(build(step_tokens=step_tokens, max_rows=3), asks), asks, alone)
+    expect_all_equal(
+        serve(build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3), asks), asks, alone
+    )
 
 
 @pytest.mark.parametrize("hit", [64, 128, 192])
@@ -210,7 +220,7 @@ def test_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_through_preemptions(build: Build, alone: Alone, overlap: bool, prefix_cache: bool) -> None:
-    engine = build(kv_blocks=6, max_rows=4, overlap=overlap, prefix_cache=prefix_cache)
+    engine = build(kv_blocks=6, max_num_seqs=4, overlap=overlap, prefix_cache=prefix_cache)
     asks = [Ask(prompt(60, family), 100, priority=family % 2) for family in range(4)]
     answers = serve(engine, asks)
     assert engine.core.gauges().preemptions >= 2
@@ -227,8 +237,8 @@ def test_samples_that_share_the_prompt(build: Build, alone: Alone, length: int) 
 def test_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
     draw = random.Random(seed)
     engine = build(
-        max_rows=draw.choice([2, 4, 8]),
-        step_tokens=draw.choice([8, 40, 100, 300]),
+        max_num_seqs=draw.choice([2, 4, 8]),
+        max_num_batched_tokens=draw.choice([8, 40, 100, 300]),
         kv_blocks=draw.choice([6, 9, 30]),
         overlap=draw.random() < 0.5,
         prefix_cache=draw.random() < 0.8,

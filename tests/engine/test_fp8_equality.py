@@ -1,10 +1,11 @@
-"""With FP8 weights and an FP8 cache, how requests are cut and mixed changes no bit of an answer.
+"""Tests that with FP8 weights and an FP8 cache, batching and splitting of requests changes no bit of an
+output.
 
-Quantisation looks at one token (of activations) or one token and head (of the cache) at a time, so nothing
-depends on who else is in a pass. The only differences are the last bits of sums of other shapes, and where
-such a sum lies on the border of two e4m3 values, they grow to a step of e4m3. So sums are taken in float64
-here, and rounded once to float32, which makes them equal in every shape: then every token and every log
-probability must be equal too, to the last bit.
+Quantisation considers one token (of activations) or one token and head (of the cache) at a time, so nothing
+depends on the batch. The only differences are the last bits of sums of other shapes; where such a sum lies on
+the boundary of two e4m3 values, the difference grows to a step of e4m3. Therefore these tests compute sums in
+float64 and round them once to float32, which makes them equal in every shape. Then every token and every log
+probability must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from kernels import reference
 from tests.engine.test_engine_equality import LENGTHS, Alone, Answer, Ask, prompt, serve
 from tests.engine.tiny import TINY
 
-KV = {"kv_dtype": "fp8"}
-BOTH = {"weights": "fp8", "kv_dtype": "fp8"}
+KV = {"kv_cache_dtype": "fp8"}
+BOTH = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 
 Build = Callable[..., LocalEngine]
 
@@ -72,7 +73,14 @@ def build(model: Path, held: dict[str, str]) -> Iterator[Build]:
     engines: list[LocalEngine] = []
 
     def make(**changes: object) -> LocalEngine:
-        sizes = {"max_rows": 8, "step_tokens": 512, "max_model_len": 320, "kv_blocks": 64, **held, **changes}
+        sizes = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 512,
+            "max_model_len": 320,
+            "kv_blocks": 64,
+            **held,
+            **changes,
+        }
         spec = ReplicaSpec(
             replica="fp8-0", model_path=str(model), load_format="dummy", device="cpu", threads=1, **sizes
         )
@@ -109,10 +117,12 @@ def test_in_a_batch(build: Build, alone: Alone, overlap: bool) -> None:
     expect_the_same(serve(build(overlap=overlap), asks), asks, alone)
 
 
-@pytest.mark.parametrize("step_tokens", [3, 16, 63, 64, 65, 130])
-def test_at_any_chunk_size(build: Build, alone: Alone, step_tokens: int) -> None:
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 63, 64, 65, 130])
+def test_at_any_chunk_size(build: Build, alone: Alone, max_num_batched_tokens: int) -> None:
     asks = [Ask(prompt(length, length), 6, scored=length > 64) for length in (65, 129, 200)]
-    expect_the_same(serve(build(step_tokens=step_tokens, max_rows=3), asks), asks, alone)
+    expect_the_same(
+        serve(build(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3), asks), asks, alone
+    )
 
 
 @pytest.mark.parametrize("hit", [64, 128])
@@ -127,7 +137,7 @@ def test_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_through_preemptions(build: Build, alone: Alone, prefix_cache: bool) -> None:
-    engine = build(kv_blocks=6, max_rows=4, prefix_cache=prefix_cache)
+    engine = build(kv_blocks=6, max_num_seqs=4, prefix_cache=prefix_cache)
     asks = [Ask(prompt(60, family), 100, priority=family % 2) for family in range(4)]
     answers = serve(engine, asks)
     assert engine.core.gauges().preemptions >= 2
@@ -144,8 +154,8 @@ def test_samples_that_share_the_prompts_blocks(build: Build, alone: Alone, lengt
 def test_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
     draw = random.Random(seed)
     engine = build(
-        max_rows=draw.choice([2, 4, 8]),
-        step_tokens=draw.choice([8, 40, 100]),
+        max_num_seqs=draw.choice([2, 4, 8]),
+        max_num_batched_tokens=draw.choice([8, 40, 100]),
         kv_blocks=draw.choice([6, 9]),
         overlap=draw.random() < 0.5,
     )

@@ -1,4 +1,4 @@
-"""Python's collector in a process that steps; in one of its own, since the change is for good."""
+"""Tests of the garbage collector's settings, in a process of their own, since the settings are permanent."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ assert gc.get_count()[0] >= len(came), "a collection has walked over what runs"
 """
 
 
-def test_what_was_loaded_is_not_walked_over_again_and_what_runs_seldom() -> None:
+def test_collections_skip_loaded_objects_and_are_rare() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)

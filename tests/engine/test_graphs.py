@@ -1,5 +1,5 @@
-"""The ladder of captured batch sizes, and decode steps through what is captured, run eagerly here: that
-replays compute the same is for a GPU to prove (tests/gpu)."""
+"""Tests of the captured batch sizes, and of steps through captured code, which runs eagerly here. tests/gpu
+compares real replays."""
 
 from __future__ import annotations
 
@@ -13,40 +13,42 @@ import torch
 
 from engine.generate import LocalEngine
 from engine.graphs import DecodeGraphs
-from engine.messages import Chunk, ReplicaSpec, RowSetup, SamplingParams, StepPlan
-from engine.prompt_graphs import MOST_FP8_KEYS, PromptGraphs
-from engine.sizing import ladder
+from engine.messages import ReplicaSpec, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
+from engine.prompt_graphs import MAX_FP8_KEYS, PromptGraphs
+from engine.sizing import decode_capture_sizes
 from kernels import AttentionInput, ChunkSpan
 from kernels.draws import Variant
 from tests.engine.tiny import TINY
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 17, 64, 100, 256, 1000, 1024])
-def test_the_ladder_reaches_the_most_rows_in_steps_that_waste_little(most: int) -> None:
-    sizes = ladder(most)
+def test_the_capture_sizes_reach_the_largest_batch_with_little_padding(most: int) -> None:
+    sizes = decode_capture_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] == most
     assert len(sizes) <= 32
     for low, high in itertools.pairwise(sizes):
-        # A batch that is one larger than a size pays for the next: at most a quarter too much, or a few rows.
+        # A batch that is one larger than a captured size is padded to the next: by at most a quarter, or a
+        # few slots.
         assert high - (low + 1) <= max(8, (low + 1) / 4)
 
 
 class EagerGraphs(DecodeGraphs):
-    """Runs at each replay what would have been captured."""
+    """Decode graphs that run the captured code eagerly at each replay."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.replayed: list[Variant] = []
 
     def forward(self) -> torch.Tensor:
-        self._forward(len(self._held))
-        return self._logits[: len(self._held)]
+        self._forward(len(self._current))
+        return self._logits[: len(self._current)]
 
     def sample(self, variant: Variant) -> torch.Tensor:
         self.replayed.append(variant)
-        return self._sample(len(self._held), variant)
+        return self._sample(len(self._current), variant)
 
 
 GREEDY = SamplingParams(max_tokens=12)
@@ -66,8 +68,8 @@ def made(tmp_path: Path) -> Callable[[], LocalEngine]:
         model_path=str(tmp_path),
         load_format="dummy",
         device="cpu",
-        max_rows=4,
-        step_tokens=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
         max_model_len=256,
         kv_blocks=16,
         threads=1,
@@ -86,11 +88,12 @@ def made(tmp_path: Path) -> Callable[[], LocalEngine]:
     ],
     ids=["greedy", "plain", "full", "penalised", "waiting"],
 )
-def test_a_step_replays_the_cheapest_variant_that_serves_its_rows_and_draws_the_same(
+def test_a_step_replays_the_cheapest_sufficient_variant_and_samples_the_same_tokens(
     params: list[SamplingParams], replayed: list[Variant], made: Callable[[], LocalEngine]
 ) -> None:
-    """Of 12 tokens each, the prompt's step gives the first. Prompts end before, at and after the border of a
-    block. Rows that are edited sample outside of the graphs, and only as long as they are edited."""
+    """Each sequence has 12 tokens, the first from the prompt's step. Prompts end before, at and after a block
+    boundary. Slots with logits processors are sampled outside of the graphs, only as long as they have
+    any."""
     prompts = [[(7 * place + i) % 90 + 3 for place in range(62 + 2 * i)] for i in range(len(params))]
     reference, engine = made(), made()
     expected = reference.generate(prompts, params)
@@ -107,7 +110,8 @@ def test_a_step_replays_the_cheapest_variant_that_serves_its_rows_and_draws_the_
 
 
 class EagerPromptGraphs(PromptGraphs):
-    """Runs at each replay what would have been captured, with the chunks that the tiles stand for."""
+    """Prompt graphs that run the captured code eagerly at each replay, with the chunks that the tiles
+    represent."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -119,7 +123,7 @@ class EagerPromptGraphs(PromptGraphs):
         first = 0
         self._spans = []
         for chunk in plan.chunks:
-            self._spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.row))
+            self._spans.append(ChunkSpan(first, len(chunk.token_ids), chunk.start, chunk.slot))
             first += len(chunk.token_ids)
         super().stage(plan)
 
@@ -138,7 +142,7 @@ class EagerPromptGraphs(PromptGraphs):
 
 
 @pytest.mark.parametrize("prompts", [[24], [100], [10, 60, 3], [1], [150, 42], [193], [9, 9, 9, 9]])
-def test_a_short_pass_of_prompts_is_padded_to_a_captured_size_and_gives_the_same(
+def test_a_short_prompt_pass_is_padded_to_a_captured_size_and_gives_the_same_tokens(
     prompts: list[int], made: Callable[[], LocalEngine]
 ) -> None:
     tokens = [[(5 * place + 11 * i) % 90 + 3 for place in range(count)] for i, count in enumerate(prompts)]
@@ -158,10 +162,10 @@ def test_a_short_pass_of_prompts_is_padded_to_a_captured_size_and_gives_the_same
     assert graphs.replayed == ([next(size for size in graphs.sizes if size >= sum(prompts))] if fits else [])
 
 
-def test_a_pass_begins_when_its_input_is_there_and_before_the_cache_is_touched(
+def test_on_begin_is_called_after_preparation_and_before_the_cache_is_written(
     made: Callable[[], LocalEngine],
 ) -> None:
-    """What the host prepares is waited for; what the device copies and clears is its own work."""
+    """Preparation on the host counts before `on_begin`; copies and clears on the device count after it."""
     engine = made()
     steps, events = engine.runner.steps, list[str]()
 
@@ -173,7 +177,7 @@ def test_a_pass_begins_when_its_input_is_there_and_before_the_cache_is_touched(
     def begins() -> None:
         events.append("begun" if steps.kv[0].keys[9].all() else "cleared before")
 
-    setup = RowSetup(0, GREEDY, 0, 3, [])
+    setup = SlotSetup(0, GREEDY, 0, 3, [])
     with torch.inference_mode():
         steps.kv[0].keys[9] = 1.0
         steps.prompt_graphs = Noting(steps.decoder, steps.kv, steps.tables, 200)
@@ -186,17 +190,17 @@ def test_a_pass_begins_when_its_input_is_there_and_before_the_cache_is_touched(
 
 @pytest.fixture
 def windowed(tmp_path: Path, made: Callable[[], LocalEngine]) -> Callable[[], LocalEngine]:
-    """Two layers, one of which sees a window alone: two lists of tiles."""
+    """Two layers, one of them with a sliding window, so there are two lists of tiles."""
     family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     windows = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(TINY | family | windows))
     return made
 
 
-def test_what_is_in_the_cache_is_read_and_each_window_has_its_tiles(
+def test_a_captured_prompt_pass_reads_the_cache_and_has_tiles_for_each_window(
     windowed: Callable[[], LocalEngine],
 ) -> None:
-    """The second time a block of 64 is found, and 60 tokens are left of 124."""
+    """The second request finds a block of 64 tokens, so 60 of 124 tokens are left."""
     tokens = [(5 * place) % 90 + 3 for place in range(124)]
     reference, engine = windowed(), windowed()
     runner = engine.runner
@@ -212,7 +216,7 @@ def test_what_is_in_the_cache_is_read_and_each_window_has_its_tiles(
     assert graphs.replayed == [150, 100]
 
 
-def test_no_pass_that_reads_much_of_an_fp8_cache_or_has_too_many_prompts_has_a_graph(
+def test_passes_with_a_long_fp8_context_or_too_many_prompts_are_not_captured(
     made: Callable[[], LocalEngine],
 ) -> None:
     engine = made()
@@ -226,8 +230,8 @@ def test_no_pass_that_reads_much_of_an_fp8_cache_or_has_too_many_prompts_has_a_g
         )
 
     assert fits(1, 100_000, kv_fp8=False)
-    assert fits(2, MOST_FP8_KEYS // 2 - 16, kv_fp8=True)
-    assert not fits(2, MOST_FP8_KEYS // 2 - 15, kv_fp8=True)
+    assert fits(2, MAX_FP8_KEYS // 2 - 16, kv_fp8=True)
+    assert not fits(2, MAX_FP8_KEYS // 2 - 15, kv_fp8=True)
     assert fits(4, 0, kv_fp8=False)
     assert not fits(5, 0, kv_fp8=False)
     engine.close()

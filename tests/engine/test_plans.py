@@ -1,15 +1,16 @@
-"""What the other ranks are told of a step fits into a frame."""
+"""Tests that the plan of a step fits into a frame."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from engine.config import UnfitError
-from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
-from engine.plans import MOST_PLAN_BYTES, check_plans, largest_plan_bytes
-from engine.scheduler import MOST_SETUP_NUMBERS
-from engine.wire import MOST_FRAME_BYTES
+from engine.config import UnsupportedError
+from engine.messages import BLOCK_TOKENS, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
+from engine.plan_channel import MAX_PLAN_BYTES, check_plan_size, largest_plan_bytes
+from engine.scheduling.admission import MAX_SETUP_NUMBERS
+from engine.wire import MAX_FRAME_BYTES
 
 LARGE = (1 << 32) - 1
 EVERYTHING = SamplingParams(
@@ -30,13 +31,15 @@ EVERYTHING = SamplingParams(
 )
 
 
-def test_no_plan_is_longer_than_it_is_said_to_be() -> None:
+def test_no_plan_exceeds_the_computed_upper_bound() -> None:
     rows, length, tokens, blocks = 1000, 3 * BLOCK_TOKENS, 4000, 50_000
-    bound = largest_plan_bytes(max_rows=rows, max_model_len=length, step_tokens=tokens, kv_blocks=blocks)
-    lists = MOST_FRAME_BYTES + 5 * length
+    bound = largest_plan_bytes(
+        max_num_seqs=rows, max_model_len=length, max_num_batched_tokens=tokens, kv_blocks=blocks
+    )
+    lists = MAX_FRAME_BYTES + 5 * length
     plan = StepPlan(
         LARGE,
-        [RowSetup(LARGE, EVERYTHING, LARGE, LARGE, [], [(LARGE, LARGE)])] * rows,
+        [SlotSetup(LARGE, EVERYTHING, LARGE, LARGE, [], [(LARGE, LARGE)])] * rows,
         [(LARGE, LARGE, LARGE)] * (rows * 3),
         [(LARGE, LARGE)] * rows,
         [LARGE] * rows,
@@ -44,13 +47,15 @@ def test_no_plan_is_longer_than_it_is_said_to_be() -> None:
         [LARGE] * blocks,
     )
     assert len(msgspec.msgpack.encode(plan)) < bound - lists
-    # What setups list: a sequence's own, however long, or that of several.
-    assert len(msgspec.msgpack.encode([LARGE] * MOST_SETUP_NUMBERS)) < lists
+    # The lists of the setups: those of a single sequence of any length, or of several.
+    assert len(msgspec.msgpack.encode([LARGE] * MAX_SETUP_NUMBERS)) < lists
 
 
-def test_sizes_whose_plans_would_not_fit_are_refused_with_what_to_lower() -> None:
-    check_plans(max_rows=1024, max_model_len=131_072, step_tokens=8192, kv_blocks=100_000)
+def test_sizes_whose_plans_exceed_a_frame_are_refused_with_a_remedy() -> None:
+    check_plan_size(max_num_seqs=1024, max_model_len=131_072, max_num_batched_tokens=8192, kv_blocks=100_000)
     with pytest.raises(
-        UnfitError, match=rf"max_rows is 4096 and max_model_len 999999: .* {MOST_PLAN_BYTES} "
+        UnsupportedError, match=rf"max_num_seqs is 4096 and max_model_len is 999999: .* {MAX_PLAN_BYTES} "
     ):
-        check_plans(max_rows=4096, max_model_len=999_999, step_tokens=8192, kv_blocks=100_000)
+        check_plan_size(
+            max_num_seqs=4096, max_model_len=999_999, max_num_batched_tokens=8192, kv_blocks=100_000
+        )

@@ -1,4 +1,4 @@
-"""A profile says which kernel took how long, what it moved, and where nothing ran."""
+"""Tests of the profile: the time, memory traffic and gaps of kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engine.bench.shapes import SHAPES, write_config
 from engine.config import ModelConfig
 from engine.families import read_config
 from engine.messages import ReplicaInfo
-from engine.profile.report import gaps_of, lines, rows_of
+from engine.profile.report import idle_gaps, kernel_rows, lines
 from engine.profile.steps import StepShape
-from engine.profile.trace import Timeline, read_timeline, short_name
-from engine.profile.work import Work, label_products, work_by_kernel
+from engine.profile.trace import TraceTimeline, read_timeline, short_name
+from engine.profile.work import KernelWork, label_gemms, work_by_kernel
 
 H200 = CEILINGS["NVIDIA H200"]
 ONE_TOKEN = StepShape([641], [], 1)
@@ -29,7 +29,7 @@ def kernel(name: str, start: float, us: float, category: str = "kernel") -> dict
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": us, "pid": 0, "tid": 7}
 
 
-def timeline_of(tmp_path: Path, events: list[dict[str, Any]]) -> Timeline:
+def timeline_of(tmp_path: Path, events: list[dict[str, Any]]) -> TraceTimeline:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}))
     return read_timeline(path)
@@ -50,7 +50,7 @@ def info(**fields: str) -> ReplicaInfo:
 # ── the time line ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_kernel_that_begins_early_counts_from_the_end_of_the_one_in_front(tmp_path: Path) -> None:
+def test_an_overlapping_kernel_counts_from_the_end_of_the_previous_one(tmp_path: Path) -> None:
     events = [
         kernel("_norm", 100, 10),
         kernel("_dot", 104, 26),
@@ -67,7 +67,7 @@ def test_a_kernel_that_begins_early_counts_from_the_end_of_the_one_in_front(tmp_
     ]
 
 
-def test_on_a_cpu_an_operation_counts_without_those_that_it_calls(tmp_path: Path) -> None:
+def test_on_a_cpu_the_time_of_nested_operations_is_excluded(tmp_path: Path) -> None:
     events = [
         kernel("aten::linear", 0, 100, "cpu_op"),
         kernel("aten::mm", 10, 60, "cpu_op"),
@@ -85,12 +85,12 @@ def test_on_a_cpu_an_operation_counts_without_those_that_it_calls(tmp_path: Path
     }
 
 
-def test_a_trace_of_nothing_is_an_error(tmp_path: Path) -> None:
+def test_an_empty_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no kernel and no operation"):
         timeline_of(tmp_path, [])
 
 
-def test_names_lose_what_nobody_reads() -> None:
+def test_kernel_names_are_shortened() -> None:
     copy = "void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda(X)>(int)"
     gemm = "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int> > >(Params)"
     assert short_name(copy) == "vectorized_elementwise_kernel bfloat16_copy"
@@ -103,7 +103,7 @@ def test_names_lose_what_nobody_reads() -> None:
 # ── what kernels do ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_products_are_told_apart_by_their_order() -> None:
+def test_gemms_are_labelled_by_their_order() -> None:
     layer = [
         "_norm",
         "_gemv",
@@ -114,7 +114,7 @@ def test_products_are_told_apart_by_their_order() -> None:
         "cutlass device_kernel",
     ]
     names = [*layer, "_stream", "scan_kernel"]
-    assert label_products(names, 1, [ONE_TOKEN]) == [
+    assert label_gemms(names, 1, [ONE_TOKEN]) == [
         "_norm",
         "qkv (_gemv)",
         "_rope",
@@ -126,9 +126,9 @@ def test_products_are_told_apart_by_their_order() -> None:
         "scan_kernel",
     ]
     nothing_sampled = StepShape([], [(0, 100)], 0)
-    assert label_products(layer, 1, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
-    # One too many: nobody knows which.
-    assert label_products(names, 1, [nothing_sampled])[1] == "products (_gemv)"
+    assert label_gemms(layer, 1, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
+    # One GEMM too many, so they cannot be told apart.
+    assert label_gemms(names, 1, [nothing_sampled])[1] == "gemms (_gemv)"
 
 
 def test_a_decode_step_reads_every_weight_once_and_the_cache_once(llama: ModelConfig) -> None:
@@ -137,20 +137,20 @@ def test_a_decode_step_reads_every_weight_once_and_the_cache_once(llama: ModelCo
     assert works["lm_head"].bytes == pytest.approx(128256 * 4096 * 2, rel=1e-3)
     # 641 tokens are 11 pages of 64.
     assert works["decode_kernel"].bytes == pytest.approx(32 * 2 * 8 * 704 * 128 * 2, rel=0.02)
-    products = [works[name] for name in ("qkv", "o", "gate_up", "down", "lm_head")]
-    assert sum(work.limit_us(H200) for work in products) == pytest.approx(15.0e9 / 4355e3, rel=0.01)
-    assert works["products"].bytes == sum(work.bytes for work in products)
+    gemms = [works[name] for name in ("qkv", "o", "gate_up", "down", "lm_head")]
+    assert sum(work.limit_us(H200) for work in gemms) == pytest.approx(15.0e9 / 4355e3, rel=0.01)
+    assert works["gemms"].bytes == sum(work.bytes for work in gemms)
 
 
 def test_fp8_halves_the_layers_weights_and_the_cache_but_not_the_output_matrix(llama: ModelConfig) -> None:
     wide = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
-    half = work_by_kernel(llama, info(weights="fp8", kv_dtype="fp8"), [ONE_TOKEN], H200)
+    half = work_by_kernel(llama, info(weights="fp8", kv_cache_dtype="fp8"), [ONE_TOKEN], H200)
     assert half["down"].bytes / wide["down"].bytes == pytest.approx(0.5, rel=0.01)
     assert half["decode_kernel"].bytes / wide["decode_kernel"].bytes == pytest.approx(132 / 256, rel=0.01)
     assert half["lm_head"].bytes == wide["lm_head"].bytes
 
 
-def test_norms_that_products_share_are_no_work_of_the_norms_kernel(llama: ModelConfig) -> None:
+def test_norms_fused_into_gemms_are_not_counted_as_norm_kernels(llama: ModelConfig) -> None:
     step = StepShape([640] * 8, [], 8)
     every = work_by_kernel(llama, info(), [step], H200)["_norm"].bytes
     assert every == (2 * 32 + 1) * 8 * 4096 * 2 * 2
@@ -161,7 +161,7 @@ def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     works = work_by_kernel(llama, info(), [StepShape([], [(0, 8192)], 1)], H200)
     assert works["qkv"].operations == 2 * 32 * 8192 * 6144 * 4096
     assert works["qkv"].limit_us(H200) == pytest.approx(1e6 * works["qkv"].operations / 700e12)
-    # In the last layer, all but the last token only go into the cache.
+    # In the last layer, all tokens but the last only write to the cache.
     assert works["o"].operations == 2 * (31 * 8192 + 1) * 4096 * 4096
     assert works["_prefill_kernel"].operations == 4 * 31 * 32 * 128 * 8192 * 8193 / 2
     assert works["decode_kernel"].operations == 4 * 32 * 128 * 8192
@@ -171,7 +171,7 @@ def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     )
 
 
-def test_prompts_are_the_work_of_the_kernel_that_reads_them(llama: ModelConfig) -> None:
+def test_prompt_attention_is_counted_for_the_kernel_that_runs_it(llama: ModelConfig) -> None:
     pytest.importorskip("triton")
     long, short = StepShape([], [(0, 8192)], 1), StepShape([], [(0, 512)] * 4, 4)
     apart = [work_by_kernel(llama, info(), [shape], H200) for shape in (long, short)]
@@ -183,12 +183,12 @@ def test_prompts_are_the_work_of_the_kernel_that_reads_them(llama: ModelConfig) 
 
 
 @pytest.mark.parametrize(("cache", "kernel"), [("fp8", "_prefill_hopper"), ("bfloat16", "_prefill_kernel")])
-def test_chunks_that_read_an_fp8_cache_as_it_is_choose_no_kernel_for_the_others(
+def test_chunks_that_read_an_fp8_cache_directly_do_not_affect_the_kernel_choice_of_others(
     llama: ModelConfig, cache: str, kernel: str
 ) -> None:
     pytest.importorskip("triton")
     shape = StepShape([], [(0, 2048), *[(0, 32)] * 100], 101)
-    works = work_by_kernel(llama, info(kv_dtype=cache), [shape], H200, hopper=True)
+    works = work_by_kernel(llama, info(kv_cache_dtype=cache), [shape], H200, hopper=True)
     kernels = ("_prefill_hopper", "_prefill_kernel")
     assert [name for name in kernels if works[name].operations] == [kernel]
 
@@ -196,7 +196,7 @@ def test_chunks_that_read_an_fp8_cache_as_it_is_choose_no_kernel_for_the_others(
 def test_steps_add_up(llama: ModelConfig) -> None:
     one = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
     three = work_by_kernel(llama, info(), [ONE_TOKEN] * 3, H200)
-    assert three["o"] == Work(3 * one["o"].bytes, 3 * one["o"].operations, one["o"].per_s)
+    assert three["o"] == KernelWork(3 * one["o"].bytes, 3 * one["o"].operations, one["o"].per_s)
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────
@@ -208,8 +208,8 @@ def test_times_and_gaps_make_the_step(tmp_path: Path) -> None:
     ]
     timeline = timeline_of(tmp_path, events)
     names = ["down (_dot)", "_norm", "down (_dot)"]
-    rows = rows_of(names, timeline, {"down": Work(871e6, 0.0, None)}, steps=2)
-    gaps = gaps_of(names, timeline, steps=2)
+    rows = kernel_rows(names, timeline, {"down": KernelWork(871e6, 0.0, None)}, steps=2)
+    gaps = idle_gaps(names, timeline, steps=2)
     assert [(row.name, row.calls, row.us) for row in rows] == [
         ("down (_dot)", 1.0, 45.0),
         ("_norm", 0.5, 2.5),
@@ -217,8 +217,8 @@ def test_times_and_gaps_make_the_step(tmp_path: Path) -> None:
     assert [(gap.after, gap.before, gap.us) for gap in gaps] == [("down (_dot)", "_norm", 2.5)]
     assert sum(row.share for row in rows) + 5 / timeline.us == pytest.approx(1.0)
     text = "\n".join(lines(rows, gaps, timeline, 2, H200))
-    assert "a step, of 2: 50.0 µs" in text
-    # 435.5 MB, which the memory sends in 100 µs at best: a profile that shows this has miscounted.
+    assert "mean step of 2: 50.0 µs" in text
+    # 435.5 MB take at least 100 µs; a profile with less time has miscounted.
     assert text.splitlines()[2].split()[-4:] == ["435.5", "9,678", "0.0", "222%"]
     assert "gaps: 2.5 µs, 5.0%" in text
 
@@ -229,7 +229,16 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(small | {"bos_token_id": 1, "eos_token_id": 2}))
     trace = tmp_path / "out" / "trace.json"
     command = [sys.executable, "-m", "engine.profile", "--model", str(tmp_path), "--load-format", "dummy"]
-    options = ["--max-rows", "8", "--step-tokens", "1024", "--kv-blocks", "128", "--device", "cpu"]
+    options = [
+        "--max-num-seqs",
+        "8",
+        "--max-num-batched-tokens",
+        "1024",
+        "--kv-blocks",
+        "128",
+        "--device",
+        "cpu",
+    ]
 
     def profile(*wanted: str) -> subprocess.CompletedProcess[str]:
         whole = [*command, *options, "--workload", "b8_decode", *wanted]
@@ -238,15 +247,15 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     done = profile("--steps", "3", "--trace", str(trace))
     assert done.returncode == 0, done.stderr
     assert "decode steps; weights float32, KV float32 on cpu" in done.stdout
-    assert "8 tokens a step, of which 8 decode" in done.stdout
+    assert "8 tokens per step, of which 8 decode" in done.stdout
     assert "recorded" not in done.stdout
     linear = next(line.split() for line in done.stdout.splitlines() if "linear" in line)
-    # Four products and the output matrix, each step.
+    # Four GEMMs and the output matrix in each step.
     assert float(linear[1]) == 5.0
     assert json.loads(trace.read_text())["traceEvents"]
     few = profile("--kind", "mixed", "--steps", "20")
-    assert "recorded 8 steps of 20 asked: the workload has no more in a row" in few.stdout
-    assert "a step, of 8:" in few.stdout
+    assert "recorded 8 steps instead of 20: the workload has no more in a row" in few.stdout
+    assert "mean step of 8:" in few.stdout
     too_many = profile("--skip", "300")
     assert too_many.returncode == 1
     assert "--skip is 300, but the workload has no more than 255 decode steps" in too_many.stderr

@@ -1,4 +1,4 @@
-"""Recorded are steps of the wanted kind and nothing else: as many as were asked for, or as there are."""
+"""Tests of recordings: only steps of the chosen kind, as many as requested or available."""
 
 from __future__ import annotations
 
@@ -10,32 +10,38 @@ from typing import Any
 
 import pytest
 
-from engine.bench.workloads import Workload
+from engine.bench.workloads import EngineWorkload
 from engine.generate import LocalEngine
-from engine.messages import ReplicaSpec, StepPlan
+from engine.messages import ReplicaSpec
+from engine.plan import StepPlan
 from engine.profile import steps
 from engine.profile.steps import Kind, StepShape, record
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, SimulatedStep
 from tests.engine.tiny import TINY
 
 ROWS, BUDGET = 4, 96
-ONE = Workload(1, 24, 16, "output_tok_s")
-"""One mixed step, 15 that decode."""
-FIRST_TOKEN = Workload(1, 90, 1, "ms")
-PROMPTS = Workload(8, 90, 1, "prompt_tok_s")
-"""Eight mixed steps."""
-THREE = Workload(3, 40, 16, "output_tok_s")
-"""Two mixed steps, in the second of which two sequences decode."""
-TURNS = Workload(2 * ROWS, 20, 6, "output_tok_s")
-"""One mixed step and five that decode, twice."""
+ONE = EngineWorkload(1, 24, 16, "output_tok_s")
+"""A workload with one mixed step and 15 decode steps."""
+FIRST_TOKEN = EngineWorkload(1, 90, 1, "ms")
+PROMPTS = EngineWorkload(8, 90, 1, "prompt_tok_s")
+"""A workload with eight mixed steps."""
+THREE = EngineWorkload(3, 40, 16, "output_tok_s")
+"""A workload with two mixed steps; two sequences decode in the second."""
+TURNS = EngineWorkload(2 * ROWS, 20, 6, "output_tok_s")
+"""A workload with one mixed step and five decode steps, twice."""
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(TINY))
-    sizes = {"max_rows": ROWS, "step_tokens": BUDGET, "mixed_tokens": BUDGET, "kv_blocks": 40}
+    sizes = {
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": BUDGET,
+        "max_mixed_tokens": BUDGET,
+        "kv_blocks": 40,
+    }
     spec = ReplicaSpec(
         replica="test-0", model_path=str(folder), load_format="dummy", device="cpu", threads=1, **sizes
     )
@@ -50,7 +56,7 @@ def kinds(shapes: list[StepShape]) -> set[str]:
 
 def products(trace: Path) -> int:
     events = json.loads(trace.read_text())["traceEvents"]
-    # The backend takes the one or the other, as the processor allows.
+    # The backend uses one or the other, depending on the processor.
     return sum(event.get("name") in ("aten::linear", "mkldnn::_linear_pointwise") for event in events)
 
 
@@ -69,10 +75,10 @@ def products(trace: Path) -> int:
         pytest.param(TURNS, "mixed", 20, None, 1, id="prompts that come in turns"),
     ],
 )
-def test_steps_of_the_kind_are_recorded_and_no_others(
+def test_only_steps_of_the_chosen_kind_are_recorded(
     engine: LocalEngine,
     tmp_path: Path,
-    workload: Workload,
+    workload: EngineWorkload,
     kind: Kind,
     asked: int,
     skip: int | None,
@@ -87,14 +93,14 @@ def test_steps_of_the_kind_are_recorded_and_no_others(
     assert not engine.scheduler.has_work
 
 
-def test_decodes_are_recorded_when_some_have_passed(engine: LocalEngine, tmp_path: Path) -> None:
+def test_decodes_are_recorded_after_the_skipped_ones(engine: LocalEngine, tmp_path: Path) -> None:
     shapes = record(engine, ONE, "decode", 2, None, tmp_path / "trace.json")
     assert shapes == [StepShape([28], [], 1), StepShape([29], [], 1)]
     [first] = record(engine, ONE, "decode", 1, 0, tmp_path / "trace.json")
     assert first == StepShape([25], [], 1)
 
 
-def test_where_there_are_no_such_steps_the_error_says_so(engine: LocalEngine, tmp_path: Path) -> None:
+def test_a_workload_without_such_steps_is_an_error(engine: LocalEngine, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the workload has no decode steps: choose another --kind"):
         record(engine, FIRST_TOKEN, "decode", 8, None, tmp_path / "trace.json")
     with pytest.raises(RuntimeError, match="--skip is 15, but the workload has no more than 15 decode"):
@@ -107,7 +113,7 @@ def test_where_there_are_no_such_steps_the_error_says_so(engine: LocalEngine, tm
 
 
 class Told(SimulatedRunner):
-    """Whose launches, and readings of results, stand in a list."""
+    """A runner that records its launches and reads of results in a list."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(ROWS, 40)
@@ -142,10 +148,10 @@ class Recording:
         (TURNS, "decode", 9, "mixed decode decode decode wait start decode decode wait stop mixed"),
     ],
 )
-def test_on_a_gpu_nothing_else_runs_while_it_is_recorded(
+def test_on_a_gpu_only_the_recorded_steps_run_during_the_recording(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    workload: Workload,
+    workload: EngineWorkload,
     kind: Kind,
     asked: int,
     expected: str,
@@ -154,7 +160,7 @@ def test_on_a_gpu_nothing_else_runs_while_it_is_recorded(
     monkeypatch.setattr(steps, "_synchronize", lambda gpu: events.append("wait"))
     monkeypatch.setattr(steps, "profile", lambda **options: Recording(events))
     limits = {"max_model_len": 200, "vocab_size": VOCAB, "blocks": 40}
-    scheduler = Scheduler(max_rows=ROWS, step_tokens=BUDGET, **limits)
+    scheduler = Scheduler(max_num_seqs=ROWS, max_num_batched_tokens=BUDGET, **limits)
     info = SimpleNamespace(vocab_size=VOCAB)
     engine: Any = SimpleNamespace(runner=Told(events), scheduler=scheduler, info=info)
     record(engine, workload, kind, asked, None, tmp_path / "trace.json")

@@ -1,4 +1,4 @@
-"""Real replica processes: they answer, count, give back, and die as one."""
+"""Tests with real replica processes: outputs, counts, credits, and the death of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from engine import launch
-from engine.client import ReplicaClient, ReplicaGroup, ReplicaLost
+from engine.client import ReplicaGroup
 from engine.messages import (
     Fatal,
     Finished,
@@ -30,6 +30,7 @@ from engine.messages import (
     Submit,
 )
 from engine.wire import socketpair
+from tests.engine.streaming_client import ReplicaLost, StreamingClient
 
 pytestmark = pytest.mark.system
 
@@ -53,7 +54,7 @@ CONFIG = {
 
 
 class Watched:
-    """A replica and everything it said."""
+    """A replica and all messages that it sent."""
 
     def __init__(self) -> None:
         self.info: asyncio.Future[ReplicaInfo] = asyncio.get_running_loop().create_future()
@@ -71,15 +72,15 @@ class Watched:
             case Fatal():
                 self.fatal.append(message)
 
-    def client(self, front: str, lost: list[list[int]] | None = None) -> ReplicaClient:
+    def client(self, front: str, lost: list[list[int]] | None = None) -> StreamingClient:
         on_lost = (lambda handles: None) if lost is None else lost.append
-        return ReplicaClient(socket.socket(fileno=self.group.attach_front(front)), on_lost)
+        return StreamingClient(socket.socket(fileno=self.group.attach_front(front)), on_lost)
 
     def finished(self) -> list[Finished]:
         return [entry for report in self.reports for entry in report.finished]
 
     async def settled(self, submissions: int) -> Report:
-        """The report in which everything is given back."""
+        """Wait for the report in which all credit is granted back."""
         async with asyncio.timeout(60):
             while not self.reports or len(self.finished()) < submissions or self.reports[-1].running:
                 await asyncio.sleep(0.01)
@@ -95,7 +96,7 @@ async def replica(folder: Path, **fields: object) -> AsyncIterator[Watched]:
         load_format="dummy",
         device="cpu",
         kv_blocks=64,
-        max_rows=16,
+        max_num_seqs=16,
         threads=1,
         **fields,  # type: ignore[arg-type]
     )
@@ -112,7 +113,7 @@ async def replica(folder: Path, **fields: object) -> AsyncIterator[Watched]:
             await watched.group.stop()
 
 
-def ask(client: ReplicaClient, name: str, prompt: int = 40, most: int = 12, n: int = 1) -> Submit:
+def ask(client: StreamingClient, name: str, prompt: int = 40, most: int = 12, n: int = 1) -> Submit:
     return Submit(
         handle=client.next_handle(),
         request_id=name,
@@ -122,7 +123,7 @@ def ask(client: ReplicaClient, name: str, prompt: int = 40, most: int = 12, n: i
     )
 
 
-async def collect(client: ReplicaClient, submit: Submit) -> dict[int, list[int]]:
+async def collect(client: StreamingClient, submit: Submit) -> dict[int, list[int]]:
     tokens: dict[int, list[int]] = {}
     async for output in client.generate(submit):
         tokens.setdefault(output.sample, []).extend(output.token_ids)
@@ -138,7 +139,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_two_and_four_ranks_give_the_tokens_of_one(tmp_path: Path, ranks: int) -> None:
+def test_two_and_four_ranks_generate_the_same_tokens_as_one(tmp_path: Path, ranks: int) -> None:
     async def tokens(size: int) -> list[dict[int, list[int]]]:
         async with replica(tmp_path, tensor_parallel_size=size) as watched:
             client = watched.client("front-0")
@@ -151,7 +152,7 @@ def test_two_and_four_ranks_give_the_tokens_of_one(tmp_path: Path, ranks: int) -
     assert asyncio.run(tokens(1)) == asyncio.run(tokens(ranks))
 
 
-def test_a_plan_that_a_socket_does_not_hold_hangs_nobody(
+def test_a_plan_larger_than_the_socket_buffer_does_not_deadlock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def narrow() -> tuple[socket.socket, socket.socket]:
@@ -166,7 +167,7 @@ def test_a_plan_that_a_socket_does_not_hold_hangs_nobody(
         async with replica(tmp_path, tensor_parallel_size=2, overlap=False) as watched:
             client = watched.client("front-0")
             submit = ask(client, "r", most=3)
-            # They end nothing, and make a plan that no reader is quick enough to take at one go.
+            # These stop tokens end nothing, but make the plan larger than the socket buffer.
             stops = msgspec.structs.replace(
                 submit.sampling, stop_token_ids=(500,) * 2_000_000, ignore_eos=True
             )
@@ -177,7 +178,7 @@ def test_a_plan_that_a_socket_does_not_hold_hangs_nobody(
     asyncio.run(scenario())
 
 
-def test_everything_is_given_back_and_counted_once(tmp_path: Path) -> None:
+def test_all_credit_is_granted_back_and_every_token_counted_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with replica(tmp_path) as watched:
             client = watched.client("front-0")
@@ -187,7 +188,7 @@ def test_everything_is_given_back_and_counted_once(tmp_path: Path) -> None:
             )
             after = await watched.settled(20)
             rows = sum(1 + i % 3 for i in range(20))
-            assert after.credit_rows - before.credit_rows == rows
+            assert after.credit_seqs - before.credit_seqs == rows
             assert after.credit_tokens - before.credit_tokens == 20 * 40
             assert after.blocks_used == 0
             assert sorted(entry.request_id for entry in watched.finished()) == sorted(
@@ -198,7 +199,7 @@ def test_everything_is_given_back_and_counted_once(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_front_that_dies_leaves_nothing_behind_and_others_go_on(tmp_path: Path) -> None:
+def test_requests_of_a_dead_front_are_cancelled_and_others_continue(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with replica(tmp_path) as watched:
             dying, living = watched.client("front-0"), watched.client("front-1")
@@ -213,13 +214,13 @@ def test_a_front_that_dies_leaves_nothing_behind_and_others_go_on(tmp_path: Path
             assert [name for r in watched.reports for name in r.fronts_gone] == ["front-0"]
             assert report.blocks_used == 0
             dead = [entry for entry in watched.finished() if entry.request_id.startswith("dead")]
-            assert [entry.finish for entry in dead] == [["cancelled"]] * 4
+            assert [entry.finish_reason for entry in dead] == [["cancelled"]] * 4
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_group_dies_as_a_whole(tmp_path: Path, victim: int) -> None:
+def test_if_one_rank_dies_the_whole_group_ends(tmp_path: Path, victim: int) -> None:
     async def scenario() -> None:
         async with replica(tmp_path, tensor_parallel_size=2) as watched:
             lost: list[list[int]] = []
@@ -240,7 +241,7 @@ def test_a_group_dies_as_a_whole(tmp_path: Path, victim: int) -> None:
     asyncio.run(scenario())
 
 
-def test_who_died_of_a_signal_is_named_though_a_peer_that_died_of_it_is_seen_first(tmp_path: Path) -> None:
+def test_the_reason_names_the_killed_rank_even_if_the_exit_of_its_peer_is_seen_first(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with replica(tmp_path, tensor_parallel_size=2) as watched:
             client = watched.client("front-0")
@@ -249,7 +250,7 @@ def test_who_died_of_a_signal_is_named_though_a_peer_that_died_of_it_is_seen_fir
                 await asyncio.sleep(0.01)
             leader, victim = watched.group.pids
             os.kill(victim, signal.SIGKILL)
-            # Nobody looks until both are gone.
+            # The exits are handled only when both ranks have exited.
             until = time.monotonic() + 30
             while Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 assert time.monotonic() < until
@@ -262,7 +263,7 @@ def test_who_died_of_a_signal_is_named_though_a_peer_that_died_of_it_is_seen_fir
     asyncio.run(scenario())
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused_with_what_is_wrong(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused_with_the_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
         (tmp_path / "model").mkdir()
         async with replica(tmp_path / "model") as watched:
@@ -289,7 +290,7 @@ error = {error}
 def refuse(*arguments):
     raise error
 
-engine.runner.Runner.__init__ = refuse
+engine.runner.ModelRunner.__init__ = refuse
 engine.replica.main()
 """
 
@@ -303,7 +304,7 @@ engine.replica.main()
         ("KeyError('layer')", "internal"),
     ],
 )
-def test_only_what_nobody_foresaw_is_logged_with_a_traceback_time_and_name(
+def test_only_unexpected_errors_are_logged_with_time_name_and_traceback(
     error: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "breaking_replica.py").write_text(BREAKS.replace("{error}", error))
@@ -333,7 +334,7 @@ def test_only_what_nobody_foresaw_is_logged_with_a_traceback_time_and_name(
 def test_nothing_is_imported_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is wherever the operator typed the command: a folder may well hold an `engine/` or a `random.py`."""
+    """The working directory is the operator's, and may contain an `engine/` or a `random.py`."""
     (tmp_path / "engine").mkdir()
     for name in ("engine/__init__.py", "random.py"):
         (tmp_path / name).write_text("raise SystemExit(3)")
@@ -350,7 +351,7 @@ def test_nothing_is_imported_from_the_working_directory(
     asyncio.run(scenario())
 
 
-def test_signals_to_the_group_leave_the_decision_to_the_core(tmp_path: Path) -> None:
+def test_ranks_ignore_sigint_and_sigterm(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with replica(tmp_path, tensor_parallel_size=2) as watched:
             for pid in watched.group.pids:
@@ -358,7 +359,7 @@ def test_signals_to_the_group_leave_the_decision_to_the_core(tmp_path: Path) -> 
                     os.kill(pid, number)
             client = watched.client("front")
             outputs = [output async for output in client.generate(ask(client, "after"))]
-            assert outputs[-1].finish == "length"
+            assert outputs[-1].finish_reason == "length"
             assert not watched.end.done()
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""The loops of a rank, driven over real channels by hand: what they notice, and when."""
+"""Tests of the loops of a rank, over real channels."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import replica, wire
+from engine import leader, wire
 from engine.core import EngineCore
+from engine.leader import LeaderLoop
 from engine.messages import (
     Attach,
-    Chunk,
     LongStep,
     Output,
     RankInbound,
@@ -25,14 +25,13 @@ from engine.messages import (
     Report,
     SamplingParams,
     StepFrame,
-    StepPlan,
-    StepTokens,
     Stop,
     Submit,
 )
-from engine.plans import PlanSender
-from engine.replica import Replica, _follow
-from engine.scheduler import Scheduler
+from engine.plan import Chunk, StepPlan, StepTokens
+from engine.plan_channel import PlanSender
+from engine.replica import follow
+from engine.scheduling.scheduler import Scheduler
 from engine.step_forecast import StepForecast
 from engine.wire import Channel, socketpair
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner
@@ -41,7 +40,7 @@ WAIT_S = 60.0
 
 
 class Outcome:
-    """What a function did on a thread of its own."""
+    """Runs a function on a thread and keeps its exception."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.error: BaseException | None = None
@@ -57,7 +56,8 @@ class Outcome:
 
 
 def channel_pair(ours: Any, theirs: Any) -> tuple[Channel[Any], Channel[Any]]:
-    """Our end, which receives `ours`, and the rank's end."""
+    """Return the test's end of a channel, which receives `ours`, and the rank's end, which receives
+    `theirs`."""
     left, right = socketpair()
     return Channel(left, ours), Channel(right, theirs)
 
@@ -82,10 +82,10 @@ class FailingRunner:
         return FailsLater()
 
 
-def test_a_step_that_fails_on_a_following_rank_is_noticed_without_another_plan() -> None:
+def test_a_failed_step_on_a_following_rank_is_detected_without_another_plan() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
     leader, plans = channel_pair(RankInbound, StepPlan)
-    following = Outcome(_follow, control, plans, FailingRunner())
+    following = Outcome(follow, control, plans, FailingRunner())
     leader.send(StepPlan(1, [], [], [], [], []))
     following.thread.join(WAIT_S)
     assert str(following.error) == "the step failed"
@@ -93,7 +93,7 @@ def test_a_step_that_fails_on_a_following_rank_is_noticed_without_another_plan()
 
 
 class Together:
-    """A device of one rank of two: a step ends when both have it, as a collective does."""
+    """The device of one of two ranks: a step ends when both ranks have it, like a collective."""
 
     host_gap_us = 0.0
 
@@ -113,18 +113,18 @@ class Together:
 
 
 def narrow_pair() -> tuple[socket.socket, socket.socket]:
-    """A pair of sockets that hold a few kilobytes."""
+    """Return a pair of sockets with buffers of a few kilobytes."""
     pair = socketpair()
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     return pair
 
 
-def test_a_plan_that_the_socket_does_not_hold_reaches_the_others_before_its_step_is_waited_for() -> None:
+def test_a_plan_larger_than_the_socket_buffer_is_sent_completely_before_rank_0_waits() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
     left, right = narrow_pair()
     arrived, launched = threading.Event(), threading.Event()
-    following = Outcome(_follow, control, Channel(right, StepPlan), Together(arrived, launched))
+    following = Outcome(follow, control, Channel(right, StepPlan), Together(arrived, launched))
     leader = PlanSender(Together(launched, arrived), [Channel(left, RankInbound)])  # type: ignore[arg-type]
     plan = StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
     leading = Outcome(lambda: leader.launch(plan).wait())
@@ -135,7 +135,7 @@ def test_a_plan_that_the_socket_does_not_hold_reaches_the_others_before_its_step
     assert following.error is None
 
 
-def test_a_rank_that_died_with_half_a_plan_does_not_hold_up_the_leader() -> None:
+def test_a_rank_that_dies_during_a_plan_does_not_block_the_leader() -> None:
     left, right = narrow_pair()
     launched = threading.Event()
     leader = PlanSender(Together(launched, launched), [Channel(left, RankInbound)])  # type: ignore[arg-type]
@@ -147,14 +147,16 @@ def test_a_rank_that_died_with_half_a_plan_does_not_hold_up_the_leader() -> None
     assert leading.error is None and not leading.thread.is_alive()
 
 
-def engine_of_four_rows() -> EngineCore:
-    """Over a simulated device."""
-    scheduler = Scheduler(max_rows=4, step_tokens=64, max_model_len=2000, vocab_size=VOCAB, blocks=80)
-    return EngineCore(scheduler, SimulatedRunner(4, 80))
-
-
 def a_forecast() -> StepForecast:
     return StepForecast(parameters=1000, attention_width=64, on_gpu=False)
+
+
+def engine_of_four_slots() -> EngineCore:
+    """Return an engine on a simulated device."""
+    scheduler = Scheduler(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=2000, vocab_size=VOCAB, blocks=80
+    )
+    return EngineCore(scheduler, SimulatedRunner(4, 80))
 
 
 class Served:
@@ -163,7 +165,7 @@ class Served:
     def __init__(self) -> None:
         self.core, control = channel_pair(RankOutbound, RankInbound)
         self.reports: list[Report] = []
-        self.replica = Replica(engine_of_four_rows(), control, a_forecast())
+        self.replica = LeaderLoop(engine_of_four_slots(), control, a_forecast())
         self.loop = Outcome(self.replica.run)
 
     def attach(self, name: str, send_buffer: int = 1 << 16) -> socket.socket:
@@ -200,7 +202,7 @@ def submit(handle: int, most: int, prompt: int = 3) -> Submit:
 
 
 def receive(front: Channel[Any], enough: Callable[[list[Output]], bool]) -> list[Output]:
-    """The outputs that come, until they are enough."""
+    """Return the received outputs as soon as they are enough."""
     outputs: list[Output] = []
     deadline = time.monotonic() + WAIT_S
     while not enough(outputs):
@@ -210,42 +212,42 @@ def receive(front: Channel[Any], enough: Callable[[list[Output]], bool]) -> list
     return outputs
 
 
-def test_a_front_that_never_reads_is_given_up_and_what_it_sent_is_cancelled(
+def test_a_front_that_never_reads_is_disconnected_and_its_requests_are_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served = Served()
-    # Its socket takes a few frames only, and what may lie unread is less than it will be sent.
-    monkeypatch.setattr(wire, "MOST_BACKLOG_BYTES", 2000)
+    # The socket holds only a few frames, and the backlog limit is less than the front will be sent.
+    monkeypatch.setattr(wire, "MAX_BACKLOG_BYTES", 2000)
     silent: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
     for handle in range(1, 4):
         silent.send(submit(handle, 1900))
     report = served.wait_for(lambda report: report.fronts_gone)
     assert report.fronts_gone == ["front-0"]
     finished = [entry for each in served.reports for entry in each.finished]
-    # What was still in its channel when it was given up never came: the core takes that credit back itself.
+    # Submissions still unread in the channel never arrived; the core takes that credit back itself.
     assert 1 <= len(finished) <= 3
-    assert all(entry.finish == ["cancelled"] for entry in finished)
-    # Its descriptor's number is free again: the next front gets it, and is served.
+    assert all(entry.finish_reason == ["cancelled"] for entry in finished)
+    # The descriptor's number is free again; the next front gets it and must be served.
     follower: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
     follower.send(submit(1, 5))
-    outputs = receive(follower, lambda outputs: bool(outputs and outputs[-1].finish))
+    outputs = receive(follower, lambda outputs: bool(outputs and outputs[-1].finish_reason))
     assert sum(len(output.token_ids) for output in outputs) == 5
     served.stop()
 
 
-def test_what_a_front_has_not_read_reaches_it_at_its_own_pace_when_there_is_nothing_to_compute(
+def test_a_backlog_for_a_front_is_sent_while_no_step_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replica, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(leader, "HEARTBEAT_S", 3600.0)
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0", send_buffer=1), StepFrame)
     asked = submit(1, 0, prompt=1900)
     front.send(msgspec.structs.replace(asked, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0)))
     served.wait_for(lambda report: report.finished)
-    # The last that it computed: the scores of the whole prompt, several times what the socket holds.
+    # The last output: the prompt logprobs of the whole prompt, several times the socket buffer.
     (output,) = receive(front, lambda outputs: bool(outputs))
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 1900
-    # Nothing is left: the loop sleeps, and is not woken by a socket that has room.
+    # No work is left: the loop sleeps and is not woken by a writable socket.
     deadline = time.monotonic() + WAIT_S
     watched = served.replica._selector.get_map()
     while any(key.events != selectors.EVENT_READ for key in watched.values()):
@@ -254,28 +256,28 @@ def test_what_a_front_has_not_read_reaches_it_at_its_own_pace_when_there_is_noth
     served.stop()
 
 
-def test_a_front_may_come_with_the_descriptor_of_one_that_is_just_gone() -> None:
+def test_a_new_front_may_reuse_the_descriptor_number_of_a_closed_one() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
-    loop = Replica(engine_of_four_rows(), control, a_forecast())
+    loop = LeaderLoop(engine_of_four_slots(), control, a_forecast())
     (first, theirs), (second, its) = socketpair(), socketpair()
     core.send(Attach("front-0"), (theirs.fileno(),))
-    loop._take_in()
+    loop._read_messages()
     theirs.close()
     number = loop._fronts["front-0"].fileno()
-    loop._take_in()
-    # Seen in one turn, the end first; and no lower number is free.
+    loop._read_messages()
+    # Both are seen in one turn, the end of file first, and no lower descriptor number is free.
     first.shutdown(socket.SHUT_RDWR)
     core.send(Attach("front-1"), (its.fileno(),))
     fillers = [second.dup()]
     while fillers[-1].fileno() < number:
         fillers.append(second.dup())
-    loop._take_in()
+    loop._read_messages()
     assert {name: channel.fileno() for name, channel in loop._fronts.items()} == {"front-1": number}
     for end in (first, second, its, *fillers):
         end.close()
 
 
-def test_a_front_that_breaks_the_protocol_is_cut_off_alone() -> None:
+def test_a_protocol_violation_disconnects_only_that_front() -> None:
     served = Served()
     broken = served.attach("front-0")
     well: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
@@ -286,16 +288,16 @@ def test_a_front_that_breaks_the_protocol_is_cut_off_alone() -> None:
     served.stop()
 
 
-def test_while_it_computes_the_core_hears_of_it_more_often_than_gateways_call_old(
+def test_while_steps_run_reports_are_more_frequent_than_gateways_require(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert replica.FRESH_S < 0.2
-    monkeypatch.setattr(replica, "HEARTBEAT_S", 3600.0)
-    monkeypatch.setattr(replica, "FRESH_S", 0.01)
+    assert leader.REPORT_S < 0.2
+    monkeypatch.setattr(leader, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(leader, "REPORT_S", 0.01)
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
     front.send(submit(1, 1900))
-    # Nothing but time makes it speak: one sequence decodes, and no credit changes.
+    # Only time triggers reports: one sequence decodes, and no credit changes.
     seen = served.wait_for(lambda report: report.generated_tokens > 200)
     assert (seen.running, seen.finished) == (1, [])
     assert seen.blocks_used > 3
@@ -303,13 +305,13 @@ def test_while_it_computes_the_core_hears_of_it_more_often_than_gateways_call_ol
     front.close()
 
 
-def test_a_long_step_is_announced_before_it_is_waited_for() -> None:
+def test_a_long_step_is_announced_before_rank_0_waits_for_it() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
     slow = StepForecast(parameters=10_000_000_000, attention_width=1, on_gpu=False)
-    Replica(engine_of_four_rows(), control, slow)._announce(
+    LeaderLoop(engine_of_four_slots(), control, slow)._announce(
         StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(64)), [0])])
     )
     fast = StepForecast(parameters=1000, attention_width=1, on_gpu=False)
-    Replica(engine_of_four_rows(), control, fast)._announce(StepPlan(2, [], [], [], [0], []))
+    LeaderLoop(engine_of_four_slots(), control, fast)._announce(StepPlan(2, [], [], [], [0], []))
     (message,) = core.read()
     assert isinstance(message, LongStep) and message.expected_s > 1000

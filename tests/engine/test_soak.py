@@ -1,4 +1,5 @@
-"""The soak's short form, and that it would notice: `scripts/soak` runs it for half an hour."""
+"""Tests of the soak test: a short run, and the detection of defects. `scripts/soak` runs it for half an
+hour."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ from tests.engine.soak_known import Answer, Known
 
 
 def report(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """What a soak wrote, which must have found nothing wrong."""
+    """Return the output of a soak run that must have found nothing wrong."""
     path = tmp_path / "report.json"
     assert soak.main([*arguments, "--json", str(path)]) == 0
     figures: dict[str, Any] = json.loads(path.read_text())
     return figures
 
 
-def test_storms_of_random_traffic_leave_the_house_in_order(tmp_path: Path) -> None:
+def test_random_traffic_leaves_no_slot_block_or_credit_behind(tmp_path: Path) -> None:
     figures = report(tmp_path, "--rounds", "3", "--seed", "3")
     assert figures["wrong"] is None
     assert figures["preemptions"] > 0 and figures["cached_tokens"] > 0 and figures["fronts gone"] > 0
@@ -48,28 +49,34 @@ SUBMIT = Submit(
 )
 
 
-def said(*outputs: Output, finish: list[str] | None = None) -> StepResult:
-    ledger = Finished("request-1", 0, 0, 2, 0, 2, 0, 1, finish or [], 2)
-    return StepResult(1, {"front": list(outputs)}, [ledger] if finish else [], False, None)
+def said(*outputs: Output, finish_reason: list[str] | None = None) -> StepResult:
+    ledger = Finished("request-1", 0, 0, 2, 0, 2, 0, 1, finish_reason or [], 2)
+    return StepResult(1, {"front": list(outputs)}, [ledger] if finish_reason else [], False, None)
 
 
-def first(tokens: list[int], finish: str = "", **more: Any) -> Output:
-    return Output(1, 0, tokens, finish, cached_tokens=0, batch_size=1, **more)
+def first(tokens: list[int], finish_reason: str = "", **more: Any) -> Output:
+    return Output(1, 0, tokens, finish_reason, cached_tokens=0, **more)
 
 
 @pytest.mark.parametrize(
     ("results", "complaint"),
     [
         ([said(first([5, 6], "length")), said(Output(1, 0, [], "length"))], "told after its 'length'"),
-        ([said(first([5, 6], "length"), finish=["length"]), said(finish=["length"])], "closed twice"),
-        ([said(first([5, 6], "length"), finish=["length"]), said(Output(1, 0, [7]))], "that had ended"),
+        (
+            [said(first([5, 6], "length"), finish_reason=["length"]), said(finish_reason=["length"])],
+            "closed twice",
+        ),
+        (
+            [said(first([5, 6], "length"), finish_reason=["length"]), said(Output(1, 0, [7]))],
+            "that had ended",
+        ),
         ([said(first([5], "length"))], "1 of 2"),
         ([said(first([5, 6], "cancelled"))], "cancelled by nobody"),
         ([said(first([5, 6], "error", error="why"))], "failed: why"),
-        ([said(first([5], finish="")), said(finish=["length"])], "told"),
+        ([said(first([5], finish_reason="")), said(finish_reason=["length"])], "told"),
     ],
 )
-def test_the_books_notice(results: list[StepResult], complaint: str) -> None:
+def test_the_bookkeeping_detects_defects(results: list[StepResult], complaint: str) -> None:
     books = Books(max_model_len=100, vocab=50, poison=None)
     books.submitted("front", SUBMIT, "")
     with pytest.raises(AssertionError, match=complaint):
@@ -77,7 +84,7 @@ def test_the_books_notice(results: list[StepResult], complaint: str) -> None:
             books.take(result)
 
 
-def test_an_answer_may_part_from_its_reference_only_where_the_choice_was_close() -> None:
+def test_an_output_may_diverge_from_its_reference_only_at_a_near_tie() -> None:
     known = object.__new__(Known)
     known._vocab, known._near_tie = 10, 1e-4
 
@@ -88,18 +95,18 @@ def test_an_answer_may_part_from_its_reference_only_where_the_choice_was_close()
     assert known._close(SUBMIT, reference, 0, 1)
     assert not known._close(SUBMIT, reference, 0, 2)
     assert not known._close(SUBMIT, reference, 1, 1)
-    # Whatever the noise: what lies well outside of the nucleus is not drawn.
+    # Whatever the noise is, a token far outside of the nucleus is never sampled.
     outside = Answer([0], [listing(-0.3, -1.5)])
     for seed in range(20):
         half = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=seed)
         assert not known._close(msgspec.structs.replace(SUBMIT, sampling=half), outside, 0, 1)
 
 
-def test_a_known_answer_that_changes_is_noticed() -> None:
+def test_a_changed_reference_output_is_detected() -> None:
     known = object.__new__(Known)
     known._vocab, known._near_tie, known._poison, known._draw = 10, 1e-4, 9, random.Random(0)
     known._answers = [Answer([1], [TokenLogprob(1, -0.5, [(1, -0.5), (2, -1.0)])])]
     known.counts, known.largest_error = soak.Counter(), 0.0
-    entry = Entry("known", SUBMIT, "", {0: Told(token_ids=[2], finish="length")})
+    entry = Entry("known", SUBMIT, "", {0: Told(token_ids=[2], finish_reason="length")})
     with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the choice was not close"):
         known.check(entry)

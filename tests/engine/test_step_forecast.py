@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.messages import Chunk, StepPlan
+from engine.plan import Chunk, StepPlan
 from engine.step_forecast import MIN_CPU_FLOPS, StepForecast
 
 

@@ -93,7 +93,7 @@ def test_the_linears_of_every_family_are_found_those_that_write_the_residual_fir
     shapes = [(hidden, heads), (hidden, 512), (heads + 2 * kv_heads, hidden), (1024, hidden)]
     with torch.inference_mode():
         layers = LayerChain(served, CPU, GPU)
-        layers.set_rows(3)
+        layers.set_slots(3)
         assert layers.products == list(dict.fromkeys(Product(torch.float32, n, k) for n, k in shapes))
         assert HeadChain(served, CPU, GPU).products == [Product(torch.float32, 1000, hidden)]
 
@@ -106,7 +106,7 @@ def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
     served = replace(read_served(folder_of(tmp_path, "qwen3", **shape)), dtype="float32")
     with torch.inference_mode():
         for chain in (LayerChain(served, CPU, GPU), HeadChain(served, CPU, GPU)):
-            chain.set_rows(5)
+            chain.set_slots(5)
             table = table_of(dict.fromkeys(chain.products, PLAN), 5)
             assert chain.error(table, 5) < 1e-5 and chain.error(table, 3) < 1e-5
             library = table_of(dict.fromkeys(chain.products), 5)
@@ -114,7 +114,7 @@ def test_a_plan_is_compared_with_the_reference_and_shares_its_norm(
                 broken.setattr(CudaOps, "_product", nonsense(CudaOps._product))
                 assert chain.error(library, 5) > 0.05
         layers = LayerChain(served, CPU, GPU)
-        layers.set_rows(5)
+        layers.set_slots(5)
         add = CudaOps.linear_add
 
         def add_with_wrong_squares(*arguments: Any) -> Residual:
@@ -140,7 +140,7 @@ def test_operations_of_a_linear_can_be_left_out_of_a_chain(tmp_path: Path) -> No
     served = replace(read_served(folder_of(tmp_path, "mistral", num_key_value_heads=4)), dtype="float32")
     with torch.inference_mode():
         chain = LayerChain(served, CPU, GPU)
-        chain.set_rows(2)
+        chain.set_slots(2)
         for product in chain.products:
             chain.use(Table(), product)
             chain._ops.backend.asked.clear()

@@ -1,4 +1,4 @@
-"""Channels deliver whole frames in order, with their descriptors, and tell the death of the other side."""
+"""Tests of channels: whole frames in order, with their descriptors, and the detection of a closed peer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_descriptors_travel_with_their_frames_in_order() -> None:
         os.close(write_end)
 
 
-def test_what_was_written_before_the_end_is_read_before_the_death_notice() -> None:
+def test_messages_written_before_the_end_are_read_before_the_end_of_file() -> None:
     async def scenario() -> list[str]:
         left, right = make_pair()
         events: list[str] = []
@@ -95,7 +95,7 @@ def test_what_was_written_before_the_end_is_read_before_the_death_notice() -> No
     assert asyncio.run(scenario()) == ["last words", "closed"]
 
 
-def test_more_than_the_socket_holds_is_kept_and_delivered_when_the_reader_comes() -> None:
+def test_messages_beyond_the_socket_buffer_are_queued_and_delivered_later() -> None:
     left, right = make_pair()
     texts = [f"{number}" * 50_000 for number in range(100)]
     for text in texts:
@@ -109,7 +109,7 @@ def test_more_than_the_socket_holds_is_kept_and_delivered_when_the_reader_comes(
     assert left.backlog_bytes == 0
 
 
-def test_drain_waits_for_the_reader_and_no_longer_than_it_was_told_to() -> None:
+def test_drain_waits_for_the_reader_up_to_its_timeout() -> None:
     left, right = make_pair()
     texts = ["x" * 100_000] * 50
     for text in texts:
@@ -130,7 +130,7 @@ def test_drain_waits_for_the_reader_and_no_longer_than_it_was_told_to() -> None:
     assert [message.text for message in got] == texts  # type: ignore[union-attr]
 
 
-def test_drain_ends_when_the_peer_is_gone() -> None:
+def test_drain_ends_when_the_peer_closes() -> None:
     left, right = make_pair()
     for _ in range(50):
         left.send(Note("x" * 100_000))
@@ -143,7 +143,7 @@ def test_drain_ends_when_the_peer_is_gone() -> None:
     assert left.drain()
 
 
-def test_a_flood_is_read_in_parts_so_that_the_reader_gets_to_do_other_things() -> None:
+def test_one_read_returns_only_part_of_a_flood() -> None:
     sender, receiver = socketpair()
     sender.setblocking(True)
     channel = Channel[Both](receiver, Both)
@@ -160,8 +160,8 @@ def test_a_flood_is_read_in_parts_so_that_the_reader_gets_to_do_other_things() -
     channel.close()
 
 
-def test_a_peer_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_BACKLOG_BYTES", 1 << 20)
+def test_a_channel_to_a_peer_that_never_reads_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_BACKLOG_BYTES", 1 << 20)
     left, right = make_pair()
     for _ in range(100):
         left.send(Note("x" * 100_000))
@@ -170,7 +170,7 @@ def test_a_peer_that_never_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", (3).to_bytes(4, "little") + b"\xc1\xc1\xc1"])
-def test_a_broken_frame_closes_the_channel_instead_of_confusing_it(garbage: bytes) -> None:
+def test_an_invalid_frame_closes_the_channel(garbage: bytes) -> None:
     left, right = socketpair()
     channel = Channel[Both](right, Both)
     left.send(garbage)

@@ -1,4 +1,4 @@
-"""The config.json of a model that costs nothing to run."""
+"""The config.json of a tiny model."""
 
 from __future__ import annotations
 

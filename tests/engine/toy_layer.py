@@ -23,7 +23,7 @@ import triton.language as tl
 from engine import build, families, kernel_build
 from engine.config import ModelConfig, Shard
 from engine.launch_enumeration import MetaReplica
-from engine.model.layers import LAYER_KINDS, Layer, LayerInput, Linear, Piece, Place
+from engine.model.layers import LAYER_KINDS, Layer, LayerInput, Linear, ParameterFactory, WeightShard
 from kernels import KvPool, Residual, compiling, reference
 from kernels.cuda import CudaOps
 from kernels.triton.linear_table import Table, read_table
@@ -38,11 +38,11 @@ GPU = compiling.Gpu.of("any", 90)
 class ToyLayer(Layer):
     """A dense layer, after which every number of the residual is scaled by a gate that a linear computes."""
 
-    def __init__(self, config: ModelConfig, shard: Shard, place: Place, index: int) -> None:
-        super().__init__(config, shard, place, index)
-        self.ops = place.ops
-        self.gate_norm = place.empty(config.hidden_size)
-        self.gate = Linear(place, config.hidden_size, config.hidden_size, bias=False)
+    def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
+        super().__init__(config, shard, factory, index)
+        self.ops = factory.ops
+        self.gate_norm = factory.empty(config.hidden_size)
+        self.gate = Linear(factory, config.hidden_size, config.hidden_size, bias=False)
 
     def __call__(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
@@ -50,12 +50,12 @@ class ToyLayer(Layer):
         residual = super().__call__(residual, inputs, kv, self.gate_norm)
         return self.ops.gated_add(residual, self.gate_norm, self.eps, self.gate.weight)  # type: ignore[attr-defined]
 
-    def pieces(self, prefix: str) -> list[Piece]:
+    def weight_shards(self, prefix: str) -> list[WeightShard]:
         hidden = len(self.gate_norm)
         return [
-            *super().pieces(prefix),
-            Piece(f"{prefix}.gate_norm.weight", (hidden,), self.gate_norm),
-            *self.gate.outputs_piece(f"{prefix}.gate_proj", hidden, 0, 0, hidden),
+            *super().weight_shards(prefix),
+            WeightShard(f"{prefix}.gate_norm.weight", (hidden,), self.gate_norm),
+            *self.gate.output_shards(f"{prefix}.gate_proj", hidden, 0, 0, hidden),
         ]
 
 

@@ -174,7 +174,9 @@ class FakeReplica:
                 self.die()
                 return
         outputs = [self._output(run) for run in self.running]
-        self.running = [run for run, output in zip(self.running, outputs, strict=True) if not output.finish]
+        self.running = [
+            run for run, output in zip(self.running, outputs, strict=True) if not output.finish_reason
+        ]
         self._send(outputs)
 
     def _output(self, run: _Running) -> Output:

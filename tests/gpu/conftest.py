@@ -1,4 +1,4 @@
-"""GPU tests are skipped, with the reason, where there is none."""
+"""Skips GPU tests, with a reason, if there is no GPU."""
 
 from __future__ import annotations
 

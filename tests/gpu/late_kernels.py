@@ -42,11 +42,11 @@ def main() -> None:
             model_path=scratch,
             load_format="dummy",
             device="cuda",
-            weights="fp8" if fp8 else "auto",
-            kv_dtype="fp8" if fp8 else "auto",
+            quantization="fp8" if fp8 else "auto",
+            kv_cache_dtype="fp8" if fp8 else "auto",
             max_model_len=8192,
-            max_rows=256,
-            step_tokens=8192,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
             kv_blocks=3000,
         )
         torch.ones(1, device="cuda")  # a recording that begins before CUDA does may miss what follows
@@ -72,10 +72,10 @@ def serve(engine: LocalEngine) -> None:
         if draw.random() < 0.4:
             for _ in range(draw.choice((1, 1, 2, 5, 20))):
                 handle += 1
-                engine.core.submit("late", request(draw, handle, engine.info.vocab_size))
+                engine.scheduler.add("late", request(draw, handle, engine.info.vocab_size))
         if engine.core.has_work:
             engine.core.step()
-        if step % 100 == 99:  # an empty house, so that short passes of prompts come again
+        if step % 100 == 99:  # let the engine become idle, so that short prompt passes occur again
             while engine.core.has_work:
                 engine.core.step()
     assert handle > 200, "hardly anything was asked"

@@ -1,4 +1,5 @@
-"""A pass that is asked for its ends alone, on a GPU: the rows of one that makes every row."""
+"""Tests on a GPU that restricting the last layer to the tokens whose logits are needed gives the same rows as
+the whole pass."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.batch import ends_of
-from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.device_tables import chunk_results
+from engine.messages import BLOCK_TOKENS, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
 from tests.demo_model.asking import engine
 
 pytestmark = pytest.mark.gpu
@@ -18,13 +20,15 @@ def _chunk(row: int, start: int, count: int) -> Chunk:
     return Chunk(row, start, [(7 * at + row) % 900 + 3 for at in range(start, start + count)], [row])
 
 
-@pytest.mark.parametrize(("kv_dtype", "allowed"), [("auto", 0.03), ("fp8", 0.1)])
-def test_the_ends_are_rows_of_the_whole_pass(kv_dtype: str, allowed: float) -> None:
-    """Rows 0 and 1 decode beside chunks, of which one goes on in the cache: the last layer's products have
-    four rows instead of hundreds, and so other kernels. Its keys and values are made as before."""
-    made = engine("cuda", "bfloat16", kv_dtype=kv_dtype)
+@pytest.mark.parametrize(("kv_cache_dtype", "allowed"), [("auto", 0.03), ("fp8", 0.1)])
+def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
+    kv_cache_dtype: str, allowed: float
+) -> None:
+    """Slots 0 and 1 decode beside chunks, one of which continues in the cache. The last layer's GEMMs have
+    four rows instead of hundreds, and so use other kernels; keys and values are computed as before."""
+    made = engine("cuda", "bfloat16", kv_cache_dtype=kv_cache_dtype)
     runner = made.runner
-    setups = [RowSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in range(4)]
+    setups = [SlotSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in range(4)]
     blocks = [(row, index, 8 * row + index) for row in range(4) for index in range(500 // BLOCK_TOKENS + 1)]
     before = StepPlan(1, setups, blocks, [], [], [_chunk(0, 0, 200), _chunk(1, 0, 77), _chunk(2, 0, 130)])
     now = StepPlan(2, [], [], [], [1, 0], [_chunk(2, 130, 300), _chunk(3, 0, 65)])
@@ -35,7 +39,7 @@ def test_the_ends_are_rows_of_the_whole_pass(kv_dtype: str, allowed: float) -> N
         runner.steps.tables.advance(first.sampling, torch.tensor([5, 6, 7], device=runner.device))
         batch = runner.steps.tables.step_batch(now)
         whole = replace(batch.forward, ends=None)
-        expected = runner.decoder.forward(whole, runner.steps.kv)[[0, 1, *ends_of(whole)]].float()
+        expected = runner.decoder.forward(whole, runner.steps.kv)[[0, 1, *chunk_results(whole)]].float()
         cache = [tensor.clone() for pool in runner.steps.kv for tensor in pool.tensors()]
         found = runner.decoder.forward(batch.forward, runner.steps.kv)[:4].float()  # padding comes after
     for tensor, other in zip((t for pool in runner.steps.kv for t in pool.tensors()), cache, strict=True):

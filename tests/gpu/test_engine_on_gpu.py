@@ -1,4 +1,4 @@
-"""The same engine on a GPU: the demo model's answers, and the tokens that the CPU gives."""
+"""Tests of the engine on a GPU: the demo model's answers, and the same tokens as on the CPU."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_frozen_questions_are_answered_as_documented(dtype: str) -> None:
+def test_the_demo_model_answers_its_questions_as_documented(dtype: str) -> None:
     assert share_right(answers(engine("cuda", dtype))) >= 0.95
 
 
 def test_float16_with_fp8_weights_answers_as_documented() -> None:
-    """Few rows are multiplied by our kernels, many by the library, which gives bfloat16."""
-    assert share_right(answers(engine("cuda", "float16", weights="fp8"))) >= 0.95
+    """GEMMs with few rows use Triton kernels, those with many the library, which returns bfloat16."""
+    assert share_right(answers(engine("cuda", "float16", quantization="fp8"))) >= 0.95
 
 
-def test_float32_gives_the_tokens_of_the_cpu() -> None:
+def test_float32_generates_the_tokens_of_the_cpu() -> None:
     assert answers(engine("cuda", "float32")) == answers(engine("cpu", "float32"))
 
 
-def test_bfloat16_gives_the_tokens_of_the_cpu_or_parts_at_a_near_tie(
+def test_bfloat16_generates_the_tokens_of_the_cpu_up_to_near_ties(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By our kernels, which float32 does not use. `scripts/quality --device cuda` keeps the figures."""
+    """Uses the Triton kernels, which float32 does not. `scripts/quality --device cuda` records the
+    measurements."""
     parity = measure("cuda")
     with capsys.disabled():
         print(f"\n{parity.summary()}")

@@ -35,7 +35,7 @@ def test_after_a_build_nothing_is_compiled_any_more(tmp_path: Path, fp8: list[st
     built = sorted(cache.rglob("*"))
     assert len(built) > 100
     workloads = ["b1_decode", "b64_decode", "--runs", "1"]
-    served = ["--max-rows", "64", "--step-tokens", "2048", *fp8]
+    served = ["--max-num-seqs", "64", "--max-num-batched-tokens", "2048", *fp8]
     run("engine.bench", "--shape", SHAPE, *served, *workloads, TRITON_CACHE_DIR=str(cache))
     assert sorted(cache.rglob("*")) == built
 
@@ -58,7 +58,7 @@ def test_the_tuner_measures_every_linear_of_a_shape(tmp_path: Path, options: lis
 
 
 def test_a_profile_shows_every_product_beside_its_limit() -> None:
-    table = run("engine.profile", "--shape", SHAPE, "--workload", "b8_decode", "--max-rows", "16")
+    table = run("engine.profile", "--shape", SHAPE, "--workload", "b8_decode", "--max-num-seqs", "16")
     shares = {line.split(" (")[0]: line.split()[-1] for line in table.splitlines() if "%" in line}
     for product in ("qkv", "o", "gate_up", "down", "lm_head"):
         assert 0.2 < float(shares[product].rstrip("%")) / 100 < 1.5, table
@@ -67,7 +67,7 @@ def test_a_profile_shows_every_product_beside_its_limit() -> None:
 
 @pytest.mark.parametrize("workload", ["b1_decode", "ttft8k"])
 def test_a_profile_of_the_only_mixed_step_has_its_kernels_and_no_others(workload: str) -> None:
-    options = ["--kind", "mixed", "--max-rows", "16"]
+    options = ["--kind", "mixed", "--max-num-seqs", "16"]
     table = run("engine.profile", "--shape", SHAPE, "--workload", workload, *options)
     assert "recorded 1 step of 8 asked" in table
     tokens = {"b1_decode": "512", "ttft8k": "8,192"}[workload]

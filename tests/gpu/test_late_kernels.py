@@ -1,4 +1,4 @@
-"""When an engine is ready, no request makes it load a kernel: everybody who decodes would wait for that."""
+"""Tests that no request makes a ready engine load a kernel, which would delay every running sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("options", [[], ["--fp8"]], ids=["bf16", "FP8"])
-def test_serving_launches_no_kernel_that_the_start_has_not(options: list[str]) -> None:
+def test_serving_launches_only_kernels_that_the_start_has_loaded(options: list[str]) -> None:
     command = [sys.executable, "-m", "tests.gpu.late_kernels", "llama-3.1-8b", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

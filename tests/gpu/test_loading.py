@@ -1,4 +1,4 @@
-"""Weights arrive on a GPU as they do on the CPU, to the bit."""
+"""Tests that weights on a GPU are bitwise equal to those on the CPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.memory import WeightsTooLarge
 from engine.model.checkpoint import read_entries
 from engine.model.decoder import Decoder
 from engine.model.loader import load
-from engine.model.slices import Slice
-from engine.model.streaming import BLOCK_BYTES, nowhere, stream
+from engine.model.slices import TensorSlice
+from engine.model.streaming import BLOCK_BYTES, no_target, stream
 from engine.model.weight_file import WeightFile
 from kernels import select_backend
 from tests.engine.model.checkpoints import Case, Fp8, make, quantise
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """A rank of a group that never talks."""
+    """A rank of a group without collectives."""
 
     size: int
     rank: int
@@ -45,11 +45,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool) -> dict[str, torch.Tensor]:
-    """The bytes of every parameter."""
+    """Return the bytes of every parameter."""
     ops = select_backend(device, dtype)
     decoder = Decoder(read_config(folder), ranks, ops, dtype, torch.device(device), fp8=fp8)
     found: dict[str, torch.Tensor] = {}
-    pieces = decoder.pieces()
+    pieces = decoder.weight_shards()
     with torch.inference_mode():
         load(decoder, folder, lambda stage, fraction: None)
     for piece in pieces:
@@ -62,7 +62,7 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
 
 @pytest.fixture(params=["cached", "on disk"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On disk: as if, since files this small are cached."""
+    """ "on disk" is simulated, because files this small are always cached."""
     if request.param == "on disk":
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
 
@@ -84,36 +84,37 @@ def test_slices_of_ranks_equal_those_on_the_cpu(
 
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("placed", [False, True], ids=["filled in", "as it is"])
-def test_a_matrix_of_many_blocks_arrives_to_the_bit(tmp_path: Path, placed: bool) -> None:
-    """Of more than the ring holds at once, in the sizes that are used."""
+def test_a_matrix_of_many_blocks_is_loaded_bitwise_equal(tmp_path: Path, placed: bool) -> None:
+    """Loads more than the ring holds at once, with the default sizes."""
     rows = 22 * BLOCK_BYTES // 4096 + 77
     expected = torch.arange(rows * 2048, dtype=torch.int32).view(torch.int16)[: rows * 2048].view(rows, 2048)
     expected = expected.view(torch.bfloat16)
     save_file({"matrix": expected}, tmp_path / "model.safetensors")
-    whole = Slice("matrix", read_entries(tmp_path)["matrix"], 0, rows)
+    whole = TensorSlice("matrix", read_entries(tmp_path)["matrix"], 0, rows)
     found = torch.zeros(rows, 2048, dtype=torch.bfloat16, device="cuda")
 
-    def target(block: Slice) -> torch.Tensor:
+    def target(block: TensorSlice) -> torch.Tensor:
         return found[block.first_row : block.first_row + block.rows]
 
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         target(block).copy_(numbers)
 
-    blocks = list(stream([whole], found.device, fill, target if placed else nowhere))
+    blocks = list(stream([whole], found.device, fill, target if placed else no_target))
     assert len(blocks) == 23
     assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("fails", [False, True], ids=["stops", "fails"])
-def test_who_stops_early_finds_the_device_in_order(tmp_path: Path, fails: bool) -> None:
-    """With blocks on their way: what was page-locked is not any more, and all can be read again."""
+def test_a_stream_that_is_closed_early_releases_its_memory(tmp_path: Path, fails: bool) -> None:
+    """Closes a stream while blocks are in flight. All memory must be unlocked, and a second stream must
+    work."""
     expected = torch.arange(64 << 10, dtype=torch.float32).view(64, 1024)
     save_file({"matrix": expected}, tmp_path / "model.safetensors")
-    whole = Slice("matrix", read_entries(tmp_path)["matrix"], 0, 64)
+    whole = TensorSlice("matrix", read_entries(tmp_path)["matrix"], 0, 64)
     found = torch.zeros(64, 1024, device="cuda")
 
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         if fails and block.first_row == 40:
             raise torch.OutOfMemoryError("full")
         found[block.first_row : block.first_row + block.rows] = numbers
@@ -132,7 +133,7 @@ def test_who_stops_early_finds_the_device_in_order(tmp_path: Path, fails: bool) 
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "FP8"])
-def test_memory_that_was_used_for_loading_is_given_back(folder: Path, fp8: bool) -> None:
+def test_memory_used_for_loading_is_released(folder: Path, fp8: bool) -> None:
     ops = select_backend("cuda", torch.bfloat16)
     device = torch.device("cuda")
     ranks: Any = PlaceOfRank(1, 0)
@@ -142,7 +143,7 @@ def test_memory_that_was_used_for_loading_is_given_back(folder: Path, fp8: bool)
     assert torch.cuda.memory_reserved() <= before
 
 
-def test_weights_that_no_gpu_holds_are_refused_before_they_are_made(tmp_path: Path) -> None:
+def test_weights_too_large_for_the_gpu_are_refused_before_allocation(tmp_path: Path) -> None:
     config = json.dumps(SHAPES["llama-3.1-70b"] | {"num_hidden_layers": 8000})
     (tmp_path / "config.json").write_text(config)
     before = torch.cuda.memory_allocated()

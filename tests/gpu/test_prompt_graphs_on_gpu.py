@@ -1,4 +1,5 @@
-"""Short passes of prompts, captured: the logits and the cache of a pass that is launched kernel by kernel."""
+"""Tests that captured prompt passes give the logits and the cache of passes that are launched kernel by
+kernel."""
 
 from __future__ import annotations
 
@@ -8,46 +9,48 @@ import pytest
 import torch
 
 from engine.generate import LocalEngine
-from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import BLOCK_TOKENS, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.prompt_graphs import PromptGraphs
-from engine.runner import Runner
+from engine.runner import ModelRunner
 from tests.demo_model.asking import engine
 
 pytestmark = pytest.mark.gpu
 
 ALLOWED = 0.03
-"""Of the numbers' size: padding changes which product kernels run, and so the order of sums."""
+"""Allowed relative difference: padding changes which GEMM kernels run, and so the order of sums."""
 
 QUANTISED_APART = 2
-"""Times what an FP8 cache puts a launched pass off one without: passes that differ by ALLOWED round other
-keys and values to a neighbour, and each is then off by as much, in a direction of its own. What is not
-rounding (order, places, who sees whom) is the same for every cache, and is held to ALLOWED without FP8."""
+"""Allowed difference of an FP8 cache, as a multiple of the difference between eager passes with and without
+FP8. Passes that differ by ALLOWED may round keys and values to different neighbours, each then off by as
+much. Errors other than rounding (order, positions, attention masks) are the same for every cache, and are
+tested with ALLOWED without FP8."""
 
 
 @pytest.fixture(params=["auto", "fp8"])
 def made(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
-    made = engine("cuda", "bfloat16", kv_dtype=request.param)
+    made = engine("cuda", "bfloat16", kv_cache_dtype=request.param)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def unquantised() -> Iterator[LocalEngine]:
-    """The same model without FP8, to launch."""
+    """The same model without FP8, for eager passes."""
     made = engine("cuda", "bfloat16")
     yield made
     made.close()
 
 
 def _plan(sizes: list[tuple[int, int]], first_block: int = 0) -> tuple[StepPlan, int]:
-    """Chunks of (tokens in the cache before, tokens), one a row, over blocks from `first_block`; and the
-    block after theirs."""
+    """Return chunks of (cached tokens, tokens), one per slot, over blocks from `first_block`, and the first
+    unused block."""
     blocks, chunks, setups = [], [], []
     for row, (start, count) in enumerate(sizes):
         used = -(-(start + count) // BLOCK_TOKENS)
         blocks += [(row, index, first_block + index) for index in range(used)]
         first_block += used
-        setups.append(RowSetup(row, SamplingParams(max_tokens=1), 0, start + count, []))
+        setups.append(SlotSetup(row, SamplingParams(max_tokens=1), 0, start + count, []))
         chunks.append(Chunk(row, start, _tokens(row, start, count), [row]))
     return StepPlan(0, setups, blocks, [], [], chunks), first_block
 
@@ -56,7 +59,7 @@ def _tokens(row: int, start: int, count: int) -> list[int]:
     return [(7 * place + row) % 900 + 3 for place in range(start, start + count)]
 
 
-def _launched(runner: Runner, plan: StepPlan) -> torch.Tensor:
+def _launched(runner: ModelRunner, plan: StepPlan) -> torch.Tensor:
     batch = runner.steps.tables.step_batch(plan)
     hidden = runner.decoder.forward(batch.forward, runner.steps.kv)
     return runner.decoder.logits(hidden)[: len(plan.chunks)].float()  # padding comes after
@@ -67,8 +70,8 @@ def _captured(graphs: PromptGraphs, plan: StepPlan) -> torch.Tensor:
     return graphs.forward().clone()
 
 
-def _prepared(runner: Runner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:
-    """`_plan` of these sizes, with what is in the cache before, of the same rows and blocks."""
+def _prepared(runner: ModelRunner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:
+    """Return `_plan` for these sizes after computing the cached tokens, with the same slots and blocks."""
     plan, taken = _plan(sizes)
     runner.steps.tables.apply(plan)
     context = [Chunk(row, 0, _tokens(row, 0, start), [row]) for row, (start, _) in enumerate(sizes) if start]
@@ -93,7 +96,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     ],
     ids=str,
 )
-def test_a_captured_pass_of_prompts_gives_the_logits_of_a_launched_one(
+def test_a_captured_prompt_pass_gives_the_logits_of_an_eager_one(
     made: LocalEngine, unquantised: LocalEngine, sizes: list[tuple[int, int]]
 ) -> None:
     runner = made.runner
@@ -111,14 +114,15 @@ def test_a_captured_pass_of_prompts_gives_the_logits_of_a_launched_one(
             allowed = max(ALLOWED, QUANTISED_APART * _apart(plain, launched))
     assert _apart(captured, launched) <= allowed
     for found, tensor in zip(cache, [t for pool in runner.steps.kv for t in pool.tensors()], strict=True):
-        # Padding wrote nothing: what no prompt owns is still zero.
+        # Padding wrote nothing: blocks that no prompt owns are still zero.
         assert not found[taken:].any()
         if found.dtype == torch.bfloat16:
             assert _apart(found[:taken], tensor[:taken]) <= ALLOWED
 
 
-def test_a_replay_reads_nothing_of_the_one_before(made: LocalEngine) -> None:
-    """Of the same size: with more prompts and tokens before, the same logits to the bit."""
+def test_a_replay_does_not_depend_on_the_previous_one(made: LocalEngine) -> None:
+    """Replays of the same captured size: after one with more prompts and cached tokens, the logits must be
+    bitwise equal."""
     graphs, tables = made.runner.steps.prompt_graphs, made.runner.steps.tables
     assert graphs is not None
     few, after = _plan([(0, 200)])

@@ -1,4 +1,4 @@
-"""`scripts/quality` on a GPU, with our kernels: all questions, all held-out text."""
+"""Runs `scripts/quality` on a GPU with the Triton kernels: all questions, all held-out text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.demo_model.quality import FORMS, measure
 pytestmark = pytest.mark.gpu
 
 
-def test_fp8_weights_and_cache_cost_no_more_than_they_may() -> None:
+def test_the_quality_loss_of_fp8_weights_and_cache_is_within_its_limit() -> None:
     scores = measure("cuda", "bfloat16")
     assert [score.form for score in scores] == [form.name for form in FORMS]
     assert scores[0].right == scores[0].asked == 200
-    # The model card's, by transformers in bfloat16.
+    # The model card's value, by transformers in bfloat16.
     assert math.log(scores[0].perplexity) == pytest.approx(2.5297, abs=0.002)
     for score in scores[1:]:
         assert score.token_change > 0.01, f"{score.form}: nothing is quantised"

@@ -1,4 +1,4 @@
-"""Sampling through captured graphs on a GPU: what plain torch draws from the same logits, in any batch."""
+"""Tests of sampling through CUDA graphs: the same tokens as torch from the same logits, in any batch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.batch import SamplingBatch
+from engine.device_tables import SamplingBatch
 from engine.generate import LocalEngine
-from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import SamplingParams
 from engine.parallel import single
+from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.sampler import Sampler
-from engine.sampling_tables import Needs
+from engine.sampling_tables import SamplingMetadata
 from kernels import select_sampling
 from kernels.draws import Variant
 from tests.demo_model.asking import END, engine, questions
@@ -52,22 +53,22 @@ def _plain_torch(made: LocalEngine) -> Sampler:
     return Sampler(single(), made.runner.device, select_sampling("reference"), vocab_size=size)
 
 
-def test_a_row_draws_the_same_in_any_batch_and_what_plain_torch_draws(made: LocalEngine) -> None:
-    """Of 150 rows of each variant's mixture, at most one differs from plain torch (a near-tie: scores within
-    1e-5, or a border of top-p within 2e-6 of mass); none between batches."""
+def test_a_slot_samples_the_same_token_in_any_batch_and_as_torch_does(made: LocalEngine) -> None:
+    """Of 150 slots of each variant's mixture, at most one differs from torch (a near-tie: scores within 1e-5,
+    or a boundary of top-p within 2e-6 of mass); none differs between batches."""
     runner = made.runner
     graphs, tables = runner.steps.graphs, runner.steps.tables
     assert graphs is not None
     logits = torch.randn(256, runner.config.vocab_size, device=runner.device).mul_(3).to(torch.bfloat16)
     for variant, kinds in ((Variant.GREEDY, 1), (Variant.PLAIN, 2), (Variant.FULL, len(KINDS))):
-        setups = [RowSetup(row, _seeded(KINDS[row % kinds], row), 0, 1, []) for row in range(ROWS)]
+        setups = [SlotSetup(row, _seeded(KINDS[row % kinds], row), 0, 1, []) for row in range(ROWS)]
         plan = StepPlan(1, setups, [], [], [], [Chunk(row, 0, [5], [row]) for row in range(ROWS)])
         runner.launch(plan).wait()
         drawn: dict[int, int] = {}
         with torch.inference_mode():
             for batch in (list(range(ROWS)), list(range(3, ROWS, 7)), [77], list(range(ROWS - 1, 100, -1))):
                 tables.lengths[:ROWS] = torch.arange(ROWS, device=runner.device) % 50
-                graphs.set_rows(batch)
+                graphs.set_slots(batch)
                 graphs.forward()[:] = logits[batch]
                 positions = graphs.positions().clone()
                 found = graphs.sample(variant).tolist()
@@ -82,10 +83,11 @@ def test_a_row_draws_the_same_in_any_batch_and_what_plain_torch_draws(made: Loca
         assert sum(drawn[row] != token for row, token in enumerate(expected)) <= 1, variant
 
 
-def test_mixtures_with_edited_rows_answer_as_with_plain_torch(
+def test_batches_with_logits_processors_generate_the_tokens_of_torch(
     made: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes are the same graphs, so an answer may differ only from a near-tie on: one of 60."""
+    """Both engines replay the same forward graphs, so an output may differ only after a near-tie: at most one
+    of 60."""
     prompts, _ = questions()
     prompts = (prompts * 60)[:60]
     kinds = KINDS + EDITED
@@ -101,13 +103,15 @@ def test_mixtures_with_edited_rows_answer_as_with_plain_torch(
         rows, positions = graphs.rows(), graphs.positions()
         draws = runner.steps.tables.sampling.draws(rows, positions)
         token_ids = reference.draw(graphs._logits[: len(rows)], variant, draws)
-        runner.steps.tables.advance(SamplingBatch(rows, positions, None, Needs(variant)), token_ids)
+        runner.steps.tables.advance(
+            SamplingBatch(rows, positions, None, SamplingMetadata(variant)), token_ids
+        )
         return token_ids
 
     monkeypatch.setattr(graphs, "sample", sample)
     runner.steps.sampler = reference
     expected = made.generate(prompts, params, cache_salt="torch")
-    made.core.check()
+    made.scheduler.check()
     same = [mine.token_ids == other.token_ids for [mine], [other] in zip(found, expected, strict=True)]
     assert sum(same) >= len(prompts) - 1
     for index, ([mine], [other]) in enumerate(zip(found, expected, strict=True)):

@@ -108,9 +108,9 @@ def make(
         return torch.randn(shape, generator=random_)
 
     order = random.Random(seed)
-    max_rows = len(lens) + 3
-    rows = torch.tensor(order.sample(range(max_rows), len(lens)))
-    table = torch.full((max_rows, -(-max(lens) // PAGE_TOKENS) + 1), 1 << 28)
+    max_num_seqs = len(lens) + 3
+    rows = torch.tensor(order.sample(range(max_num_seqs), len(lens)))
+    table = torch.full((max_num_seqs, -(-max(lens) // PAGE_TOKENS) + 1), 1 << 28)
     for row, length in zip(rows.tolist(), lens, strict=True):
         for column in range(-(-length // PAGE_TOKENS)):
             table[row, column] = order.randrange(blocks)

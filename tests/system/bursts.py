@@ -338,7 +338,7 @@ class Bursts:
             if self._victim in (*replica.pids, *(front.pid for front in status.fronts)):
                 return False  # nobody has noticed yet
             fronts = all(front.state == "ready" for front in status.fronts)
-            full = replica.credit_rows == replica.max_rows and replica.blocks_used == 0
+            full = replica.credit_seqs == replica.max_num_seqs and replica.blocks_used == 0
             return fronts and replica.state == "ready" and full
 
         self.running.wait_until(calm, CALM_S, f"calm after round {this.number}")
@@ -348,7 +348,7 @@ class Bursts:
         self.count_engine()
         replica = self._replica()
         found = Findings()
-        if replica.blocks_used or replica.credit_rows != replica.max_rows or replica.running:
+        if replica.blocks_used or replica.credit_seqs != replica.max_num_seqs or replica.running:
             found.note("leaked", 1, f"the replica has {replica.blocks_used} blocks in use and runs something")
         self.running.wait_until(lambda: not self._open_rows(), 60, "every row to be ended")
         rows = self.rows()

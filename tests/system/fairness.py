@@ -25,7 +25,7 @@ OUTPUT_WEIGHT = 2.0
 """The service's default."""
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 ROWS, STEP_TOKENS = 16, 256
-FLAGS = ("--device", "cpu", "--max-rows", str(ROWS), "--step-tokens", str(STEP_TOKENS))
+FLAGS = ("--device", "cpu", "--max-num-seqs", str(ROWS), "--max-num-batched-tokens", str(STEP_TOKENS))
 
 Figures = dict[str, Any]
 Shape = Callable[[random.Random], tuple[int, int]]

@@ -131,8 +131,8 @@ def check_house(running: Service, tally: Tally) -> None:
             status["state"] == "ready"
             and status["queue"]["waiting"] == status["queue"]["running"] == 0
             and replica["running"] == replica["waiting"] == replica["blocks_used"] == 0
-            and replica["credit_rows"] == replica["max_rows"]
-            and replica["credit_tokens"] == replica["step_tokens"]
+            and replica["credit_seqs"] == replica["max_num_seqs"]
+            and replica["credit_tokens"] == replica["max_num_batched_tokens"]
         )
 
     running.wait_until(calm, 90, f"calm after the storm: {tally.outcomes}")

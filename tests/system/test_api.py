@@ -152,7 +152,7 @@ def test_leaving_a_stream_gives_back_its_blocks_and_rows(client: openai.OpenAI, 
     demo.wait_until(lambda: demo.replica()["running"] == 0, 60, "the samples to be cancelled")
     replica = demo.replica()
     assert replica["blocks_used"] == 0
-    assert replica["credit_rows"] == replica["max_rows"]
+    assert replica["credit_seqs"] == replica["max_num_seqs"]
     row = demo.wait_until(
         lambda: next((r for r in demo.rows()[-3:] if r["finish_reason"] == "cancelled"), None), 60, "its row"
     )

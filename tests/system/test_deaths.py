@@ -34,7 +34,7 @@ class Stream(threading.Thread):
         self.running = running
         self.options = {**LONG, **options}
         self.text = ""
-        self.finish = ""
+        self.finish_reason = ""
         self.error: Exception | None = None
         self.begun = threading.Event()
         self.start()
@@ -45,7 +45,7 @@ class Stream(threading.Thread):
                 for chunk in client.completions.create(**self.options):
                     if chunk.choices:
                         self.text += chunk.choices[0].text
-                        self.finish = chunk.choices[0].finish_reason or self.finish
+                        self.finish_reason = chunk.choices[0].finish_reason or self.finish_reason
                     if len(self.text) > 40:
                         self.begun.set()
         except Exception as error:
@@ -89,7 +89,7 @@ def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on(victim: int) 
     with service("--tensor-parallel-size", "2") as running:
         undisturbed = Stream(running, max_tokens=400)
         undisturbed.join(120)
-        assert undisturbed.finish == "length", undisturbed.error
+        assert undisturbed.finish_reason == "length", undisturbed.error
         streams = [Stream(running, max_tokens=400) for _ in range(3)]
         for stream in streams:
             assert stream.begun.wait(60)
@@ -129,7 +129,7 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
             stream.join(120)
             assert not stream.is_alive()
         assert sum(stream.error is not None for stream in streams) == 3
-        assert sum(stream.finish == "length" for stream in streams) == 3
+        assert sum(stream.finish_reason == "length" for stream in streams) == 3
         running.wait_until(
             lambda: all(front["state"] == "ready" for front in running.status()["fronts"]), 60, "a new front"
         )

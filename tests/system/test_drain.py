@@ -33,7 +33,7 @@ FRONTS = 2
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models."""
     path = tmp_path_factory.mktemp("drain") / "appliance.toml"
-    model = f'folder = "{demo_model_folder()}"\nthreads = 1\nkv_blocks = 400\nmax_rows = 8\n'
+    model = f'folder = "{demo_model_folder()}"\nthreads = 1\nkv_blocks = 400\nmax_num_seqs = 8\n'
     path.write_text(
         f"fronts = {FRONTS}\ndrain_notice_s = 0.8\ndrain_grace_s = 60\n"
         f"[models.demo]\n{model}[models.other]\n{model}"

@@ -74,7 +74,7 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     box.change("fronts = 2", 'fronts = 1\nlog_level = "debug"\n[limits]\nmax_body_bytes = 999\n')
     box.change(f'listen = "{former}"\n', "")
     box.path.write_text(f'listen = "127.0.0.1:{port}"\n{box.path.read_text()}')
-    box.change(f"[models.other]\n{MODEL}", f"[models.other]\n{MODEL}max_rows = 5\n[models.new]\n{MODEL}")
+    box.change(f"[models.other]\n{MODEL}", f"[models.other]\n{MODEL}max_num_seqs = 5\n[models.new]\n{MODEL}")
     done = box.reload()
     assert done["models"] == [
         "model new: is new and loads (1 replica)",
@@ -85,11 +85,11 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
         "limits.max_body_bytes",
         "listen",
         "log_level",
-        "models.other.max_rows",
+        "models.other.max_num_seqs",
     ]
     for stream in streams:
         stream.join(60)
-        assert (stream.error, stream.finish) == (None, "length")
+        assert (stream.error, stream.finish_reason) == (None, "length")
     running.wait_until(lambda: box.pids("new"), 60, "the new model")
     running.wait_until(lambda: not set(changed) & set(box.pids("other") or changed), 60, "its successor")
     running.wait_until(lambda: len(running.descendants()) == 4, 60, "a front and three replicas")

@@ -157,7 +157,7 @@ class Families:
         self.kv_cached = _gauge(
             "appliance_kv_cached_blocks", "Of these, free but kept for their prefix.", *by_replica
         )
-        self.credit_rows = _gauge(
+        self.credit_seqs = _gauge(
             "appliance_credit_rows", "Sequences that a replica can start now.", *by_replica
         )
         self.credit_tokens = _gauge(

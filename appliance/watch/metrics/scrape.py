@@ -146,7 +146,7 @@ class Scraper:
         families.kv_blocks.set(status.blocks_total, *labels)
         families.kv_used.set(status.blocks_used, *labels)
         families.kv_cached.set(status.blocks_cached, *labels)
-        families.credit_rows.set(status.credit_rows, *labels)
+        families.credit_seqs.set(status.credit_seqs, *labels)
         families.credit_tokens.set(status.credit_tokens, *labels)
         families.engine_prompt_tokens.set(status.prompt_tokens, *labels)
         families.engine_cached_tokens.set(status.cached_tokens, *labels)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, written by transformers itself, and FP8 forms of them."""
+"""Tiny random checkpoints, written by transformers, and FP8 variants of them."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ SMALL = {
 
 @dataclass
 class Case:
-    """A checkpoint to make: a family and what differs from SMALL."""
+    """A checkpoint to create: a family, and the fields that differ from SMALL."""
 
     name: str
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
     shard_size: str = "1GB"
     edit: Callable[[dict[str, Any]], None] | None = None
-    """Rewrites config.json after it was saved."""
+    """Modifies config.json after it was saved."""
     max_model_len: int | None = None
 
 
 def make(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Saves the case's checkpoint. Every parameter is random: norms that are all one, and biases that are all
-    zero, as transformers makes them, would hide their loss."""
+    """Save the case's checkpoint. Every parameter is random, because norms of all ones and biases of all
+    zeros, as transformers initialises them, would hide a missing one."""
     config_class, model_class = MODELS[case.family]
     torch.manual_seed(len(case.name))
     model = model_class(config_class(**{**SMALL, **case.changes})).to(dtype)
@@ -70,7 +70,7 @@ def make(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 
 def oracle(folder: Path) -> Any:
-    """The checkpoint as transformers runs it, with plain attention."""
+    """Return the checkpoint as a transformers model with eager attention."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     )
@@ -96,13 +96,14 @@ class Fp8:
     flat_scales: bool = False
     """Shapes [] and [out] instead of [1] and [out, 1]."""
     static: bool = False
-    """With scales of activations and cache beside."""
+    """Whether static scales of activations and cache are stored too."""
     scales_apart: bool = False
-    """Every weight in one file, every scale in another."""
+    """Whether weights are in one file and scales in another."""
 
 
 def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
-    """Rewrites a checkpoint; returns all its tensors as they are meant: FP8 ones times their scales."""
+    """Quantise a checkpoint in place. Returns all tensors with their intended values: FP8 values times their
+    scales."""
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -150,8 +151,8 @@ def _described(how: Fp8) -> dict[str, Any]:
 
 
 def quantised_oracle(folder: Path, meant: dict[str, torch.Tensor]) -> Any:
-    """A quantised checkpoint as transformers runs it: with the weights that are meant, and the input of each
-    of a layer's products rounded to e4m3 with a scale for each token, as we do."""
+    """Return a quantised checkpoint as a transformers model with the intended weights, in which the input of
+    each linear layer is rounded to e4m3 with a scale per token, as the engine does."""
     config = transformers.AutoConfig.from_pretrained(folder)
     del config.quantization_config
     model = transformers.AutoModelForCausalLM.from_config(

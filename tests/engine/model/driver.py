@@ -1,4 +1,4 @@
-"""Runs a decoder by hand: sequences in shuffled blocks, passes that mix decodes and chunks, no scheduler."""
+"""Runs a decoder without a scheduler: sequences in shuffled blocks, passes that mix decodes and chunks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kernels import AttentionInput, ChunkSpan
 
 @dataclass
 class Sequence:
-    """Tokens that are in the cache, as far as the driver knows: only their number and blocks."""
+    """Number of tokens in the cache; the driver knows only their number and blocks."""
 
     length: int = 0
     blocks: list[int] = field(default_factory=list)
 
 
 class Driver:
-    """A pool of blocks whose free list is shuffled, so that no table is in order."""
+    """A KV pool with a shuffled free list, so that no block table is in order."""
 
     def __init__(self, decoder: Decoder, blocks: int, seed: int = 0) -> None:
         self.decoder = decoder
         self.kv = decoder.allocate_kv(blocks)
-        # Garbage where nothing was written yet: what lies past a sequence's end must not be seen.
+        # Garbage in unwritten positions: values past a sequence's end must not be read.
         for index, pool in enumerate(self.kv):
             generator = torch.Generator().manual_seed(index)
             for tensor in (pool.keys, pool.values, pool.k_scales, pool.v_scales):
@@ -39,7 +39,8 @@ class Driver:
     def run(
         self, decodes: list[tuple[Sequence, int]], chunks: list[tuple[Sequence, list[int]]]
     ) -> torch.Tensor:
-        """One pass: `[tokens of the pass, vocabulary]` logits of every token, decodes first."""
+        """Run one pass and return the logits of every token, `[tokens of the pass, vocabulary]`, decodes
+        first."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -61,7 +62,7 @@ class Driver:
         inputs = ForwardInput(
             token_ids=torch.tensor(token_ids),
             positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
+            kv_slots=torch.tensor(slots),
             attention=AttentionInput(
                 block_table=torch.tensor(tables),
                 slots=torch.arange(len(decodes)),
@@ -75,7 +76,7 @@ class Driver:
         return self.decoder.ranks.all_gather_last_dim(logits)[:, : self.decoder.config.vocab_size]
 
     def _append(self, sequence: Sequence, count: int) -> list[int]:
-        """Slots for `count` more tokens, taking blocks as needed."""
+        """Return KV slot indices for `count` more tokens, allocating blocks as needed."""
         slots = []
         for position in range(sequence.length, sequence.length + count):
             if position == len(sequence.blocks) * BLOCK_TOKENS:
@@ -88,11 +89,9 @@ class Driver:
 def teacher_forced(
     driver: Driver, tokens: list[int], prompt_lengths: list[int], chunk_sizes: list[int], decode_steps: int
 ) -> list[torch.Tensor]:
-    """Sequences that all begin like `tokens`, run side by side: each prompt in chunks of its own size, then
-    `decode_steps` decodes that are fed the next of `tokens`. A pass holds whatever each of them is at.
-
-    Returns each sequence's logits, `[prompt length + decode_steps, vocabulary]`.
-    """
+    """Run sequences that all start with `tokens` side by side: each prompt in chunks of its own size, then
+    `decode_steps` decodes that are fed the next tokens. Returns each sequence's logits, `[prompt length +
+    decode_steps, vocabulary]`."""
     sequences = [Sequence() for _ in prompt_lengths]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     ends = [length + decode_steps for length in prompt_lengths]
@@ -117,8 +116,8 @@ def teacher_forced(
 
 
 def greedy(driver: Driver, prompt: list[int], count: int, chunk_size: int) -> tuple[list[int], list[float]]:
-    """`count` tokens after `prompt`, each the most likely, and the gap between the two best logits of
-    each."""
+    """Generate `count` greedy tokens after `prompt`. Returns them with the gaps between the two best
+    logits."""
     sequence = Sequence()
     for start in range(0, len(prompt), chunk_size):
         rows = driver.run([], [(sequence, prompt[start : start + chunk_size])])

@@ -1,4 +1,4 @@
-"""What the page cache holds of a file, and files that it does not hold."""
+"""Helpers that inspect the page cache of a file and evict files from it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def drop(path: Path) -> None:
-    """Leaves a file on the disk alone. Skips the test where there is no disk, or it is never read past the
-    cache."""
+    """Evict a file from the page cache. Skips the test if there is no disk or direct reads are not
+    supported."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
     except OSError:
@@ -27,7 +27,7 @@ def drop(path: Path) -> None:
 
 
 def cached_pages(path: Path) -> int:
-    """How many of a file's pages can be read without asking the disk."""
+    """Return how many of a file's pages are in the page cache."""
     size = path.stat().st_size
     found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     # Private, so that Python may take its address; nothing is written.

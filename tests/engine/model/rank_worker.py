@@ -1,4 +1,4 @@
-"""One rank of a group, as a process: loads checkpoints, runs them, and sees how the group ends."""
+"""The process of one rank: loads checkpoints, runs them, and observes how the group ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def logits_of(
     fp8: bool = False,
     kv_fp8: bool = False,
 ) -> list[torch.Tensor]:
-    """Every rank calls it: the logits of PROMPTS of `tokens`, and DECODES more."""
+    """Return the logits of PROMPTS of `tokens`, and of DECODES more tokens. Every rank must call it."""
     config = read_config(folder)
     decoder = Decoder(
         config,
@@ -49,7 +49,8 @@ def logits_of(
 
 
 def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[str, list[torch.Tensor]]:
-    """Every rank calls it: the logits of every checkpoint, and of forms of the first one."""
+    """Return the logits of every checkpoint, and of quantised variants of the first one. Every rank must call
+    it."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
     found["FP8 KV"] = logits_of(folders[0], ranks, tokens, kv_fp8=True)
@@ -58,8 +59,8 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
 
 
 def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: list[int], result: Path) -> None:
-    """Rank 0 writes the logits, what the collectives gave, and how long the last rank's death went
-    unnoticed."""
+    """Run the rank. Rank 0 writes the logits, the results of collectives, and how long the death of the last
+    rank went unnoticed."""
     torch.set_num_threads(1)
     ranks = join(size, rank, rendezvous, "gloo", timeout_seconds=60)
     found = logits_of_all(folders, ranks, tokens)
@@ -68,7 +69,6 @@ def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: lis
         ranks.all_reduce(mine.clone()),
         ranks.all_gather_last_dim(mine),
         ranks.all_gather_stack(mine),
-        ranks.broadcast(mine + 5),
         ranks.all_reduce(torch.ones(3, dtype=torch.bfloat16)).float(),
     ]
     if rank == size - 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import CheckpointError, ModelConfig, RopeConfig, UnfitError
+from engine.config import CheckpointError, ModelConfig, RopeConfig, UnsupportedError
 from engine.families import read_config
 
 LLAMA: dict[str, Any] = {
@@ -130,10 +130,10 @@ def test_lengths_follow_from_the_scaling(
     assert config.resolve_length(None) == default
     assert config.resolve_length(limit) == limit
     with pytest.raises(
-        UnfitError, match=f"max_model_len is {limit + 1}; this checkpoint allows 1 to {limit}"
+        UnsupportedError, match=f"max_model_len is {limit + 1}; this checkpoint allows 1 to {limit}"
     ):
         config.resolve_length(limit + 1)
-    with pytest.raises(UnfitError, match="max_model_len is 0"):
+    with pytest.raises(UnsupportedError, match="max_model_len is 0"):
         config.resolve_length(0)
 
 
@@ -275,17 +275,17 @@ def test_a_split_that_does_not_divide_is_refused_with_those_that_do(tmp_path: Pa
     config = _read(tmp_path, LLAMA)
     for size in (1, 2, 4, 8):
         config.check_parallel(size)
-    with pytest.raises(UnfitError) as caught:
+    with pytest.raises(UnsupportedError) as caught:
         config.check_parallel(3)
     assert str(caught.value) == (
         "tensor_parallel_size is 3, which does not divide 8 attention heads and 2 KV heads; "
         "this model can use 1, 2, 4, 8"
     )
-    with pytest.raises(UnfitError, match="does not divide an MLP of 90; this model can use 1, 2"):
+    with pytest.raises(UnsupportedError, match="does not divide an MLP of 90; this model can use 1, 2"):
         _read(tmp_path, LLAMA | {"intermediate_size": 90}).check_parallel(4)
-    with pytest.raises(UnfitError, match="it must be at least 1"):
+    with pytest.raises(UnsupportedError, match="it must be at least 1"):
         config.check_parallel(0)
-    with pytest.raises(UnfitError, match="rank is 2; with tensor_parallel_size 2 it must be 0 to 1"):
+    with pytest.raises(UnsupportedError, match="rank is 2; with tensor_parallel_size 2 it must be 0 to 1"):
         config.shard(2, 2)
 
 

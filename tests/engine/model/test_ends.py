@@ -1,4 +1,5 @@
-"""A pass that is asked for its ends alone: the same rows, and the same cache, as one that makes every row."""
+"""Tests that restricting the last layer to the tokens whose logits are needed gives the same rows and the
+same cache as the whole pass."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import Padding, RowTables, ends_of
+from engine.device_tables import Padding, SlotTables, chunk_results
 from engine.families import read_config
 from engine.forward import ForwardInput
-from engine.messages import Chunk, RowSetup, SamplingParams, StepPlan
+from engine.messages import SamplingParams
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import single
+from engine.plan import Chunk, SlotSetup, StepPlan
 from kernels import KvPool, reference
 from tests.engine.tiny import TINY
 
@@ -22,17 +24,18 @@ CPU = torch.device("cpu")
 WINDOW = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
 FAMILIES = {
     "llama": {},
-    # The last of two layers sees a window alone.
+    # The last of two layers has a sliding window.
     "window": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} | WINDOW,
 }
 
 
 def plan(step: int, decodes: list[int], chunks: list[tuple[int, int, int, bool]]) -> StepPlan:
-    """Chunks: row, start, tokens, whether it ends the prompt. Row r has blocks 3r, 3r + 1 and 3r + 2."""
+    """Chunks: slot, start, tokens, whether the chunk ends the prompt. Slot s has blocks 3s, 3s + 1 and 3s +
+    2."""
     rows = {row for row, start, _, _ in chunks if not start}
     return StepPlan(
         step,
-        [RowSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in rows],
+        [SlotSetup(row, SamplingParams(max_tokens=9), 0, 1, []) for row in rows],
         [(row, index, 3 * row + index) for row in rows for index in range(3)],
         [],
         decodes,
@@ -50,8 +53,8 @@ def passes(
     decodes: list[int],
     chunks: list[tuple[int, int, int, bool]],
 ) -> ForwardInput:
-    """A pass of what `decodes` and `chunks` say, after one in which two prompts were computed."""
-    tables = RowTables(5, 3, decoder.config.vocab_size, CPU, padding)
+    """Run a pass of `decodes` and `chunks`, after one in which two prompts were computed."""
+    tables = SlotTables(5, 3, decoder.config.vocab_size, CPU, padding)
     before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
     tables.apply(before)
     first = tables.step_batch(before)
@@ -74,14 +77,14 @@ def passes(
     ],
     ids=["one token", "prompts", "decodes and prompts", "the rest of a prompt"],
 )
-def test_the_ends_are_rows_of_the_whole_pass(
+def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
     family: str,
     decodes: list[int],
     chunks: list[tuple[int, int, int, bool]],
     padding: Padding | None,
     tmp_path: Path,
 ) -> None:
-    """And padding, where there is any, is written nowhere."""
+    """Padding, if there is any, must not be written to the cache."""
     (tmp_path / "config.json").write_text(json.dumps(TINY | FAMILIES[family]))
     decoder = Decoder(read_config(tmp_path), single(), reference, torch.float32, CPU)  # type: ignore[arg-type]
     load_dummy(decoder, seed=4)
@@ -90,16 +93,16 @@ def test_the_ends_are_rows_of_the_whole_pass(
         passes(decoder, kv, padding, decodes, chunks),
         passes(decoder, copied, None, decodes, chunks),
     )
-    assert forward.ends is not None
-    whole.ends = None
+    assert forward.logits_attention is not None
+    whole.logits_attention = None
     found, expected = decoder.forward(forward, kv), decoder.forward(whole, copied)
     count, tokens = len(decodes) + len(chunks), len(whole.token_ids)
     if padding is None:
         assert (len(found), len(forward.token_ids)) == (count, tokens)
     else:
-        assert len(found) == next(size for size in padding.ends if size >= count)
+        assert len(found) == next(size for size in padding.results if size >= count)
         assert len(forward.token_ids) == next(size for size in padding.tokens if size >= tokens)
-    torch.testing.assert_close(found[:count], expected[[*range(len(decodes)), *ends_of(whole)]])
+    torch.testing.assert_close(found[:count], expected[[*range(len(decodes)), *chunk_results(whole)]])
     for pool, other in zip(kv, copied, strict=True):
         torch.testing.assert_close(pool.keys, other.keys)
         torch.testing.assert_close(pool.values, other.values)

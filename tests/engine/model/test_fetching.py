@@ -1,4 +1,4 @@
-"""Pieces make up their block, and several threads read them at once."""
+"""Tests of reading blocks in pieces with several threads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from safetensors.torch import save_file
 
 from engine.config import CheckpointError
 from engine.model import fetching
-from engine.model.checkpoint import Entry, read_entries
-from engine.model.fetching import Block, Readers, opened
-from engine.model.slices import Slice
-from engine.model.slots import Ring, Slot
+from engine.model.checkpoint import TensorEntry, read_entries
+from engine.model.fetching import FileBlock, ReaderPool, open_weights
+from engine.model.slices import TensorSlice
+from engine.model.staging import StagingBuffer, StagingRing
 from engine.model.weight_file import PAGE, WeightFile
 
 ROWS = 10 * PAGE // 4
-"""Of four bytes each."""
+"""Number of rows, of four bytes each."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def entry(tmp_path: Path) -> Entry:
+def entry(tmp_path: Path) -> TensorEntry:
     save_file(
         {"rows": torch.arange(ROWS, dtype=torch.int32).view(-1, 1).view(torch.float32)},
         tmp_path / "model.safetensors",
@@ -46,19 +46,19 @@ def entry(tmp_path: Path) -> Entry:
 
 
 @pytest.fixture
-def file(entry: Entry) -> Iterator[WeightFile]:
-    with closing(opened(entry.file)) as file:
+def file(entry: TensorEntry) -> Iterator[WeightFile]:
+    with closing(open_weights(entry.file)) as file:
         yield file
 
 
 @pytest.fixture
-def slot() -> Iterator[Slot]:
-    with closing(Ring(1, 12 * PAGE, torch.device("cpu"))) as ring:
-        yield ring.slots[0]
+def buffer() -> Iterator[StagingBuffer]:
+    with closing(StagingRing(1, 12 * PAGE, torch.device("cpu"))) as ring:
+        yield ring.buffers[0]
 
 
-def _block(entry: Entry, file: WeightFile, first: int = 0, rows: int = ROWS) -> Block:
-    return Block(Slice("rows", entry, first, rows), file)
+def _block(entry: TensorEntry, file: WeightFile, first: int = 0, rows: int = ROWS) -> FileBlock:
+    return FileBlock(TensorSlice("rows", entry, first, rows), file)
 
 
 ranges = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(
@@ -69,8 +69,8 @@ ranges = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(
 @pytest.mark.parametrize("cached", [True, False], ids=["cached", "on disk"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=ranges)
-def test_the_pieces_of_any_block_make_it_up(
-    entry: Entry, file: WeightFile, slot: Slot, asked: tuple[int, int], cached: bool
+def test_the_pieces_of_a_block_cover_it_exactly(
+    entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, asked: tuple[int, int], cached: bool
 ) -> None:
     block = _block(entry, file, *asked)
     block.past_cache = not cached
@@ -79,14 +79,14 @@ def test_the_pieces_of_any_block_make_it_up(
     assert ends[-1] == block.rows.offset + block.rows.nbytes
     assert not any(end % PAGE for end in ends[1:-1])
     assert max(last - first for first, last in block.pieces()) <= 2 * PAGE
-    with closing(Readers(3)) as readers:
-        readers.read(block, slot).wait()
+    with closing(ReaderPool(3)) as readers:
+        readers.read(block, buffer).wait()
     first, rows = asked
-    assert block.numbers(slot).view(torch.int32).tolist() == list(range(first, first + rows))
+    assert block.numbers(buffer).view(torch.int32).tolist() == list(range(first, first + rows))
 
 
-def test_the_pieces_of_a_block_are_read_at_once(
-    entry: Entry, file: WeightFile, slot: Slot, monkeypatch: pytest.MonkeyPatch
+def test_the_pieces_of_a_block_are_read_concurrently(
+    entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = _block(entry, file)
     together = threading.Barrier(len(block.pieces()))
@@ -95,8 +95,8 @@ def test_the_pieces_of_a_block_are_read_at_once(
         together.wait(timeout=30)
 
     monkeypatch.setattr(WeightFile, "read", read)
-    with closing(Readers(together.parties)) as readers:
-        readers.read(block, slot).wait()
+    with closing(ReaderPool(together.parties)) as readers:
+        readers.read(block, buffer).wait()
     assert together.parties > 4
 
 
@@ -113,10 +113,10 @@ def test_the_pieces_of_a_block_are_read_at_once(
     ],
     ids=["disk", "end", "defect"],
 )
-def test_a_piece_that_cannot_be_read_says_why_once_no_other_is_under_way(
-    entry: Entry,
+def test_a_read_error_is_raised_after_all_other_pieces_are_done(
+    entry: TensorEntry,
     file: WeightFile,
-    slot: Slot,
+    buffer: StagingBuffer,
     error: Exception,
     said: str,
     raised: type[Exception],
@@ -137,36 +137,36 @@ def test_a_piece_that_cannot_be_read_says_why_once_no_other_is_under_way(
         done.append(first)
 
     monkeypatch.setattr(WeightFile, "read", read)
-    with closing(Readers(2)) as readers:
-        reading = readers.read(block, slot)
+    with closing(ReaderPool(2)) as readers:
+        reading = readers.read(block, buffer)
         with pytest.raises(raised, match=said):
             reading.wait()
         assert sorted([failing, *done]) == [first for first, _ in block.pieces()]
 
 
-def test_who_waits_is_told_though_nobody_can_say_how_long_the_file_is(
-    entry: Entry, file: WeightFile, slot: Slot, monkeypatch: pytest.MonkeyPatch
+def test_a_read_error_is_raised_even_if_the_size_of_the_file_is_unknown(
+    entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is cut short on a server that is gone then."""
+    """A file that is truncated on a server that then disappears."""
 
     def status(file: WeightFile) -> os.stat_result:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr(WeightFile, "status", status)
     os.truncate(entry.file, entry.offset)
-    with closing(Readers(2)) as readers, pytest.raises(OSError, match="Stale file handle"):
-        readers.read(_block(entry, file), slot).wait()
+    with closing(ReaderPool(2)) as readers, pytest.raises(OSError, match="Stale file handle"):
+        readers.read(_block(entry, file), buffer).wait()
 
 
-def test_a_slot_is_given_back_with_the_failure(entry: Entry, file: WeightFile) -> None:
-    """A load that failed would else keep its memory until garbage is collected."""
-    ring = Ring(1, 12 * PAGE, torch.device("cpu"))
-    kept = weakref.ref(ring.slots[0])
+def test_a_failed_read_releases_its_staging_buffer(entry: TensorEntry, file: WeightFile) -> None:
+    """Otherwise a failed load would keep its memory until the next garbage collection."""
+    ring = StagingRing(1, 12 * PAGE, torch.device("cpu"))
+    kept = weakref.ref(ring.buffers[0])
     os.truncate(entry.file, entry.offset)
     gc.disable()
     try:
-        with closing(Readers(2)) as readers:
-            reading = readers.read(_block(entry, file), ring.slots[0])
+        with closing(ReaderPool(2)) as readers:
+            reading = readers.read(_block(entry, file), ring.buffers[0])
             with suppress(CheckpointError):
                 reading.wait()
                 raise AssertionError
@@ -177,7 +177,7 @@ def test_a_slot_is_given_back_with_the_failure(entry: Entry, file: WeightFile) -
         gc.enable()
 
 
-def test_threads_that_cannot_all_be_started_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_threads_are_stopped_if_one_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[threading.Thread] = []
     real = threading.Thread.start
 
@@ -189,12 +189,12 @@ def test_threads_that_cannot_all_be_started_are_stopped(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="can't start"):
-        Readers(6)
+        ReaderPool(6)
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_who_closes_waits_for_what_was_begun_and_nothing_else_is_read(
-    entry: Entry, file: WeightFile, slot: Slot, monkeypatch: pytest.MonkeyPatch
+def test_close_waits_for_begun_pieces_and_drops_the_others(
+    entry: TensorEntry, file: WeightFile, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, goes_on = threading.Event(), threading.Event()
     read: list[int] = []
@@ -205,8 +205,8 @@ def test_who_closes_waits_for_what_was_begun_and_nothing_else_is_read(
         read.append(first)
 
     monkeypatch.setattr(WeightFile, "read", slowly)
-    readers = Readers(1)
-    readers.read(_block(entry, file), slot)
+    readers = ReaderPool(1)
+    readers.read(_block(entry, file), buffer)
     assert begun.wait(30)
     closes = threading.Thread(target=readers.close)
     closes.start()

@@ -1,4 +1,4 @@
-"""Weights that a device cannot hold are refused before they are made, with both numbers and what to do."""
+"""Tests that weights too large for a device are refused before allocation, with both sizes and a remedy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def fit(
     return Fit(config, config.shard(ranks, 0), dtype, fp8, device)
 
 
-def test_a_model_that_the_host_holds_to_the_byte_is_made_and_a_larger_one_is_not(
+def test_a_model_that_exactly_fits_the_host_is_allocated_and_a_larger_one_is_refused(
     tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = weight_bytes(tiny, tiny.shard(1, 0), "float32", "float32")
@@ -70,12 +70,12 @@ def test_a_model_that_the_host_holds_to_the_byte_is_made_and_a_larger_one_is_not
 @pytest.mark.parametrize(
     ("available", "remedy"),
     [
-        (20, 'free memory, or set weights = "fp8" (10.4 GiB), or set dtype = "bfloat16" (15.0 GiB)'),
-        (12, 'free memory, or set weights = "fp8" (10.4 GiB)'),
+        (20, 'free memory, or set quantization = "fp8" (10.4 GiB), or set dtype = "bfloat16" (15.0 GiB)'),
+        (12, 'free memory, or set quantization = "fp8" (10.4 GiB)'),
         (8, "free memory"),
     ],
 )
-def test_settings_are_advised_with_which_the_weights_fit(
+def test_the_error_advises_settings_with_which_the_weights_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int, remedy: str
 ) -> None:
     config = read_config(write_config("llama-3.1-8b", tmp_path))
@@ -88,7 +88,7 @@ def test_settings_are_advised_with_which_the_weights_fit(
     )
 
 
-def test_a_gpu_is_judged_by_all_of_its_memory_whatever_others_hold_of_it(
+def test_weights_are_compared_with_the_total_memory_of_a_gpu(
     big: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(monkeypatch, free=3, total=79.2)
@@ -96,7 +96,7 @@ def test_a_gpu_is_judged_by_all_of_its_memory_whatever_others_hold_of_it(
         fit(big, "bfloat16").check()
     assert str(refused.value) == (
         "the weights take 131.4 GiB a rank (bfloat16), but NVIDIA Z9 has 79.2 GiB: use more GPUs "
-        '(tensor_parallel_size), or set weights = "fp8" (67.7 GiB)'
+        '(tensor_parallel_size), or set quantization = "fp8" (67.7 GiB)'
     )
     fit(big, "bfloat16", fp8=True).check()
     fit(big, "bfloat16", ranks=2).check()
@@ -107,7 +107,7 @@ def test_a_gpu_is_judged_by_all_of_its_memory_whatever_others_hold_of_it(
         fit(big, "bfloat16", fp8=True).check()
 
 
-def test_memory_that_runs_out_after_all_is_said_in_numbers(
+def test_running_out_of_memory_is_reported_with_sizes(
     big: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu(monkeypatch, free=0.5, total=140.4, reserved=139)
@@ -117,7 +117,7 @@ def test_memory_that_runs_out_after_all_is_said_in_numbers(
     assert str(refused.value) == (
         "the weights take 131.4 GiB a rank (bfloat16), and making them more than the 139.5 GiB that are free "
         "of the 140.4 GiB of NVIDIA Z9: use more GPUs (tensor_parallel_size), or set "
-        'weights = "fp8" (67.7 GiB)'
+        'quantization = "fp8" (67.7 GiB)'
     )
 
 
@@ -132,23 +132,24 @@ def test_ranks_on_a_cpu_share_the_host(tiny: ModelConfig, monkeypatch: pytest.Mo
         one.check()
 
 
-def test_steps_that_run_out_of_memory_are_said_with_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_run_out_of_memory_are_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, free=2, total=24, reserved=21)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 16 * GIB)
-    spec = ReplicaSpec(replica="r", model_path="m", max_rows=1024, step_tokens=8192)
+    spec = ReplicaSpec(replica="r", model_path="m", max_num_seqs=1024, max_num_batched_tokens=8192)
     with pytest.raises(StepsTooLarge) as refused, steps_fit(spec, CUDA):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert str(refused.value) == (
-        "steps of step_tokens 8192 and max_rows 1024 take more memory than NVIDIA Z9 has beside the 17.0 GiB "
-        "that are taken of its 24.0: lower step_tokens or max_rows, or use more GPUs (tensor_parallel_size)"
+        "steps with max_num_batched_tokens 8192 and max_num_seqs 1024 do not fit on NVIDIA Z9, where 17.0 of "
+        "24.0 GiB are in use: lower max_num_batched_tokens or max_num_seqs, or use more GPUs "
+        "(tensor_parallel_size)"
     )
     given = msgspec.structs.replace(spec, kv_blocks=9)
-    lower = r"kv_blocks 9 take .* lower kv_blocks, step_tokens or max_rows"
+    lower = r"kv_blocks 9 do not fit .* lower kv_blocks, max_num_batched_tokens or max_num_seqs"
     with pytest.raises(StepsTooLarge, match=lower), steps_fit(given, CUDA):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_what_is_loaded_where_there_is_no_room_is_said_in_numbers(
+def test_loading_without_enough_memory_is_reported_with_sizes(
     tiny: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = Decoder(tiny, single(), select_backend("cpu"), torch.float32, CPU)

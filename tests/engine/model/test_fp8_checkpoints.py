@@ -1,4 +1,5 @@
-"""FP8 checkpoints of every form are loaded as they are meant, and what is malformed is refused by name."""
+"""Tests that FP8 checkpoints of every format load with the intended values, and that malformed ones are
+refused by name."""
 
 from __future__ import annotations
 
@@ -36,11 +37,10 @@ FORMS = [
     Fp8("the output matrix as well", per_channel=True, quantised=(*PROJECTIONS, "lm_head", "embed_tokens")),
 ]
 TOLERANCE = 1e-4
-"""As without quantisation: the same products in another order of sums."""
+"""Tolerance as without quantisation: the same GEMMs with sums in another order."""
 EQUAL = 0.5
-"""Least part of short sequences that must be within it. In the others (2 to 11 of 100) a sum lay on the
-border of two e4m3 values and its last bits decided, and what follows differs visibly. What is loaded wrong
-shows in every sequence."""
+"""Minimum fraction of short sequences within the tolerance. In the others (2 to 11 of 100) a sum lies on the
+boundary of two e4m3 values, and its last bits decide. A wrong load shows in every sequence."""
 SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -59,7 +59,8 @@ def _load(folder: Path, quantised: bool = False) -> Decoder:
 
 
 def _equal(decoder: Decoder, model: Any) -> float:
-    """Part of SEQUENCES whose logits are a transformers model's: prompts of 7 in two chunks, and 5 more."""
+    """Return the fraction of SEQUENCES whose logits equal those of a transformers model: prompts of 7 tokens
+    in two chunks, and 5 more tokens."""
     with torch.no_grad():
         expected = model(torch.tensor(SEQUENCES)).logits
     assert expected.std() > 0.3, "logits too small to tell anything"
@@ -76,13 +77,13 @@ def _dense(weight: Weight) -> torch.Tensor:
 
 
 def _saved(meant: dict[str, torch.Tensor], folder: Path) -> Path:
-    """The weights of a quantised checkpoint as one that is not."""
+    """Write the weights of a quantised checkpoint as an unquantised one."""
     save_file(meant, make(LLAMA, folder) / "model.safetensors")
     return folder
 
 
 @pytest.mark.parametrize("how", FORMS, ids=lambda how: how.name)
-def test_a_checkpoint_runs_as_transformers_runs_what_it_means(how: Fp8, tmp_path: Path) -> None:
+def test_a_quantised_checkpoint_gives_the_logits_of_transformers(how: Fp8, tmp_path: Path) -> None:
     meant = quantise(make(LLAMA, tmp_path), how)
     decoder = _load(tmp_path)
     assert decoder.config.fp8
@@ -106,13 +107,13 @@ def test_a_checkpoint_runs_as_transformers_runs_what_it_means(how: Fp8, tmp_path
     assert _equal(decoder, quantised_oracle(tmp_path, meant)) >= EQUAL
 
 
-def test_the_comparison_sees_that_activations_are_rounded(tmp_path: Path) -> None:
-    """Else it could not tell a wrong scale from a right one."""
+def test_the_comparison_detects_missing_activation_rounding(tmp_path: Path) -> None:
+    """Otherwise the comparison could not distinguish a wrong scale from a right one."""
     meant = quantise(make(LLAMA, tmp_path), FORMS[1])
     assert _equal(_load(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 0
 
 
-def test_where_the_config_does_not_say_fp8_a_quantised_matrix_is_expanded(tmp_path: Path) -> None:
+def test_without_fp8_in_the_config_a_quantised_matrix_is_expanded(tmp_path: Path) -> None:
     meant = quantise(make(LLAMA, tmp_path), FORMS[1])
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -162,20 +163,20 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
     [
         (
             lambda tensors: tensors.pop(SCALE),
-            f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale, or one for each output",
+            f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale, or one per output",
         ),
         (
-            # As block-wise checkpoints have it, whose config.json was replaced.
+            # As in block-wise quantised checkpoints whose config.json was replaced.
             lambda tensors: tensors.update({f"{SCALE}_inv": tensors.pop(SCALE)}),
             f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(1, 1)}),
-            f"{{file}}: {SCALE} has shape [1, 1]; one scale, or one for each of 96 outputs, can be loaded",
+            f"{{file}}: {SCALE} has shape [1, 1]; one scale, or one for each of 96 outputs, is needed",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(64)}),
-            f"{{file}}: {SCALE} has shape [64]; one scale, or one for each of 96 outputs, can be loaded",
+            f"{{file}}: {SCALE} has shape [64]; one scale, or one for each of 96 outputs, is needed",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(1, 96)}),
@@ -187,19 +188,19 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(96, dtype=torch.uint8)}),
-            f"{{file}}: {SCALE} has dtype U8; F32, BF16, F16 can be loaded",
+            f"{{file}}: {SCALE} has dtype U8; it must be F32 or BF16 or F16",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(96, 1).to(torch.float8_e4m3fn)}),
-            f"{{file}}: {SCALE} has dtype F8_E4M3; F32, BF16, F16 can be loaded",
+            f"{{file}}: {SCALE} has dtype F8_E4M3; it must be F32 or BF16 or F16",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].view(torch.int8)}),
-            f"{{file}}: {WEIGHT} has dtype I8; F32, BF16, F16, F8_E4M3 can be loaded",
+            f"{{file}}: {WEIGHT} has dtype I8; it must be F32 or BF16 or F16 or F8_E4M3",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float().to(torch.float8_e5m2)}),
-            f"{{file}}: {WEIGHT} has dtype F8_E5M2; F32, BF16, F16, F8_E4M3 can be loaded",
+            f"{{file}}: {WEIGHT} has dtype F8_E5M2; it must be F32 or BF16 or F16 or F8_E4M3",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float()}),
@@ -211,7 +212,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
-            "{file}: model.norm.weight has dtype F8_E4M3; F32, BF16, F16 can be loaded",
+            "{file}: model.norm.weight has dtype F8_E4M3; it must be F32 or BF16 or F16",
         ),
         (
             lambda tensors: tensors.update({f"{WEIGHT}_zero_point": torch.zeros(96, 1)}),
@@ -242,11 +243,12 @@ def test_a_malformed_checkpoint_is_refused_by_name(
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
-def test_a_scale_that_is_no_magnitude_is_refused(number: float, tmp_path: Path) -> None:
+def test_a_negative_or_non_finite_scale_is_refused(number: float, tmp_path: Path) -> None:
     _refused(
         tmp_path,
         lambda tensors: tensors[SCALE].flatten().__setitem__(95, number),
-        f"{{file}}: tensor {SCALE} is not all finite and at least 0, as scales are; download it again",
+        f"{{file}}: tensor {SCALE} is not finite and at least 0 everywhere, "
+        "as scales must be; download it again",
     )
 
 

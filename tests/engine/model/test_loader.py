@@ -1,4 +1,4 @@
-"""The loader takes what belongs to the model and refuses everything else by name."""
+"""Tests that the loader reads the tensors of the model and refuses everything else by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from engine.config import CheckpointError
 from engine.families import read_config
 from engine.model.decoder import Decoder
-from engine.model.layers import Piece
+from engine.model.layers import WeightShard
 from engine.model.loader import load, load_dummy
-from engine.model.slices import Slice
+from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
 from engine.parallel import single
 from kernels import select_backend
@@ -42,7 +42,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class PlaceOfRank:
-    """A rank of a group that never talks."""
+    """A rank of a group without collectives."""
 
     size: int
     rank: int
@@ -78,7 +78,7 @@ def _framed(header: bytes) -> bytes:
 def test_everything_is_read_once_and_progress_ends_at_one(sharded: Path) -> None:
     seen: list[tuple[str, float]] = []
     decoder = _decoder(sharded)
-    parameters = [piece.target for piece in decoder.pieces() if piece.target is not None]
+    parameters = [piece.target for piece in decoder.weight_shards() if piece.target is not None]
     for target in parameters:
         target.fill_(torch.nan)
     read = load(decoder, sharded, lambda stage, fraction: seen.append((stage, fraction)))
@@ -92,7 +92,7 @@ def test_everything_is_read_once_and_progress_ends_at_one(sharded: Path) -> None
     assert {stage for stage, _ in seen} == {f"loading {shard.name}" for shard in shards}
 
 
-def test_progress_is_told_for_each_file_and_then_by_the_clock(
+def test_progress_is_reported_for_each_file_and_at_an_interval(
     sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = [f"loading {shard.name}" for shard in sorted(sharded.glob("*.safetensors"))]
@@ -109,7 +109,7 @@ def test_progress_is_told_for_each_file_and_then_by_the_clock(
 @pytest.mark.parametrize("block_bytes", [1000, 1 << 20])
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "FP8"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_gets_its_slices_to_the_bit(
+def test_a_rank_loads_exactly_its_slices(
     sharded: Path, rank: int, fp8: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.model.loader.stream", partial(stream, block_bytes=block_bytes))
@@ -117,7 +117,7 @@ def test_a_rank_gets_its_slices_to_the_bit(
     for shard in sharded.glob("*.safetensors"):
         tensors |= load_file(shard)
     decoder = _decoder(sharded, ranks=PlaceOfRank(2, rank), fp8=fp8)
-    pieces = decoder.pieces()
+    pieces = decoder.weight_shards()
     load(decoder, sharded, lambda stage, fraction: None)
     for piece in pieces:
         assert piece.target is not None
@@ -130,11 +130,11 @@ def test_a_rank_gets_its_slices_to_the_bit(
             assert torch.equal(piece.scales, scales.squeeze(1)), piece.name
 
 
-def test_what_stays_as_it_is_is_read_straight_into_the_weights(
+def test_unconverted_tensors_are_read_directly_into_the_weights(
     sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[str] = []
-    monkeypatch.setattr(Piece, "fill", lambda piece, part: filled.append(piece.name))
+    monkeypatch.setattr(WeightShard, "fill", lambda piece, part: filled.append(piece.name))
     load(_decoder(sharded), sharded, lambda stage, fraction: None)
     assert not filled
     load(_decoder(sharded, ranks=PlaceOfRank(2, 0)), sharded, lambda stage, fraction: None)
@@ -142,12 +142,12 @@ def test_what_stays_as_it_is_is_read_straight_into_the_weights(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_every_rank_reads_whole_is_shared(
+def test_tensors_that_every_rank_reads_whole_are_shared(
     sharded: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Slice] = []
+    asked: list[TensorSlice] = []
 
-    def recorded(slices: list[Slice], *arguments: Any) -> Iterator[Slice]:
+    def recorded(slices: list[TensorSlice], *arguments: Any) -> Iterator[TensorSlice]:
         asked.extend(slices)
         return stream(slices, *arguments)
 
@@ -173,12 +173,12 @@ def test_the_first_rank_has_every_file_kept_in_the_page_cache(
     assert kept == ([] if rank else sorted(sharded.glob("*.safetensors")))
 
 
-def test_pieces_cover_every_parameter_exactly_once(folder: Path) -> None:
+def test_shards_cover_every_parameter_exactly_once(folder: Path) -> None:
     decoder = _decoder(folder)
-    for piece in decoder.pieces():
+    for piece in decoder.weight_shards():
         assert piece.target is not None
         piece.target.fill_(0)
-    for piece in decoder.pieces():
+    for piece in decoder.weight_shards():
         assert piece.target is not None
         piece.target.add_(1)
     layer = decoder.layers[0]
@@ -213,7 +213,7 @@ def test_an_unknown_tensor_is_named(folder: Path) -> None:
     _refused(folder, f"{folder / SINGLE}: tensor model.layers.0.mlp.gate.weight is unknown")
 
 
-def test_another_shape_is_refused_with_both(folder: Path) -> None:
+def test_a_wrong_shape_is_refused_with_both_shapes(folder: Path) -> None:
     name = "model.layers.2.self_attn.k_proj.weight"
     _rewrite(folder, lambda tensors: tensors.update({name: torch.ones(48, 64)}))
     _refused(folder, f"{folder / SINGLE}: {name} has shape [48, 64], config.json needs [32, 64]")
@@ -222,7 +222,7 @@ def test_another_shape_is_refused_with_both(folder: Path) -> None:
 def test_a_dtype_that_cannot_be_loaded_is_refused(folder: Path) -> None:
     name = "model.norm.weight"
     _rewrite(folder, lambda tensors: tensors.update({name: torch.ones(64, dtype=torch.int8)}))
-    _refused(folder, f"{folder / SINGLE}: {name} has dtype I8; F32, BF16, F16 can be loaded")
+    _refused(folder, f"{folder / SINGLE}: {name} has dtype I8; it must be F32 or BF16 or F16")
 
 
 def test_a_truncated_file_is_refused_with_both_sizes(folder: Path) -> None:
@@ -238,12 +238,12 @@ def test_a_truncated_file_is_refused_with_both_sizes(folder: Path) -> None:
         (b"", "is not a safetensors file"),
         (b"\xff" * 100, "is not a safetensors file"),
         (b"\x40\0\0\0\0\0\0\0{}", "is truncated: its header needs 72 bytes, the file has 10"),
-        (b"\x02\0\0\0\0\0\0\0[]", "its header is not safetensors"),
-        (b"\x02\0\0\0\0\0\0\0{{", "its header is not safetensors"),
-        (_framed(b"[" * 100_000), "its header is not safetensors"),
+        (b"\x02\0\0\0\0\0\0\0[]", "has an invalid safetensors header"),
+        (b"\x02\0\0\0\0\0\0\0{{", "has an invalid safetensors header"),
+        (_framed(b"[" * 100_000), "has an invalid safetensors header"),
         (
             _framed(b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}'),
-            "its header is not safetensors",
+            "has an invalid safetensors header",
         ),
         (b"version https://git-lfs.github.com/spec/v1\n", "is not a safetensors file"),
     ],
@@ -257,7 +257,7 @@ def test_a_file_that_is_not_safetensors_is_refused(folder: Path, content: bytes,
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
-    _refused(sharded, f"{shard}: no such file, but {INDEX} names it")
+    _refused(sharded, f"{shard}: no such file, but {INDEX} lists it")
 
 
 def test_a_truncated_shard_is_named(sharded: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_shard_without_its_tensor_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[0]
     name = sorted(load_file(shard))[0]
     _rewrite(sharded, lambda tensors: tensors.__delitem__(name), shard.name)
-    _refused(sharded, f"{shard}: has no tensor {name}, but {INDEX} says so")
+    _refused(sharded, f"{shard}: has no tensor {name}, but {INDEX} lists it")
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_folder_without_safetensors_says_what_it_found(folder: Path) -> None:
     _refused(folder, f"{folder / SINGLE}: no such file", "found pytorch_model.bin", "safe_serialization=True")
 
 
-def test_nothing_is_read_before_everything_is_checked(sharded: Path) -> None:
+def test_no_weight_is_read_before_everything_is_checked(sharded: Path) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-4])
     seen: list[str] = []
@@ -320,4 +320,4 @@ def test_dummy_weights_are_the_same_for_a_seed_and_keep_activations_sane(folder:
 
 
 def _targets(folder: Path) -> list[torch.Tensor]:
-    return [piece.target for piece in _decoder(folder).pieces() if piece.target is not None]
+    return [piece.target for piece in _decoder(folder).weight_shards() if piece.target is not None]

@@ -1,4 +1,5 @@
-"""Logits and greedy tokens equal those of transformers, for every family, through the paged cache."""
+"""Tests that logits and greedy tokens equal those of transformers, for every family, through the paged
+cache."""
 
 from __future__ import annotations
 
@@ -178,8 +179,9 @@ def test_any_chunk_size_gives_the_logits_of_transformers(chunk: int, tmp_path: P
         assert (logits - expected[: length + 3]).abs().max() < TOLERANCE, length
 
 
-def test_dynamic_rope_is_frozen_at_the_length_that_is_served(tmp_path: Path) -> None:
-    """transformers takes the base from the longest sequence it sees: equal where that is max_model_len."""
+def test_dynamic_rope_is_frozen_at_the_maximum_length(tmp_path: Path) -> None:
+    """transformers derives the base from the longest sequence it has seen, so results are equal where that is
+    max_model_len."""
     changes = {"max_position_embeddings": 128, **_rope("dynamic", factor=4.0)}
     folder = make(Case("dynamic", "llama", changes), tmp_path)
     tokens = _tokens(300, 157)

@@ -1,8 +1,6 @@
-"""A decoder whose GEMMs share norms equals a decoder of reference operations, in Triton's interpreter.
-
-Each shared norm uses its own gain, residual and squares, for every combination of GEMMs that can share norms.
-Both decoders use the reference attention.
-"""
+"""Tests, in Triton's interpreter, of a decoder whose GEMMs fuse norms against the reference implementation:
+each norm must use its own gain, residual and squares, whichever GEMMs fuse it. Attention is the reference in
+both."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ PLANS = {
 @pytest.mark.parametrize(
     ("librarys", "norms"),
     [
-        # The first layer's qkv reads the embedding, and the output matrix its own choice of rows.
+        # The first layer's qkv reads the embedding, and the output matrix reads a selection of rows.
         ((), 2),
         (("o",), 2 + LAYERS),
         (("gate_up",), 2 + LAYERS),
@@ -64,7 +62,7 @@ PLANS = {
         (tuple(PRODUCTS), 2 + 2 * LAYERS - 1),
     ],
 )
-def test_products_that_share_norms_make_the_same_model(
+def test_gemms_with_fused_norms_compute_the_same_model(
     librarys: tuple[str, ...], norms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kernels.cuda import CudaOps
@@ -93,7 +91,7 @@ def test_products_that_share_norms_make_the_same_model(
 
 
 def logits(folder: Path, ops: object) -> list[torch.Tensor]:
-    """Of a pass with prompts and one of decodes."""
+    """Compares a pass with prompts and a decode pass."""
     decoder = Decoder(read_config(folder), single(), ops, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     load_dummy(decoder, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -106,7 +104,7 @@ def logits(folder: Path, ops: object) -> list[torch.Tensor]:
     return [driver.run([], prompts), driver.run([(one, 5) for one in sequences], [])]
 
 
-def test_float16_shares_no_norm_since_x_times_its_gain_may_leave_the_range() -> None:
+def test_float16_fuses_no_norm_because_x_times_its_gain_may_overflow() -> None:
     from kernels.cuda import CudaOps
 
     generator = torch.Generator().manual_seed(3)

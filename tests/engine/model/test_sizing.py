@@ -1,4 +1,4 @@
-"""Sizes are predicted from the config alone, and are those of the real thing."""
+"""Tests that sizes predicted from the config equal the real ones."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ CASES = [
     Case("qwen2", "qwen2"),
     Case("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 ]
-STEP: dict[str, Any] = {"max_rows": 16, "step_tokens": 256, "max_model_len": 512, "on_gpu": False}
+STEP: dict[str, Any] = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "max_model_len": 512,
+    "on_gpu": False,
+}
 
 
 class FirstRank:
-    """Stands where a group's rank 0 would: nothing here communicates."""
+    """A stand-in for rank 0 of a group, without communication."""
 
     rank = 0
 
@@ -59,17 +64,17 @@ def test_weights_and_blocks_are_exact(
         config,
         dtype=dtype,
         weights=sizing.FP8 if fp8 else dtype,
-        kv_dtype=sizing.FP8 if kv_fp8 else dtype,
+        kv_cache_dtype=sizing.FP8 if kv_fp8 else dtype,
         tensor_parallel_size=size,
         blocks=5,
         **STEP,
     )
-    pieces = decoder.pieces()
+    pieces = decoder.weight_shards()
     held = [each for piece in pieces for each in (piece.target, piece.scales) if each is not None]
     assert any(each.dtype == torch.float8_e4m3fn for each in held) == fp8
     assert predicted.weight_bytes == sum(each.nbytes for each in held)
     pools = decoder.allocate_kv(5)
-    # What copies and clears of blocks move is all that there is.
+    # Copies and clears of blocks cover all tensors of the cache.
     assert predicted.kv_bytes == sum(each.nbytes for pool in pools for each in pool.tensors())
     assert (pools[0].keys.dtype == torch.float8_e4m3fn) == kv_fp8
     assert pools[0].keys.shape == decoder.kv_shape(5)
@@ -77,7 +82,7 @@ def test_weights_and_blocks_are_exact(
 
 
 def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
-    """Llama 3.1 8B: 8,030,261,248 parameters; 128 KiB of bfloat16 KV a token."""
+    """Checks Llama 3.1 8B: 8,030,261,248 parameters; 128 KiB of bfloat16 KV per token."""
     big = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,
@@ -92,5 +97,5 @@ def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
     assert sizing.kv_bytes_per_block(config, "bfloat16", 1) == 64 * 128 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 8) == 64 * 16 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 16) == 64 * 16 * 1024
-    # A byte a number, and 4 for each token, head and layer's key and value: 33/64 of bfloat16.
+    # One byte per element, and 4 bytes for each token, head and layer's key and value: 33/64 of bfloat16.
     assert sizing.kv_bytes_per_block(config, "fp8", 1) == 64 * 66 * 1024

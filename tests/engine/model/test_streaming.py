@@ -1,4 +1,4 @@
-"""What is streamed is what the files hold, whatever the sizes; what cannot be read is refused by name."""
+"""Tests that streamed data equals the files for all sizes, and that unreadable data is refused by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError
 from engine.model import fetching
-from engine.model.checkpoint import INDEX, Entry, read_entries
-from engine.model.slices import Slice
-from engine.model.streaming import nowhere, stream
+from engine.model.checkpoint import INDEX, TensorEntry, read_entries
+from engine.model.slices import TensorSlice
+from engine.model.streaming import no_target, stream
 from engine.model.weight_file import PAGE, WeightFile
 from tests.engine.model.page_cache import cached_pages, drop
 
@@ -28,8 +28,8 @@ BLOCK_SIZES = [1, 257, 4096, 5000, 1 << 20]
 
 @pytest.fixture(params=["cached", "on disk", "in pieces"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two shards of odd shapes in several dtypes, among them many small tensors and rows larger than some
-    slots."""
+    """Write two files with odd shapes in several dtypes, many small tensors, and rows larger than some
+    staging buffers."""
     torch.manual_seed(5)
     first = {
         "scalar": torch.randn(()),
@@ -47,33 +47,33 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if request.param == "in pieces":
         monkeypatch.setattr(fetching, "PIECE_BYTES", PAGE)
     if request.param != "cached":
-        # As if: files this small are cached as soon as their headers are read.
+        # Simulated, because files this small are cached as soon as their headers are read.
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
     return tmp_path
 
 
-def _whole(name: str, entry: Entry) -> Slice:
-    return Slice(name, entry, 0, entry.shape[0] if entry.shape else 1)
+def _whole(name: str, entry: TensorEntry) -> TensorSlice:
+    return TensorSlice(name, entry, 0, entry.shape[0] if entry.shape else 1)
 
 
-def _in_order(folder: Path) -> list[Slice]:
+def _in_order(folder: Path) -> list[TensorSlice]:
     slices = [_whole(name, entry) for name, entry in read_entries(folder).items()]
     return sorted(slices, key=lambda each: (each.entry.file, each.entry.offset))
 
 
-def _drain(slices: list[Slice], **sizes: int) -> None:
+def _drain(slices: list[TensorSlice], **sizes: int) -> None:
     for _ in stream(slices, CPU, lambda block, numbers: None, **sizes):
         pass
 
 
 @pytest.fixture(params=[False, True], ids=["filled in", "as it is"])
 def placed(request: pytest.FixtureRequest) -> bool:
-    """Whether blocks are read straight to where they belong."""
+    """Whether blocks are copied directly to their final place."""
     return request.param
 
 
-def _collect(slices: list[Slice], block_bytes: int, placed: bool) -> dict[str, torch.Tensor]:
-    """Blocks side by side. Each must follow the one before it."""
+def _collect(slices: list[TensorSlice], block_bytes: int, placed: bool) -> dict[str, torch.Tensor]:
+    """Concatenate blocks, each of which must follow the previous one."""
     found = {
         each.name: torch.zeros(each.rows, *each.entry.shape[1:], dtype=each.dtype)
         for each in slices
@@ -82,15 +82,15 @@ def _collect(slices: list[Slice], block_bytes: int, placed: bool) -> dict[str, t
     first = {each.name: each.first_row for each in slices}
     rows = dict(first)
 
-    def target(block: Slice) -> torch.Tensor:
+    def target(block: TensorSlice) -> torch.Tensor:
         start = block.first_row - first[block.name]
         return found[block.name][start : start + block.rows]
 
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         assert not placed
         target(block).copy_(numbers)
 
-    for block in stream(slices, CPU, fill, target if placed else nowhere, block_bytes=block_bytes):
+    for block in stream(slices, CPU, fill, target if placed else no_target, block_bytes=block_bytes):
         assert block.first_row == rows[block.name]
         assert block.nbytes <= max(block_bytes, block.row_bytes)
         rows[block.name] += block.rows
@@ -103,7 +103,7 @@ def _bytes(tensor: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
-def test_every_tensor_is_streamed_to_the_bit(folder: Path, block_bytes: int, placed: bool) -> None:
+def test_every_tensor_is_streamed_bitwise_equal(folder: Path, block_bytes: int, placed: bool) -> None:
     found = _collect(_in_order(folder), block_bytes, placed)
     expected = load_file(folder / "a.safetensors") | load_file(folder / "b.safetensors")
     del expected["nothing"]
@@ -115,10 +115,10 @@ def test_every_tensor_is_streamed_to_the_bit(folder: Path, block_bytes: int, pla
 
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
-def test_only_the_rows_that_are_asked_for_are_streamed(folder: Path, block_bytes: int, placed: bool) -> None:
+def test_only_the_requested_rows_are_streamed(folder: Path, block_bytes: int, placed: bool) -> None:
     entries = read_entries(folder)
     asked = {"matrix": (100, 131), "long rows": (1, 1), "experts": (3, 2)}
-    slices = [Slice(name, entries[name], *rows) for name, rows in asked.items()]
+    slices = [TensorSlice(name, entries[name], *rows) for name, rows in asked.items()]
     tensors = load_file(folder / "a.safetensors")
     for name, found in _collect(slices, block_bytes, placed).items():
         first, count = asked[name]
@@ -127,7 +127,7 @@ def test_only_the_rows_that_are_asked_for_are_streamed(folder: Path, block_bytes
 
 @pytest.mark.parametrize("header_bytes", range(200, 209))
 def test_tensors_may_begin_anywhere_in_a_file(tmp_path: Path, header_bytes: int, placed: bool) -> None:
-    """safetensors' own writer puts them at multiples of 8; the format does not ask for that."""
+    """safetensors' own writer aligns tensors to 8 bytes; the format does not require that."""
     numbers = torch.arange(3000, dtype=torch.float32)
     header = {"numbers": {"dtype": "F32", "shape": [30, 100], "data_offsets": [1, 12_001]}}
     encoded = json.dumps(header).encode().ljust(header_bytes)
@@ -139,7 +139,7 @@ def test_tensors_may_begin_anywhere_in_a_file(tmp_path: Path, header_bytes: int,
     assert torch.equal(found["numbers"].flatten(), numbers)
 
 
-def test_nothing_to_read_is_no_error(folder: Path) -> None:
+def test_an_empty_stream_is_not_an_error(folder: Path) -> None:
     _drain([])
     _drain([_whole("nothing", read_entries(folder)["nothing"])])
 
@@ -158,30 +158,30 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "b.safetensors"])
-def test_a_file_that_is_written_after_its_header_was_read_is_refused(folder: Path, name: str) -> None:
+def test_a_file_modified_after_its_header_was_read_is_refused(folder: Path, name: str) -> None:
     slices = _in_order(folder)
     file = folder / name
     written = file.stat().st_mtime_ns
     os.utime(file, ns=(written, written + 1_000_000))
     with pytest.raises(CheckpointError) as caught:
         _drain(slices)
-    assert f"{file}: was changed while it was read; start again" in str(caught.value)
+    assert f"{file}: was modified while it was read; start again" in str(caught.value)
 
 
-def test_a_file_that_is_written_while_its_last_block_is_used_is_refused(folder: Path) -> None:
+def test_a_file_modified_while_its_last_block_is_used_is_refused(folder: Path) -> None:
     *_, last = _in_order(folder)
 
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         os.utime(last.entry.file, ns=(0, 0))
 
-    with pytest.raises(CheckpointError, match="was changed while it was read"):
+    with pytest.raises(CheckpointError, match="was modified while it was read"):
         list(stream([last], CPU, fill))
 
 
-def test_a_file_of_which_nobody_can_tell_whether_it_was_changed_is_refused(
+def test_a_file_whose_modification_time_is_unknown_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a server that has forgotten it."""
+    """Simulates a stale file handle of a network file system."""
     slices = _in_order(folder)
 
     def status(file: WeightFile) -> os.stat_result:
@@ -193,7 +193,7 @@ def test_a_file_of_which_nobody_can_tell_whether_it_was_changed_is_refused(
 
 
 def test_all_readers_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits in its first piece until all have one."""
+    """Each reader waits in its first piece until all readers have one."""
     together = threading.Barrier(fetching.READERS)
     begun: set[int] = set()
     real = WeightFile.read
@@ -213,7 +213,7 @@ def test_all_readers_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A download that begins anew."""
+    """Simulates a download that starts again."""
     whole = _whole("matrix", read_entries(folder)["matrix"])
     size = whole.entry.file.stat().st_size
     os.truncate(whole.entry.file, whole.entry.offset)
@@ -224,12 +224,12 @@ def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
 
     real = WeightFile.past_cache
     monkeypatch.setattr(WeightFile, "past_cache", past_cache)
-    with pytest.raises(CheckpointError, match="was changed while it was read"):
+    with pytest.raises(CheckpointError, match="was modified while it was read"):
         _drain([whole])
 
 
 def test_a_failing_disk_is_named_with_the_tensor(folder: Path) -> None:
-    # The kernel's own input/output error: the first page of a process is never mapped.
+    # A real input/output error of the kernel: the first page of a process is never mapped.
     entry = replace(read_entries(folder)["matrix"], file=Path("/proc/self/mem"), offset=0)
     with pytest.raises(
         CheckpointError, match=r"/proc/self/mem: matrix cannot be read \(Input/output error\)"
@@ -237,7 +237,7 @@ def test_a_failing_disk_is_named_with_the_tensor(folder: Path) -> None:
         _drain([_whole("matrix", entry)])
 
 
-def test_a_file_that_is_gone_is_named(folder: Path) -> None:
+def test_a_missing_file_is_named(folder: Path) -> None:
     slices = _in_order(folder)
     (folder / "b.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"b\.safetensors: cannot be read \(No such file"):
@@ -250,8 +250,8 @@ def test_weights_may_be_streamed_in_inference_mode(folder: Path, placed: bool) -
     assert torch.equal(found["matrix"], load_file(folder / "a.safetensors")["matrix"])
 
 
-def test_an_error_of_who_fills_is_raised_and_leaves_no_thread(folder: Path) -> None:
-    def fill(block: Slice, numbers: torch.Tensor) -> None:
+def test_an_exception_of_fill_is_raised_and_leaves_no_thread(folder: Path) -> None:
+    def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError, match="full"):
@@ -259,7 +259,7 @@ def test_an_error_of_who_fills_is_raised_and_leaves_no_thread(folder: Path) -> N
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
 
 
-def test_who_stops_early_leaves_no_thread_and_no_open_file(folder: Path) -> None:
+def test_a_stream_closed_early_leaves_no_thread_and_no_open_file(folder: Path) -> None:
     opened = len(os.listdir("/proc/self/fd"))
     blocks = stream(_in_order(folder), CPU, lambda block, numbers: None, block_bytes=64)
     for _ in range(2 * fetching.READERS):
@@ -270,7 +270,7 @@ def test_who_stops_early_leaves_no_thread_and_no_open_file(folder: Path) -> None
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_only_what_ranks_share_is_left_in_the_page_cache(tmp_path: Path, shared: bool) -> None:
+def test_only_rows_shared_by_ranks_stay_in_the_page_cache(tmp_path: Path, shared: bool) -> None:
     save_file({"matrix": torch.randn(1000, 1000)}, tmp_path / "model.safetensors")
     part = replace(_whole("matrix", read_entries(tmp_path)["matrix"]), shared=shared)
     drop(tmp_path / "model.safetensors")

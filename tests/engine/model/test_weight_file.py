@@ -1,4 +1,4 @@
-"""Bytes are the file's whichever way they come, and each way is taken where it should be."""
+"""Tests that both ways of reading return the bytes of the file, and that the right way is chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.model.weight_file import PAGE, WeightFile, keep_cached, room
+from engine.model.weight_file import PAGE, WeightFile, buffer_bytes, keep_cached
 from tests.engine.model.page_cache import cached_pages, drop
 
 SIZE = 100 * PAGE + 123
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each read that returned the bytes asked for, whether it went past the page cache."""
+    """For each successful read, whether it bypassed the page cache."""
     past: list[bool] = []
 
     def preadv(file: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
@@ -49,8 +49,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def _read(path: Path, first: int, nbytes: int, shared: bool = False) -> bytes:
-    """What comes; and no byte may be written outside the room for it."""
-    needed = room(first, nbytes)
+    """Return the bytes read; no byte may be written outside of the buffer."""
+    needed = buffer_bytes(first, nbytes)
     buffer = memoryview(mmap.mmap(-1, needed + PAGE))
     buffer[:] = bytes([UNTOUCHED]) * len(buffer)
     with closing(WeightFile(path)) as file:
@@ -67,7 +67,7 @@ ranges = st.tuples(st.integers(0, SIZE - 1), st.integers(1, SIZE)).map(
 @pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=ranges)
-def test_any_range_is_read_to_the_bit(path: Path, on_disk: bool, asked: tuple[int, int]) -> None:
+def test_any_range_is_read_bitwise_equal(path: Path, on_disk: bool, asked: tuple[int, int]) -> None:
     if on_disk:
         drop(path)
     first, nbytes = asked
@@ -79,23 +79,23 @@ def test_any_range_is_read_to_the_bit(path: Path, on_disk: bool, asked: tuple[in
     [(0, PAGE), (0, SIZE), (PAGE - 1, 2), (SIZE - 1, 1), (100 * PAGE, 123), (1, PAGE), (PAGE, 2 * PAGE)],
     ids=str,
 )
-def test_what_is_on_the_disk_alone_is_read_past_the_page_cache(
+def test_uncached_ranges_are_read_past_the_page_cache(
     path: Path, reads: list[bool], asked: tuple[int, int]
 ) -> None:
     drop(path)
     first, nbytes = asked
     assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
-    # A disk that answers before the kernel has looked makes a single page seem cached, now and then.
+    # A disk that delivers before the kernel checks makes a single page appear cached now and then.
     assert reads == [True] or (nbytes <= PAGE and reads == [False])
     assert cached_pages(path) <= 2  # those that were asked for
 
 
-def test_what_is_cached_is_read_from_there(path: Path, reads: list[bool]) -> None:
+def test_cached_ranges_are_read_from_the_page_cache(path: Path, reads: list[bool]) -> None:
     assert _read(path, 5, SIZE - 5) == CONTENT[5:]
     assert reads == [False]
 
 
-def test_what_others_read_as_well_is_left_in_the_page_cache(path: Path, reads: list[bool]) -> None:
+def test_shared_rows_are_read_through_the_page_cache(path: Path, reads: list[bool]) -> None:
     drop(path)
     assert _read(path, 5, SIZE - 5, shared=True) == CONTENT[5:]
     assert reads
@@ -103,8 +103,8 @@ def test_what_others_read_as_well_is_left_in_the_page_cache(path: Path, reads: l
     assert cached_pages(path) == 101
 
 
-def test_asking_what_is_cached_does_not_make_it_so(path: Path, reads: list[bool]) -> None:
-    """Start after start, without anybody who brings the file into the cache."""
+def test_probing_the_page_cache_does_not_make_a_file_look_cached(path: Path, reads: list[bool]) -> None:
+    """Simulates repeated starts that do not load the file into the cache."""
     drop(path)
     random.seed(1)  # pages that differ
     for _ in range(5):
@@ -121,7 +121,7 @@ def test_asking_what_is_cached_does_not_make_it_so(path: Path, reads: list[bool]
         ([None], False),
     ],
 )
-def test_what_is_cached_is_asked_of_a_page_of_each_half(
+def test_one_page_of_each_half_is_probed(
     path: Path, pages: list[bool | None], past_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -138,8 +138,8 @@ def test_what_is_cached_is_asked_of_a_page_of_each_half(
     assert all(at in half for at, half in zip(asked, halves, strict=False))
 
 
-def test_what_was_just_written_is_read(path: Path) -> None:
-    """The file is on the disk, its new end is not yet."""
+def test_freshly_written_data_is_read(path: Path) -> None:
+    """The file is on disk, but its newly written end is not yet."""
     drop(path)
     with path.open("ab") as file:
         file.write(CONTENT[:5000])
@@ -177,7 +177,7 @@ def _cannot_say(real: Callable[..., int], file: int, buffers: list[Any], offset:
     [("open", _open_refused), ("preadv", _read_refused), ("preadv", _cut_short), ("preadv", _cannot_say)],
     ids=["opening refused", "reading refused", "cut short", "cannot say what is cached"],
 )
-def test_file_systems_that_cannot_be_read_past_the_cache_are_read_through_it(
+def test_file_systems_without_direct_io_are_read_through_the_cache(
     path: Path, call: str, instead: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drop(path)
@@ -205,17 +205,17 @@ def test_a_file_in_memory_is_read(in_memory: Path) -> None:
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["cached", "on disk"])
 @pytest.mark.parametrize("missing", [1, PAGE, 10 * PAGE])
-def test_the_end_of_a_file_is_told(path: Path, missing: int, on_disk: bool) -> None:
+def test_reading_past_the_end_of_a_file_is_an_error(path: Path, missing: int, on_disk: bool) -> None:
     if on_disk:
         drop(path)
     with pytest.raises(EOFError):
         _read(path, SIZE - 100, 100 + missing)
 
 
-def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
+def test_a_file_replaced_while_it_is_opened_is_read_consistently(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a download does it, at the worst of moments: all its ways lead to one file."""
+    """Simulates a download that replaces the file during open; both descriptors must refer to one file."""
 
     def replaced(*arguments: Any) -> int:
         opened = real(*arguments)
@@ -228,7 +228,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_read_as_it_was(
     real = os.open
     drop(path)
     monkeypatch.setattr(os, "open", replaced)
-    buffer = memoryview(mmap.mmap(-1, room(0, SIZE)))
+    buffer = memoryview(mmap.mmap(-1, buffer_bytes(0, SIZE)))
     with closing(WeightFile(path)) as file:
         assert path.read_bytes() == bytes(SIZE)
         for past_cache in (True, False):
@@ -243,7 +243,7 @@ def test_no_file_stays_open(path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_kept_files_come_into_the_page_cache(path: Path) -> None:
+def test_keep_cached_loads_files_into_the_page_cache(path: Path) -> None:
     drop(path)
     keep_cached([path]).join()
     limit = time.monotonic() + 30
@@ -253,7 +253,7 @@ def test_kept_files_come_into_the_page_cache(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("available", "kept"), [(2 * SIZE - 1, False), (2 * SIZE, True)])
-def test_files_are_not_kept_at_the_expense_of_others(
+def test_files_are_not_cached_if_memory_is_short(
     path: Path, available: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -263,5 +263,5 @@ def test_files_are_not_kept_at_the_expense_of_others(
     assert asked == ([os.POSIX_FADV_WILLNEED] if kept else [])
 
 
-def test_files_that_are_gone_are_not_kept(tmp_path: Path) -> None:
+def test_missing_files_are_ignored_by_keep_cached(tmp_path: Path) -> None:
     keep_cached([tmp_path / "gone"]).join()

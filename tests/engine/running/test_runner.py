@@ -1,4 +1,4 @@
-"""The runner through the real decoder: against full passes over whole sequences, and its refusals."""
+"""Tests of the runner with a real decoder, against full passes over whole sequences, and of its refusals."""
 
 from __future__ import annotations
 
@@ -11,24 +11,16 @@ import pytest
 import torch
 
 from engine import memory
-from engine.batch import Padding, RowTables, StepBatch
-from engine.config import UnfitError
+from engine.config import UnsupportedError
 from engine.device import DeviceError
+from engine.device_tables import Padding, SlotTables, StepBatch
 from engine.forward import ForwardInput
 from engine.generate import LocalEngine
 from engine.memory import PoolTooLarge, PoolTooSmall, available_host_bytes
-from engine.messages import (
-    BLOCK_TOKENS,
-    Chunk,
-    ReplicaInfo,
-    ReplicaSpec,
-    RowSetup,
-    SamplingParams,
-    StepPlan,
-    StepTokens,
-)
+from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec, SamplingParams
 from engine.parallel import single
-from engine.runner import Runner
+from engine.plan import Chunk, SlotSetup, StepPlan, StepTokens
+from engine.runner import ModelRunner
 from kernels import AttentionInput, ChunkSpan, sampling
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
@@ -66,19 +58,18 @@ def spec_of(folder: Path, **changes: object) -> ReplicaSpec:
         "model_path": str(folder),
         "load_format": "dummy",
         "device": "cpu",
-        "max_rows": 8,
-        "step_tokens": 96,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
         "kv_blocks": 40,
         "threads": 1,
-        "seed": 3,
     }
     return ReplicaSpec(**(fields | changes))  # type: ignore[arg-type]
 
 
 def padded(engine: LocalEngine) -> LocalEngine:
-    """Passes with prompts have 4, 80 or 96 tokens, and 5 or 8 ends."""
+    """Pad passes with prompts to 4, 80 or 96 tokens and to 5 or 8 results."""
     padding = Padding([4, 80, 96], [5, 8])
-    engine.runner.steps.tables = RowTables(8, 4, VOCAB, engine.runner.device, padding)
+    engine.runner.steps.tables = SlotTables(8, 4, VOCAB, engine.runner.device, padding)
     return engine
 
 
@@ -93,8 +84,8 @@ def engine(folder: Path) -> Iterator[LocalEngine]:
     engine.close()
 
 
-def full_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of one pass over a whole sequence, in a pool of its own."""
+def full_logits(runner: ModelRunner, tokens: list[int]) -> torch.Tensor:
+    """Return the logits [tokens, vocabulary] of one pass over a whole sequence, with a separate KV pool."""
     count, device = len(tokens), runner.device
     blocks = -(-count // BLOCK_TOKENS)
     none = torch.zeros(0, dtype=torch.int64, device=device)
@@ -104,7 +95,7 @@ def full_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
             ForwardInput(
                 token_ids=torch.tensor(tokens, device=device),
                 positions=positions,
-                slots=positions,
+                kv_slots=positions,
                 attention=AttentionInput(
                     block_table=torch.arange(blocks, device=device).unsqueeze(0),
                     slots=none,
@@ -123,16 +114,16 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(2, VOCAB, (length,), generator=generator).tolist()
 
 
-def check_greedy(runner: Runner, prompt: list[int], tokens: list[int]) -> None:
+def check_greedy(runner: ModelRunner, prompt: list[int], tokens: list[int]) -> None:
     logits = full_logits(runner, prompt + tokens)
     for index, token in enumerate(tokens, start=len(prompt) - 1):
         assert logits[index, token] >= logits[index].max() - TIE
 
 
 def check_sampled(
-    runner: Runner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
+    runner: ModelRunner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
 ) -> None:
-    """Each token has the largest logit / temperature + noise, over logits of a full pass."""
+    """Check that each token has the largest logit / temperature + noise, for the logits of a full pass."""
     count, first = len(tokens), len(prompt)
     logits = full_logits(runner, prompt + tokens)[first - 1 : first - 1 + count]
     base = torch.full((count,), sampling.noise_base(params.seed, sample))
@@ -148,7 +139,7 @@ LENGTHS = [1, 2, 63, 64, 65, 95, 97, 130, 200]
 
 
 def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
-    """Prompts around block and chunk borders, more of them than rows, all at once."""
+    """Runs prompts with lengths around block and chunk boundaries, more of them than slots, all at once."""
     prompts = [prompt_of(length) for length in LENGTHS]
     answers = engine.generate(prompts, SamplingParams(max_tokens=20))
     for prompt, [answer] in zip(prompts, answers, strict=True):
@@ -157,8 +148,8 @@ def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
     engine.scheduler.check()
 
 
-def test_samples_of_one_prompt_share_blocks_and_go_their_own_ways(engine: LocalEngine) -> None:
-    """n > 1: the copies on write must be real copies."""
+def test_samples_of_one_prompt_share_blocks_and_then_diverge(engine: LocalEngine) -> None:
+    """With n > 1, copy-on-write must copy the actual values."""
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=77)
     for length in (5, 64, 100):
         [samples] = engine.generate([prompt_of(length, seed=1)], params, n=4)
@@ -168,7 +159,7 @@ def test_samples_of_one_prompt_share_blocks_and_go_their_own_ways(engine: LocalE
 
 
 def test_padding_of_passes_with_prompts_is_not_sampled(folder: Path) -> None:
-    """As on a GPU, where tokens and ends pad to numbers of rows whose kernels are loaded."""
+    """Pads passes as on a GPU, where tokens and results are padded to sizes whose kernels are loaded."""
     engine = padded(LocalEngine(spec_of(folder)))
     prompts = [prompt_of(length, seed=8) for length in (64, 3, 130, 97)]
     drawn = SamplingParams(max_tokens=8, temperature=0.9, seed=7)
@@ -180,7 +171,7 @@ def test_padding_of_passes_with_prompts_is_not_sampled(folder: Path) -> None:
     engine.close()
 
 
-def test_a_sampled_answer_is_the_same_in_company_and_without_overlap(
+def test_a_sampled_output_does_not_depend_on_the_batch_or_on_overlap(
     engine: LocalEngine, folder: Path
 ) -> None:
     params = SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=5, repetition_penalty=1.2)
@@ -195,15 +186,15 @@ def test_a_sampled_answer_is_the_same_in_company_and_without_overlap(
     ]
     again = engine.generate(crowd, mixed)[0][0]
     assert again.token_ids == alone.token_ids
-    plain = LocalEngine(spec_of(folder, overlap=False, step_tokens=32))
+    plain = LocalEngine(spec_of(folder, overlap=False, max_num_batched_tokens=32))
     [[stepwise]] = plain.generate([prompt], params)
     plain.close()
     assert stepwise.token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("pads", [False, True])
-def test_prompt_logprobs_are_log_softmax_of_a_full_pass(folder: Path, pads: bool) -> None:
-    """Over several chunks, and beside a sampled row's own."""
+def test_prompt_logprobs_are_the_log_softmax_of_a_full_pass(folder: Path, pads: bool) -> None:
+    """Requests prompt logprobs over several chunks, together with logprobs of sampled tokens."""
     plain = LocalEngine(spec_of(folder))
     engine = padded(plain) if pads else plain
     prompt = prompt_of(200, seed=4)
@@ -224,31 +215,35 @@ def test_prompt_logprobs_are_log_softmax_of_a_full_pass(folder: Path, pads: bool
     engine.close()
 
 
-def test_stop_tokens_wait_for_min_tokens(engine: LocalEngine) -> None:
-    prompt = prompt_of(10, seed=6)
+def test_stop_tokens_are_suppressed_until_min_tokens(engine: LocalEngine) -> None:
+    prompt = prompt_of(10, seed=5)
     [[free]] = engine.generate([prompt], SamplingParams(max_tokens=12))
     stop = (free.token_ids[2],)
+    assert stop[0] not in free.token_ids[:2], "choose another prompt"
     [[early]] = engine.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=stop))
-    assert early.finish == "stop" and early.token_ids == free.token_ids[: early.token_ids.index(stop[0]) + 1]
+    assert (
+        early.finish_reason == "stop"
+        and early.token_ids == free.token_ids[: early.token_ids.index(stop[0]) + 1]
+    )
     [[late]] = engine.generate([prompt], SamplingParams(max_tokens=12, stop_token_ids=stop, min_tokens=6))
     assert stop[0] not in late.token_ids[:6]
     assert late.token_ids[:2] == free.token_ids[:2]
 
 
-def test_a_stop_token_may_come_as_soon_as_min_tokens_are_there(engine: LocalEngine) -> None:
+def test_a_stop_token_is_allowed_right_after_min_tokens(engine: LocalEngine) -> None:
     params = SamplingParams(max_tokens=12, min_tokens=4, stop_token_ids=(9,), logit_bias={9: 100.0})
     [[sample]] = engine.generate([prompt_of(10, seed=6)], params)
-    assert sample.finish == "stop" and len(sample.token_ids) == 5 and sample.token_ids[4] == 9
+    assert sample.finish_reason == "stop" and len(sample.token_ids) == 5 and sample.token_ids[4] == 9
 
 
-def test_a_block_copy_is_a_copy_in_every_layer(folder: Path) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
+def test_a_block_is_copied_in_every_layer(folder: Path) -> None:
+    runner = ModelRunner(spec_of(folder), single(), quiet)
     with torch.inference_mode():
         for pool in runner.steps.kv:
             pool.keys.normal_()
             pool.values.normal_()
     before = [(pool.keys.clone(), pool.values.clone()) for pool in runner.steps.kv]
-    setup = RowSetup(0, SamplingParams(max_tokens=1), 0, 1, [])
+    setup = SlotSetup(0, SamplingParams(max_tokens=1), 0, 1, [])
     plan = StepPlan(1, [setup], [(0, 0, 9)], [(2, 5), (7, 6)], [], [Chunk(0, 0, [4], [0])])
     runner.launch(plan).wait()
     for pool, (keys, values) in zip(runner.steps.kv, before, strict=True):
@@ -259,29 +254,30 @@ def test_a_block_copy_is_a_copy_in_every_layer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, size: int) -> None:
-    """With 4 ranks the 2 KV heads are there twice, and the vocabulary of 101 is padded."""
+def test_several_ranks_sample_the_same_tokens_as_one_rank(folder: Path, size: int) -> None:
+    """With 4 ranks the 2 KV heads are replicated, and the vocabulary of 101 tokens is padded."""
     params = [
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=1.0, seed=1, logprobs=3),
         SamplingParams(max_tokens=9, temperature=1.0, top_p=0.9, frequency_penalty=0.5, seed=2),
     ]
     prompts = [prompt_of(length, seed=9) for length in (70, 3, 20)]
-    setups = [RowSetup(i, p, 0, len(t), t) for i, (p, t) in enumerate(zip(params, prompts, strict=True))]
+    setups = [SlotSetup(i, p, 0, len(t), t) for i, (p, t) in enumerate(zip(params, prompts, strict=True))]
     blocks = [(row, index, 3 * row + index) for row in range(3) for index in range(3)]
     chunks = [Chunk(i, 0, tokens, [i], 2, None) for i, tokens in enumerate(prompts)]
     plans = [StepPlan(1, setups, blocks, [], [], chunks)]
     plans += [StepPlan(step, [], [], [], [0, 1, 2], []) for step in range(2, 10)]
-    # A prompt that nobody scores, in two steps beside those who decode: the last layer makes its ends alone.
+    # A prompt without prompt logprobs, in two steps with decodes: the last layer computes only the rows whose
+    # logits are needed.
     late = prompt_of(70, seed=10)
-    setup, table = RowSetup(3, params[1], 0, len(late), late), [(3, index, 9 + index) for index in range(2)]
+    setup, table = SlotSetup(3, params[1], 0, len(late), late), [(3, index, 9 + index) for index in range(2)]
     plans.append(StepPlan(10, [setup], table, [], [2, 0, 1], [Chunk(3, 0, late[:40], [])]))
     plans.append(StepPlan(11, [], [], [], [1, 2], [Chunk(3, 40, late[40:], [3])]))
     plans.append(StepPlan(12, [], [], [], [3, 0], []))
 
     def work(rank: ThreadRank | None) -> list[StepTokens]:
         spec = spec_of(folder, tensor_parallel_size=rank.size if rank else 1)
-        runner = Runner(spec, rank or single(), quiet)
+        runner = ModelRunner(spec, rank or single(), quiet)
         launched = [runner.launch(plan) for plan in plans]
         tokens = [step.wait() for step in launched]
         runner.close()
@@ -300,9 +296,9 @@ def test_ranks_that_replay_the_plans_sample_what_one_rank_samples(folder: Path, 
         assert [len(entries) for entries in mine[0].prompt_logprobs.values()] == [69, 2, 19]
 
 
-def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: Path) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
-    setup = RowSetup(0, SamplingParams(max_tokens=9), 0, 60, [])
+def test_steps_run_asynchronously_in_order_and_gaps_are_measured(folder: Path) -> None:
+    runner = ModelRunner(spec_of(folder), single(), quiet)
+    setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 60, [])
     begin = StepPlan(1, [setup], [(0, 0, 0), (0, 1, 1)], [], [], [Chunk(0, 0, prompt_of(60), [0])])
     gate = threading.Event()
     assert runner._stream is not None
@@ -315,7 +311,7 @@ def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: 
     check_greedy(runner, prompt_of(60), tokens)
     assert all(step.ready() for step in launched)
     assert launched[0].host_gap_us == 0.0
-    # That they waited for their turn is no gap of the host's.
+    # Waiting for the previous step is not a gap of the host.
     assert all(0.0 <= step.host_gap_us < 500_000 for step in launched)
     threading.Event().wait(0.03)
     late = runner.launch(StepPlan(9, [], [], [], [0], []))
@@ -324,11 +320,11 @@ def test_steps_run_beside_their_launcher_in_order_and_gaps_are_measured(folder: 
     runner.close()
 
 
-def test_what_the_host_prepares_while_the_device_has_nothing_to_do_counts_as_a_gap(
+def test_preparation_on_the_host_while_the_device_is_idle_counts_as_a_gap(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
-    setup = RowSetup(0, SamplingParams(max_tokens=9), 0, 5, [])
+    runner = ModelRunner(spec_of(folder), single(), quiet)
+    setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 5, [])
     runner.launch(StepPlan(1, [setup], [(0, 0, 0)], [], [], [Chunk(0, 0, prompt_of(5), [0])])).wait()
     prepare = runner.steps.tables.step_batch
 
@@ -343,20 +339,20 @@ def test_what_the_host_prepares_while_the_device_has_nothing_to_do_counts_as_a_g
     runner.close()
 
 
-def test_a_step_that_failed_stays_failed(folder: Path) -> None:
-    runner = Runner(spec_of(folder), single(), quiet)
-    setup = RowSetup(0, SamplingParams(max_tokens=9), 0, 1, [])
+def test_after_a_failed_step_every_later_step_fails(folder: Path) -> None:
+    runner = ModelRunner(spec_of(folder), single(), quiet)
+    setup = SlotSetup(0, SamplingParams(max_tokens=9), 0, 1, [])
     good = StepPlan(2, [setup], [(0, 0, 0)], [], [], [Chunk(0, 0, [5], [0])])
     bad = StepPlan(1, [setup], [(0, 0, 10_000)], [], [], [Chunk(0, 0, [5], [0])])
     steps = [runner.launch(bad), runner.launch(good)]
     with pytest.raises(IndexError):
         steps[0].wait()
-    with pytest.raises(RuntimeError, match="an earlier one failed"):
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
         steps[1].wait()
     runner.close()
 
 
-def test_info_says_what_was_built(engine: LocalEngine, folder: Path) -> None:
+def test_info_describes_the_loaded_replica(engine: LocalEngine, folder: Path) -> None:
     info: ReplicaInfo = engine.info
     assert (info.backend, info.devices, info.dtype) == ("cpu", ["cpu"], "float32")
     assert (info.kv_blocks, info.max_model_len, info.vocab_size) == (40, 256, VOCAB)
@@ -369,44 +365,48 @@ def test_info_says_what_was_built(engine: LocalEngine, folder: Path) -> None:
 def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    big = Runner(spec_of(folder, kv_blocks=None), single(), quiet)
+    big = ModelRunner(spec_of(folder, kv_blocks=None), single(), quiet)
     per_block = big.info().kv_bytes // big.kv_blocks
-    assert big.info().kv_bytes <= memory.CPU_MOST_KV_BYTES
-    assert big.info().kv_bytes > memory.CPU_MOST_KV_BYTES - per_block or available_host_bytes() < 4 << 30
+    assert big.info().kv_bytes <= memory.CPU_MAX_KV_BYTES
+    assert big.info().kv_bytes > memory.CPU_MAX_KV_BYTES - per_block or available_host_bytes() < 4 << 30
     big.close()
     working = big._predict(None).activation_bytes
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 7 * per_block))
-    small = Runner(spec_of(folder, kv_blocks=None, memory_fraction=0.5), single(), quiet)
+    small = ModelRunner(spec_of(folder, kv_blocks=None, gpu_memory_utilization=0.5), single(), quiet)
     assert small.kv_blocks == 7
     small.close()
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 2 * (working + 3 * per_block))
-    with pytest.raises(PoolTooSmall, match=r"3 KV blocks .* 256 tokens takes 4.*at most 192"):
-        Runner(spec_of(folder, kv_blocks=None, memory_fraction=0.5, max_model_len=256), single(), quiet)
+    with pytest.raises(PoolTooSmall, match=r"3 KV blocks .* 256 tokens needs 4.*at most 192"):
+        ModelRunner(
+            spec_of(folder, kv_blocks=None, gpu_memory_utilization=0.5, max_model_len=256), single(), quiet
+        )
     said: list[str] = []
-    short = Runner(
-        spec_of(folder, kv_blocks=None, memory_fraction=0.5),
+    short = ModelRunner(
+        spec_of(folder, kv_blocks=None, gpu_memory_utilization=0.5),
         single(),
         lambda stage, fraction: said.append(stage),
     )
     assert (short.kv_blocks, short.max_model_len, short.info().max_model_len) == (3, 192, 192)
-    assert "memory for KV limits sequences to 192 tokens (the checkpoint allows 256)" in said
+    assert "memory for the KV cache limits sequences to 192 tokens (the checkpoint allows 256)" in said
     short.close()
 
 
 @pytest.mark.parametrize("kv_blocks", [10, None])
-def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_as_it_goes(
+def test_the_maximum_length_is_lowered_to_what_memory_holds(
     kv_blocks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rotary table alone would take 64 TB."""
+    """The rotary table for the full length would take 64 TB."""
     values = {**CONFIG, "max_position_embeddings": 10**12}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    monkeypatch.setattr(memory, "CPU_MOST_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)
+    monkeypatch.setattr(memory, "CPU_MAX_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)
     said: list[str] = []
-    runner = Runner(
+    runner = ModelRunner(
         spec_of(tmp_path, kv_blocks=kv_blocks), single(), lambda stage, fraction: said.append(stage)
     )
     assert (runner.kv_blocks, runner.info().max_model_len) == (10, 640)
-    assert "memory for KV limits sequences to 640 tokens (the checkpoint allows 1000000000000)" in said
+    assert (
+        "memory for the KV cache limits sequences to 640 tokens (the checkpoint allows 1000000000000)" in said
+    )
     runner.close()
 
 
@@ -416,40 +416,48 @@ def test_a_checkpoint_that_allows_more_than_memory_could_hold_is_served_as_far_a
         (
             {"kv_blocks": 3, "max_model_len": 256},
             PoolTooSmall,
-            r"kv_blocks is 3.*256 tokens takes 4 blocks.*at most 192",
+            r"kv_blocks is 3.*256 tokens needs 4 blocks.*at most 192",
         ),
-        ({"device": "tpu"}, UnfitError, "device is 'tpu'"),
-        ({"dtype": "int8"}, UnfitError, "dtype is 'int8'"),
-        ({"load_format": "gguf"}, UnfitError, "load_format is 'gguf'"),
-        ({"threads": 0}, UnfitError, "threads is 0"),
-        ({"max_rows": 0}, UnfitError, "max_rows is 0"),
-        ({"max_rows": 65, "step_tokens": 64}, UnfitError, "step_tokens is 64, but 65 rows"),
-        ({"max_rows": 2, "mixed_tokens": 1}, UnfitError, "mixed_tokens is 1: give at least max_rows, 2"),
-        ({"memory_fraction": float("nan")}, UnfitError, "memory_fraction is nan"),
-        ({"memory_fraction": 1.5}, UnfitError, "memory_fraction is 1.5"),
+        ({"device": "tpu"}, UnsupportedError, "device is 'tpu'"),
+        ({"dtype": "int8"}, UnsupportedError, "dtype is 'int8'"),
+        ({"load_format": "gguf"}, UnsupportedError, "load_format is 'gguf'"),
+        ({"threads": 0}, UnsupportedError, "threads is 0"),
+        ({"max_num_seqs": 0}, UnsupportedError, "max_num_seqs is 0"),
+        (
+            {"max_num_seqs": 65, "max_num_batched_tokens": 64},
+            UnsupportedError,
+            "max_num_batched_tokens is 64, but 65 sequences",
+        ),
+        (
+            {"max_num_seqs": 2, "max_mixed_tokens": 1},
+            UnsupportedError,
+            "max_mixed_tokens is 1: it must be at least max_num_seqs",
+        ),
+        ({"gpu_memory_utilization": float("nan")}, UnsupportedError, "gpu_memory_utilization is nan"),
+        ({"gpu_memory_utilization": 1.5}, UnsupportedError, "gpu_memory_utilization is 1.5"),
         (
             {"kv_blocks": 10**12},
             PoolTooLarge,
-            r"kv_blocks is 1000000000000: they take \d{4,}\.\d GiB .* GiB are available: lower it to at most",
+            r"kv_blocks is 1000000000000, which needs \d{4,}\.\d GiB .* GiB are available: lower it to",
         ),
-        ({"max_model_len": 100_000}, UnfitError, "max_model_len is 100000"),
+        ({"max_model_len": 100_000}, UnsupportedError, "max_model_len is 100000"),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_field_and_value(
+def test_an_invalid_spec_is_refused_with_field_and_value(
     folder: Path, changes: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        Runner(spec_of(folder, **changes), single(), quiet)
+        ModelRunner(spec_of(folder, **changes), single(), quiet)
 
 
-def test_a_pool_that_the_kernel_would_promise_but_not_keep_is_refused(folder: Path) -> None:
+def test_a_pool_larger_than_the_available_memory_is_refused_despite_overcommit(folder: Path) -> None:
     most = available_host_bytes()
-    per_block = 2 * 64 * 4  # of one head's element a layer: the least that a block can take
+    per_block = 2 * 64 * 4  # one head dimension of one element per layer: the smallest possible block
     with pytest.raises(PoolTooLarge, match="are available"):
-        Runner(spec_of(folder, kv_blocks=most // per_block), single(), quiet)
+        ModelRunner(spec_of(folder, kv_blocks=most // per_block), single(), quiet)
 
 
-def test_heads_that_no_kernel_of_a_gpu_serves_are_refused_before_weights_are_read_and_served_on_a_cpu(
+def test_head_dimensions_without_a_gpu_kernel_are_refused_before_loading_but_run_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": 24}))
@@ -461,19 +469,21 @@ def test_heads_that_no_kernel_of_a_gpu_serves_are_refused_before_weights_are_rea
     read: list[str] = []
     monkeypatch.setattr("engine.runner.select_device", lambda *_asked: torch.device("cuda"))
     monkeypatch.setattr("engine.runner.Decoder", lambda *_given, **_options: read.append("decoder"))
-    with pytest.raises(UnfitError, match=r"head_dim is 24; .* serve this model on the CPU, or in float32"):
-        Runner(spec_of(tmp_path, device="cuda", dtype="bfloat16", max_model_len=64), single(), quiet)
+    with pytest.raises(
+        UnsupportedError, match=r"head_dim is 24; .* serve this model on the CPU, or in float32"
+    ):
+        ModelRunner(spec_of(tmp_path, device="cuda", dtype="bfloat16", max_model_len=64), single(), quiet)
     assert not read
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_cpu_never_stands_in_for_a_gpu_silently(folder: Path) -> None:
-    with pytest.raises(DeviceError, match="1 CUDA device would be needed and 0"):
-        Runner(spec_of(folder, device="cuda"), single(), quiet)
+def test_a_fallback_to_the_cpu_is_reported_and_an_explicit_gpu_request_fails(folder: Path) -> None:
+    with pytest.raises(DeviceError, match="needs 1 CUDA device, but 0"):
+        ModelRunner(spec_of(folder, device="cuda"), single(), quiet)
     said: list[str] = []
-    runner = Runner(spec_of(folder, device="auto"), single(), lambda stage, fraction: said.append(stage))
+    runner = ModelRunner(spec_of(folder, device="auto"), single(), lambda stage, fraction: said.append(stage))
     assert runner.info().backend == "cpu"
-    assert "no GPU was found: using the CPU" in said
+    assert "no GPU found: using the CPU" in said
     runner.close()
 
 

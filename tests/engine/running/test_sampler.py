@@ -1,5 +1,6 @@
-"""The sampler: exact distributions, order, independence of the batch, ranks, log probabilities; and that the
-kernels that need no sort (in the interpreter, where there is no GPU) draw what plain torch draws."""
+"""Tests of the sampler: exact distributions, order of operations, independence of the batch, ranks, and log
+probabilities; and that the kernels without sorting (interpreted if there is no GPU) sample the same tokens as
+torch."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.batch import RowTables, SamplingBatch
-from engine.messages import BAD_TOKEN, LOWEST_LOGPROB, Chunk, RowSetup, SamplingParams, StepPlan
+from engine.device_tables import SamplingBatch, SlotTables
+from engine.messages import SamplingParams
 from engine.parallel import Ranks, single
+from engine.plan import BAD_TOKEN, LOWEST_LOGPROB, Chunk, SlotSetup, StepPlan
 from engine.sampler import SampledStep, Sampler
 from kernels import draws as seam
 from kernels import sampling as reference
@@ -38,7 +40,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row to sample: its parameters, sample index, and what stands before the position."""
+    """A slot to sample: its parameters, its sample index, and the tokens before the position."""
 
     params: SamplingParams
     sample: int = 0
@@ -46,13 +48,13 @@ class Case:
     output: tuple[int, ...] = ()
 
 
-def staged(cases: Sequence[Case], vocab: int) -> tuple[RowTables, SamplingBatch]:
-    """One chunk of one token for each row, at the end of what stands before."""
-    tables = RowTables(len(cases), 4, vocab, CPU)
+def staged(cases: Sequence[Case], vocab: int) -> tuple[SlotTables, SamplingBatch]:
+    """Return a plan with a chunk of one token for each slot, at the end of its known tokens."""
+    tables = SlotTables(len(cases), 4, vocab, CPU)
     plan = StepPlan(1, [], [], [], [], [])
     for row, case in enumerate(cases):
         history = [*case.prompt, *case.output]
-        setup = RowSetup(
+        setup = SlotSetup(
             row, case.params, case.sample, len(case.prompt), history, recent=list(case.output[-31:])
         )
         plan.setups.append(setup)
@@ -64,7 +66,8 @@ def staged(cases: Sequence[Case], vocab: int) -> tuple[RowTables, SamplingBatch]
 def sample(
     cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None, ops: SamplingOps = reference
 ) -> SampledStep:
-    """`logits` [cases, vocabulary]; with ranks, each takes its columns, the last padded."""
+    """Sample from `logits` [cases, vocabulary]. With several ranks, each takes its columns, and the last is
+    padded."""
     vocab = logits.shape[1]
     tables, batch = staged(cases, vocab)
     ranks = ranks or single()
@@ -78,7 +81,8 @@ def sample(
 
 
 class OneAtATime:
-    """Kernels for ranks that are threads: Triton's interpreter runs one program at a time."""
+    """Sampling kernels for ranks that are threads, one at a time, because Triton's interpreter runs one
+    program at a time."""
 
     def __init__(self, ops: SamplingOps) -> None:
         self._ops, self._lock = ops, threading.Lock()
@@ -96,7 +100,8 @@ def random_logits(rows: int, vocab: int, seed: int = 0, spread: float = 2.0) -> 
 
 
 def oracle(case: Case, logits: torch.Tensor) -> torch.Tensor:
-    """Probabilities [vocabulary] float64 by transformers' processors in the documented order."""
+    """Return probabilities [vocabulary] float64, computed by transformers' logits processors in the
+    documented order."""
     params, history = case.params, torch.tensor([[*case.prompt, *case.output]])
     scores = logits.unsqueeze(0).clone()
     if params.repetition_penalty != 1.0:
@@ -197,15 +202,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_frequencies_over_many_seeds_are_those_of_transformers_distribution(name: str) -> None:
+def test_token_frequencies_over_many_seeds_match_the_distribution_of_transformers(name: str) -> None:
     case, draws, vocab = CASES[name], 8_000, 32
     logits = random_logits(1, vocab, seed=11)
     expected = oracle(case, logits[0]).numpy() * draws
-    # All rows of one chunk sample from its one row of logits, each with its own seed.
-    tables = RowTables(draws, 1, vocab, CPU)
+    # All slots of one chunk sample from one row of logits, each with its own seed.
+    tables = SlotTables(draws, 1, vocab, CPU)
     history = [*case.prompt, *case.output]
     setups = [
-        RowSetup(row, _with(case.params, seed=row), 0, len(case.prompt), history, recent=list(case.output))
+        SlotSetup(row, _with(case.params, seed=row), 0, len(case.prompt), history, recent=list(case.output))
         for row in range(draws)
     ]
     plan = StepPlan(1, setups, [], [], [], [Chunk(0, len(history) - 1, [0], list(range(draws)))])
@@ -254,7 +259,7 @@ def some_cases(most: int = 7) -> st.SearchStrategy[list[Case]]:
 
 @given(cases=some_cases(), seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_a_row_draws_the_same_alone_as_in_any_batch_and_inside_its_support(
+def test_a_sampled_token_does_not_depend_on_the_batch_and_is_an_allowed_one(
     cases: list[Case], seed: int
 ) -> None:
     logits = random_logits(len(cases), 51, seed)
@@ -266,7 +271,7 @@ def test_a_row_draws_the_same_alone_as_in_any_batch_and_inside_its_support(
 
 @given(cases=some_cases(), seed=st.integers(0, 1000), size=st.sampled_from([2, 3, 4]))
 @settings(max_examples=40, deadline=None)
-def test_ranks_with_a_shard_of_the_vocabulary_draw_exactly_what_one_rank_draws(
+def test_ranks_with_a_vocabulary_shard_sample_the_same_tokens_as_one_rank(
     cases: list[Case], seed: int, size: int
 ) -> None:
     logits = random_logits(len(cases), 51, seed)
@@ -284,10 +289,11 @@ def test_ranks_with_a_shard_of_the_vocabulary_draw_exactly_what_one_rank_draws(
 
 @given(cases=some_cases(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16]))
 @settings(max_examples=25, deadline=None)
-def test_kernels_draw_what_plain_torch_draws_in_any_mixture(
+def test_kernels_sample_the_same_tokens_as_torch_in_any_mixture(
     cases: list[Case], seed: int, dtype: torch.dtype
 ) -> None:
-    """Penalties, biases and bans beside rows that are narrowed, noised or greedy; the logits stay."""
+    """Mixes slots that have penalties, biases and bans with filtered, plain and greedy ones. The logits are
+    not modified."""
     logits = random_logits(len(cases), 51, seed).to(dtype)
     before = logits.clone()
     found = sample(cases, logits, ops=select_sampling("cuda"))
@@ -301,7 +307,9 @@ def test_kernels_draw_what_plain_torch_draws_in_any_mixture(
 
 @given(cases=some_cases(4), seed=st.integers(0, 1000), size=st.sampled_from([2, 4]))
 @settings(max_examples=8, deadline=None)
-def test_kernels_on_ranks_draw_what_plain_torch_draws_on_one(cases: list[Case], seed: int, size: int) -> None:
+def test_kernels_on_several_ranks_sample_the_same_tokens_as_torch_on_one(
+    cases: list[Case], seed: int, size: int
+) -> None:
     logits = random_logits(len(cases), 51, seed)
     expected = sample(cases, logits).token_ids
     kernels = OneAtATime(select_sampling("cuda"))
@@ -311,10 +319,11 @@ def test_kernels_on_ranks_draw_what_plain_torch_draws_on_one(cases: list[Case], 
 
 @pytest.mark.parametrize("backend", ["reference", "cuda"])
 @pytest.mark.parametrize("variant", Variant)
-def test_a_variant_serves_the_rows_of_those_before_it_and_skips_padding(
+def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
     variant: Variant, backend: str
 ) -> None:
-    """What a graph of a batch's variant draws for rows that would have done with less."""
+    """A graph uses one variant for the whole batch, which must sample the same tokens for slots of cheaper
+    variants."""
     params = [
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=0.8, seed=3),
@@ -323,7 +332,7 @@ def test_a_variant_serves_the_rows_of_those_before_it_and_skips_padding(
     cases = [Case(params[i % (variant + 1)], sample=i) for i in range(5)]
     logits = random_logits(5, 300, seed=2)
     tables, batch = staged(cases, 300)
-    assert batch.needs.variant == variant
+    assert batch.metadata.variant == variant
     sampler = Sampler(single(), CPU, select_sampling(backend), vocab_size=300)
     rows = torch.tensor([0, -1, 2, 3, -1])
     drawn = sampler.draw(logits, variant, tables.sampling.draws(rows, batch.positions))
@@ -333,12 +342,12 @@ def test_a_variant_serves_the_rows_of_those_before_it_and_skips_padding(
         assert (drawn[~real] == BAD_TOKEN).all()
 
 
-def test_the_engine_and_the_kernels_mean_the_same_bad_token() -> None:
-    # The wire's structs may not load torch, so each side states it.
+def test_the_engine_and_the_kernels_define_the_same_bad_token() -> None:
+    # The messages must not load torch, so each side defines the constant.
     assert seam.BAD_TOKEN == BAD_TOKEN
 
 
-def test_draws_over_a_large_vocabulary_do_not_depend_on_its_split() -> None:
+def test_sampling_does_not_depend_on_how_a_large_vocabulary_is_split() -> None:
     params = [SamplingParams(max_tokens=1, temperature=0.1 + row / 8, seed=row) for row in range(16)]
     cases = [Case(p, prompt=(1,) * (row + 1)) for row, p in enumerate(params)]
     logits = random_logits(16, 32_003, seed=5)
@@ -348,7 +357,7 @@ def test_draws_over_a_large_vocabulary_do_not_depend_on_its_split() -> None:
             assert torch.equal(mine.token_ids, alone)
 
 
-def test_the_draw_is_keyed_by_seed_sample_and_position() -> None:
+def test_the_noise_depends_on_seed_sample_and_position() -> None:
     params = SamplingParams(max_tokens=9, temperature=5.0, seed=4)
     cases = [
         Case(params),
@@ -363,7 +372,7 @@ def test_the_draw_is_keyed_by_seed_sample_and_position() -> None:
     assert len(set(tokens)) == 4
 
 
-def test_greedy_takes_the_lowest_id_of_equal_logits_on_any_number_of_ranks() -> None:
+def test_greedy_sampling_takes_the_lowest_id_among_equal_logits_on_any_number_of_ranks() -> None:
     logits = torch.zeros(2, 10)
     logits[0, [3, 8]] = 1.0
     cases = [Case(SamplingParams(max_tokens=1))] * 2
@@ -373,7 +382,7 @@ def test_greedy_takes_the_lowest_id_of_equal_logits_on_any_number_of_ranks() -> 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_bad_logits_end_their_own_row_only(size: int) -> None:
+def test_non_finite_logits_affect_only_their_own_slot(size: int) -> None:
     everything_banned = SamplingParams(max_tokens=1, min_tokens=1, stop_token_ids=tuple(range(12)))
     kinds = [
         SamplingParams(max_tokens=1, logprobs=1),
@@ -394,15 +403,15 @@ def test_bad_logits_end_their_own_row_only(size: int) -> None:
         assert mine.logprobs[0, 0] == LOWEST_LOGPROB
 
 
-def test_a_bad_row_leaves_a_token_to_feed() -> None:
-    """The step after is launched before anybody sees the -1: what it feeds must be a token."""
+def test_a_slot_without_a_sampled_token_feeds_a_valid_token() -> None:
+    """The next step is launched before the host reads BAD_TOKEN, so the token that it feeds must be valid."""
     case = Case(SamplingParams(max_tokens=1))
     tables, batch = staged([case], 8)
     Sampler(single(), CPU, reference, vocab_size=8).sample(torch.full((1, 8), math.nan), batch, tables)
     assert tables.last_tokens[0] == 0
 
 
-def test_log_probabilities_are_the_models_own_whatever_the_sampling() -> None:
+def test_log_probabilities_do_not_depend_on_sampling_parameters() -> None:
     logits = random_logits(3, 40, seed=8)
     heavy = SamplingParams(
         max_tokens=1, temperature=0.5, top_k=2, logit_bias={3: 9.0}, repetition_penalty=2.0, logprobs=5
@@ -419,7 +428,7 @@ def test_log_probabilities_are_the_models_own_whatever_the_sampling() -> None:
     assert np.array_equal(sampled.logprobs[:, 6:].long().numpy(), best.indices.numpy())
 
 
-def test_more_alternatives_than_tokens_are_all_tokens() -> None:
+def test_more_alternatives_than_tokens_return_the_whole_vocabulary() -> None:
     logits = random_logits(2, 7)
     cases = [Case(SamplingParams(max_tokens=1, logprobs=20))] * 2
     for size in (1, 4):

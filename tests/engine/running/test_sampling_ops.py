@@ -1,4 +1,5 @@
-"""The operations of `kernels.sampling` against definitions, exact probabilities and transformers' warpers."""
+"""Tests of the operations of `kernels.sampling` against definitions, exact probabilities and transformers'
+warpers."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def keys_of(seeds: range, sample: int = 0, position: int = 0) -> torch.Tensor:
 
 
 def test_the_noise_follows_its_published_definition() -> None:
-    """The module's text, in Python's unbounded integers."""
+    """Computes the noise as the module documents it, in Python's unbounded integers."""
     wide, narrow = (1 << 64) - 1, (1 << 32) - 1
 
     def splitmix64(x: int) -> int:
@@ -80,7 +81,7 @@ def test_the_noise_is_gumbel_distributed_and_uncorrelated_between_neighbours() -
     assert abs(next_seed) < 0.01 and abs(next_token) < 0.01 and next_position < 0.09
 
 
-def test_the_noise_of_a_shard_is_the_whole_vocabularys_noise_there() -> None:
+def test_the_noise_of_a_shard_equals_that_part_of_the_whole_vocabularys_noise() -> None:
     keys = keys_of(range(5), sample=2, position=77)
     whole = sampling.gumbel_noise(keys, sampling.token_hashes(0, 1003, CPU))
     for first, count in [(0, 251), (251, 251), (502, 251), (753, 250), (1, 7), (999, 4)]:
@@ -93,7 +94,7 @@ def logits_of(rows: int, vocab: int, seed: int, spread: float = 3.0) -> torch.Te
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 7, 64])
-def test_top_k_is_transformers(top_k: int) -> None:
+def test_top_k_equals_that_of_transformers(top_k: int) -> None:
     logits = logits_of(9, 64, top_k)
     expected = TopKLogitsWarper(top_k)(UNUSED, logits.clone())
     actual = sampling.keep_top_k_(logits.clone(), torch.full((9,), top_k), top_k)
@@ -108,7 +109,7 @@ def test_rows_with_different_top_k_do_not_mix() -> None:
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999])
 @pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_top_p_is_transformers(top_p: float, spread: float) -> None:
+def test_top_p_equals_that_of_transformers(top_p: float, spread: float) -> None:
     logits = logits_of(16, 200, 3, spread)
     expected = TopPLogitsWarper(top_p)(UNUSED, logits.clone())
     actual = sampling.keep_top_p_(logits.clone(), logits, torch.full((16,), top_p))
@@ -116,7 +117,7 @@ def test_top_p_is_transformers(top_p: float, spread: float) -> None:
 
 
 @pytest.mark.parametrize("min_p", [0.01, 0.2, 0.9])
-def test_min_p_is_transformers(min_p: float) -> None:
+def test_min_p_equals_that_of_transformers(min_p: float) -> None:
     logits = logits_of(16, 200, 4)
     expected = MinPLogitsWarper(min_p)(UNUSED, logits.clone())
     actual = sampling.keep_min_p_(logits.clone(), logits, torch.full((16,), min_p))
@@ -130,16 +131,17 @@ def test_min_p_is_transformers(min_p: float) -> None:
     levels=st.sampled_from([0, 3]),
 )
 @settings(max_examples=60, deadline=None)
-def test_walking_down_the_scores_draws_what_sorting_draws(
+def test_selection_without_sorting_samples_the_same_tokens_as_sorting(
     seed: int, top_p: float, spread: float, levels: int
 ) -> None:
-    """With ties too: `levels` rounds the logits to so few values."""
+    """Includes ties: `levels` rounds the logits to few values."""
     logits = logits_of(12, 100, seed, spread)
     if levels:
         logits = (logits / spread * levels).round() * spread / levels
     scores = logits + sampling.gumbel_noise(keys_of(range(12)), sampling.token_hashes(0, 100, CPU))
     limits = torch.full((12,), top_p)
-    # Where a border of the nucleus is within rounding of top_p the two may differ: leave those rows out.
+    # If a boundary of the nucleus is within rounding of top_p, the results may differ; those cases are left
+    # out.
     ranked = logits.double().softmax(dim=1).sort(dim=1, descending=True).values
     clear = ((ranked.cumsum(dim=1) - top_p).abs() > 1e-5).all(dim=1)
     expected = sampling.best(sampling.keep_top_p_(scores.clone(), logits, limits))
@@ -148,7 +150,7 @@ def test_walking_down_the_scores_draws_what_sorting_draws(
     assert torch.equal(actual[0][clear], expected[0][clear])
 
 
-def test_penalties_are_transformers_and_openais() -> None:
+def test_penalties_equal_those_of_transformers_and_openai() -> None:
     prompt, output = [3, 3, 5, 8], [5, 9, 9, 9]
     logits = logits_of(2, 20, 5)
     counts = torch.zeros(2, 20, dtype=torch.int32)
@@ -165,7 +167,7 @@ def test_penalties_are_transformers_and_openais() -> None:
     assert torch.equal(actual[1], logits[1])
 
 
-def test_a_nan_or_a_row_of_minus_infinity_shows_in_the_best_value() -> None:
+def test_the_best_value_of_logits_with_nan_or_only_minus_infinity_is_not_finite() -> None:
     scores = torch.tensor([[0.0, math.nan, 2.0], [-math.inf] * 3, [1.0, 1.0, 0.0]])
     values, columns = sampling.best(scores)
     assert values.isfinite().tolist() == [False, False, True]
@@ -175,7 +177,8 @@ def test_a_nan_or_a_row_of_minus_infinity_shows_in_the_best_value() -> None:
 
 
 def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Z-score of Pearson's statistic (Wilson–Hilferty), cells of fewer than five expected pooled."""
+    """Return the z-score of Pearson's statistic (Wilson–Hilferty), with cells of fewer than five expected
+    pooled."""
     small = expected < 5
     if small.any():
         observed = np.append(observed[~small], observed[small].sum())
@@ -187,7 +190,7 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("position", [0, 1000])
-def test_draws_over_many_seeds_have_the_softmaxs_frequencies(position: int) -> None:
+def test_token_frequencies_over_many_seeds_match_the_softmax(position: int) -> None:
     draws, vocab = 40_000, 24
     logits = logits_of(1, vocab, 6, 1.5)
     keys = keys_of(range(draws), position=position)

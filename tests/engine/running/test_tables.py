@@ -1,4 +1,4 @@
-"""`RowTables` against a model of it in dicts and lists, over random plans."""
+"""Tests of `SlotTables` against a model of dicts and lists, with random plans."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import sampling_tables
-from engine.batch import RowTables, StepBatch
-from engine.messages import BLOCK_TOKENS, Chunk, RowSetup, SamplingParams, StepPlan
-from engine.sampling_tables import Needs
+from engine.device_tables import SlotTables, StepBatch
+from engine.messages import BLOCK_TOKENS, SamplingParams
+from engine.plan import Chunk, SlotSetup, StepPlan
+from engine.sampling_tables import SamplingMetadata
 from engine.transfer import upload
 from kernels import ChunkSpan
 from kernels.draws import Variant
-from tests.engine.scheduling.simulated_runner import sampling_rows
+from tests.engine.scheduling.simulated_runner import sampling_slots
 
 CPU = torch.device("cpu")
 ROWS, BLOCKS, VOCAB = 5, 4, 50
@@ -39,7 +40,7 @@ EDITED = (3, 4, 7, 8)
 
 @dataclass
 class ModelRow:
-    """What a row is, told naively."""
+    """The state of a slot in the naive model."""
 
     which: int
     prompt: list[int]
@@ -64,26 +65,28 @@ def slots_of(row: ModelRow, positions: range) -> list[int]:
     return [row.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in positions]
 
 
-def check_needs(needs: Needs, rows: list[ModelRow], numbers: list[int], slot_of_row: dict[int, int]) -> None:
-    assert needs.variant == max((row.variant for row in rows), default=Variant.GREEDY)
+def check_metadata(
+    metadata: SamplingMetadata, rows: list[ModelRow], numbers: list[int], count_row_of: dict[int, int]
+) -> None:
+    assert metadata.variant == max((row.variant for row in rows), default=Variant.GREEDY)
     edited = [i for i, row in enumerate(rows) if row.edited]
     penalised = [i for i, row in enumerate(rows) if row.which in PENALISED]
-    if needs.edits is None:
+    if metadata.processors is None:
         assert not edited
     else:
-        assert needs.edits.index.tolist() == edited
-        assert [i for i in needs.edits.index_of.tolist() if i >= 0] == list(range(len(edited)))
-        assert [needs.edits.index_of[i].item() for i in edited] == list(range(len(edited)))
-        slots = [slot_of_row[numbers[i]] if i in penalised else -1 for i in edited]
-        assert (needs.edits.slots is None) == (not penalised)
-        assert needs.edits.slots is None or needs.edits.slots.tolist() == slots
-        assert (needs.edits.bias is not None) == any(rows[i].which == 7 for i in edited)
-        assert (needs.edits.banned is not None) == any(rows[i].which == 5 for i in edited)
+        assert metadata.processors.index.tolist() == edited
+        assert [i for i in metadata.processors.index_of.tolist() if i >= 0] == list(range(len(edited)))
+        assert [metadata.processors.index_of[i].item() for i in edited] == list(range(len(edited)))
+        slots = [count_row_of[numbers[i]] if i in penalised else -1 for i in edited]
+        assert (metadata.processors.count_rows is None) == (not penalised)
+        assert metadata.processors.count_rows is None or metadata.processors.count_rows.tolist() == slots
+        assert (metadata.processors.bias is not None) == any(rows[i].which == 7 for i in edited)
+        assert (metadata.processors.banned is not None) == any(rows[i].which == 5 for i in edited)
     wanting = [(i, PARAMS[row.which].logprobs) for i, row in enumerate(rows)]
-    assert needs.logprob_rows == [(i, k) for i, k in wanting if k is not None]
+    assert metadata.logprob_rows == [(i, k) for i, k in wanting if k is not None]
 
 
-def check_counts(tables: RowTables, rows: dict[int, ModelRow]) -> None:
+def check_counts(tables: SlotTables, rows: dict[int, ModelRow]) -> None:
     penalised = {number: row for number, row in rows.items() if row.which in PENALISED}
     for number, row in penalised.items():
         expected = torch.zeros(VOCAB, dtype=torch.int32)
@@ -92,18 +95,18 @@ def check_counts(tables: RowTables, rows: dict[int, ModelRow]) -> None:
             expected[token] += 2
         sampling = tables.sampling
         assert sampling.counts is not None
-        assert torch.equal(sampling.counts[sampling._slot_of_row[number]], expected)
+        assert torch.equal(sampling.counts[sampling._count_row_of[number]], expected)
 
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None:
-    tables = RowTables(ROWS, BLOCKS, VOCAB, CPU)
+def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> None:
+    tables = SlotTables(ROWS, BLOCKS, VOCAB, CPU)
     rows: dict[int, ModelRow] = {}
     next_block = 1
     for step in range(data.draw(st.integers(1, 12), label="steps")):
         plan = StepPlan(step, [], [], [], [], [])
-        # Sequences end silently; some rows rest for a step; rows in prefill go on with a chunk.
+        # Sequences may end without a message, some slots skip a step, and slots in prefill get a chunk.
         for number in [n for n, row in rows.items() if data.draw(st.integers(0, 9)) == 0]:
             del rows[number]
         decoding = [n for n, row in rows.items() if row.sampled]
@@ -114,7 +117,7 @@ def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None
             output = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
             rows[number] = ModelRow(which, prompt, prompt + output)
             history = prompt + output if which in PENALISED else []
-            plan.setups.append(RowSetup(number, PARAMS[which], number, len(prompt), history))
+            plan.setups.append(SlotSetup(number, PARAMS[which], number, len(prompt), history))
         for number, row in rows.items():
             if number in decoding:
                 continue
@@ -125,7 +128,7 @@ def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None
             tokens = row.tokens[row.computed : end]
             samples = [number] if last else []
             plan.chunks.append(Chunk(number, row.computed, tokens, samples, wanted, following))
-        ends = {chunk.row: chunk.start + len(chunk.token_ids) for chunk in plan.chunks}
+        ends = {chunk.slot: chunk.start + len(chunk.token_ids) for chunk in plan.chunks}
         ends |= {number: rows[number].computed + 1 for number in plan.decodes}
         for number, end in ends.items():
             while len(rows[number].table) * BLOCK_TOKENS < end:
@@ -136,10 +139,10 @@ def test_random_plans_give_what_a_naive_model_gives(data: st.DataObject) -> None
         check_counts(tables, rows)
         batch = tables.step_batch(plan)
         check_batch(batch, plan, rows)
-        numbers = sampling_rows(plan)
-        slots = tables.sampling._slot_of_row
-        check_needs(batch.sampling.needs, [rows[n] for n in numbers], numbers, slots)
-        samples = sampling_rows(plan)
+        numbers = sampling_slots(plan)
+        slots = tables.sampling._count_row_of
+        check_metadata(batch.sampling.metadata, [rows[n] for n in numbers], numbers, slots)
+        samples = sampling_slots(plan)
         tokens = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(samples), max_size=len(samples)))
         tables.advance(batch.sampling, torch.tensor(tokens, dtype=torch.int64))
         for number, end in ends.items():
@@ -166,89 +169,89 @@ def check_batch(batch: StepBatch, plan: StepPlan, rows: dict[int, ModelRow]) -> 
         assert attention.block_table[n, :used].tolist() == row.table[:used]
     queries, lens, table_rows = list(range(len(decodes))), [p + 1 for p in positions], list(plan.decodes)
     scored = any(chunk.prompt_logprobs is not None for chunk in plan.chunks)
-    logit_index, sampled_positions = list(range(len(decodes))), [p + 1 for p in positions]
+    logits_indices, sampled_positions = list(range(len(decodes))), [p + 1 for p in positions]
     logit_rows = list(range(len(decodes)))
     prompt_index: list[int] = []
     for chunk, span in zip(plan.chunks, attention.chunks, strict=True):
         end = chunk.start + len(chunk.token_ids)
-        assert span == ChunkSpan(len(tokens), end - chunk.start, chunk.start, chunk.row)
+        assert span == ChunkSpan(len(tokens), end - chunk.start, chunk.start, chunk.slot)
         used = -(-end // BLOCK_TOKENS)
-        assert attention.block_table[chunk.row, :used].tolist() == rows[chunk.row].table[:used]
-        if chunk.sample_rows:
-            logit_index.append(len(tokens) + span.count - 1 if scored else len(queries))
-            logit_rows.append(len(logit_index) - 1 if scored else len(queries))
+        assert attention.block_table[chunk.slot, :used].tolist() == rows[chunk.slot].table[:used]
+        if chunk.sample_slots:
+            logits_indices.append(len(tokens) + span.count - 1 if scored else len(queries))
+            logit_rows.append(len(logits_indices) - 1 if scored else len(queries))
             sampled_positions.append(end)
         queries.append(len(tokens) + span.count - 1)
         lens.append(end)
-        table_rows.append(chunk.row)
+        table_rows.append(chunk.slot)
         if chunk.prompt_logprobs is not None:
             wanted = span.count - (chunk.next_token is None)
             prompt_index.extend(range(len(tokens), len(tokens) + wanted))
         tokens += chunk.token_ids
         positions += range(chunk.start, end)
-        slots += slots_of(rows[chunk.row], range(chunk.start, end))
+        slots += slots_of(rows[chunk.slot], range(chunk.start, end))
     assert forward.token_ids.tolist() == tokens
     assert forward.positions.tolist() == positions
-    assert forward.slots.tolist() == slots
+    assert forward.kv_slots.tolist() == slots
     if scored or not plan.chunks:
-        assert forward.ends is None
+        assert forward.logits_attention is None
     if scored:
-        assert batch.logit_index is not None
-        assert batch.logit_index.tolist() == logit_index + prompt_index
-        assert batch.sampled_logits == len(logit_index)
+        assert batch.logits_indices is not None
+        assert batch.logits_indices.tolist() == logits_indices + prompt_index
+        assert batch.sampled_logits == len(logits_indices)
     elif plan.chunks:
-        assert batch.logit_index is None
-        ends = forward.ends
+        assert batch.logits_indices is None
+        ends = forward.logits_attention
         assert ends is not None and ends.queries is not None and not ends.chunks
         assert (ends.queries.tolist(), ends.slots.tolist(), ends.lens.tolist()) == (queries, table_rows, lens)
         assert ends.columns >= -(-max(lens) // BLOCK_TOKENS)
-        assert batch.sampled_logits == (len(queries) if sampling_rows(plan) else 0)
+        assert batch.sampled_logits == (len(queries) if sampling_slots(plan) else 0)
     else:
-        assert batch.logit_index is None and batch.sampled_logits == len(decodes)
-    assert batch.sampling.rows.tolist() == sampling_rows(plan)
+        assert batch.logits_indices is None and batch.sampled_logits == len(decodes)
+    assert batch.sampling.slots.tolist() == sampling_slots(plan)
     assert batch.sampling.positions.tolist() == sampled_positions
     shared = batch.sampling.logit_rows
     assert (list(range(len(logit_rows))) if shared is None else shared.tolist()) == logit_rows
     targets = [target for prompt in batch.prompts for target in prompt.targets.tolist()]
     follow = {
-        c.row: [*c.token_ids[1:], *([] if c.next_token is None else [c.next_token])] for c in plan.chunks
+        c.slot: [*c.token_ids[1:], *([] if c.next_token is None else [c.next_token])] for c in plan.chunks
     }
-    assert targets == [t for c in plan.chunks if c.prompt_logprobs is not None for t in follow[c.row]]
+    assert targets == [t for c in plan.chunks if c.prompt_logprobs is not None for t in follow[c.slot]]
 
 
-def plan_of(setups: list[RowSetup], step: int = 1) -> StepPlan:
+def plan_of(setups: list[SlotSetup], step: int = 1) -> StepPlan:
     return StepPlan(step, setups, [], [], [], [])
 
 
-def test_penalty_counts_exist_only_while_a_row_needs_them() -> None:
-    tables = RowTables(8, 2, VOCAB, CPU)
+def test_penalty_counts_exist_only_while_a_slot_needs_them() -> None:
+    tables = SlotTables(8, 2, VOCAB, CPU)
     plain, penalised = PARAMS[0], PARAMS[3]
-    tables.apply(plan_of([RowSetup(0, plain, 0, 1, [])]))
+    tables.apply(plan_of([SlotSetup(0, plain, 0, 1, [])]))
     assert tables.sampling.counts is None
-    tables.apply(plan_of([RowSetup(n, penalised, 0, 1, [n]) for n in range(3)]))
+    tables.apply(plan_of([SlotSetup(n, penalised, 0, 1, [n]) for n in range(3)]))
     assert tables.sampling.counts is not None and tables.sampling.counts.shape == (4, VOCAB)
-    tables.apply(plan_of([RowSetup(n, plain, 0, 1, []) for n in range(2)]))
+    tables.apply(plan_of([SlotSetup(n, plain, 0, 1, []) for n in range(2)]))
     assert tables.sampling.counts is not None
-    tables.apply(plan_of([RowSetup(2, plain, 0, 1, [])]))
+    tables.apply(plan_of([SlotSetup(2, plain, 0, 1, [])]))
     assert tables.sampling.counts is None
 
 
 @pytest.mark.parametrize("which", range(len(PARAMS)))
-def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: int) -> None:
+def test_a_shared_setup_gives_forks_the_same_tables_as_separate_setups(which: int) -> None:
     prompt, output = [3, 5, 3], [7, 5, 7]
     history = prompt + output if which in PENALISED else []
     pairs = [(4, 2), (1, 9), (6, 0), (0, 3)]
     (row, sample), *forks = pairs
-    other = RowSetup(2, PARAMS[3], 0, 1, [8])
-    together, apart = RowTables(8, 2, VOCAB, CPU), RowTables(8, 2, VOCAB, CPU)
+    other = SlotSetup(2, PARAMS[3], 0, 1, [8])
+    together, apart = SlotTables(8, 2, VOCAB, CPU), SlotTables(8, 2, VOCAB, CPU)
     for tables in (together, apart):
-        # Rows that had counts of others, and a length.
-        tables.apply(plan_of([RowSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
+        # Slots that had penalty counts and a length of other sequences.
+        tables.apply(plan_of([SlotSetup(n, PARAMS[4], 0, 1, [n]) for n in range(8)]))
         tables._lengths_host[:] = 5
     recent = output if PARAMS[which].bad_words else []
-    together.apply(plan_of([other, RowSetup(row, PARAMS[which], sample, 3, history, forks, recent)]))
+    together.apply(plan_of([other, SlotSetup(row, PARAMS[which], sample, 3, history, forks, recent)]))
     each = [
-        RowSetup(row, PARAMS[which], sample, 3, list(history), recent=list(recent)) for row, sample in pairs
+        SlotSetup(row, PARAMS[which], sample, 3, list(history), recent=list(recent)) for row, sample in pairs
     ]
     apart.apply(plan_of([other, *each]))
     rows = [row for row, _ in pairs]
@@ -257,19 +260,19 @@ def test_forks_get_the_tables_that_a_setup_of_their_own_would_give_them(which: i
         for name in ("noise_base", "floats", "top_k"):
             assert torch.equal(getattr(together.sampling, name), getattr(apart.sampling, name))
         assert np.array_equal(together._lengths_host, apart._lengths_host)
+        assert together.sampling._count_row_of == apart.sampling._count_row_of
         assert torch.equal(together.sampling._recent, apart.sampling._recent)
-        assert together.sampling._slot_of_row == apart.sampling._slot_of_row
         assert together.sampling.counts is not None and apart.sampling.counts is not None
-        for slot in together.sampling._slot_of_row.values():
+        for slot in together.sampling._count_row_of.values():
             assert torch.equal(together.sampling.counts[slot], apart.sampling.counts[slot])
-        # From here on each goes its own way.
+        # From here on the forks diverge.
         for tables in (together, apart):
-            tables.sampling.note(tables.sampling.needs(rows, lengths), torch.tensor([1, 2, step, 4]))
+            tables.sampling.note(tables.sampling.metadata(rows, lengths), torch.tensor([1, 2, step, 4]))
 
 
 def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its history, bias, stop tokens, allowed tokens and bad words, beside the numbers of all rows; a fork
-    that gets a new owner leaves the others theirs."""
+    """One upload of history, bias, stop tokens, allowed tokens and bad words serves all forks. A fork whose
+    slot gets a new sequence leaves the others unchanged."""
     sent: list[list[float]] = []
 
     def noted(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -280,76 +283,80 @@ def test_a_setup_is_uploaded_once_for_all_of_its_forks(monkeypatch: pytest.Monke
     lists = {"logit_bias": {4: 1.5, 9: -2.0}, "min_tokens": 2, "stop_token_ids": (7, 8)}
     lists |= {"allowed_tokens": bytes([0, 3]), "bad_words": ((6, 5), (4,))}
     params = SamplingParams(max_tokens=9, frequency_penalty=0.5, **lists)
-    tables, lengths = RowTables(8, 2, VOCAB, CPU).sampling, np.full(8, 3)
-    tables.set_up([RowSetup(4, params, 0, 3, [3, 5, 3], [(1, 1), (6, 2)])])
+    tables, lengths = SlotTables(8, 2, VOCAB, CPU).sampling, np.full(8, 3)
+    tables.set_up([SlotSetup(4, params, 0, 3, [3, 5, 3], [(1, 1), (6, 2)])])
     allowed, prefixes = [0, 3, 0, 0, 0, 0, 0], [*[-1] * 30, 6, *[-1] * 31]
     once = [[4, 9], [1.5, -2.0], [7, 8], [3, 5, 3], allowed, prefixes, [5, 4]]
     assert sorted(map(sent.count, once)) == [1] * 7
-    # The numbers of all rows, and, for the rows with bad words, their numbers and last tokens.
+    # The other uploads: the scalars of all slots (two), and for the slots with bad words their numbers and
+    # recent tokens.
     assert len(sent) == len(once) + 4
-    tables.set_up([RowSetup(1, PARAMS[0], 0, 3, [])])
-    edits = tables.needs([4, 1, 6], lengths).edits
-    assert edits is not None and edits.bias is not None and edits.banned is not None
-    assert [part.tolist() for part in edits.bias] == [[0, 0, 1, 1], [4, 9, 4, 9], [1.5, -2.0, 1.5, -2.0]]
-    assert [part.tolist() for part in edits.banned] == [[0, 0, 1, 1], [7, 8, 7, 8]]
-    assert edits.index.tolist() == [0, 2]
-    assert edits.excluded is not None and edits.bad_words is not None and edits.remembered is not None
-    assert [row.logical_not().nonzero().flatten().tolist() for row in edits.excluded] == [[8, 9]] * 2
-    assert edits.bad_words.places.tolist() == [5, 4, VOCAB + 5, VOCAB + 4]
-    assert [part.tolist() for part in edits.remembered] == [[0, 2], [4, 6]]
+    tables.set_up([SlotSetup(1, PARAMS[0], 0, 3, [])])
+    processors = tables.metadata([4, 1, 6], lengths).processors
+    assert processors is not None and processors.bias is not None and processors.banned is not None
+    assert [part.tolist() for part in processors.bias] == [[0, 0, 1, 1], [4, 9, 4, 9], [1.5, -2.0, 1.5, -2.0]]
+    assert [part.tolist() for part in processors.banned] == [[0, 0, 1, 1], [7, 8, 7, 8]]
+    assert processors.index.tolist() == [0, 2]
+    bad_words, excluded = processors.bad_words, processors.excluded
+    assert excluded is not None and bad_words is not None and processors.remembered is not None
+    assert [row.logical_not().nonzero().flatten().tolist() for row in excluded] == [[8, 9]] * 2
+    assert bad_words.targets.tolist() == [5, 4, VOCAB + 5, VOCAB + 4]
+    assert [part.tolist() for part in processors.remembered] == [[0, 2], [4, 6]]
 
 
-def test_rows_of_a_group_sample_from_one_row_of_logits() -> None:
-    tables = RowTables(4, 2, VOCAB, CPU)
-    setups = [RowSetup(n, PARAMS[1], n, 3, []) for n in range(4)]
+def test_forks_sample_from_one_row_of_logits() -> None:
+    tables = SlotTables(4, 2, VOCAB, CPU)
+    setups = [SlotSetup(n, PARAMS[1], n, 3, []) for n in range(4)]
     chunks = [Chunk(0, 0, [1, 2, 3], [0, 2, 3]), Chunk(1, 0, [5], [1])]
     plan = StepPlan(1, setups, [(0, 0, 1), (1, 0, 2)], [], [], chunks)
     tables.apply(plan)
     batch = tables.step_batch(plan)
-    assert batch.logit_index is None
-    assert batch.forward.ends is not None and batch.forward.ends.queries is not None
-    assert batch.forward.ends.queries.tolist() == [2, 3]
+    assert batch.logits_indices is None
+    assert batch.forward.logits_attention is not None and batch.forward.logits_attention.queries is not None
+    assert batch.forward.logits_attention.queries.tolist() == [2, 3]
     assert batch.sampling.logit_rows is not None and batch.sampling.logit_rows.tolist() == [0, 0, 0, 1]
-    assert batch.sampling.rows.tolist() == [0, 2, 3, 1]
+    assert batch.sampling.slots.tolist() == [0, 2, 3, 1]
     assert batch.sampling.positions.tolist() == [3, 3, 3, 1]
 
 
-def test_the_answer_is_kept_while_the_same_rows_ask_the_same() -> None:
-    """Rows, setups, and stop tokens that become allowed: each makes a new one."""
-    tables = RowTables(4, 2, VOCAB, CPU)
-    tables.apply(plan_of([RowSetup(n, PARAMS[p], n, 3, []) for n, p in enumerate((0, 1, 2, 5))]))
+def test_sampling_metadata_is_cached_while_slots_and_parameters_stay_the_same() -> None:
+    """Other slots, new setups, and stop tokens that become allowed each change the metadata."""
+    tables = SlotTables(4, 2, VOCAB, CPU)
+    tables.apply(plan_of([SlotSetup(n, PARAMS[p], n, 3, []) for n, p in enumerate((0, 1, 2, 5))]))
     lengths = np.array([9, 9, 9, 3])
-    first = tables.sampling.needs([0, 1, 3], lengths)
-    assert tables.sampling.needs([0, 1, 3], lengths + 1) is first
-    assert first.edits is not None and first.edits.index.tolist() == [2]
-    free = tables.sampling.needs([0, 1, 3], lengths + 2)
-    assert free.edits is None and free.variant == Variant.PLAIN
-    assert tables.sampling.needs([0, 1, 3], lengths + 9) is free
-    assert tables.sampling.needs([0, 1, 2], lengths).variant == Variant.FULL
-    tables.apply(plan_of([RowSetup(1, PARAMS[0], 1, 3, [])]))
-    assert tables.sampling.needs([0, 1], lengths).variant == Variant.GREEDY
+    first = tables.sampling.metadata([0, 1, 3], lengths)
+    assert tables.sampling.metadata([0, 1, 3], lengths + 1) is first
+    assert first.processors is not None and first.processors.index.tolist() == [2]
+    free = tables.sampling.metadata([0, 1, 3], lengths + 2)
+    assert free.processors is None and free.variant == Variant.PLAIN
+    assert tables.sampling.metadata([0, 1, 3], lengths + 9) is free
+    assert tables.sampling.metadata([0, 1, 2], lengths).variant == Variant.FULL
+    tables.apply(plan_of([SlotSetup(1, PARAMS[0], 1, 3, [])]))
+    assert tables.sampling.metadata([0, 1], lengths).variant == Variant.GREEDY
 
 
-def test_the_tables_say_zero_where_top_k_is_off() -> None:
-    """What the kernels mean by it: also for a k that every token is among."""
-    tables = RowTables(4, 2, VOCAB, CPU)
+def test_top_k_is_stored_as_zero_if_it_is_off() -> None:
+    """Zero means off for the kernels; a k of the whole vocabulary or more is off too."""
+    tables = SlotTables(4, 2, VOCAB, CPU)
     ks = [0, 7, VOCAB, -1]
-    setups = [RowSetup(n, SamplingParams(max_tokens=1, top_k=k), 0, 1, []) for n, k in enumerate(ks)]
+    setups = [SlotSetup(n, SamplingParams(max_tokens=1, top_k=k), 0, 1, []) for n, k in enumerate(ks)]
     tables.apply(plan_of(setups))
     assert tables.sampling.top_k.tolist() == [0, 7, 0, 0]
 
 
 @pytest.mark.parametrize("stops", [(7,), (7, 7, 999, -1)])
-def test_the_last_entry_of_a_block_counts_and_foreign_ids_are_left_out(stops: tuple[int, ...]) -> None:
-    tables = RowTables(1, 2, VOCAB, CPU)
+def test_the_last_of_duplicate_block_entries_wins_and_ids_outside_the_vocabulary_are_dropped(
+    stops: tuple[int, ...],
+) -> None:
+    tables = SlotTables(1, 2, VOCAB, CPU)
     bias = {3: 1.0, VOCAB: 5.0, -1: 5.0}
     params = SamplingParams(max_tokens=1, logit_bias=bias, min_tokens=1, stop_token_ids=stops)
     plan = StepPlan(
-        1, [RowSetup(0, params, 0, 1, [])], [(0, 0, 5), (0, 0, 9)], [], [], [Chunk(0, 0, [1], [0])]
+        1, [SlotSetup(0, params, 0, 1, [])], [(0, 0, 5), (0, 0, 9)], [], [], [Chunk(0, 0, [1], [0])]
     )
     tables.apply(plan)
-    edits = tables.step_batch(plan).sampling.needs.edits
+    processors = tables.step_batch(plan).sampling.metadata.processors
     assert tables.block_table[0, 0] == 9
-    assert edits is not None and edits.bias is not None and edits.banned is not None
-    assert edits.bias[1].tolist() == [3]
-    assert edits.banned[1].tolist() == [7]
+    assert processors is not None and processors.bias is not None and processors.banned is not None
+    assert processors.bias[1].tolist() == [3]
+    assert processors.banned[1].tolist() == [7]

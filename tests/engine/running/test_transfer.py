@@ -1,4 +1,4 @@
-"""Memory for transfers is kept in the sizes in which it is asked for."""
+"""Tests of the reservation of pinned memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import pytest
 import torch
 
 from engine import transfer
-from engine.transfer import kept, reserve
+from engine.transfer import reservations, reserve_pinned
 
 
 @pytest.mark.parametrize(
     ("most", "largest"), [(1, 1), (2, 2), (3, 4), (262_144, 262_144), (262_145, 524_288)]
 )
-def test_every_power_of_two_is_kept_up_to_the_one_that_holds_the_most(most: int, largest: int) -> None:
-    sizes = [nbytes for _, nbytes in kept(most)]
+def test_pinned_memory_is_reserved_for_every_power_of_two_up_to_the_largest_transfer(
+    most: int, largest: int
+) -> None:
+    sizes = [nbytes for _, nbytes in reservations(most)]
     assert sizes == [1 << bits for bits in range(len(sizes))]
     assert sizes[-1] == largest
-    assert all(count >= 6 for count, _ in kept(most))
+    assert all(count >= 6 for count, _ in reservations(most))
 
 
 class Memory:
-    """Page-locked memory: it counts while somebody has it."""
+    """A stand-in for a pinned buffer, which counts as allocated while it is referenced."""
 
 
-def test_all_of_a_size_are_had_at_once_page_locked_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given back before the next is asked for would be the next."""
+def test_all_buffers_of_a_size_are_allocated_before_any_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that is freed too early would be handed out again."""
     held, together, asked = Counter[int](), Counter[int](), Counter[int]()
 
     def empty(nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> Memory:
@@ -41,6 +43,6 @@ def test_all_of_a_size_are_had_at_once_page_locked_and_given_back(monkeypatch: p
         return memory
 
     monkeypatch.setattr(transfer, "torch", SimpleNamespace(empty=empty, uint8=torch.uint8))
-    reserve(300_000)
-    assert asked == together == {nbytes: count for count, nbytes in kept(300_000)}
+    reserve_pinned(300_000)
+    assert asked == together == {nbytes: count for count, nbytes in reservations(300_000)}
     assert held.total() == 0

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Padding
+from engine.device_tables import Padding
 from engine.families import read_config
 from engine.parallel import single
-from engine.runner import Runner
-from engine.sizing import product_ladder
+from engine.runner import ModelRunner
+from engine.sizing import gemm_sizes
 from engine.warmup import run_padded_passes
 from kernels import AttentionInput, Residual
 from tests.engine.running.test_runner import folder, quiet, spec_of
@@ -25,11 +25,11 @@ __all__ = ["folder"]
 
 @pytest.mark.parametrize(("most", "rows"), [(1, [1]), (8, [8]), (20, [8, 16, 20])])
 def test_few_rows_are_padded_in_steps_of_eight(most: int, rows: list[int]) -> None:
-    assert product_ladder(most) == rows
+    assert gemm_sizes(most) == rows
 
 
 def test_many_rows_are_padded_in_steps_of_an_eighth_at_most() -> None:
-    rows = product_ladder(8192)
+    rows = gemm_sizes(8192)
     assert rows[-1] == 8192
     assert set(range(8, 513, 8)) <= set(rows)
     assert all(0 < after - before <= before / 8 for before, after in pairwise(rows) if before >= 512)
@@ -70,7 +70,7 @@ class RecordingOps:
 
 
 def test_every_linear_and_every_attention_is_run_for_every_number_of_rows(folder: Path) -> None:
-    runner = Runner(spec_of(folder, max_rows=20, step_tokens=96), single(), quiet)
+    runner = ModelRunner(spec_of(folder, max_num_seqs=20, max_num_batched_tokens=96), single(), quiet)
     decoder = runner.decoder
     ops: Any = RecordingOps(decoder.ops)
     first, last = decoder.layers[0], decoder.layers[-1]
@@ -79,9 +79,9 @@ def test_every_linear_and_every_attention_is_run_for_every_number_of_rows(folder
         owners += [layer.attention, layer.mlp, layer.attention.qkv, layer.attention.o, layer.mlp.down]
     for owner in owners:
         owner.ops = ops
-    sizes = Padding(product_ladder(96), product_ladder(20))
+    sizes = Padding(gemm_sizes(96), gemm_sizes(20))
     run_padded_passes(runner.steps, sizes)
-    few = {1, 2, 4, *sizes.ends}
+    few = {1, 2, 4, *sizes.results}
     for linear in (first.attention.qkv, first.attention.o, first.mlp.gate_up, first.mlp.down):
         assert set(ops.rows[id(linear.weight)]) == {*few, *sizes.tokens}
     # The last layer computes few rows of passes with prompts.
@@ -89,7 +89,7 @@ def test_every_linear_and_every_attention_is_run_for_every_number_of_rows(folder
         assert set(ops.rows[id(linear.weight)]) == few
     # As many tokens of prompts as are scored at once; the most first, so that the others find memory.
     logits = ops.rows[id(decoder.head)]
-    assert logits == sorted({*few, *product_ladder(128)}, reverse=True)
+    assert logits == sorted({*few, *gemm_sizes(128)}, reverse=True)
     passes = set(ops.attended)
     assert {(rows, rows, False) for rows in few} <= passes
     assert {tokens for tokens, _, chunks in passes if chunks} == set(sizes.tokens)

@@ -1,4 +1,5 @@
-"""Ranks that are threads of this process: collectives over a barrier, for tests of what ranks compute."""
+"""Ranks as threads of one process, with collectives over a barrier, for tests of computations on several
+ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class ThreadRank:
-    """One of `size` ranks that share `slots` and `barrier`."""
+    """One of `size` ranks, which share `slots` and `barrier`."""
 
     def __init__(self, size: int, rank: int, slots: list[torch.Tensor], barrier: threading.Barrier) -> None:
         self.size, self.rank = size, rank
@@ -32,15 +33,13 @@ class ThreadRank:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.all_gather_stack(tensor).sum(dim=0)
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(self.all_gather_stack(tensor)[0])
-
     def close(self) -> None:
         return
 
 
 def on_ranks(size: int, work: Callable[[ThreadRank], Result]) -> list[Result]:
-    """`work` on every rank at once; the results in rank order. An error on one ends all."""
+    """Run `work` on every rank at once and return the results in rank order. An exception on one rank ends
+    all."""
     slots = [torch.empty(0)] * size
     barrier = threading.Barrier(size, timeout=60)
 

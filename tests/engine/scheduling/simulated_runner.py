@@ -1,35 +1,32 @@
-"""A runner whose device is a few lists, and what each request should get from it.
+"""A runner that simulates the device with Python lists, and the output that each request should get from it.
 
-Its state is built from plans alone. A KV slot holds the token and a digest of the whole prefix that it was
-computed after, as real keys and values depend on all tokens before; each read walks the row's block table and
-raises where a slot was computed for another prefix. So a wrong table, an early reuse, a missed copy or a gap
-cannot go unseen: the sampled token depends on everything that a real one would depend on.
+The state of the runner is built from plans alone. An entry of the simulated KV cache holds a token and a
+digest of the prefix before it, as real keys and values depend on all tokens before. Each read goes through
+the slot's block table and raises if the entry was computed for another prefix. This detects wrong block
+tables, blocks reused too early, missing copies and gaps: a sampled token depends on everything on which a
+real one depends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.messages import (
-    BLOCK_TOKENS,
-    SamplingParams,
-    StepPlan,
-    StepTokens,
-    Submit,
-    TokenLogprob,
-)
+from engine.messages import BLOCK_TOKENS, SamplingParams, Submit, TokenLogprob
+from engine.plan import StepPlan, StepTokens
 
 VOCAB = 40
 STOP = 7
 
 
-def sampling_rows(plan: StepPlan) -> list[int]:
-    """Rows that sample in `plan`, in the order of `StepTokens`."""
-    return [*plan.decodes, *(row for chunk in plan.chunks for row in chunk.sample_rows)]
+def sampling_slots(plan: StepPlan) -> list[int]:
+    """Return the slots that sample in `plan`, in the order of `StepTokens`."""
+    return [*plan.decodes, *(slot for chunk in plan.chunks for slot in chunk.sample_slots)]
 
 
 @dataclass
-class Row:
+class SlotState:
+    """The simulated device state of a slot."""
+
     sampling: SamplingParams
     sample: int
     prompt_tokens: int
@@ -52,92 +49,94 @@ class SimulatedStep:
 
 
 class SimulatedRunner:
-    def __init__(self, max_rows: int, blocks: int) -> None:
-        self.rows: list[Row | None] = [None] * max_rows
-        self.slots: list[list[tuple[int, int] | None]] = [[None] * BLOCK_TOKENS for _ in range(blocks)]
+    def __init__(self, max_num_seqs: int, blocks: int) -> None:
+        self.slots: list[SlotState | None] = [None] * max_num_seqs
+        self.cache: list[list[tuple[int, int] | None]] = [[None] * BLOCK_TOKENS for _ in range(blocks)]
         self.plans: list[StepPlan] = []
         self.gap_us = 0.0
-        """Before each step."""
+        """Simulated idle time before each step."""
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
-        assert plan.step == len(self.plans) + 1, "steps are numbered without gaps"
+        assert plan.step == len(self.plans) + 1, "step numbers must have no gaps"
         self.plans.append(plan)
-        owners = [row for setup in plan.setups for row, _ in setup.members]
-        assert len(set(owners)) == len(owners), "a row is set up twice"
+        owners = [slot for setup in plan.setups for slot, _ in setup.members]
+        assert len(set(owners)) == len(owners), "a slot is set up twice"
         for setup in plan.setups:
             wants_history = setup.sampling.penalised
-            assert bool(setup.history) == wants_history, "history travels exactly where penalties need it"
-            for row, sample in setup.members:
-                self.rows[row] = Row(setup.sampling, sample, setup.prompt_tokens, list(setup.history))
-        for row, index, block in plan.blocks:
-            self._row(row).table[index] = block
+            assert bool(setup.history) == wants_history, (
+                "the history must be sent exactly if penalties need it"
+            )
+            for slot, sample in setup.members:
+                self.slots[slot] = SlotState(setup.sampling, sample, setup.prompt_tokens, list(setup.history))
+        for slot, index, block in plan.blocks:
+            self._state(slot).table[index] = block
         for block in plan.clears:
-            self.slots[block] = [None] * BLOCK_TOKENS
-        copied = [(destination, list(self.slots[source])) for source, destination in plan.copies]
+            self.cache[block] = [None] * BLOCK_TOKENS
+        copied = [(destination, list(self.cache[source])) for source, destination in plan.copies]
         for destination, content in copied:
-            self.slots[destination] = content
+            self.cache[destination] = content
         written: set[tuple[int, int]] = set()
-        for row in plan.decodes:
-            state = self._row(row)
-            assert state.position is not None and state.last_token is not None, f"row {row} never sampled"
+        for slot in plan.decodes:
+            state = self._state(slot)
+            assert state.position is not None and state.last_token is not None, f"slot {slot} never sampled"
             self._write(state, state.position, state.last_token, written)
             state.position += 1
         for chunk in plan.chunks:
             assert chunk.token_ids, "an empty chunk"
             for offset, token in enumerate(chunk.token_ids):
-                self._write(self._row(chunk.row), chunk.start + offset, token, written)
-            for row in chunk.sample_rows:
-                self._row(row).position = chunk.start + len(chunk.token_ids)
-        rows = sampling_rows(plan)
-        assert len(set(rows)) == len(rows), "a row samples twice"
-        token_ids = [self._sample(self._row(row)) for row in rows]
+                self._write(self._state(chunk.slot), chunk.start + offset, token, written)
+            for slot in chunk.sample_slots:
+                self._state(slot).position = chunk.start + len(chunk.token_ids)
+        slots = sampling_slots(plan)
+        assert len(set(slots)) == len(slots), "a slot samples twice"
+        token_ids = [self._sample(self._state(slot)) for slot in slots]
         logprobs = [
-            logprob(token, self._row(row).sampling) for row, token in zip(rows, token_ids, strict=True)
+            logprob(token, self._state(slot).sampling) for slot, token in zip(slots, token_ids, strict=True)
         ]
         return SimulatedStep(
             StepTokens(token_ids, logprobs if any(logprobs) else None, self._prompt_logprobs(plan)),
             self.gap_us,
         )
 
-    def _row(self, row: int) -> Row:
-        state = self.rows[row]
-        assert state is not None, f"row {row} was never set up"
+    def _state(self, slot: int) -> SlotState:
+        state = self.slots[slot]
+        assert state is not None, f"slot {slot} was never set up"
         return state
 
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        slot = self.slots[row.table[position // BLOCK_TOKENS]][position % BLOCK_TOKENS]
-        assert slot is not None, f"position {position} was never written"
-        return slot
+    def _entry(self, state: SlotState, position: int) -> tuple[int, int]:
+        entry = self.cache[state.table[position // BLOCK_TOKENS]][position % BLOCK_TOKENS]
+        assert entry is not None, f"position {position} was never written"
+        return entry
 
-    def _write(self, row: Row, position: int, token: int, written: set[tuple[int, int]]) -> None:
-        before = self._slot(row, position - 1)[1] if position else 0
-        place = (row.table[position // BLOCK_TOKENS], position % BLOCK_TOKENS)
-        assert place not in written, "two sequences write the same slot in one step"
+    def _write(self, state: SlotState, position: int, token: int, written: set[tuple[int, int]]) -> None:
+        before = self._entry(state, position - 1)[1] if position else 0
+        place = (state.table[position // BLOCK_TOKENS], position % BLOCK_TOKENS)
+        assert place not in written, "two sequences write the same KV slot in one step"
         written.add(place)
-        self.slots[place[0]][place[1]] = (token, extend(before, token))
+        self.cache[place[0]][place[1]] = (token, extend(before, token))
 
-    def _prefix(self, row: Row, length: int) -> int:
-        """Digest of the first `length` tokens as found through the block table."""
+    def _prefix(self, state: SlotState, length: int) -> int:
+        """Return the digest of the first `length` tokens, read through the block table."""
         digest = 0
         for position in range(length):
-            token, computed = self._slot(row, position)
+            token, computed = self._entry(state, position)
             digest = extend(digest, token)
-            assert digest == computed, f"position {position} holds what was computed after another prefix"
+            assert digest == computed, f"position {position} was computed for another prefix"
         return digest
 
-    def _sample(self, row: Row) -> int:
-        assert row.position is not None
+    def _sample(self, state: SlotState) -> int:
+        assert state.position is not None
         token = choose(
-            self._prefix(row, row.position),
-            row.position,
-            row.sampling,
-            row.sample,
-            row.position - row.prompt_tokens,
-            row.history,
+            self._prefix(state, state.position),
+            state.position,
+            state.sampling,
+            state.sample,
+            state.position - state.prompt_tokens,
+            state.history,
         )
-        row.last_token = token
-        if row.sampling.penalised:
-            row.history.append(token)
+        state.last_token = token
+        if state.sampling.penalised:
+            state.history.append(token)
         return token
 
     def _prompt_logprobs(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
@@ -145,10 +144,10 @@ class SimulatedRunner:
         for chunk in plan.chunks:
             if chunk.prompt_logprobs is None:
                 continue
-            row = self._row(chunk.row)
+            state = self._state(chunk.slot)
             following = chunk.token_ids[1:] + ([] if chunk.next_token is None else [chunk.next_token])
-            scores[chunk.row] = [
-                score(self._prefix(row, chunk.start + offset + 1), token)
+            scores[chunk.slot] = [
+                score(self._prefix(state, chunk.start + offset + 1), token)
                 for offset, token in enumerate(following)
             ]
         return scores
@@ -179,15 +178,15 @@ def choose(
 
 @dataclass(frozen=True)
 class Expected:
-    """What one sample should get."""
+    """The expected output of one sample."""
 
     tokens: list[int]
-    finish: str
+    finish_reason: str
     prompt_logprobs: list[TokenLogprob | None] | None
 
 
 def alone(submit: Submit, sample: int, max_model_len: int) -> Expected:
-    """The tokens, finish and prompt scores of one sample with nobody else in the house."""
+    """Return the tokens, finish reason and prompt logprobs of one sample that runs alone."""
     sampling, prompt = submit.sampling, submit.prompt_token_ids
     known = prompt + submit.output_token_ids
     digest, scores = 0, None

@@ -1,4 +1,4 @@
-"""The block pool and its prefix cache, one claim at a time, and under random operations."""
+"""Tests of the block pool and its prefix cache: one claim at a time, and random operations."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.blocks
-from engine.blocks import BlockPool, InvariantError, PrefixChain
+import engine.scheduling.block_pool
 from engine.messages import BLOCK_TOKENS
+from engine.scheduling.block_pool import BlockPool, InvariantError, PrefixChain
 
 
 def tokens_of(*blocks: int) -> list[int]:
-    """One full block of equal tokens for each argument."""
+    """Return the tokens of one full block for each argument, all equal to the argument."""
     return [token for token in blocks for _ in range(BLOCK_TOKENS)]
 
 
 def cache(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
-    """Compute, register and release the full blocks of a sequence; returns the blocks."""
+    """Compute, register and release the full blocks of a sequence. Returns the blocks."""
     chain = PrefixChain(salt)
     table = [pool.allocate() for _ in range(len(tokens) // BLOCK_TOKENS)]
     for index, block in enumerate(table):
-        pool.register(block, chain.link(index, tokens))
+        pool.register(block, chain.key(index, tokens))
     pool.release_table(table)
     return table
 
@@ -55,9 +55,9 @@ def test_salts_separate_equal_prompts() -> None:
     assert found(pool, [*tokens_of(1, 2), 0]) == []
 
 
-def test_a_digest_that_collides_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every digest is equal: only the comparison of tokens and parents stands between two prompts.
-    monkeypatch.setattr(engine.blocks, "sha256", lambda data: hashlib.sha256(b""))
+def test_a_colliding_digest_is_not_a_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # All digests are equal, so only the comparison of tokens and parents distinguishes the prompts.
+    monkeypatch.setattr(engine.scheduling.block_pool, "sha256", lambda data: hashlib.sha256(b""))
     pool = BlockPool(8)
     cache(pool, tokens_of(1))
     assert found(pool, [*tokens_of(2), 0]) == []
@@ -71,19 +71,19 @@ def test_each_block_of_a_sequence_is_hashed_once(monkeypatch: pytest.MonkeyPatch
         hashed.append(len(data))
         return hashlib.sha256(data)
 
-    monkeypatch.setattr(engine.blocks, "sha256", counting)
+    monkeypatch.setattr(engine.scheduling.block_pool, "sha256", counting)
     chain = PrefixChain("")
     tokens = tokens_of(*range(20))
     for _ in range(3):
         for index in range(20):
-            chain.link(index, tokens)
+            chain.key(index, tokens)
     assert len(hashed) == 1 + 20
     fork = chain.fork()
-    fork.link(19, tokens)
+    fork.key(19, tokens)
     assert len(hashed) == 1 + 20
 
 
-def test_the_least_recently_used_prefix_goes_first_and_from_its_tail() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
     pool = BlockPool(4)
     old, young = cache(pool, tokens_of(1, 2)), cache(pool, tokens_of(3, 4))
     for block in found(pool, [*tokens_of(1, 2), 0]):
@@ -93,38 +93,38 @@ def test_the_least_recently_used_prefix_goes_first_and_from_its_tail() -> None:
     assert found(pool, [*tokens_of(1), 0]) == []
 
 
-def test_equal_blocks_stay_private_and_the_first_is_found() -> None:
+def test_of_equal_blocks_only_the_first_is_in_the_cache() -> None:
     pool = BlockPool(4)
     first = cache(pool, tokens_of(1))
     block = pool.allocate()
-    pool.register(block, PrefixChain("").link(0, tokens_of(1)))
+    pool.register(block, PrefixChain("").key(0, tokens_of(1)))
     assert not pool.is_cached(block)
     assert found(pool, [*tokens_of(1), 0]) == first
     pool.release(block)
     pool.check([])
 
 
-def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
+def test_without_prefix_cache_no_block_is_found_or_cached() -> None:
     pool = BlockPool(4, prefix_cache=False)
     cache(pool, tokens_of(1, 2))
     assert found(pool, [*tokens_of(1, 2), 0]) == []
     assert (pool.cached, pool.available) == (0, 4)
 
 
-def test_check_names_what_does_not_agree() -> None:
+def test_check_reports_each_inconsistency() -> None:
     pool = BlockPool(4)
     block = pool.allocate()
-    with pytest.raises(InvariantError, match="has 1 references, 0 block tables name it"):
+    with pytest.raises(InvariantError, match="has 1 references, but 0 block tables name it"):
         pool.check([])
     with pytest.raises(InvariantError, match="twice in one block table"):
         pool.check([[block, block]])
     pool.release(block)
-    with pytest.raises(InvariantError, match="released once too often"):
+    with pytest.raises(InvariantError, match="released more often than it was referenced"):
         pool.release(block)
 
 
 def test_an_empty_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="pool of 0 KV blocks"):
+    with pytest.raises(ValueError, match="kv_blocks = 0 cannot hold a sequence"):
         BlockPool(0)
 
 
@@ -133,7 +133,7 @@ def test_an_empty_pool_is_refused() -> None:
     total=st.integers(1, 8),
     operations=st.lists(st.tuples(st.sampled_from(["take", "end", "check"]), st.integers(0, 30))),
 )
-def test_any_order_of_taking_and_ending_keeps_the_invariants(
+def test_any_order_of_allocations_and_releases_keeps_the_invariants(
     total: int, operations: list[tuple[str, int]]
 ) -> None:
     pool = BlockPool(total)
@@ -151,7 +151,7 @@ def test_any_order_of_taking_and_ending_keeps_the_invariants(
                 pool.share(block)
             table = hits + [pool.allocate() for _ in range(wanted)]
             for index in range(len(table)):
-                pool.register(table[index], chain.link(index, tokens))
+                pool.register(table[index], chain.key(index, tokens))
             tables.append(table)
         elif operation == "end" and tables:
             pool.release_table(tables.pop(number % len(tables)))
@@ -163,12 +163,12 @@ def test_any_order_of_taking_and_ending_keeps_the_invariants(
     assert pool.available == total
 
 
-def test_a_block_in_doubt_is_found_until_it_is_given_away_and_then_cleared() -> None:
+def test_a_block_that_may_be_non_finite_stays_cached_until_it_is_reallocated_and_zeroed() -> None:
     pool = BlockPool(2)
     chain, tokens = PrefixChain(""), list(range(BLOCK_TOKENS + 1))
     block = pool.allocate()
-    pool.register(block, chain.link(0, tokens))
-    pool.doubt(block)
+    pool.register(block, chain.key(0, tokens))
+    pool.mark_may_be_non_finite(block)
     pool.release(block)
     assert pool.match(chain, tokens, len(tokens)) == [block]
     pool.check([])
@@ -176,13 +176,13 @@ def test_a_block_in_doubt_is_found_until_it_is_given_away_and_then_cleared() -> 
     assert pool.take_clears() == [block]
 
 
-def test_a_tainted_block_is_never_found_again_and_is_cleared_for_its_next_owner() -> None:
+def test_a_non_finite_block_leaves_the_cache_and_is_zeroed_when_reallocated() -> None:
     pool = BlockPool(2)
     chain = PrefixChain("")
     block = pool.allocate()
-    pool.register(block, chain.link(0, tokens_of(1)))
-    pool.taint(block)
-    pool.register(block, chain.link(0, tokens_of(1)))
+    pool.register(block, chain.key(0, tokens_of(1)))
+    pool.mark_non_finite(block)
+    pool.register(block, chain.key(0, tokens_of(1)))
     assert found(pool, [*tokens_of(1), 0]) == []
     pool.check([[block]])
     pool.release(block)

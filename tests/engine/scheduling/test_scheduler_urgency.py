@@ -1,121 +1,122 @@
-"""Who goes ahead of whom: urgent submissions, and real-time ones against background ones."""
+"""Tests of priorities: urgent submissions, and real-time submissions against background ones."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.messages import BLOCK_TOKENS, StepPlan, Submit
-from tests.engine.scheduling.test_scheduler_rules import House, both_overlaps
+from engine.messages import BLOCK_TOKENS, Submit
+from engine.plan import StepPlan
+from tests.engine.scheduling.test_scheduler_rules import SimulatedEngine, both_overlaps
 
 
 def computed(plan: StepPlan | None) -> list[int]:
-    """Tokens of each chunk."""
+    """Return the number of tokens of each chunk."""
     assert plan is not None
     return [len(chunk.token_ids) for chunk in plan.chunks]
 
 
-def started(house: House, submit: Submit) -> int:
-    """The step that computed a submission's first tokens."""
+def started(engine: SimulatedEngine, submit: Submit) -> int:
+    """Return the step that computed a submission's first tokens."""
     return next(
         plan.step
-        for plan in house.runner.plans
+        for plan in engine.runner.plans
         for chunk in plan.chunks
         if chunk.start == 0 and chunk.token_ids == submit.prompt_token_ids[: len(chunk.token_ids)]
     )
 
 
-def test_an_urgent_submission_starts_before_those_of_its_class_that_wait() -> None:
-    house = House(step_tokens=64)
-    crowd = [house.submit(64, max_tokens=1) for _ in range(3)]
-    urgent = house.submit(64, max_tokens=1, urgent=True)
-    house.drain()
-    assert [started(house, submit) for submit in (urgent, *crowd)] == [1, 2, 3, 4]
+def test_an_urgent_submission_starts_before_waiting_ones_of_its_class() -> None:
+    engine = SimulatedEngine(max_num_batched_tokens=64)
+    crowd = [engine.submit(64, max_tokens=1) for _ in range(3)]
+    urgent = engine.submit(64, max_tokens=1, urgent=True)
+    engine.drain()
+    assert [started(engine, submit) for submit in (urgent, *crowd)] == [1, 2, 3, 4]
 
 
-def test_an_urgent_submission_goes_ahead_of_a_long_prompt_that_is_under_way() -> None:
-    house = House(step_tokens=64, overlap=False)
-    long = house.submit(300, max_tokens=1)
-    assert computed(house.step()) == [64]
-    urgent = house.submit(100, max_tokens=1, urgent=True)
-    assert computed(house.step()) == [64], "the urgent one has the whole step"
-    assert computed(house.step()) == [36, 28], "and goes on before the long one"
-    house.drain()
+def test_an_urgent_submission_is_served_before_a_running_long_prefill() -> None:
+    engine = SimulatedEngine(max_num_batched_tokens=64, overlap=False)
+    long = engine.submit(300, max_tokens=1)
+    assert computed(engine.step()) == [64]
+    urgent = engine.submit(100, max_tokens=1, urgent=True)
+    assert computed(engine.step()) == [64], "the urgent one has the whole step"
+    assert computed(engine.step()) == [36, 28], "and goes on before the long one"
+    engine.drain()
     for submit in (urgent, long):
-        house.expect_alone(submit)
+        engine.expect_alone(submit)
 
 
 def test_urgency_does_not_overtake_a_higher_class() -> None:
-    house = House(step_tokens=64, overlap=False)
-    house.submit(300, max_tokens=1, priority=1)
-    house.step()
-    house.submit(100, max_tokens=1, priority=2, urgent=True)
-    house.submit(10, max_tokens=1, priority=0)
-    chunks = house.step()
+    engine = SimulatedEngine(max_num_batched_tokens=64, overlap=False)
+    engine.submit(300, max_tokens=1, priority=1)
+    engine.step()
+    engine.submit(100, max_tokens=1, priority=2, urgent=True)
+    engine.submit(10, max_tokens=1, priority=0)
+    chunks = engine.step()
     assert chunks is not None and [chunk.start for chunk in chunks.chunks] == [64]
-    house.drain()
+    engine.drain()
 
 
 @both_overlaps
-def test_real_time_pushes_the_youngest_background_sequences_out_of_their_rows(overlap: bool) -> None:
-    house = House(overlap=overlap, max_rows=4)
-    background = [house.submit(20, max_tokens=60, priority=3) for _ in range(3)]
-    batch = house.submit(20, max_tokens=60, priority=2)
-    while not house.outputs:
-        house.step()
-    real_time = [house.submit(10, max_tokens=4, priority=0) for _ in range(2)]
-    before = len(house.runner.plans)
-    house.step()
-    plan = house.runner.plans[before]
+def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap: bool) -> None:
+    engine = SimulatedEngine(overlap=overlap, max_num_seqs=4)
+    background = [engine.submit(20, max_tokens=60, priority=3) for _ in range(3)]
+    batch = engine.submit(20, max_tokens=60, priority=2)
+    while not engine.outputs:
+        engine.step()
+    real_time = [engine.submit(10, max_tokens=4, priority=0) for _ in range(2)]
+    before = len(engine.runner.plans)
+    engine.step()
+    plan = engine.runner.plans[before]
     assert len(plan.setups) == 2, "both start in the next step"
-    house.drain()
-    preempted = {ledger.request_id: ledger.preemptions for ledger in house.finished}
+    engine.drain()
+    preempted = {ledger.request_id: ledger.preemptions for ledger in engine.finished}
     assert [preempted[submit.request_id] for submit in background] == [0, 1, 1]
     assert preempted[batch.request_id] == 0
     for submit in (*background, batch, *real_time):
-        house.expect_alone(submit)
+        engine.expect_alone(submit)
 
 
 @pytest.mark.parametrize("priority", [1, 2])
-def test_only_background_makes_room_and_only_for_real_time(priority: int) -> None:
-    house = House(max_rows=2)
+def test_only_background_is_preempted_and_only_for_real_time(priority: int) -> None:
+    engine = SimulatedEngine(max_num_seqs=2)
     for other in (priority, priority):
-        house.submit(20, max_tokens=30, priority=other)
-    house.step()
-    house.submit(10, max_tokens=2, priority=0)
-    house.drain()
-    house.submit(20, max_tokens=30, priority=3)
-    house.submit(20, max_tokens=30, priority=3)
-    house.step()
-    house.submit(10, max_tokens=2, priority=priority, urgent=True)
-    house.drain()
-    assert not any(ledger.preemptions for ledger in house.finished)
+        engine.submit(20, max_tokens=30, priority=other)
+    engine.step()
+    engine.submit(10, max_tokens=2, priority=0)
+    engine.drain()
+    engine.submit(20, max_tokens=30, priority=3)
+    engine.submit(20, max_tokens=30, priority=3)
+    engine.step()
+    engine.submit(10, max_tokens=2, priority=priority, urgent=True)
+    engine.drain()
+    assert not any(ledger.preemptions for ledger in engine.finished)
 
 
 @both_overlaps
-def test_real_time_takes_the_blocks_of_background_sequences_only_where_that_is_enough(overlap: bool) -> None:
-    house = House(overlap=overlap, blocks=8, max_rows=4)
-    background = [house.submit(2 * BLOCK_TOKENS - 10, max_tokens=8, priority=3) for _ in range(2)]
-    interactive = house.submit(2 * BLOCK_TOKENS - 10, max_tokens=40)
-    while len(house.outputs) < 3:
-        house.step()
-    # Five blocks are not free, and would not be without the background sequences.
-    too_large = house.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
-    house.step()
-    assert house.scheduler.ledger.totals.preemptions == 0
-    house.core.cancel_request(too_large.request_id)
-    fits = house.submit(3 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
-    house.drain()
-    preempted = {ledger.request_id: ledger.preemptions for ledger in house.finished}
+def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(overlap: bool) -> None:
+    engine = SimulatedEngine(overlap=overlap, blocks=8, max_num_seqs=4)
+    background = [engine.submit(2 * BLOCK_TOKENS - 10, max_tokens=8, priority=3) for _ in range(2)]
+    interactive = engine.submit(2 * BLOCK_TOKENS - 10, max_tokens=40)
+    while len(engine.outputs) < 3:
+        engine.step()
+    # Even without the background sequences, five blocks would not be free.
+    too_large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
+    engine.step()
+    assert engine.scheduler.accounting.totals.preemptions == 0
+    engine.scheduler.cancel_request(too_large.request_id)
+    fits = engine.submit(3 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
+    engine.drain()
+    preempted = {ledger.request_id: ledger.preemptions for ledger in engine.finished}
     assert [preempted[submit.request_id] for submit in background] == [0, 1]
     assert preempted[interactive.request_id] == 0
-    house.expect_alone(fits)
+    engine.expect_alone(fits)
 
 
-def test_an_urgent_prompts_step_is_kept_free_of_other_prompts_but_never_two_in_a_row() -> None:
-    house = House(step_tokens=64)
-    house.submit(400, max_tokens=1)
-    assert computed(house.step()) == [64]
-    house.submit(10, max_tokens=1, urgent=True)
-    assert computed(house.step()) == [10], "nothing of the long prompt"
-    house.submit(10, max_tokens=1, urgent=True)
-    assert computed(house.step()) == [10, 54], "it gets on in every other step"
+def test_an_urgent_prompts_step_leaves_out_other_prompts_but_never_twice_in_a_row() -> None:
+    engine = SimulatedEngine(max_num_batched_tokens=64)
+    engine.submit(400, max_tokens=1)
+    assert computed(engine.step()) == [64]
+    engine.submit(10, max_tokens=1, urgent=True)
+    assert computed(engine.step()) == [10], "nothing of the long prompt"
+    engine.submit(10, max_tokens=1, urgent=True)
+    assert computed(engine.step()) == [10, 54], "it gets on in every other step"

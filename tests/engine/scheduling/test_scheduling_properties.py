@@ -1,5 +1,5 @@
-"""Random traffic through scheduler, block pool and step loop: whatever comes, invariants hold after every
-step, every sample ends exactly once with the tokens it would get alone, and all credit comes back."""
+"""Property tests of scheduler, block pool and step loop under random traffic: invariants hold after every
+step, every sample ends exactly once with the tokens that it gets alone, and all credit is granted back."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.core import EngineCore
 from engine.messages import Finished, Output, SamplingParams, Submit
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import STOP, VOCAB, Expected, SimulatedRunner, alone
 
 MOST_STEPS_TO_DRAIN = 40_000
 OWN_SALT = "own"
-"""Stands for a salt that no other submission has."""
+"""Prefix of a cache salt that no other submission has."""
 
 
 @dataclass
 class Told:
-    """What a front was told about one sample."""
+    """The outputs that a front received for one sample."""
 
     expected: Expected
     tokens: list[int] = field(default_factory=list)
     outputs: int = 0
-    finish: str = ""
+    finish_reason: str = ""
     cancelled: bool = False
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A submission to be made."""
+    """The parameters of a submission."""
 
     front: str
     request: int
     family: int
-    """Asks of one family have prompts that begin alike, for `shared` tokens."""
+    """Submissions of one family have prompts with the same first `shared` tokens."""
     shared: int
     own: int
-    """Prompt tokens of its own."""
+    """Number of further prompt tokens, which differ between submissions."""
     follows: bool
-    """Whether the prompt begins with a whole earlier conversation, if there is one, instead."""
+    """Whether the prompt begins with an earlier conversation instead, if there is one."""
     resumed: int
     n: int
     max_tokens: int
@@ -83,14 +83,15 @@ CHOICES: dict[str, list[Any]] = {
     "priority": [1, 1, 0, 2, 3],
     "urgent": [False, False, True],
 }
-"""Borders of blocks and chunks, enough tokens to fill tiny pools; a failure shrinks to the first of each."""
+"""Lengths around the boundaries of blocks and chunks, enough to fill tiny pools. Hypothesis shrinks a failure
+to the first values."""
 
 ASKS = st.builds(Ask, **{name: st.sampled_from(choices) for name, choices in CHOICES.items()})
 
 
 class Traffic(RuleBasedStateMachine):
     @initialize(
-        max_rows=st.sampled_from([4, 3, 2, 1, 6]),
+        max_num_seqs=st.sampled_from([4, 3, 2, 1, 6]),
         extra_budget=st.sampled_from([100, 0, 1, 7, 64, 400]),
         mixed_share=st.sampled_from([1.0, 0.0, 0.5]),
         blocks=st.sampled_from([6, 5, 7, 9, 14, 4, 2]),
@@ -100,7 +101,7 @@ class Traffic(RuleBasedStateMachine):
     )
     def start(
         self,
-        max_rows: int,
+        max_num_seqs: int,
         extra_budget: int,
         mixed_share: float,
         blocks: int,
@@ -110,22 +111,22 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(
-            max_rows=max_rows,
-            step_tokens=max_rows + extra_budget,
-            mixed_tokens=max_rows + int(mixed_share * extra_budget),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + extra_budget,
+            max_mixed_tokens=max_num_seqs + int(mixed_share * extra_budget),
             max_model_len=max_model_len,
             vocab_size=VOCAB,
             blocks=blocks,
             prefix_cache=prefix_cache,
         )
-        self.core = EngineCore(self.scheduler, SimulatedRunner(max_rows, blocks), overlap=overlap)
+        self.core = EngineCore(self.scheduler, SimulatedRunner(max_num_seqs, blocks), overlap=overlap)
         self.submits: dict[tuple[str, int], Submit] = {}
         self.told: dict[tuple[str, int, int], Told] = {}
         self.finished: list[Finished] = []
         self.conversations: list[list[int]] = []
-        """Prompt and output of samples without a salt that ended."""
+        """Prompts and outputs of ended samples without a cache salt."""
         self.spent_rows = self.spent_tokens = 0
-        self.initial = (max_rows, self.scheduler.ledger.credit_tokens)
+        self.initial = (max_num_seqs, self.scheduler.accounting.credit_tokens)
         self.next_handle = 0
 
     # ── what may happen ──────────────────────────────────────────────────────────────────────
@@ -165,7 +166,7 @@ class Traffic(RuleBasedStateMachine):
             urgent=ask.urgent,
         )
         if ask.resumed and ask.n == 1 and prompt:
-            # As after the loss of a replica: the sample goes on from what was emitted.
+            # As after the death of a replica, the sample continues from its emitted tokens.
             emitted = alone(submit, submit.first_sample, self.max_model_len).tokens[: ask.resumed]
             if not (STOP in emitted and ask.stops and not ask.ignore_eos):
                 submit = msgspec.structs.replace(submit, output_token_ids=emitted)
@@ -175,7 +176,7 @@ class Traffic(RuleBasedStateMachine):
             self.told[front, handle, sample] = Told(expected)
         self.spent_rows += ask.n
         self.spent_tokens += submit.credit_tokens
-        self.core.submit(front, submit)
+        self.scheduler.add(front, submit)
 
     @precondition(lambda self: self.submits)
     @rule(data=st.data(), whole=st.booleans())
@@ -189,22 +190,22 @@ class Traffic(RuleBasedStateMachine):
         for key, told in self.told.items():
             if key[:2] == (front, handle) and sample in (None, key[2]):
                 told.cancelled = True
-        self.core.cancel(front, handle, sample)
+        self.scheduler.cancel(front, handle, sample)
 
     @rule(request=st.sampled_from(CHOICES["request"]))
     def cancel_request(self, request: int) -> None:
         for (front, handle, _), told in self.told.items():
             if self.submits[front, handle].request_id == f"request-{request}":
                 told.cancelled = True
-        self.core.cancel_request(f"request-{request}")
+        self.scheduler.cancel_request(f"request-{request}")
 
     @rule(front=st.sampled_from(CHOICES["front"]))
     def front_dies(self, front: str) -> None:
-        self.core.cancel_origin(front)
+        self.scheduler.cancel_origin(front)
         for key, told in self.told.items():
-            if key[0] == front and not told.finish:
+            if key[0] == front and not told.finish_reason:
                 told.cancelled = True
-                told.finish = "lost"
+                told.finish_reason = "lost"
 
     @rule(turns=st.sampled_from([1, 1, 2, 5, 20, 80]))
     def steps(self, turns: int) -> None:
@@ -221,17 +222,16 @@ class Traffic(RuleBasedStateMachine):
             for output in outputs:
                 self.take(str(front), output)
         self.finished += result.finished
-        self.core.check()
+        self.scheduler.check()
         self.check_salts()
 
     def take(self, front: str, output: Output) -> None:
         told = self.told[front, output.handle, output.sample]
-        assert not told.finish, f"an output after the end, {told.finish}: {output}"
+        assert not told.finish_reason, f"an output after the end, {told.finish_reason}: {output}"
         told.outputs += 1
         told.tokens += output.token_ids
-        told.finish = output.finish
+        told.finish_reason = output.finish_reason
         assert (output.cached_tokens is not None) == (told.outputs == 1)
-        assert (output.batch_size is not None) == (told.outputs == 1)
         submit = self.submits[front, output.handle]
         if told.outputs == 1:
             assert output.cached_tokens is not None
@@ -244,15 +244,15 @@ class Traffic(RuleBasedStateMachine):
             assert (output.logprobs is not None) == (submit.sampling.logprobs is not None)
             for chosen, token in zip(output.logprobs or (), output.token_ids, strict=False):
                 assert chosen.token_id == token
-        if output.finish == "length" and not told.tokens and told.expected.prompt_logprobs is not None:
+        if output.finish_reason == "length" and not told.tokens and told.expected.prompt_logprobs is not None:
             assert output.prompt_logprobs == told.expected.prompt_logprobs
         assert told.tokens == told.expected.tokens[: len(told.tokens)]
-        if output.finish == "cancelled":
+        if output.finish_reason == "cancelled":
             assert told.cancelled
-        elif output.finish == "error":
+        elif output.finish_reason == "error":
             assert output.error
-        elif output.finish:
-            assert (told.tokens, told.finish) == (told.expected.tokens, told.expected.finish)
+        elif output.finish_reason:
+            assert (told.tokens, told.finish_reason) == (told.expected.tokens, told.expected.finish_reason)
             if not submit.cache_salt:
                 self.conversations.append(submit.prompt_token_ids + submit.output_token_ids + told.tokens)
         else:
@@ -260,7 +260,7 @@ class Traffic(RuleBasedStateMachine):
 
     def check_salts(self) -> None:
         salt_of_block: dict[int, str] = {}
-        for submission in self.scheduler.ledger.all_open():
+        for submission in self.scheduler.accounting.all_open():
             for sequence in submission.sequences:
                 for block in sequence.table:
                     salt = submission.submit.cache_salt
@@ -270,9 +270,9 @@ class Traffic(RuleBasedStateMachine):
     def credit_is_never_granted_twice(self) -> None:
         if hasattr(self, "core"):
             gauges = self.core.gauges()
-            assert gauges.credit_rows - self.spent_rows <= self.initial[0]
+            assert gauges.credit_seqs - self.spent_rows <= self.initial[0]
             assert gauges.credit_tokens - self.spent_tokens <= self.initial[1]
-            self.core.check()
+            self.scheduler.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -284,14 +284,14 @@ class Traffic(RuleBasedStateMachine):
         assert not self.core.has_work, "the engine does not come to rest"
         gauges = self.core.gauges()
         assert (gauges.running, gauges.waiting, gauges.blocks_used) == (0, 0, 0)
-        assert gauges.credit_rows - self.spent_rows == self.initial[0]
+        assert gauges.credit_seqs - self.spent_rows == self.initial[0]
         assert gauges.credit_tokens - self.spent_tokens == self.initial[1]
         assert len(self.finished) == len(self.submits)
         for key, told in self.told.items():
-            assert told.finish, f"{key} never ended"
+            assert told.finish_reason, f"{key} never ended"
         emitted = sum(len(told.tokens) for told in self.told.values())
         generated = sum(entry.generated_tokens for entry in self.finished)
-        lost = any(told.finish == "lost" for told in self.told.values())
+        lost = any(told.finish_reason == "lost" for told in self.told.values())
         assert generated == emitted or (lost and generated > emitted)
         assert gauges.generated_tokens == generated
         assert gauges.preemptions == sum(entry.preemptions for entry in self.finished)
@@ -308,12 +308,12 @@ TestTraffic.settings = settings(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_heavy_traffic_ends_exactly_once_with_the_tokens_of_each_alone(seed: int) -> None:
-    # Denser than what a search for small failures draws: most of it preempts, forks and hits.
+def test_in_heavy_traffic_every_sample_ends_once_with_the_tokens_that_it_gets_alone(seed: int) -> None:
+    # Denser traffic than hypothesis draws: most of it preempts, forks and hits the prefix cache.
     draw = random.Random(seed)
     traffic = Traffic()
     traffic.start(
-        max_rows=draw.choice([2, 3, 4, 8]),
+        max_num_seqs=draw.choice([2, 3, 4, 8]),
         extra_budget=draw.choice([0, 3, 64, 100, 500]),
         mixed_share=draw.choice([0.0, 0.3, 1.0]),
         blocks=draw.choice([5, 6, 8, 12, 24]),

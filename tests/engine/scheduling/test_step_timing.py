@@ -1,4 +1,4 @@
-"""How long a step took, by a clock that only launching and waiting move."""
+"""Tests of step timing, with a clock that only launches and waits advance."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import engine.core
-from engine.messages import StepPlan, StepTokens
+from engine import core
+from engine.plan import StepPlan, StepTokens
 from tests.engine.scheduling.simulated_runner import SimulatedRunner, SimulatedStep
-from tests.engine.scheduling.test_scheduler_rules import House, both_overlaps
+from tests.engine.scheduling.test_scheduler_rules import SimulatedEngine, both_overlaps
 
 LAUNCH_S, STEP_S = 0.015, 0.1
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Device(SimulatedRunner):
-    """Begins with the first kernel that it is given, or when the step before is done; then takes `STEP_S`."""
+    """A step that starts with its first kernel, or when the previous step ends, and then takes `STEP_S`."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(4, 64)
@@ -43,18 +43,19 @@ class Device(SimulatedRunner):
 
 
 @both_overlaps
-def test_a_step_of_an_idle_engine_lasts_from_where_its_launch_begins(
+def test_a_step_of_an_idle_engine_is_timed_from_the_start_of_its_launch(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one behind another from the end of that: together they last as long as the device worked."""
+    """A step behind another is timed from the end of that one, so that together the times are the working
+    time of the device."""
     clock = Clock()
-    monkeypatch.setattr(engine.core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
-    house = House(overlap=overlap, runner=Device(clock))
+    monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    engine = SimulatedEngine(overlap=overlap, runner=Device(clock))
     for _ in range(2):
         clock.now += 60
-        house.submit(40, max_tokens=3)
+        engine.submit(40, max_tokens=3)
         lasted = []
-        while house.core.has_work:
-            timing = house.core.step().timing
+        while engine.core.has_work:
+            timing = engine.core.step().timing
             lasted += [timing.ms] if timing is not None else []
         assert lasted == pytest.approx([1e3 * STEP_S] * 3)

@@ -30,7 +30,7 @@ def undisturbed(two_ranks: Service) -> str:
     """The text of a stream that nothing interrupts."""
     stream = Stream(two_ranks, max_tokens=TOKENS)
     stream.join(120)
-    assert stream.finish == "length", stream.error
+    assert stream.finish_reason == "length", stream.error
     return stream.text
 
 

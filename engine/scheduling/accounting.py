@@ -1,4 +1,4 @@
-"""The books of a replica: which submissions are open, what they were told, what is granted back for them."""
+"""What a replica reports: outputs for the fronts, final counts and credits for the core."""
 
 from __future__ import annotations
 
@@ -7,34 +7,37 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine.messages import Finished, Output, Submit
-from engine.request import MOST_SAMPLES, Sequence, Submission
+from engine.scheduling.sequence import Sequence, Submission
+from engine.scheduling.validation import MAX_SAMPLES
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start."""
+    """Counters since the replica started."""
 
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Of submissions that were started, once each."""
+    """Prompt tokens of started submissions, counted once per submission."""
     cached_tokens: int = 0
-    """Of these, found in the prefix cache."""
+    """Those of `prompt_tokens` that were found in the prefix cache."""
     computed_tokens: int = 0
-    """Of prompts, each time they were computed."""
+    """Prompt tokens computed; tokens recomputed after a preemption count again."""
     generated_tokens: int = 0
 
 
-class Ledger:
-    """Open submissions by origin and by request, outputs until they are taken, credits as running totals.
+class RequestAccounting:
+    """Tracks open submissions by origin and by request, collects outputs until they are taken, and counts
+    credits.
 
-    Credits (see `Report`): a row for each sample that ended; each submission's `credit_tokens`, each token
-    once, when a sample first got as far or when the submission closed without.
+    Credits are running totals (see `Report`). Each finished sample grants one sequence credit. The
+    `credit_tokens` of a submission are granted once each: when its first sample has computed them, or when
+    the submission closes.
     """
 
-    def __init__(self, credit_rows: int, credit_tokens: int) -> None:
-        self.credit_rows = credit_rows
+    def __init__(self, credit_seqs: int, credit_tokens: int) -> None:
+        self.credit_seqs = credit_seqs
         self.credit_tokens = credit_tokens
         self.totals = Totals()
         self._by_origin: dict[Hashable, dict[int, Submission]] = {}
@@ -48,7 +51,7 @@ class Ledger:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` would return something."""
+        """Whether `take` would return anything."""
         return bool(self._outputs or self._finished)
 
     def find(self, origin: Hashable, handle: int) -> Submission | None:
@@ -69,30 +72,27 @@ class Ledger:
         self._by_request.setdefault(submit.request_id, {})[submission.arrival] = submission
 
     def end_sample(self, sequence: Sequence) -> None:
-        """A sequence got its `finish`; with the last one, its submission is closed."""
-        self.credit_rows += 1
+        """Count a sequence that has ended, and close its submission if it was the last one."""
+        self.credit_seqs += 1
         submission = sequence.submission
-        submission.live -= 1
-        if submission.live:
+        submission.unfinished -= 1
+        if submission.unfinished:
             return
         submit = submission.submit
         self.credit(submission, submit.credit_tokens)
-        self._finished.append(submission.ledger())
-        # They know each other: apart, both are freed when the last step in flight is read, and the collector,
-        # which would have to walk over every token of every prompt, has nothing to find.
+        self._finished.append(submission.final_counts())
+        # Break the reference cycle between submission and sequences: reference counting then frees them after
+        # the last step in flight, and the garbage collector need not walk over every token of every prompt.
         submission.sequences = []
         _remove(self._by_origin, submission.origin, submit.handle)
         _remove(self._by_request, submit.request_id, submission.arrival)
 
     def refuse(self, origin: Hashable, submit: Submit, reason: str) -> None:
-        """Close a submission that never gets sequences."""
-        samples = submit.n if 1 <= submit.n <= MOST_SAMPLES else 1
+        """Report a submission that cannot be computed: an error for each sample, and its final counts."""
+        samples = submit.n if 1 <= submit.n <= MAX_SAMPLES else 1
         for sample in range(submit.first_sample, submit.first_sample + samples):
-            self.emit(
-                origin,
-                Output(submit.handle, sample, [], "error", cached_tokens=0, batch_size=0, error=reason),
-            )
-        self.credit_rows += max(submit.n, 0)
+            self.emit(origin, Output(submit.handle, sample, [], "error", cached_tokens=0, error=reason))
+        self.credit_seqs += max(submit.n, 0)
         self.credit_tokens += submit.credit_tokens
         self._finished.append(
             Finished(
@@ -104,13 +104,13 @@ class Ledger:
                 generated_tokens=0,
                 preemptions=0,
                 batch_size=0,
-                finish=["error"] * samples,
+                finish_reason=["error"] * samples,
                 credit_tokens=submit.credit_tokens,
             )
         )
 
     def credit(self, submission: Submission, reached: int) -> None:
-        """Grant token credit up to the furthest position that any sample reached, each token once."""
+        """Grant token credit up to the furthest position that any sample has reached, each token once."""
         reached = min(reached, submission.submit.credit_tokens)
         if reached > submission.credited_tokens:
             self.credit_tokens += reached - submission.credited_tokens
@@ -124,11 +124,11 @@ class Ledger:
             outputs.append(output)
 
     def forget_outputs(self, origin: Hashable) -> None:
-        """Nobody reads this origin's outputs any more."""
+        """Drop the outputs for an origin whose channel is closed."""
         self._outputs.pop(origin, None)
 
     def take(self) -> tuple[dict[Hashable, list[Output]], list[Finished]]:
-        """Outputs by origin, and the ledgers of submissions that closed, since the last call."""
+        """Return and clear the outputs by origin and the final counts since the last call."""
         taken = self._outputs, self._finished
         self._outputs, self._finished = {}, []
         return taken

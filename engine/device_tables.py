@@ -1,0 +1,288 @@
+"""The device tables of one rank, and the input of a step: a `StepPlan` in, a `StepBatch` out.
+
+A running sequence owns one slot. Values that the device updates by itself (lengths, last tokens, penalty
+counts) live in the tables. The host keeps a copy of the lengths that follows from the plans alone, so it
+knows all shapes without reading from the device. Equal plans in equal order produce equal tables, because
+nothing depends on time or rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.forward import ForwardInput
+from engine.messages import BLOCK_TOKENS
+from engine.plan import Chunk, StepPlan
+from engine.sampling_tables import SamplingMetadata, SamplingTables
+from engine.sizing import size_for
+from engine.transfer import upload
+from kernels import AttentionInput, ChunkSpan
+
+
+@dataclass(slots=True)
+class PromptSlice:
+    """Prompt tokens whose log probabilities are requested."""
+
+    slot: int
+    first: int
+    """Index of the slice's first logit row."""
+    targets: torch.Tensor
+    """[count] int64: the prompt token that follows each token of the slice."""
+    top: int
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """The slots that sample in a step, in the plan's order."""
+
+    slots: torch.Tensor
+    """[sampling slots] int64"""
+    positions: torch.Tensor
+    """[sampling slots] int64: positions of the sampled tokens in their sequences."""
+    logit_rows: torch.Tensor | None
+    """[sampling slots] int64: the logit row from which each slot samples; None: slot i samples from row i."""
+    metadata: SamplingMetadata
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """The device input of one step."""
+
+    forward: ForwardInput
+    sampling: SamplingBatch
+    logits_indices: torch.Tensor | None
+    """[logit rows] int64: rows of the pass's result whose logits are computed; None: the first ones."""
+    sampled_logits: int
+    """Number of logit rows for sampling. They come first; the rows after them belong to `prompts`."""
+    prompts: list[PromptSlice]
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Sizes to which passes with prompts are padded, because kernels for these sizes are loaded at start
+    (`engine.warmup`)."""
+
+    tokens: list[int]
+    """Numbers of tokens, ascending. The last is the token budget of a step."""
+    results: list[int]
+    """Numbers of rows of a pass's result, ascending. The last is the number of slots."""
+
+
+class SlotTables:
+    """The sequence slots of one rank.
+
+    max_num_seqs: number of slots. max_blocks_per_slot: blocks of the longest sequence. vocab_size: of the
+    whole model, not of the rank's shard. padding: None if passes are not padded. Memory: 8 bytes × slots ×
+    blocks, and that of `SamplingTables`.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_blocks_per_slot: int,
+        vocab_size: int,
+        device: torch.device,
+        padding: Padding | None = None,
+    ) -> None:
+        self.device = device
+        self._padding = padding
+        self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
+        self._blocks_host = np.zeros((max_num_seqs, max_blocks_per_slot), dtype=np.int64)
+        on_host = torch.from_numpy(self._blocks_host)
+        self._shared = device.type == "cpu"
+        self.block_table = on_host if self._shared else on_host.to(device)
+        """[slots, blocks] int64. Entries past a sequence's end are stale or 0: valid block ids that are not
+        read."""
+        self.lengths = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        """[slots] int64: tokens in the cache, which is the next position to compute. `advance` updates it."""
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        """[slots] int64: the last sampled token, which is the next input."""
+        self._lengths_host = np.zeros(max_num_seqs, dtype=np.int64)
+        self._iota = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
+        self._slots_cache: tuple[list[int], torch.Tensor] = ([], self._upload(np.zeros(0, dtype=np.int64)))
+
+    # ── changes in a plan ────────────────────────────────────────────────────────────────────────
+
+    def apply(self, plan: StepPlan) -> None:
+        """Apply the plan's setups and block table entries. `StepExecutor` copies and clears blocks."""
+        if plan.setups:
+            self._lengths_host[[slot for setup in plan.setups for slot, _ in setup.members]] = 0
+            self.sampling.set_up(plan.setups)
+        if plan.blocks:
+            # An entry may occur twice, and the last one counts. A dict is needed, because a device write with
+            # duplicate indices has no defined order.
+            entries = {(slot, index): block for slot, index, block in plan.blocks}
+            slots, indices = np.array(list(entries), dtype=np.int64).T
+            blocks = np.fromiter(entries.values(), dtype=np.int64, count=len(entries))
+            self._blocks_host[slots, indices] = blocks
+            if not self._shared:
+                staged = self._upload(np.stack((slots, indices, blocks)))
+                self.block_table[staged[0], staged[1]] = staged[2]
+
+    # ── the input of a step ──────────────────────────────────────────────────────────────────────
+
+    def step_batch(self, plan: StepPlan) -> StepBatch:
+        """Return the input of the step. `apply(plan)` must come first; the host's lengths advance."""
+        decodes = len(plan.decodes)
+        self._lengths_host[plan.decodes] += 1
+        for chunk in plan.chunks:
+            self._lengths_host[chunk.sample_slots] = chunk.start + len(chunk.token_ids)
+        slots = self._slots(plan.decodes)
+        token_ids = self.last_tokens[slots]
+        positions = self.lengths[slots]
+        lengths = positions + 1
+        columns = -(-int(self._lengths_host[plan.decodes].max()) // BLOCK_TOKENS) if decodes else 0
+        blocks = self.block_table[slots, positions // BLOCK_TOKENS]
+        forward = ForwardInput(
+            token_ids=token_ids,
+            positions=positions,
+            kv_slots=blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS,
+            attention=AttentionInput(self.block_table, slots, lengths, columns, chunks=[]),
+        )
+        if not plan.chunks:
+            sampling = SamplingBatch(slots, lengths, None, self._metadata(plan.decodes))
+            return StepBatch(forward, sampling, None, decodes, [])
+        following = self._add_chunks(forward, plan)
+        if all(chunk.prompt_logprobs is None for chunk in plan.chunks):
+            forward.logits_attention = self._logits_attention(forward, plan)
+        return self._with_results(forward, plan, following)
+
+    def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
+        """Return the sampling input of a decode-only plan whose pass was replayed from a CUDA graph.
+
+        `slots` and `positions` (of the sampled tokens) are on the device already.
+        """
+        self._lengths_host[plan.decodes] += 1
+        return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))
+
+    def prompt_batch(self, plan: StepPlan) -> SamplingBatch:
+        """Return the sampling input of a plan without decodes in which every chunk ends its prompt."""
+        slots, positions, logit_rows = [], [], []
+        for index, chunk in enumerate(plan.chunks):
+            slots.extend(chunk.sample_slots)
+            positions.extend([chunk.start + len(chunk.token_ids)] * len(chunk.sample_slots))
+            logit_rows.extend([index] * len(chunk.sample_slots))
+        self._lengths_host[slots] = positions
+        shared = self._upload(np.array(logit_rows, dtype=np.int64)) if len(slots) > len(plan.chunks) else None
+        on_device = self._upload(np.array(positions, dtype=np.int64))
+        return SamplingBatch(self._slots(slots), on_device, shared, self._metadata(slots))
+
+    def chunk_inputs(self, chunk: Chunk) -> np.ndarray:
+        """Return token ids, positions and KV slot indices of a chunk: `[3, tokens]` int64, on the host."""
+        positions = np.arange(chunk.start, chunk.start + len(chunk.token_ids), dtype=np.int64)
+        blocks = self._blocks_host[chunk.slot, positions // BLOCK_TOKENS]
+        kv_slots = blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        return np.stack((np.array(chunk.token_ids, dtype=np.int64), positions, kv_slots))
+
+    def _metadata(self, slots: list[int]) -> SamplingMetadata:
+        # A slot's length after the step is the position of the token that the step samples.
+        return self.sampling.metadata(slots, self._lengths_host)
+
+    def _add_chunks(self, forward: ForwardInput, plan: StepPlan) -> torch.Tensor:
+        """Append the plan's chunks and padding to the pass, in one transfer.
+
+        Returns the token that follows each appended token in its prompt: `[tokens of chunks and padding]`
+        int64, 0 where there is none.
+        """
+        first, columns = len(plan.decodes), []
+        for chunk in plan.chunks:
+            inputs = self.chunk_inputs(chunk)
+            following = np.append(inputs[0, 1:], chunk.next_token or 0)
+            columns.append(np.concatenate((inputs, following[np.newaxis])))
+            count = len(chunk.token_ids)
+            forward.attention.chunks.append(ChunkSpan(first, count, chunk.start, chunk.slot))
+            first += count
+        if self._padding is not None:
+            padding = np.zeros((4, size_for(first, self._padding.tokens) - first), dtype=np.int64)
+            padding[2] = -1
+            columns.append(padding)
+        staged = self._upload(np.concatenate(columns, axis=1))
+        forward.token_ids = torch.cat((forward.token_ids, staged[0]))
+        forward.positions = torch.cat((forward.positions, staged[1]))
+        forward.kv_slots = torch.cat((forward.kv_slots, staged[2]))
+        return staged[3]
+
+    def _logits_attention(self, forward: ForwardInput, plan: StepPlan) -> AttentionInput:
+        """Return `ForwardInput.logits_attention`: the decodes' tokens, each chunk's last token, then
+        padding."""
+        decodes = forward.attention
+        last = [(span.slot, span.end, span.last) for span in decodes.chunks]
+        longest = max(length for _, length, _ in last)
+        count = len(plan.decodes) + len(last)
+        padded = count if self._padding is None else size_for(count, self._padding.results)
+        last += [(0, 0, 0)] * (padded - count)
+        slots, lens, queries = self._upload(np.array(last, dtype=np.int64).T.copy())
+        return AttentionInput(
+            decodes.block_table,
+            torch.cat((decodes.slots, slots)),
+            torch.cat((decodes.lens, lens)),
+            max(decodes.columns, -(-longest // BLOCK_TOKENS)),
+            chunks=[],
+            queries=torch.cat((self._iota[: len(plan.decodes)], queries)),
+        )
+
+    def _with_results(self, forward: ForwardInput, plan: StepPlan, following: torch.Tensor) -> StepBatch:
+        """Choose the rows of the pass's result that sampling and prompt logprobs need."""
+        decodes, spans = len(plan.decodes), forward.attention.chunks
+        slots, results = list(plan.decodes), list(range(decodes))
+        positions: list[int] = []
+        for chunk, span, result in zip(plan.chunks, spans, chunk_results(forward), strict=True):
+            slots.extend(chunk.sample_slots)
+            results.extend([result] * len(chunk.sample_slots))
+            positions.extend([span.end] * len(chunk.sample_slots))
+        indices, logit_rows, prompts = None, results, list[PromptSlice]()
+        if forward.logits_attention is None:
+            wanted = list(dict.fromkeys(results))
+            logit_row_of = {result: row for row, result in enumerate(wanted)}
+            logit_rows = [logit_row_of[result] for result in results]
+            sampled = len(wanted)
+            for chunk, span in zip(plan.chunks, spans, strict=True):
+                if chunk.prompt_logprobs is None:
+                    continue
+                count = span.count if chunk.next_token is not None else span.count - 1
+                targets = following[span.first - decodes : span.first - decodes + count]
+                prompts.append(PromptSlice(chunk.slot, len(wanted), targets, chunk.prompt_logprobs))
+                wanted.extend(range(span.first, span.first + count))
+            indices = self._upload(np.array(wanted, dtype=np.int64))
+        else:
+            # Logits of the padding are computed too, because kernels for the padded size are loaded. If no
+            # slot samples, no logits are computed.
+            sampled = len(forward.logits_attention.slots) if slots else 0
+        on_device = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
+        one_each = logit_rows == list(range(len(logit_rows)))
+        shared = None if one_each else self._upload(np.array(logit_rows, dtype=np.int64))
+        sampling = SamplingBatch(self._slots(slots), on_device, shared, self._metadata(slots))
+        return StepBatch(forward, sampling, indices, sampled, prompts)
+
+    def advance(self, batch: SamplingBatch, token_ids: torch.Tensor) -> None:
+        """Make the sampled `token_ids` [sampling slots] int64 the slots' next input.
+
+        BAD_TOKEN becomes token 0, because the next step is launched before the host learns that the sequence
+        failed.
+        """
+        token_ids = token_ids.clamp(min=0)
+        self.lengths[batch.slots] = batch.positions
+        self.last_tokens[batch.slots] = token_ids
+        self.sampling.note(batch.metadata, token_ids)
+
+    # ── transfers ────────────────────────────────────────────────────────────────────────────────
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return upload(array, self.device)
+
+    def _slots(self, slots: list[int]) -> torch.Tensor:
+        """Return `slots` on the device, without a transfer while they stay the same."""
+        if self._slots_cache[0] != slots:
+            self._slots_cache = (list(slots), self._upload(np.array(slots, dtype=np.int64)))
+        return self._slots_cache[1]
+
+
+def chunk_results(forward: ForwardInput) -> list[int]:
+    """Return, for each chunk of a pass, which row of the pass's result belongs to the chunk's last token."""
+    decodes, spans = len(forward.attention.slots), forward.attention.chunks
+    if forward.logits_attention is not None:
+        return list(range(decodes, decodes + len(spans)))
+    return [span.last for span in spans]

@@ -1,0 +1,187 @@
+"""The loop of rank 0: read messages, run a step, send outputs to the fronts, report to the core."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from engine.core import EngineCore, StepResult, StepTiming
+from engine.logs import log_state
+from engine.messages import (
+    Attach,
+    Cancel,
+    CancelRequest,
+    DataInbound,
+    LongStep,
+    RankInbound,
+    Report,
+    StepFrame,
+    Stop,
+    Submit,
+)
+from engine.plan import StepPlan
+from engine.step_forecast import StepForecast
+from engine.wire import Channel
+
+HEARTBEAT_S = 0.5
+"""Interval of reports while no step runs."""
+REPORT_S = 0.1
+"""Maximum interval of reports while steps run: inference gateways treat cache statistics older than 200 ms as
+a sign of saturation."""
+
+
+class LeaderLoop:
+    """The loop of rank 0, on the channels to the core and to the fronts."""
+
+    def __init__(self, engine: EngineCore, control: Channel[RankInbound], forecast: StepForecast) -> None:
+        self._engine = engine
+        engine.before_wait = self._announce
+        self._forecast = forecast
+        self._scheduler = engine.scheduler
+        self._control = control
+        self._fronts: dict[str, Channel[DataInbound]] = {}
+        self._fronts_gone: list[str] = []
+        self._selector = selectors.DefaultSelector()
+        self._register(control, self._read_control)
+        self._stopping = False
+        self._reported_at = 0.0
+        self._decode_steps, self._mixed_steps = _StepMeans(), _StepMeans()
+
+    def run(self) -> None:
+        """Serve until the core sends Stop or closes its channel."""
+        while not (self._stopping or self._control.closed):
+            self._read_messages()
+            if self._engine.has_work:
+                self._emit(self._engine.step())
+            elif time.monotonic() - self._reported_at >= HEARTBEAT_S:
+                self._report(None)
+
+    def _read_messages(self) -> None:
+        """Read messages of the core and the fronts, and flush backlogs. Wait for a message if there is no
+        work."""
+        # Closed channels are removed first: the descriptor number of a closed one may be reused by the next
+        # Attach.
+        for front in [name for name, channel in self._fronts.items() if channel.closed]:
+            self._drop_front(front)
+        self._select_backlogs()
+        timeout = 0.0
+        if not self._engine.has_work:
+            timeout = max(0.0, self._reported_at + HEARTBEAT_S - time.monotonic())
+        for key, events in self._selector.select(timeout):
+            channel, read = key.data
+            if events & selectors.EVENT_WRITE:
+                channel.flush()
+            if events & selectors.EVENT_READ:
+                read()
+
+    def _register(self, channel: Channel[Any], read: Callable[[], None]) -> None:
+        """Have `read` called when a channel has messages."""
+        self._selector.register(channel, selectors.EVENT_READ, (channel, read))
+
+    def _select_backlogs(self) -> None:
+        """Select for writing exactly those channels that have a backlog."""
+        for key in list(self._selector.get_map().values()):
+            channel, _ = key.data
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.backlog_bytes else 0)
+            if events != key.events:
+                self._selector.modify(channel, events, key.data)
+
+    def _read_control(self) -> None:
+        for message in self._control.read():
+            match message:
+                case Attach(front):
+                    channel: Channel[DataInbound] = Channel(
+                        socket.socket(fileno=self._control.take_fd()), DataInbound
+                    )
+                    self._fronts[front] = channel
+                    self._register(channel, partial(self._read_front, front))
+                case CancelRequest(request_id):
+                    self._scheduler.cancel_request(request_id)
+                case Stop():
+                    self._stopping = True
+
+    def _read_front(self, front: str) -> None:
+        channel = self._fronts[front]
+        for message in channel.read():
+            match message:
+                case Submit():
+                    self._scheduler.add(front, message)
+                case Cancel(handle, sample):
+                    self._scheduler.cancel(front, handle, sample)
+        if channel.closed:
+            self._drop_front(front)
+
+    def _drop_front(self, front: str) -> None:
+        """Remove a front whose channel is closed: the front exited, sent an invalid frame, or left too much
+        unread."""
+        self._selector.unregister(self._fronts.pop(front))
+        self._scheduler.cancel_origin(front)
+        self._fronts_gone.append(front)
+        if not self._engine.has_work:
+            self._report(None)
+
+    def _emit(self, result: StepResult) -> None:
+        for front, outputs in result.outputs.items():
+            channel = self._fronts.get(str(front))
+            if channel is not None:
+                channel.send(StepFrame(result.step, outputs))
+        if result.timing is not None:
+            steps = self._mixed_steps if result.timing.mixed else self._decode_steps
+            steps.add(result.timing)
+            self._forecast.learn(result.timing.plan, result.timing.ms / 1e3)
+        news = result.finished or result.credits_changed or self._fronts_gone
+        if news or time.monotonic() - self._reported_at >= REPORT_S:
+            self._report(result)
+
+    def _announce(self, plan: StepPlan) -> None:
+        """Announce a step that takes longer than a heartbeat, so that the core does not take this replica for
+        dead."""
+        expected_s = self._forecast.predict_s(plan)
+        if expected_s > HEARTBEAT_S:
+            self._control.send(LongStep(expected_s))
+
+    def _report(self, result: StepResult | None) -> None:
+        decode_steps, step_ms, idle_us = self._decode_steps.take()
+        mixed_steps, mixed_step_ms, mixed_idle_us = self._mixed_steps.take()
+        self._control.send(
+            Report(
+                **msgspec.structs.asdict(self._engine.gauges()),
+                finished=result.finished if result else [],
+                fronts_gone=self._fronts_gone,
+                decode_steps=decode_steps,
+                step_ms=step_ms,
+                idle_us=idle_us,
+                mixed_steps=mixed_steps,
+                mixed_step_ms=mixed_step_ms,
+                mixed_idle_us=mixed_idle_us,
+                log_dropped_lines=log_state().dropped_lines,
+            )
+        )
+        self._fronts_gone = []
+        self._reported_at = time.monotonic()
+
+
+class _StepMeans:
+    """The mean timing of steps of one kind since the last report."""
+
+    def __init__(self) -> None:
+        self._count, self._ms, self._idle_us = 0, 0.0, 0.0
+
+    def add(self, timing: StepTiming) -> None:
+        self._count += 1
+        self._ms += timing.ms
+        self._idle_us += timing.idle_us
+
+    def take(self) -> tuple[int, float, float]:
+        """Return and reset the number of steps, their mean duration in ms, and the mean idle time before them
+        in µs."""
+        count = max(1, self._count)
+        means = self._count, self._ms / count, self._idle_us / count
+        self._count, self._ms, self._idle_us = 0, 0.0, 0.0
+        return means

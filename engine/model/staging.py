@@ -1,0 +1,98 @@
+"""Staging buffers: host memory for weights on their way to a device. For a GPU the memory is page-locked."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import torch
+
+from engine.model.weight_file import PAGE
+
+
+class StagingBuffer:
+    """Host memory for one block of weights, and, for a GPU, device memory of the same size for
+    conversions."""
+
+    def __init__(self, host: torch.Tensor, copy_stream: torch.cuda.Stream | None) -> None:
+        self.bytes = host.numpy().data
+        self.host = host
+        self._copy_stream = copy_stream
+        self._locked = False
+        self._device_buffer: torch.Tensor | None = None
+        if copy_stream is not None:
+            self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
+
+    def wait(self) -> None:
+        """Wait until the host bytes may be overwritten."""
+        if self._copy_stream is not None:
+            self._copied.synchronize()
+
+    def copy(self, numbers: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy `numbers`, a part of `host`, to `target` on the device. Complete when the ring is closed."""
+        if self._copy_stream is None:
+            target.copy_(numbers)
+            return
+        if not self._locked:
+            self._lock()
+        with torch.cuda.stream(self._copy_stream):
+            target.copy_(numbers, non_blocking=True)
+        self._copied.record(self._copy_stream)
+
+    def _lock(self) -> None:
+        """Page-lock the host memory for GPU access. Done late, when reader threads have already faulted its
+        pages in."""
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), len(self.host), 0))
+        self._locked = True
+
+    def on_device(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return a device copy of `numbers` for work on the current stream. Call `mark_used` after that
+        work."""
+        if self._copy_stream is None:
+            # A file may place a tensor at any offset, but some dtypes need aligned memory.
+            return numbers.clone() if numbers.data_ptr() % torch.float32.itemsize else numbers
+        if self._device_buffer is None:
+            self._device_buffer = torch.empty_like(self.host, device=self._copy_stream.device)
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self._copy_stream.device))
+        self._copy_stream.wait_event(self._used)
+        buffer = self._device_buffer[: len(numbers)]
+        self.copy(numbers, buffer)
+        torch.cuda.current_stream(self._copy_stream.device).wait_event(self._copied)
+        return buffer
+
+    def mark_used(self) -> None:
+        """Allow the device copy to be overwritten after the work launched so far on the current stream."""
+        if self._copy_stream is not None:
+            self._used.record(torch.cuda.current_stream(self._copy_stream.device))
+
+    def close(self) -> None:
+        """Unlock the host memory."""
+        if self._locked:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr()))
+            self._locked = False
+
+
+class StagingRing:
+    """Staging buffers in one mapping of huge pages. These are page-locked in a fifth of the time that torch's
+    `pin_memory` takes, and can be released."""
+
+    def __init__(self, count: int, buffer_bytes: int, device: torch.device) -> None:
+        buffer_bytes = -(-buffer_bytes // PAGE) * PAGE
+        pages = mmap.mmap(-1, count * buffer_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # kernels may be built without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        host = torch.frombuffer(pages, dtype=torch.uint8)
+        self._device = device
+        copy_stream = None
+        if device.type == "cuda":
+            copy_stream = torch.cuda.Stream(device)
+            # Work launched before may still use the memory of the parameters that are filled.
+            copy_stream.wait_stream(torch.cuda.current_stream(device))
+        self.buffers = [StagingBuffer(part, copy_stream) for part in host.split(buffer_bytes)]
+
+    def close(self) -> None:
+        """Wait for all copies and conversions, and unlock the memory."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for buffer in self.buffers:
+            buffer.close()

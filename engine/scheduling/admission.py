@@ -1,0 +1,173 @@
+"""Admission: waiting sequences get slots and blocks, and their prefill begins."""
+
+from __future__ import annotations
+
+from engine.messages import BLOCK_TOKENS
+from engine.plan import StepPlan
+from engine.scheduling.accounting import Totals
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.prefills import PrefillScheduler
+from engine.scheduling.running import RunningSequences
+from engine.scheduling.sequence import Order, Sequence, setup_numbers, setup_of
+from engine.scheduling.step import ScheduledStep
+from engine.scheduling.waiting import WaitingQueue
+
+MAX_SETUP_NUMBERS = 1 << 20
+"""Maximum size of the setups of one step, counted in token ids, unless a single sequence needs more. The plan
+carries the setups to the other ranks, and the device waits for the plan: at 5 bytes per number this is 5
+MiB."""
+
+
+class Admission:
+    """Starts waiting sequences.
+
+    A sequence takes all blocks of its prefill on admission, so only decodes can run out of blocks. As many
+    samples of a submission as fit start together: one, the leader, computes the prompt; its forks only take
+    slots and share the leader's blocks when the prefill ends. The remaining samples wait as sequences of
+    their own, and find the prompt in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        running: RunningSequences,
+        tables: BlockTables,
+        pool: BlockPool,
+        prefills: PrefillScheduler,
+        preemption: Preemption,
+        totals: Totals,
+        watermark: int,
+    ) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._tables = tables
+        self._pool = pool
+        self._prefills = prefills
+        self._preemption = preemption
+        self._totals = totals
+        self._watermark = watermark
+        self._setup_numbers = 0
+        """Size of the setups of the step that is being planned."""
+        self._started: list[Sequence] = []
+        """Sequences admitted for the first time in the step that is being planned."""
+        self._blocked: tuple[Sequence, int] | None = None
+        """The sequence that did not fit last, and the value of `BlockPool.gains` from which it may fit."""
+
+    def begin_step(self) -> None:
+        self._setup_numbers = 0
+
+    def admit(self, step: ScheduledStep, budget: int, before: Order | None = None) -> int:
+        """Start waiting sequences, in order, until one does not fit. Returns the number of tokens scheduled.
+
+        With `before`, start only urgent sequences whose order is less than `before`.
+        """
+        given = budget
+        while budget and self._running.free_slots:
+            sequence = self._waiting.peek()
+            # A preempted sequence cannot be recomputed before the tokens of its steps in flight are known.
+            if sequence is None or sequence.in_flight or not self._may_fit(sequence):
+                break
+            if before is not None and not (sequence.submission.submit.urgent and sequence.order < before):
+                break
+            if self._prefills.postpones(sequence) or not self._setup_fits(sequence):
+                break
+            hits = self._take_blocks(sequence)
+            if hits is None:
+                break
+            for member in (sequence, *sequence.forks):
+                self._start(member, hits * BLOCK_TOKENS)
+            step.plan.setups.append(setup_of(sequence))
+            self._setup_numbers += setup_numbers(sequence)
+            self._running.prefilling[sequence.slot] = sequence
+            budget -= self._prefills.schedule_chunk(step, sequence, budget)
+        return given - budget
+
+    def preempt_for_real_time(self) -> None:
+        """Preempt background sequences for waiting real-time ones that lack slots, or whose first one lacks
+        blocks."""
+        head = self._waiting.peek()
+        if head is None or head.in_flight:
+            return
+        slots = self._waiting.real_time - len(self._running.free_slots)
+        _, needed, available = self._demand(head)
+        if slots > 0 or needed > available:
+            self._preemption.preempt_background(slots, needed - available)
+
+    def note_batch_size(self, plan: StepPlan) -> None:
+        """Record the number of sequences in this step for those that started with it."""
+        if not self._started:
+            return
+        size = len(plan.decodes) + sum(max(1, len(chunk.sample_slots)) for chunk in plan.chunks)
+        for sequence in self._started:
+            sequence.batch_size = size
+            if not sequence.submission.batch_size:
+                sequence.submission.batch_size = size
+        self._started.clear()
+
+    def _may_fit(self, sequence: Sequence) -> bool:
+        """Return False if the sequence was found not to fit and too few blocks were freed or cached since."""
+        if self._blocked is None or not len(self._running):
+            return True
+        blocked, gains = self._blocked
+        return blocked is not sequence or self._pool.gains >= gains
+
+    def _setup_fits(self, sequence: Sequence) -> bool:
+        """Return whether the step's plan can carry the sequence's setup. The first setup always fits."""
+        planned = self._setup_numbers
+        return not planned or planned + setup_numbers(sequence) <= MAX_SETUP_NUMBERS
+
+    def _demand(self, sequence: Sequence) -> tuple[list[int], int, int]:
+        """Return the result of `BlockTables.find`, with only the blocks above the watermark as available."""
+        hits, needed, available = self._tables.find(sequence)
+        # Without running sequences no reserve is needed: every validated sequence fits into the whole pool.
+        return hits, needed, available - (self._watermark if len(self._running) else 0)
+
+    def _take_blocks(self, sequence: Sequence) -> int | None:
+        """Take the blocks of a prefill, cached or new, and attach as many forks as fit.
+
+        Returns the number of cached blocks, or None, taking nothing, if the sequence does not fit.
+        """
+        hits, needed, available = self._demand(sequence)
+        if needed > available:
+            self._blocked = (sequence, self._pool.gains + needed - available)
+            return None
+        self._blocked = None
+        # Each fork soon needs one block of its own, for its next token or its copy of the partly filled last
+        # block.
+        sequence.forks = self._choose_forks(sequence, available - needed)
+        for fork in sequence.forks:
+            fork.leader = sequence
+        self._tables.take(sequence, hits, needed)
+        return len(hits)
+
+    def _choose_forks(self, sequence: Sequence, limit: int) -> list[Sequence]:
+        """Return up to `limit` waiting samples of the same submission that have never started, as slots
+        allow."""
+        limit = min(limit, len(self._running.free_slots) - 1)
+        forks: list[Sequence] = []
+        if sequence.started or limit <= 0:
+            return forks
+        for other in sequence.submission.sequences:
+            if other is not sequence and other.entry is not None and not other.started:
+                forks.append(other)
+                if len(forks) == limit:
+                    break
+        return forks
+
+    def _start(self, sequence: Sequence, cached: int) -> None:
+        """Move a sequence from the waiting queue into a slot."""
+        self._waiting.remove(sequence)
+        self._running.assign_slot(sequence)
+        submission = sequence.submission
+        prompt = len(submission.submit.prompt_token_ids)
+        if not sequence.started:
+            sequence.started = True
+            sequence.cached_tokens = min(cached, prompt)
+            self._started.append(sequence)
+        if not submission.started:
+            submission.started = True
+            submission.cached_tokens = sequence.cached_tokens
+            self._totals.prompt_tokens += prompt
+            self._totals.cached_tokens += sequence.cached_tokens

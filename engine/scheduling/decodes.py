@@ -1,0 +1,59 @@
+"""Decodes of a step: each decoding sequence gets one token, and a block where it needs one."""
+
+from __future__ import annotations
+
+from engine.plan import StepPlan
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.preemption import Preemption
+from engine.scheduling.running import RunningSequences, service_order
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.step import ScheduledStep
+
+
+class DecodeScheduler:
+    """Adds decodes to a step."""
+
+    def __init__(self, running: RunningSequences, tables: BlockTables, preemption: Preemption) -> None:
+        self._running = running
+        self._tables = tables
+        self._preemption = preemption
+
+    def schedule(self, step: ScheduledStep) -> bool:
+        """Add a decode for every decoding sequence. Returns whether a sequence had to be preempted for
+        blocks."""
+        preempted = False
+        decoding = self._running.decoding
+        due = [sequence for sequence in decoding.values() if sequence.position == sequence.next_allocation]
+        if due:
+            preempted = self._allocate(step.plan, due)
+        for sequence in decoding.values():
+            sequence.position += 1
+            sequence.in_flight += 1
+        step.plan.decodes.extend(decoding)
+        step.sampling.extend(decoding.values())
+        return preempted
+
+    def _allocate(self, plan: StepPlan, due: list[Sequence]) -> bool:
+        """Make the next position of the sequences in `due` writable; remove those whose last token is
+        launched.
+
+        Returns whether a sequence was preempted.
+        """
+        needy = []
+        for sequence in due:
+            if sequence.position >= sequence.limit - 1:
+                del self._running.decoding[sequence.slot]
+            else:
+                needy.append(sequence)
+        if not needy:
+            return False
+        needy.sort(key=service_order)
+        # Sequences are served in order and preempted in reverse order, so a victim has received no block in
+        # this plan.
+        victims: list[Sequence] | None = None
+        for sequence in needy:
+            while sequence.slot >= 0 and not self._tables.make_writable(plan, sequence):
+                if victims is None:
+                    victims = self._running.scheduled()
+                self._preemption.preempt(victims.pop())
+        return victims is not None

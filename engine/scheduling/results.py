@@ -1,0 +1,159 @@
+"""Results of executed steps: tokens become outputs, and sequences end."""
+
+from __future__ import annotations
+
+from engine.messages import FinishReason, Output
+from engine.plan import BAD_TOKEN, StepTokens
+from engine.scheduling.accounting import RequestAccounting
+from engine.scheduling.block_tables import BlockTables
+from engine.scheduling.prefills import set_next_check
+from engine.scheduling.running import RunningSequences
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.step import ScheduledChunk, ScheduledStep
+from engine.scheduling.waiting import WaitingQueue
+
+
+class ResultCollector:
+    """Applies the results of steps to their sequences, and ends sequences."""
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        running: RunningSequences,
+        tables: BlockTables,
+        accounting: RequestAccounting,
+    ) -> None:
+        self._waiting = waiting
+        self._running = running
+        self._tables = tables
+        self._accounting = accounting
+
+    def collect(self, step: ScheduledStep, tokens: StepTokens) -> None:
+        """Apply the results of a step. Steps must be collected in the order in which they were scheduled."""
+        for chunk in step.chunks:
+            self._collect_chunk(chunk, tokens)
+        emit, logprobs = self._accounting.emit, tokens.logprobs
+        generated = 0
+        for index, (sequence, token) in enumerate(zip(step.sampling, tokens.token_ids, strict=True)):
+            sequence.in_flight -= 1
+            if sequence.finish_reason:
+                continue
+            if token == BAD_TOKEN:
+                self._fail_non_finite(sequence, len(sequence.tokens))
+                continue
+            generated += 1
+            sequence.finite = len(sequence.tokens)
+            sequence.tokens.append(token)
+            finish: FinishReason = ""
+            if token in sequence.stops or len(sequence.tokens) >= sequence.next_check:
+                finish = self._check(sequence, token)
+            submission = sequence.submission
+            output = Output(submission.submit.handle, sequence.sample, [token], finish)
+            if logprobs is not None:
+                entry = logprobs[index]
+                output.logprobs = None if entry is None else [entry]
+            if not sequence.announced:
+                _announce(sequence, output)
+            emit(submission.origin, output)
+            if finish:
+                self._release(sequence, finish)
+        self._accounting.totals.generated_tokens += generated
+
+    def end(self, sequence: Sequence, finish: FinishReason, error: str | None = None) -> None:
+        """End a sequence outside of sampling, with a last output that has no token."""
+        submission = sequence.submission
+        output = Output(submission.submit.handle, sequence.sample, [], finish, error=error)
+        if not sequence.announced:
+            _announce(sequence, output)
+        self._accounting.emit(submission.origin, output)
+        self._release(sequence, finish)
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """End sequences of one submission with "cancelled"; sequences that have ended are skipped."""
+        # Forks end before their leader, so that its prefill is not handed from one fork to the next.
+        for sequence in reversed(sequences):
+            if not sequence.finish_reason:
+                self.end(sequence, "cancelled")
+
+    def _collect_chunk(self, chunk: ScheduledChunk, tokens: StepTokens) -> None:
+        sequence = chunk.sequence
+        sequence.in_flight -= 1
+        if sequence.finish_reason:
+            return
+        if chunk.slot in tokens.non_finite:
+            # Forks end before their leader, so that its prefill is not handed from one fork to the next.
+            for member in (*reversed(sequence.forks), sequence):
+                self._fail_non_finite(member, chunk.end)
+            return
+        if sequence.slot >= 0:
+            if not chunk.samples:
+                sequence.finite = chunk.end
+            self._tables.register(sequence, chunk.end)
+        # Results are keyed by the plan's slot. They are valid even if the sequence was preempted since.
+        scores = tokens.prompt_logprobs.get(chunk.slot)
+        if scores is not None and sequence.prompt_logprobs is not None:
+            # The first score belongs to the token at start + 1. Scores of recomputed tokens are already
+            # there.
+            sequence.prompt_logprobs.extend(scores[len(sequence.prompt_logprobs) - chunk.start - 1 :])
+        if not sequence.samples and not sequence.wants_prompt_logprobs:
+            self.end(sequence, "length")
+
+    def _check(self, sequence: Sequence, token: int) -> FinishReason:
+        """Handle a token that may end the sequence or fill a block. Returns the finish reason."""
+        if sequence.slot >= 0:
+            # The newest token is sampled but not yet fed, so its keys and values are not in the cache.
+            self._tables.register(sequence, len(sequence.tokens) - 1)
+            set_next_check(sequence)
+        # The sampler suppresses stop tokens before min_tokens; a custom runner may not.
+        if token in sequence.stops and (
+            sequence.output_tokens > sequence.submission.submit.sampling.min_tokens
+        ):
+            return "stop"
+        return "length" if len(sequence.tokens) >= sequence.limit else ""
+
+    def _fail_non_finite(self, sequence: Sequence, position: int) -> None:
+        """End a sequence that computed NaN or infinity at `position`, and remove its blocks from the prefix
+        cache."""
+        self._tables.mark_non_finite(sequence)
+        self.end(
+            sequence,
+            "error",
+            f"the model computed NaN or infinity at position {position}, so no token can be sampled (a "
+            "damaged checkpoint, a dtype with too small a range, or logit_bias, allowed_token_ids "
+            "and bad_words that together ban every token)",
+        )
+
+    def _release(self, sequence: Sequence, finish: FinishReason) -> None:
+        """Set a sequence's finish reason and return its slot and blocks."""
+        sequence.finish_reason = finish
+        if sequence.entry is not None:
+            self._waiting.remove(sequence)
+        if sequence.leader is not None:
+            sequence.leader.forks.remove(sequence)
+            sequence.leader = None
+        if sequence.forks:
+            self._promote_fork(sequence)
+        if sequence.slot >= 0:
+            self._running.release_slot(sequence)
+            self._tables.release(sequence)
+        self._accounting.end_sample(sequence)
+
+    def _promote_fork(self, leader: Sequence) -> None:
+        """Hand the prefill of a leader that ends early to its first fork, which becomes the leader of the
+        others."""
+        successor, *rest = leader.forks
+        successor.leader, successor.forks = None, rest
+        for fork in rest:
+            fork.leader = successor
+        successor.table, leader.table = leader.table, []
+        successor.position, successor.chain, successor.finite = leader.position, leader.chain, leader.finite
+        self._running.prefilling[successor.slot] = successor
+        leader.forks = []
+
+
+def _announce(sequence: Sequence, output: Output) -> None:
+    """Fill the fields that only a sample's first output carries."""
+    sequence.announced = True
+    output.cached_tokens = sequence.cached_tokens
+    if sequence.prompt_logprobs is not None and not sequence.wants_prompt_logprobs:
+        output.prompt_logprobs = sequence.prompt_logprobs

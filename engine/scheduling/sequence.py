@@ -1,0 +1,213 @@
+"""Submissions and their sequences: the scheduler's state of a request, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from engine.messages import (
+    BLOCK_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    Finished,
+    FinishReason,
+    Submit,
+    TokenLogprob,
+)
+from engine.plan import SlotSetup
+from engine.scheduling.block_pool import PrefixChain
+
+CLASSES = 4
+"""`Submit.priority` is 0 to 3."""
+REAL_TIME, BACKGROUND = 0, CLASSES - 1
+"""Waiting real-time sequences preempt running background sequences."""
+
+_NEVER = 1 << 62
+
+Order = tuple[int, bool, int, int]
+QueueEntry = tuple[Order, int, "Sequence"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The tokens of one sample, and the progress of their computation.
+
+    A sequence is *waiting* (it has no slot), *running* (it has a slot and, unless it is a fork whose leader
+    is still in prefill, blocks) or *ended* (`finish_reason` is set). Positions count from 0. While steps are
+    in flight, `position` is ahead of the known tokens.
+    """
+
+    submission: Submission
+    sample: int
+    tokens: list[int]
+    """Prompt and known output tokens."""
+    limit: int
+    """Length (prompt and output) at which the sequence ends."""
+    stops: frozenset[int]
+    chain: PrefixChain
+    prompt_logprobs: list[TokenLogprob | None] | None
+    """Grows from [None] to one entry per prompt token; None if not requested."""
+
+    slot: int = -1
+    """The sequence's slot in the device tables; -1 while it has none."""
+    table: list[int] = field(default_factory=list)
+    """The block table: ids of KV blocks."""
+    sent_blocks: int = 0
+    """Number of `table` entries that the device's block table already has."""
+    position: int = 0
+    """The next position to compute: number of tokens whose keys and values the launched steps write."""
+    next_allocation: int = _NEVER
+    """Position at which a decode needs a block (the last one is full or shared) or has launched its last
+    token."""
+    next_check: int = _NEVER
+    """Length at which a new token fills a block or reaches `limit`."""
+    registered: int = 0
+    """Number of leading blocks of `table` that were offered to the prefix cache."""
+    finite: int = 0
+    """Number of leading positions whose keys and values are known to be finite. A non-finite value makes
+    every later value of the sequence non-finite, so one finite value proves all earlier ones."""
+    in_flight: int = 0
+    """Number of launched chunks and samplings whose results are not collected yet."""
+    forks: list[Sequence] = field(default_factory=list)
+    """Other samples of the submission that will sample from the end of this sequence's prefill."""
+    leader: Sequence | None = None
+    """The sequence in whose `forks` this one is."""
+    entry: QueueEntry | None = None
+    """The sequence's entry in the waiting queue."""
+
+    started: bool = False
+    """Whether the sequence was ever admitted: `cached_tokens` and `batch_size` are then final."""
+    announced: bool = False
+    """Whether the sequence's first output was sent."""
+    cached_tokens: int = 0
+    batch_size: int = 0
+    finish_reason: FinishReason = ""
+
+    @property
+    def order(self) -> Order:
+        """The sort key of service: class, urgent first, arrival, sample. The largest key is preempted
+        first."""
+        submit = self.submission.submit
+        return (submit.priority, not submit.urgent, self.submission.arrival, self.sample)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) - len(self.submission.submit.prompt_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        prompt = self.submission.submit.prompt_token_ids
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(prompt)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sequence generates tokens. It does not when only its prompt is scored."""
+        return self.limit > len(self.tokens)
+
+    @property
+    def prefill_end(self) -> int:
+        """Number of tokens to compute before the sequence decodes. Valid only while no step of it is in
+        flight."""
+        return len(self.tokens) if self.samples else len(self.submission.submit.prompt_token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """The samples of one `Submit`, and the counts that are reported when they have ended."""
+
+    origin: Hashable
+    """The channel from which the submission came."""
+    submit: Submit
+    arrival: int
+    sequences: list[Sequence] = field(default_factory=list)
+    unfinished: int = 0
+    """Number of sequences that have not ended."""
+    started: bool = False
+    cached_tokens: int = 0
+    batch_size: int = 0
+    preemptions: int = 0
+    credited_tokens: int = 0
+    """How many of `submit.credit_tokens` were granted back."""
+
+    def final_counts(self) -> Finished:
+        """Return the counts to report; every sequence must have ended."""
+        submit = self.submit
+        known = len(submit.output_token_ids)
+        return Finished(
+            request_id=submit.request_id,
+            index=submit.index,
+            first_sample=submit.first_sample,
+            prompt_tokens=len(submit.prompt_token_ids),
+            cached_tokens=self.cached_tokens,
+            generated_tokens=sum(sequence.output_tokens - known for sequence in self.sequences),
+            preemptions=self.preemptions,
+            batch_size=self.batch_size,
+            finish_reason=[sequence.finish_reason for sequence in self.sequences] or ["error"],
+            credit_tokens=submit.credit_tokens,
+        )
+
+
+def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len: int) -> Submission:
+    """Return a submission whose sequences all wait. `submit` must have passed `validation.refusal`."""
+    submission = Submission(origin, submit, arrival)
+    sampling = submit.sampling
+    stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
+    chain = PrefixChain(submit.cache_salt)
+    for sample in range(submit.first_sample, submit.first_sample + submit.n):
+        scores_prompt = sampling.prompt_logprobs is not None and sample == submit.first_sample
+        submission.sequences.append(
+            Sequence(
+                submission=submission,
+                sample=sample,
+                tokens=submit.prompt_token_ids + submit.output_token_ids,
+                limit=length_limit(submit, max_model_len),
+                stops=stops,
+                chain=chain.fork(),
+                prompt_logprobs=[None] if scores_prompt else None,
+            )
+        )
+    submission.unfinished = submit.n
+    return submission
+
+
+def length_limit(submit: Submit, max_model_len: int) -> int:
+    """Return the length at which a sequence ends: after `max_tokens`, or at the model's maximum length."""
+    wanted = len(submit.prompt_token_ids) + submit.sampling.max_tokens
+    return max(min(wanted, max_model_len), submit.credit_tokens)
+
+
+def finished_on_arrival(sequence: Sequence) -> FinishReason:
+    """Return the finish reason of a sequence that has nothing to compute, or "" if it has."""
+    sampling = sequence.submission.submit.sampling
+    if sequence.wants_prompt_logprobs:
+        return ""
+    if sequence.output_tokens > sampling.min_tokens and sequence.tokens[-1] in sequence.stops:
+        return "stop"
+    return "" if sequence.samples else "length"
+
+
+def blocks_for(tokens: int) -> int:
+    """Return how many blocks hold the keys and values of `tokens` tokens."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def setup_of(sequence: Sequence) -> SlotSetup:
+    """Return the plan's setup of a sequence and its forks. None of them has sampled yet, so they share it."""
+    submit = sequence.submission.submit
+    prompt_tokens = len(submit.prompt_token_ids)
+    history = sequence.tokens.copy() if submit.sampling.penalised else []
+    recent: list[int] = []
+    if submit.sampling.bad_words:
+        recent = sequence.tokens[max(prompt_tokens, len(sequence.tokens) - MAX_BAD_WORD_TOKENS + 1) :]
+    forks = [(fork.slot, fork.sample) for fork in sequence.forks]
+    return SlotSetup(sequence.slot, submit.sampling, sequence.sample, prompt_tokens, history, forks, recent)
+
+
+def setup_numbers(sequence: Sequence) -> int:
+    """Return the size of a sequence's setup in a plan, counted in token ids."""
+    sampling = sequence.submission.submit.sampling
+    history = len(sequence.tokens) if sampling.penalised else 0
+    # A bias is a token id and a float of 9 bytes, which is as long as three token ids.
+    bias = 3 * len(sampling.logit_bias or ())
+    words = sum(map(len, sampling.bad_words)) + MAX_BAD_WORD_TOKENS * bool(sampling.bad_words)
+    allowed = len(sampling.allowed_tokens) // 5  # bytes; a token id takes about five
+    return history + bias + len(sampling.stop_token_ids) + words + allowed

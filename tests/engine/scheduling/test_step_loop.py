@@ -1,0 +1,95 @@
+"""Tests of the step loop: failures of the runner, overlap, steady decodes, release of sequences."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from engine.plan import StepPlan, StepTokens
+from engine.scheduling.sequence import Sequence, Submission
+from tests.engine.scheduling.simulated_runner import SimulatedRunner, SimulatedStep
+from tests.engine.scheduling.test_scheduler_rules import FRONT, AlwaysStop, SimulatedEngine, both_overlaps
+
+
+def test_an_exception_of_the_runner_propagates() -> None:
+    class Broken(AlwaysStop):
+        def launch(self, plan: StepPlan) -> SimulatedStep:
+            raise RuntimeError("device lost")
+
+    engine = SimulatedEngine(runner=Broken())
+    engine.submit(5)
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.core.step()
+
+
+def test_with_overlap_the_next_step_is_launched_before_tokens_are_read() -> None:
+    reads: list[tuple[int, int]] = []
+
+    class Watched(SimulatedRunner):
+        def launch(self, plan: StepPlan) -> SimulatedStep:
+            step = super().launch(plan)
+            launched = self
+
+            class Read(SimulatedStep):
+                def wait(self) -> StepTokens:
+                    reads.append((plan.step, len(launched.plans)))
+                    return super().wait()
+
+            return Read(step.tokens)
+
+    engine = SimulatedEngine(runner=Watched(4, 64))
+    engine.submit(5, max_tokens=4)
+    engine.drain()
+    assert reads == [(1, 2), (2, 3), (3, 4), (4, 4)]
+
+
+def test_the_plan_of_a_steady_decode_step_has_only_slots() -> None:
+    engine = SimulatedEngine()
+    for _ in range(3):
+        engine.submit(5, max_tokens=30)
+    engine.step()
+    plan = engine.step()
+    assert plan is not None
+    assert (plan.setups, plan.blocks, plan.copies, plan.chunks) == ([], [], [], [])
+    assert len(plan.decodes) == 3
+
+
+@both_overlaps
+def test_ended_sequences_are_freed_by_reference_counting(overlap: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        engine = SimulatedEngine(overlap=overlap, max_num_seqs=3, blocks=5)
+        for n in (1, 2, 3):
+            engine.submit(100, n=n, max_tokens=40)
+        engine.scheduler.cancel(FRONT, engine.submit(100, n=2).handle)
+        engine.drain()
+        assert engine.core.gauges().preemptions
+        left = [one for one in gc.get_objects() if type(one) in (Sequence, Submission)]
+        assert not left
+    finally:
+        gc.enable()
+
+
+def test_idle_time_counts_only_if_a_sequence_was_waiting() -> None:
+    """Before a step that only has new sequences, the engine may have been idle for hours."""
+    engine = SimulatedEngine(overlap=False)
+    engine.submit(40, max_tokens=1)
+    assert not engine.waited_for(), "nobody was there before the first step"
+    engine.submit(40, max_tokens=2)
+    assert not engine.waited_for(), "it came after the step before"
+    assert engine.waited_for(), "it decodes"
+    engine.submit(600 - 100, max_tokens=1)
+    assert not engine.waited_for()
+    assert engine.waited_for(), "the rest of its prompt"
+    for _ in range(6):
+        engine.submit(250, max_tokens=1)
+    assert not engine.waited_for()
+    assert engine.waited_for(), "newcomers that the step before had no room for"
+    engine.drain()
+    waiting = [engine.submit(250, max_tokens=1) for _ in range(2)]
+    assert not engine.waited_for()
+    engine.scheduler.cancel(FRONT, waiting[1].handle)
+    engine.submit(40, max_tokens=1)
+    assert not engine.waited_for(), "who was left waiting has gone"

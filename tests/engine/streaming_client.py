@@ -1,0 +1,53 @@
+"""A client that yields the outputs of one submission as an asynchronous iterator, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+
+from engine.client import ReplicaClient
+from engine.messages import Output, Submit
+
+
+class ReplicaLost(Exception):
+    """The replica's channel closed while a submission was running."""
+
+
+class StreamingClient(ReplicaClient):
+    """A `ReplicaClient` with `generate`. Its channel must stay open until every iterator has ended or
+    failed."""
+
+    def __init__(self, sock: socket.socket, on_lost: Callable[[list[int]], None]) -> None:
+        self._queues: dict[int, asyncio.Queue[Output | None]] = {}
+        """The queues of running `generate` calls by handle; None means that the replica is lost."""
+
+        def lost(handles: list[int]) -> None:
+            for queue in self._queues.values():
+                queue.put_nowait(None)
+            on_lost(handles)
+
+        super().__init__(sock, lost)
+
+    async def generate(self, submit: Submit) -> AsyncIterator[Output]:
+        """Yield the outputs of a submission until every sample has ended. Leaving early cancels the
+        submission.
+
+        Raises ReplicaLost if the channel closes first.
+        """
+        if self.closed:
+            raise ReplicaLost(f"the channel was closed before request {submit.request_id} was submitted")
+        queue = self._queues[submit.handle] = asyncio.Queue()
+        left = submit.n
+        try:
+            self.submit(submit, queue.put_nowait)
+            while left:
+                output = await queue.get()
+                if output is None:
+                    raise ReplicaLost(f"the channel closed while request {submit.request_id} was running")
+                left -= bool(output.finish_reason)
+                yield output
+        finally:
+            del self._queues[submit.handle]
+            if left:
+                self.cancel(submit.handle)
