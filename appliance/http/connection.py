@@ -453,10 +453,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._write_timer is None:
             loop = asyncio.get_running_loop()
             self._write_timer = loop.call_later(self.server.write_timeout_s, self.transport.abort)
+        self.server.congested(self)
 
     def resume_writing(self) -> None:
         """The transport takes bytes again."""
         self._writable.set()
+        self.server.relieved(self)
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None

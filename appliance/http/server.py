@@ -17,6 +17,9 @@ from appliance.messages import Limits
 WRITE_TIMEOUT_S = 60.0
 """A peer that takes nothing for this long, while more than the transport's high-water mark waits, is cut
 off."""
+MAX_UNSENT_BYTES = 64 << 20
+"""Answers that clients do not take, of all connections together. Beyond, the connection whose client has kept
+its answer waiting longest is cut off."""
 READ_BYTES = 64 << 10
 """The most that is read from a connection at once, and so the most that is held of a further request."""
 
@@ -49,6 +52,8 @@ class HttpServer:
         self._known = known
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
+        self._congested: dict[Connection, None] = {}
+        """Connections whose transport takes no more bytes, the one that has waited longest first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
@@ -149,8 +154,25 @@ class HttpServer:
     def forget(self, connection: Connection) -> None:
         """Free a closed connection's place."""
         self._connections.discard(connection)
+        self._congested.pop(connection, None)
         if connection.pool is not None:
             connection.pool.remove(connection)
+
+    def congested(self, connection: Connection) -> None:
+        """Bound the memory of answers: the client of this connection does not take its answer."""
+        self._congested[connection] = None
+        unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
+        total = sum(unsent.values())
+        for one, size in unsent.items():
+            if total <= MAX_UNSENT_BYTES or one is connection:
+                return
+            total -= size
+            del self._congested[one]
+            one.abort()
+
+    def relieved(self, connection: Connection) -> None:
+        """The client of the connection has taken its answer."""
+        self._congested.pop(connection, None)
 
     def run(self, exchange: Exchange) -> None:
         """Have the application answer a request."""

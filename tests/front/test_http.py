@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from appliance.http import HttpServer
+from appliance.http.server import MAX_UNSENT_BYTES
 from appliance.messages import Limits
 
 
@@ -78,6 +79,47 @@ def test_a_peer_that_never_takes_its_answer_is_cut_off(tmp_path: Path) -> None:
         await server.stop(0.1)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("uvloop", [False, True])
+def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Path, uvloop: bool) -> None:
+    count = 3 * MAX_UNSENT_BYTES // (8 << 20)
+
+    async def run() -> None:
+        server = HttpServer(APP)
+        await server.listen(listening(tmp_path / "s"))
+        path = str(tmp_path / "s")
+        first = socket.socket(socket.AF_UNIX)
+        first.connect(path)
+        first.sendall(b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
+        others = []
+        async with asyncio.timeout(30):
+            while not server.connections:
+                await asyncio.sleep(0.01)
+            for _ in range(count):
+                sock = socket.socket(socket.AF_UNIX)
+                sock.connect(path)
+                sock.sendall(b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
+                others.append(sock)
+                await asyncio.sleep(0.01)
+            while server.connections > MAX_UNSENT_BYTES // (7 << 20) + 1:
+                await asyncio.sleep(0.01)
+            # Those that came last are still served, and so is a client that takes its answer.
+            answer = await exchange(
+                tmp_path / "s", b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            )
+        assert len(answer) > 8 << 20
+        assert server.connections > 0
+        for sock in (first, *others):
+            sock.close()
+        await server.stop(1.0)
+
+    if uvloop:
+        import uvloop as loops
+
+        loops.run(run())
+    else:
+        asyncio.run(run())
 
 
 def test_a_stop_cuts_off_what_outlives_its_grace(tmp_path: Path) -> None:

@@ -59,15 +59,17 @@ def random_request(draw: random.Random) -> dict[str, Any]:
     return body
 
 
-def ask(running: Service, draw: random.Random, tally: Tally) -> None:
-    """One request to its end, or left in the middle; counts how it went."""
+def ask(running: Service, draw: random.Random, tally: Tally, key: str = "") -> None:
+    """Send one request, with the key if there is one, and read the answer to its end or leave in the middle;
+    count how it went."""
     body = random_request(draw)
     leaves_after = draw.choice([None, None, None, 1, 4]) if body["stream"] else None
     request_id = None
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         with (
             running.http() as http,
-            http.stream("POST", "/v1/completions", json=body, timeout=60) as answer,
+            http.stream("POST", "/v1/completions", json=body, headers=headers, timeout=60) as answer,
         ):
             request_id = answer.headers.get("x-request-id")
             if answer.status_code != 200:

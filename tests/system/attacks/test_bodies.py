@@ -132,3 +132,12 @@ def test_the_framing_of_chunks_is_bounded(bounded: Target, body: bytes) -> None:
         small = json.dumps({"model": "demo", "prompt": "hi"}).encode()
         answer = client.post("/tokenize", content=(small[at : at + 1] for at in range(len(small))))
         assert answer.status_code == 200
+
+
+def test_the_body_of_an_action_is_bounded(bounded: Target) -> None:
+    fields = {"name": "x" * 65_536}
+    answer = exchange(bounded.admin, post("/actions/tenants.create", fields, "Connection: close"))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert exchange(
+        bounded.admin, post("/actions/tenants.create", {"name": "y"}, "Connection: close")
+    ).startswith(b"HTTP/1.1 200 ")

@@ -1,0 +1,346 @@
+"""Measures what floods cost another tenant's short requests: `scripts/soak --attacks`.
+
+Each flood is made by separate processes at nice 19. First as many processes at nice 19 only use the
+processor: the latencies beside them are the flood's baseline. Then the same requests are sent beside the
+flood. Resident memory (RSS from /proc) of the core and the fronts is compared with its size before the flood:
+at its peak, and after a time without attackers. Everything stays on loopback addresses and Unix sockets, and
+ends by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.core.simulated_box import percentile
+from tests.system.attackers import Orders
+from tests.system.attacks.conftest import Target, target
+from tests.system.attacks.wire import post
+from tests.system.usage import PeakMemory, processes_of
+
+ATTACKER = Path(__file__).with_name("attackers.py")
+START_S = 3.0
+"""From the start of attackers until the first request is measured."""
+MAX_BODY_BYTES = 2 << 20
+"""No larger than the service's bound, so that bodies are read."""
+
+
+@dataclass(frozen=True)
+class Flood:
+    """What attackers do, and where."""
+
+    kind: str
+    """Of `attackers.FLOODS`."""
+    socket: str
+    """tcp, unix or metrics."""
+    connections: int
+    """Of each process."""
+    path: str = "/v1/completions"
+    with_key: bool = False
+    """Whether they send a tenant's key. On the Unix socket they are local users without it."""
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        key = " with a key" if self.with_key else ""
+        return f"{self.kind.replace('_', ' ')}{key}, {self.socket}"
+
+
+FLOODS = (
+    Flood("pipelining", "tcp", 65, "/"),
+    Flood("pipelining", "unix", 65, "/v1/models"),
+    Flood("pipelining", "metrics", 20, "/metrics"),
+    Flood("bad_keys", "tcp", 20, "/v1/models"),
+    Flood("bad_keys", "unix", 20, "/v1/models"),
+    Flood("huge_prompts", "tcp", 8, with_key=True),
+    Flood("huge_prompts", "unix", 8, with_key=True),
+    Flood("huge_prompts", "unix", 8, "/tokenize", with_key=True),
+    Flood("huge_bodies", "tcp", 50),
+    Flood("huge_bodies", "tcp", 50, with_key=True),
+    Flood("huge_bodies", "unix", 50, with_key=True),
+    Flood("huge_bodies", "metrics", 20, "/metrics"),
+    Flood("slow_bodies", "tcp", 100, with_key=True),
+    Flood("slow_bodies", "unix", 100, with_key=True),
+    Flood("slow_bodies", "metrics", 40, "/metrics"),
+    Flood("idle_connections", "tcp", 300),
+    Flood("idle_connections", "unix", 300),
+    Flood("idle_connections", "metrics", 50),
+    Flood("slow_streams", "tcp", 8, with_key=True),
+    Flood("slow_streams", "unix", 8, with_key=True),
+    Flood("slow_answers", "tcp", 50, "/tokenize", with_key=True),
+    Flood("slow_answers", "unix", 50, "/tokenize", with_key=True),
+    Flood("slow_answers", "metrics", 40, "/metrics"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long each flood is measured, and what must hold."""
+
+    requests: int = 200
+    """Short requests beside the load, and as many beside the flood."""
+    rate: float = 20.0
+    """Short requests in a second."""
+    processes: int = 2
+    """Attackers of a flood."""
+    idle_s: float = 30.0
+    """From the end of a flood until the memory is compared."""
+    max_ratio: float = 3.0
+    """Of the 99th percentiles beside flood and load."""
+    min_bound_s: float = 0.0
+    """A 99th percentile up to here is accepted, whatever the baseline is."""
+    max_latency_s: float = 1.0
+    max_growth_mb: float = 150.0
+    max_left_mb: float = 30.0
+
+
+@dataclass
+class Row:
+    """The measurements of one flood: milliseconds, and MiB of the process that grew most."""
+
+    flood: str
+    baseline_p50_ms: float
+    baseline_p99_ms: float
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    core_growth_mb: float
+    front_growth_mb: float
+    core_left_mb: float
+    front_left_mb: float
+    attackers: dict[str, Any]
+    """What the attackers did."""
+    failures: list[str] = field(default_factory=list)
+    """What should hold and does not."""
+
+
+@dataclass
+class Latencies:
+    """Of short requests, in seconds from the time at which each was due."""
+
+    seconds: list[float] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    """Answers that were not 200."""
+
+
+# ── attackers ──
+
+
+@contextmanager
+def attackers(orders: Sequence[Orders]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes at nice 19 that carry out the orders; they are ended with the block."""
+    with ExitStack() as stack:
+        started = []
+        for one in orders:
+            process = subprocess.Popen(
+                [sys.executable, "-I", str(ATTACKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                preexec_fn=lambda: os.nice(19),
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(asdict(one)).encode() + b"\n")
+            process.stdin.flush()
+            started.append(process)
+        yield started
+
+
+def reports(processes: Sequence[subprocess.Popen[bytes]]) -> dict[str, Any]:
+    """Wait until the attackers' time is over; what they did, added up. Raises if one ended with an error."""
+    total: Counter[str] = Counter()
+    statuses: Counter[str] = Counter()
+    for process in processes:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        if process.wait():
+            raise RuntimeError(f"an attacker ended with exit code {process.returncode}")
+        report = json.loads(output)
+        statuses.update(report.pop("statuses"))
+        total.update(report)
+    return {**total, "statuses": dict(statuses)}
+
+
+def orders_of(flood: Flood, attacked: Target, seconds: float, key: str) -> Orders:
+    """The orders of one process of the flood."""
+    addresses = {"tcp": attacked.tcp, "unix": attacked.unix, "metrics": attacked.metrics}
+    return Orders(
+        flood.kind,
+        addresses[flood.socket],
+        seconds,
+        flood.connections,
+        flood.path,
+        key if flood.with_key else "",
+        MAX_BODY_BYTES,
+    )
+
+
+# ── the other tenant ──
+
+
+async def ask(path: str, request: bytes, due: float, into: Latencies) -> None:
+    """Send one request on a new connection when it is due, and read the answer to its end."""
+    await asyncio.sleep(due - time.monotonic())
+    status = "no answer"
+    try:
+        async with asyncio.timeout(120):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(request)
+            answer = await reader.read(-1)
+            writer.close()
+            status = answer.split(b" ", 2)[1].decode() if answer else status
+    except OSError as error:
+        status = type(error).__name__
+    into.seconds.append(time.monotonic() - due)
+    if status != "200":
+        into.refused[status] += 1
+
+
+def latencies_of(attacked: Target, requests: int, rate: float) -> Latencies:
+    """Short requests of the tenant at a fixed rate, whether or not earlier ones are answered."""
+    body = {"model": "demo", "prompt": "x = ", "max_tokens": 2, "temperature": 0}
+    request = post("/v1/completions", body, attacked.authorization, "Connection: close")
+    found = Latencies()
+
+    async def measure() -> None:
+        start = time.monotonic()
+        await asyncio.gather(
+            *(ask(str(attacked.unix), request, start + number / rate, found) for number in range(requests))
+        )
+
+    asyncio.run(measure())
+    return found
+
+
+# ── one flood ──
+
+
+def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
+    """Measure the requests beside a load and beside the flood, and the memory that the flood took."""
+    seconds = START_S + plan.requests / plan.rate + 1.0
+    load = Orders("cpu_load", "", seconds, 0)
+    with attackers([load] * plan.processes):
+        time.sleep(START_S)
+        baseline = latencies_of(attacked, plan.requests, plan.rate)
+    everyone = processes_of(attacked.running)
+    memory = PeakMemory({name: one for name, one in everyone.items() if not name.startswith("replica")})
+    memory.start()
+    with attackers([orders_of(flood, attacked, seconds, key)] * plan.processes) as processes:
+        time.sleep(START_S)
+        beside = latencies_of(attacked, plan.requests, plan.rate)
+        done = reports(processes)
+    memory.stop()
+    growth, left = memory.peak_growth_mb(), memory.growth_after_mb(plan.idle_s)
+    row = Row(
+        flood.name,
+        1e3 * statistics.median(baseline.seconds),
+        1e3 * percentile(baseline.seconds, 0.99),
+        1e3 * statistics.median(beside.seconds),
+        1e3 * percentile(beside.seconds, 0.99),
+        1e3 * max(beside.seconds),
+        growth["core"],
+        max(size for name, size in growth.items() if name != "core"),
+        left["core"],
+        max((size for name, size in left.items() if name != "core"), default=0.0),
+        done,
+    )
+    row.failures = failures_of(row, plan)
+    row.failures += [f"{name} has ended" for name, process in everyone.items() if not process.is_running()]
+    if baseline.refused or beside.refused:
+        row.failures.append(f"refused: {dict(baseline.refused + beside.refused)}")
+    return row
+
+
+def failures_of(row: Row, plan: Plan) -> list[str]:
+    """Every bound of the plan that the row exceeds, with both values."""
+    bound_ms = max(plan.max_ratio * row.baseline_p99_ms, 1e3 * plan.min_bound_s)
+    checks = (
+        ("p99 in ms", row.p99_ms, bound_ms),
+        ("slowest in ms", row.max_ms, 1e3 * plan.max_latency_s),
+        ("growth of the core in MB", row.core_growth_mb, plan.max_growth_mb),
+        ("growth of a front in MB", row.front_growth_mb, plan.max_growth_mb),
+        ("memory left in the core in MB", row.core_left_mb, plan.max_left_mb),
+        ("memory left in a front in MB", row.front_left_mb, plan.max_left_mb),
+    )
+    failures = [f"{name}: {value:.0f} > {bound:.0f}" for name, value, bound in checks if value > bound]
+    if not row.attackers["connections"]:
+        failures.append("the attackers had no connection: nothing was measured")
+    return failures
+
+
+HEADINGS = (
+    f"{'flood':40} | {'load p50   p99':14} | {'flood p50   p99   max':21} | core +MB  left | front +MB left "
+    "| bounds exceeded"
+)
+
+
+def line_of(row: Row) -> str:
+    """The row as a line of the table."""
+    verdict = "; ".join(row.failures) or "ok"
+    return (
+        f"{row.flood:40} | {row.baseline_p50_ms:8.0f} {row.baseline_p99_ms:5.0f} | {row.p50_ms:9.0f} "
+        f"{row.p99_ms:5.0f} {row.max_ms:5.0f} | {row.core_growth_mb:8.0f} {row.core_left_mb:5.0f} | "
+        f"{row.front_growth_mb:8.0f} {row.front_left_mb:5.0f} | {verdict}"
+    )
+
+
+@contextmanager
+def attacked_service() -> Iterator[tuple[Target, str]]:
+    """A service with two fronts and all sockets, warm, and the key of the attackers' tenant."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder, target(Path(folder), fronts=2) as attacked:
+        attacked.running.command("tenants", "create", "attacker")
+        made = attacked.running.command("keys", "create", "--name", "attacker", "--tenant", "attacker")
+        latencies_of(attacked, 40, 20.0)
+        yield attacked, made["key"]
+
+
+def run(floods: Sequence[Flood], plan: Plan) -> Iterator[Row]:
+    """Measure one flood after another on one service."""
+    with attacked_service() as (attacked, key):
+        for flood in floods:
+            yield measure(flood, attacked, key, plan)
+
+
+def main() -> int:
+    """Measure floods; exit code 1 where a bound is exceeded."""
+    parser = argparse.ArgumentParser(prog="scripts/soak --attacks", description=main.__doc__)
+    parser.add_argument("--requests", type=int, default=Plan.requests)
+    parser.add_argument("--rate", type=float, default=Plan.rate)
+    parser.add_argument("--processes", type=int, default=Plan.processes, help="attackers of each flood")
+    parser.add_argument("--idle-seconds", type=float, default=Plan.idle_s)
+    parser.add_argument("--only", default="", metavar="TEXT", help="floods whose name contains this")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep the result")
+    options = parser.parse_args()
+    plan = Plan(options.requests, options.rate, options.processes, options.idle_seconds)
+    floods = [flood for flood in FLOODS if options.only in flood.name]
+    if not floods:
+        parser.error(
+            f"--only {options.only}: no such flood; there are {', '.join(one.name for one in FLOODS)}"
+        )
+    print(f"Latencies in ms, memory as growth of RSS in MiB, of the largest process.\n{HEADINGS}", flush=True)
+    rows = []
+    for row in run(floods, plan):
+        rows.append(row)
+        print(line_of(row), flush=True)
+    if options.json is not None:
+        result = {"plan": asdict(plan), "floods": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any(row.failures for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Mixed traffic beside every attack at a low rate: `scripts/soak --mixed --minutes 30`.
+
+Nothing is killed meanwhile, so in the second half no process may use more and more memory, descriptors or
+threads. Afterwards every request that the clients sent has exactly one row in the request log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sqlite3
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.system.attack_soak import FLOODS, attacked_service, attackers, orders_of, reports
+from tests.system.attacks.conftest import Target
+from tests.system.storm import Tally, ask, check_house
+from tests.system.trends import slope_of
+from tests.system.usage import Usage, processes_of, usage_of
+
+CLIENT = "clients"
+"""The tenant whose requests are accounted for."""
+ATTACK_PAUSE_S = 3.0
+ATTACK_CONNECTIONS = 2
+MAX_RSS_GROWTH_MB = 0.1
+"""A minute."""
+
+
+@dataclass
+class Samples:
+    """What each process used at each time."""
+
+    times_s: list[float] = field(default_factory=list)
+    usage: dict[str, list[Usage]] = field(default_factory=dict)
+
+    def second_half(self, name: str) -> tuple[list[float], list[Usage]]:
+        """Times and samples of one process after the middle of the time."""
+        middle = (self.times_s[0] + self.times_s[-1]) / 2
+        kept = [one for one in zip(self.times_s, self.usage[name], strict=True) if one[0] >= middle]
+        return [time_s for time_s, _ in kept], [usage for _, usage in kept]
+
+
+@dataclass
+class Trend:
+    """The slope of one measurement of one process in the second half."""
+
+    process: str
+    measurement: str
+    """A field of `Usage`."""
+    first: float
+    last: float
+    per_minute: float
+    low: float
+    high: float
+    fails: bool
+
+
+def sample(attacked: Target, seconds: float, every_s: float) -> Samples:
+    """Look at the processes of the service regularly. Raises psutil.Error if one has ended."""
+    processes = processes_of(attacked.running)
+    samples, start = Samples(usage={name: [] for name in processes}), time.monotonic()
+    while (now := time.monotonic() - start) < seconds:
+        samples.times_s.append(now)
+        for name, process in processes.items():
+            samples.usage[name].append(usage_of(process))
+        time.sleep(every_s)
+    return samples
+
+
+def trends_of(samples: Samples) -> list[Trend]:
+    """The slope of each measurement in the second half, and whether it is a lasting growth."""
+    trends = []
+    for name in samples.usage:
+        times_s, usage = samples.second_half(name)
+        for measurement, accepted in (
+            ("rss_mb", MAX_RSS_GROWTH_MB),
+            ("descriptors", 0.0),
+            ("threads", 0.0),
+        ):
+            values = [float(getattr(one, measurement)) for one in usage]
+            slope = slope_of(times_s, values)
+            fails = slope.per_minute > accepted and not slope.includes_zero
+            trends.append(Trend(name, measurement, values[0], values[-1], *slope, fails))
+    return trends
+
+
+def account(attacked: Target, tally: Tally) -> list[str]:
+    """What is wrong between the requests that the clients sent and the rows of their tenant."""
+    attacked.running.wait_until(
+        lambda: not any(database["lag_rows"] for database in attacked.running.status()["databases"]),
+        60,
+        "every row to be on the disk",
+    )
+    with sqlite3.connect(f"file:{attacked.running.state_dir}/history.db?mode=ro", uri=True) as database:
+        logged = Counter(
+            row for (row,) in database.execute("SELECT request_id FROM requests WHERE tenant = ?", (CLIENT,))
+        )
+        (still_open,) = database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone()
+    sent = Counter(tally.request_ids)
+    without_id = sum(tally.outcomes.values()) - len(tally.request_ids)
+    findings = {
+        "requests without an id": without_id,
+        "lost requests": sum((sent - logged).values()),
+        "rows of no request": sum((logged - sent).values()),
+        "doubled rows": sum(count - 1 for count in logged.values()),
+        "open rows": still_open,
+    }
+    return [f"{name}: {count}" for name, count in findings.items() if count]
+
+
+def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[threading.Thread]:
+    """Start clients that send one request after another, and end on their own."""
+    attacked.running.command("tenants", "create", CLIENT)
+    key = attacked.running.command("keys", "create", "--name", CLIENT, "--tenant", CLIENT)["key"]
+    ends_at = time.monotonic() + seconds
+
+    def client(number: int) -> None:
+        draw = random.Random(f"mixed/{number}")
+        while time.monotonic() < ends_at:
+            ask(attacked.running, draw, tally, key)
+            time.sleep(draw.uniform(0.0, 0.4))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def run(seconds: float, count: int, every_s: float) -> dict[str, Any]:
+    """All of it; the result, in which `failures` lists what should hold and does not."""
+    tally = Tally()
+    with attacked_service() as (attacked, key):
+        orders = [
+            replace(
+                orders_of(flood, attacked, seconds, key),
+                connections=ATTACK_CONNECTIONS,
+                pause_s=ATTACK_PAUSE_S,
+            )
+            for flood in FLOODS
+        ]
+        with attackers(orders) as processes:
+            threads = clients(attacked, count, seconds, tally)
+            samples = sample(attacked, seconds, every_s)
+            for thread in threads:
+                thread.join(120)
+            done = reports(processes)
+        check_house(attacked.running, tally)
+        failures = account(attacked, tally)
+        trends = trends_of(samples)
+    failures += [
+        f"{one.process}: {one.measurement} grows by {one.per_minute:.3f} a minute"
+        for one in trends
+        if one.fails
+    ]
+    return {
+        "minutes": seconds / 60,
+        "requests": sum(tally.outcomes.values()),
+        "outcomes": tally.outcomes,
+        "attackers": done,
+        "trends": [asdict(one) for one in trends],
+        "samples": {
+            "times_s": samples.times_s,
+            **{name: [list(asdict(one).values()) for one in usage] for name, usage in samples.usage.items()},
+        },
+        "failures": failures,
+    }
+
+
+def main() -> int:
+    """Run mixed traffic; exit code 1 where something grows, or a request is lost or doubled."""
+    parser = argparse.ArgumentParser(prog="scripts/soak --mixed", description=main.__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--sample-seconds", type=float, default=2.0)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="where to keep the result, with all samples"
+    )
+    options = parser.parse_args()
+    result = run(60 * options.minutes, options.clients, options.sample_seconds)
+    print(f"{result['requests']} requests of clients: {result['outcomes']}\nattackers: {result['attackers']}")
+    print(f"{'process':18} {'measurement':12} {'first':>8} {'last':>8}  a minute, 95% confidence interval")
+    for one in result["trends"]:
+        print(
+            f"{one['process']:18} {one['measurement']:12} {one['first']:8.1f} {one['last']:8.1f}  "
+            f"{one['per_minute']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]{' GROWS' * one['fails']}"
+        )
+    for failure in result["failures"]:
+        print(failure)
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if result["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

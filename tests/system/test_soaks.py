@@ -1,0 +1,46 @@
+"""The short forms of `scripts/soak --attacks` and `scripts/soak --mixed`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.system.attack_soak import FLOODS, Plan, run
+from tests.system.mixed_soak import run as run_mixed
+from tests.system.trends import slope_of
+
+pytestmark = pytest.mark.system
+
+
+def test_floods_neither_stall_another_tenants_requests_nor_keep_memory() -> None:
+    # The bounds on time are for slow machines: before connections were bounded, requests stalled for 20 s
+    # beside pipelining, and the fronts grew to 2.3 GB.
+    plan = Plan(requests=20, rate=5.0, idle_s=10.0, min_bound_s=8.0, max_latency_s=10.0, max_left_mb=60.0)
+    floods = [one for one in FLOODS if one.name in ("pipelining, tcp", "huge bodies with a key, tcp")]
+    rows = list(run(floods, plan))
+    assert len(rows) == 2
+    for row in rows:
+        assert not row.failures, row
+        assert row.attackers["requests"] > 100
+
+
+def test_mixed_traffic_with_attacks_loses_no_request() -> None:
+    result = run_mixed(seconds=15.0, count=3, every_s=0.2)
+    # Memory still grows after the start: only the long form judges it.
+    assert [failure for failure in result["failures"] if "grows by" not in failure] == []
+    assert result["requests"] > 3
+    assert result["attackers"]["requests"] > 100
+
+
+def test_a_slope_is_found_in_noise_that_lasts_and_none_where_there_is_none() -> None:
+    draw = random.Random(1)
+    noise, level = [], 0.0
+    for _ in range(900):
+        level = 0.9 * level + draw.gauss(0.0, 1.0)
+        noise.append(level)
+    times_s = [float(number) for number in range(900)]
+    assert slope_of(times_s, noise).includes_zero
+    grown = slope_of(times_s, [one + time_s / 60.0 for time_s, one in zip(times_s, noise, strict=True)])
+    assert grown.low > 0.0 and grown.low < 1.0 < grown.high
+    assert slope_of(times_s, [5.0] * 900) == (0.0, 0.0, 0.0)

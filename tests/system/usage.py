@@ -1,0 +1,86 @@
+"""What the processes of a service use: resident memory, descriptors and threads, by process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from tests.system.service import Service
+
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Usage:
+    """One process at one time."""
+
+    rss_mb: float
+    """Resident set size in MiB (`/proc/PID/statm`): shared pages count in each process."""
+    descriptors: int
+    threads: int
+
+
+def processes_of(running: Service) -> dict[str, psutil.Process]:
+    """Core, fronts and ranks by a name that says which one each is."""
+    status = running.status()
+    found = {"core": running.process.pid}
+    for number, front in enumerate(status["fronts"]):
+        found[f"front {number + 1}"] = front["pid"]
+    for model in status["models"]:
+        for number, replica in enumerate(model["replicas"]):
+            for rank, pid in enumerate(replica["pids"]):
+                found[f"replica {number + 1} rank {rank}"] = pid
+    return {name: psutil.Process(pid) for name, pid in found.items()}
+
+
+def usage_of(process: psutil.Process) -> Usage:
+    """What the process uses now. Raises psutil.Error if it has ended."""
+    with process.oneshot():
+        return Usage(process.memory_info().rss / MEGABYTE, process.num_fds(), process.num_threads())
+
+
+class PeakMemory(threading.Thread):
+    """Watches the resident memory of processes until `stop`."""
+
+    def __init__(self, processes: dict[str, psutil.Process], interval_s: float = 0.1) -> None:
+        super().__init__(daemon=True)
+        self._processes, self._interval_s = processes, interval_s
+        self.before_mb = self.now_mb()
+        self.peak_mb = dict(self.before_mb)
+        self._stopped = threading.Event()
+
+    def now_mb(self) -> dict[str, float]:
+        """The resident memory of each process in MiB, of those that run."""
+        found = {}
+        for name, process in self._processes.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[name] = process.memory_info().rss / MEGABYTE
+        return found
+
+    def run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._note()
+
+    def _note(self) -> None:
+        for name, size in self.now_mb().items():
+            self.peak_mb[name] = max(self.peak_mb[name], size)
+
+    def stop(self) -> None:
+        """End the thread after one more look."""
+        self._stopped.set()
+        self.join()
+        self._note()
+
+    def peak_growth_mb(self) -> dict[str, float]:
+        """By how much each process exceeded its first size at most."""
+        return {name: self.peak_mb[name] - size for name, size in self.before_mb.items()}
+
+    def growth_after_mb(self, seconds: float) -> dict[str, float]:
+        """By how much each process exceeds its first size after so many seconds."""
+        time.sleep(seconds)
+        now = self.now_mb()
+        return {name: size - self.before_mb[name] for name, size in now.items()}

@@ -1,0 +1,113 @@
+"""docs/limits.md says what the code does: each setting and constant that it names has the value that the page
+says, and each test that it names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appliance.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
+VALUE = re.compile(r"`(\w+)` = (?:(none)|([\d.,]*\d)(?: (KiB|MiB))?)")
+"""A name, and its value with its unit. Other units (s, bytes, tokens) are those of the setting."""
+
+
+def named_values() -> Iterator[tuple[str, float | None]]:
+    """Every name of the page that has a value there."""
+    for name, none, number, unit in VALUE.findall(PAGE):
+        yield name, None if none else float(number.replace(",", "")) * UNITS.get(unit, 1)
+
+
+def settings() -> dict[str, list[Any]]:
+    """The defaults of all settings by name."""
+    found: dict[str, list[Any]] = defaultdict(list)
+
+    def add(table: Any) -> None:
+        for field in msgspec.structs.fields(table):
+            value = getattr(table, field.name)
+            if isinstance(value, msgspec.Struct):
+                add(value)
+            else:
+                found[field.name].append(value)
+
+    add(Settings())
+    return found
+
+
+def constants() -> dict[str, list[float]]:
+    """The numbers that modules assign to names, which are without their leading underscore here."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for path in (
+        path for package in ("appliance", "engine", "store") for path in (ROOT / package).rglob("*.py")
+    ):
+        for line in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+                value = number_of(line.value)
+                if value is not None:
+                    found[line.targets[0].id.removeprefix("_")].append(value)
+    return found
+
+
+def number_of(expression: ast.expr) -> float | None:
+    """The value of a number, a product or a shift of numbers; None for anything else."""
+    match expression:
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.BinOp(left=left, op=ast.Mult() | ast.LShift() as operator, right=right):
+            first, second = number_of(left), number_of(right)
+            if first is None or second is None:
+                return None
+            return first * second if isinstance(operator, ast.Mult) else int(first) << int(second)
+    return None
+
+
+def test_every_named_setting_and_constant_has_the_value_that_the_page_says() -> None:
+    known_settings, known_constants = settings(), constants()
+    wrong = []
+    values = list(named_values())
+    assert len(values) > 50
+    for name, said in values:
+        known = known_constants[name] if name.isupper() else known_settings[name]
+        if not known:
+            wrong.append(f"{name}: there is no such {'constant' if name.isupper() else 'setting'}")
+        elif said is None:
+            if any(known):
+                wrong.append(f"{name}: none on the page, {known} in the code")
+        elif said not in known:
+            wrong.append(f"{name}: {said:,g} on the page, {known} in the code")
+    assert wrong == []
+
+
+def test_every_limit_that_clients_meet_is_on_the_page() -> None:
+    tables = (Settings().limits, Settings().idempotency)
+    names = {field.name for table in tables for field in msgspec.structs.fields(table)}
+    assert sorted(name for name in names if f"`{name}`" not in PAGE) == []
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    missing, named = [], 0
+    for row in (line for line in PAGE.splitlines() if line.startswith("|")):
+        text = ""
+        for name in re.findall(r"`([\w/]+\.py|test_\w+)`", row):
+            named += 1
+            if not name.endswith(".py"):
+                if text and f"def {name}(" not in text:
+                    missing.append(name)
+                continue
+            path = next(
+                (path for path in (ROOT / name, ROOT / "tests/system/attacks" / name) if path.exists()), None
+            )
+            if path is None:
+                missing.append(name)
+            text += "" if path is None else path.read_text(encoding="utf-8")
+    assert named > 50
+    assert missing == []
