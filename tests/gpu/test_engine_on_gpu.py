@@ -18,7 +18,7 @@ def test_the_demo_model_answers_its_questions_as_documented(dtype: str) -> None:
 
 def test_float16_with_fp8_weights_answers_as_documented() -> None:
     """GEMMs with few rows use Triton kernels, those with many the library, which returns bfloat16."""
-    assert share_right(answers(engine("cuda", "float16", quantization="fp8"))) >= 0.95
+    assert share_right(answers(engine("cuda", "float16", weights="fp8"))) >= 0.95
 
 
 def test_float32_generates_the_tokens_of_the_cpu() -> None:
