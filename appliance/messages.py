@@ -73,8 +73,9 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a front takes from a client."""
 
-    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 16 << 20
-    """The longest body; a longer one is refused with 413."""
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2 << 20
+    """The longest body; a longer one is refused with 413. 131,072 tokens of text have about 1 MB. Parsing
+    blocks the other requests of a front for up to 20 ms for each MB."""
     header_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     """A request's header must arrive within this, or is refused with 408."""
     body_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
@@ -331,7 +332,8 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
-    """An authenticated request that the front refused by itself (4xx): a row for the log, nothing else.
+    """An authenticated request that the front refused by itself (4xx): a row for the log. Where refusing it
+    took work, it counts against the sender's rate limits.
 
     Requests without a valid identity are only counted: a flood of them must not fill the disk.
     """
@@ -345,6 +347,8 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
     status: int
     error: str
     prompt_tokens: int
+    work_tokens: int = 0
+    """What parsing and encoding it cost, in tokens; 0: too little to count."""
     arrived_at: float
     e2e_ms: float
     user: str = ""
@@ -441,6 +445,9 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Requests since the start whose texts were not kept, because too much waited."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name: a tokenizer that cannot be read."""
+    template_problems: dict[str, tuple[int, str]] = {}
+    """Of models whose chat templates exceeded their bounds since the start: how often, and what the latest
+    exceeded. Such a model is served none the less."""
     log_dropped_lines: int = 0
     """Lines of the log that were dropped since the start because nobody read standard error."""
     configured: int = 0

@@ -29,6 +29,8 @@ def main() -> int:
     # Ctrl-C or systemd's, must not cut off streams that the core lets finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A front encodes in a few threads of its own (appliance.text.fair_queue), not in one for each core.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     import uvloop
 

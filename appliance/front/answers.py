@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
 
 from appliance.front.generation import Generation
 from appliance.front.job import Job, Prompt
-from appliance.front.logprobs import prompt_logprobs, sample_logprobs
+from appliance.front.logprobs import logprobs_steps, prompt_logprobs_steps
 from appliance.front.sample import Sample
 
-_MAX_INLINE_LOGPROBS = 4096
-"""Log probabilities in an answer that is made on the event loop: about 1 µs each."""
+_encode = msgspec.json.Encoder().encode
 
 
 def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
@@ -42,54 +42,54 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-def is_long(generation: Generation) -> bool:
-    """Whether making the answer takes long enough to be felt by others on the event loop: tens of
-    milliseconds."""
-    job, entries = generation.job, 0
-    if job.logprobs is not None:
-        tokens = sum(sample.delivered for sample in generation.samples)
-        tokens += job.n * job.prompt_tokens if job.echo else 0
-        entries += tokens * (job.logprobs + 1)
-    if job.prompt_logprobs is not None:
-        entries += job.prompt_tokens * (job.prompt_logprobs + 1)
-    return entries > _MAX_INLINE_LOGPROBS
-
-
-def whole_answer(generation: Generation) -> bytes:
-    """The JSON of an answer all of whose samples have ended. Any thread may call it."""
+def answer_steps(generation: Generation) -> Generator[None, None, bytes]:
+    """The JSON of an answer all of whose samples have ended, as work in steps."""
     job = generation.job
-    answer = answer_head(generation, chunk=False)
-    of_prompts = {prompt.index: _prompt_fields(job, prompt) for prompt in job.prompts}
-    answer["choices"] = [
-        _choice(generation, sample, number, {} if job.chat else of_prompts[sample.prompt.index])
-        for number, sample in enumerate(generation.answers)
-    ]
-    answer["usage"] = usage(generation)
-    if job.chat:
-        answer |= of_prompts[0]
-    return msgspec.json.encode(answer)
+    of_prompts: dict[int, bytes] = {}
+    for prompt in job.prompts:
+        of_prompts[prompt.index] = yield from _prompt_fields(job, prompt)
+    choices = []
+    for number, sample in enumerate(generation.answers):
+        of_prompt = b"" if job.chat else of_prompts[sample.prompt.index]
+        choices.append((yield from _choice(generation, sample, number, of_prompt)))
+        yield
+    return b'%b,"choices":[%b],"usage":%b%b}' % (
+        _encode(answer_head(generation, chunk=False))[:-1],
+        b",".join(choices),
+        _encode(usage(generation)),
+        of_prompts[0] if job.chat else b"",
+    )
 
 
-def _choice(generation: Generation, sample: Sample, number: int, of_prompt: dict[str, Any]) -> dict[str, Any]:
+def _choice(
+    generation: Generation, sample: Sample, number: int, of_prompt: bytes
+) -> Generator[None, None, bytes]:
     job = generation.job
     text = "".join(sample.pieces)
-    logprobs = sample_logprobs(job, sample.entries, sample.prompt if job.echo else None)
-    choice: dict[str, Any] = {"index": number}
+    logprobs = yield from logprobs_steps(job, sample.entries, sample.prompt if job.echo else None)
     if job.chat:
-        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        content = b'"message":' + _encode({"role": "assistant", "content": text, "refusal": None})
     else:
-        choice["text"] = sample.prompt.echo_text + text
-    choice |= {"logprobs": logprobs, "finish_reason": sample.finish, **of_prompt}
+        content = b'"text":' + _encode(sample.prompt.echo_text + text)
+    token_ids = b""
     if job.return_token_ids:
-        choice["token_ids"] = sample.token_ids[: sample.delivered]
-    return choice
+        token_ids = b',"token_ids":' + _encode(sample.token_ids[: sample.delivered])
+    return b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b%b}' % (
+        number,
+        content,
+        logprobs,
+        _encode(sample.finish),
+        of_prompt,
+        token_ids,
+    )
 
 
-def _prompt_fields(job: Job, prompt: Prompt) -> dict[str, Any]:
-    """What the answer says about a prompt, encoded once however many choices have it."""
-    fields: dict[str, Any] = {}
+def _prompt_fields(job: Job, prompt: Prompt) -> Generator[None, None, bytes]:
+    """The fields that say something about a prompt, encoded once however many choices have them."""
+    fields = b""
     if job.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = prompt_logprobs(job.model.tokenizer, prompt, job.prompt_logprobs)
+        logprobs = yield from prompt_logprobs_steps(job.model.tokenizer, prompt, job.prompt_logprobs)
+        fields += b',"prompt_logprobs":' + logprobs
     if job.return_token_ids:
-        fields["prompt_token_ids"] = msgspec.Raw(msgspec.json.encode(prompt.token_ids))
+        fields += b',"prompt_token_ids":' + _encode(prompt.token_ids)
     return fields

@@ -10,17 +10,21 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from appliance.front.body_budget import BodyReservation
-from appliance.front.call import call_of
+from appliance.front.call import Call, call_of
 from appliance.front.errors import ApiError, invalid
 
 Body = TypeVar("Body", bound=BaseModel)
 
-MOST_VALUES = 1_000_000
-MOST_CONTAINERS = 100_000
-"""JSON values, and lists and objects, in a body: what parsing costs on the event loop grows with them (0.05
-and 0.7 µs each). Commas and brackets inside text count too; that many are no prompt for any model."""
+_BYTES_PER_VALUE = 8
+_BYTES_PER_CONTAINER = 128
+"""The longest body may have one JSON value for each 8 of its bytes, and one list or object for each 128:
+262,144 and 16,384 of 2 MiB. Parsing takes about 0.1 and 1 µs each, on the event loop. A token id has 6 to 8
+bytes. Commas and brackets inside text count too; text with that many has more tokens than bytes / 8."""
 
-_PARSE_CHEAPLY_BYTES = 256 << 10
+_FREE_BYTES = 64 << 10
+"""Refusing a body of this size takes no work worth counting."""
+_BYTES_PER_TOKEN = 8
+"""What refused bytes count as tokens."""
 
 
 class ClientLeft(Exception):
@@ -29,7 +33,7 @@ class ClientLeft(Exception):
 
 async def read_body(request: Request, model: type[Body], most_bytes: int) -> Body:
     """The validated body. Raises `ApiError` (400, 413, 415), or `ClientLeft`."""
-    return parse_body(await receive_body(request, most_bytes), model)
+    return parse_body(await receive_body(request, most_bytes), model, most_bytes, call_of(request))
 
 
 async def receive_body(request: Request, most_bytes: int) -> bytes:
@@ -38,14 +42,14 @@ async def receive_body(request: Request, most_bytes: int) -> bytes:
     return await _read_bytes(request, most_bytes, call_of(request).body)
 
 
-def parse_body(data: bytes, model: type[Body]) -> Body:
+def parse_body(data: bytes, model: type[Body], most_bytes: int, call: Call) -> Body:
     """The validated body. Raises `ApiError` (400, 413)."""
-    if len(data) > _PARSE_CHEAPLY_BYTES and (
-        data.count(b",") > MOST_VALUES or data.count(b"{") + data.count(b"[") > MOST_CONTAINERS
-    ):
+    call.work_tokens = max(0, len(data) - _FREE_BYTES) // _BYTES_PER_TOKEN
+    most_values, most_containers = most_bytes // _BYTES_PER_VALUE, most_bytes // _BYTES_PER_CONTAINER
+    if data.count(b",") > most_values or data.count(b"{") + data.count(b"[") > most_containers:
         raise ApiError(
             413,
-            f"the body has more than {MOST_VALUES} values, or {MOST_CONTAINERS} lists and objects; "
+            f"the body has more than {most_values} values, or {most_containers} lists and objects; "
             "send less in a request",
             code="body_too_large",
         )

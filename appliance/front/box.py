@@ -16,9 +16,15 @@ from appliance.front.models import Catalog
 from appliance.front.replicas import Replicas
 from appliance.front.retries import Retries
 from appliance.messages import Admitted, FrontToCore, HandOver, Keep, Limits, Refused, Rejected
+from appliance.text.fair_queue import TextMemory, WorkPool
 
 if TYPE_CHECKING:
     from appliance.front.call import Call
+
+MAX_TEXT_BYTES = 16 << 20
+"""Prompts of all requests that wait to be encoded, shared equally by the tenants that have any."""
+MAX_TEXT_WAIT_S = 30.0
+"""For the tokens of one request's prompts."""
 
 
 class Running(Protocol):
@@ -47,6 +53,8 @@ class Box:
         self.directory = Directory()
         self.replicas = Replicas()
         self.retries = Retries(to_core)
+        self.text_memory = TextMemory(MAX_TEXT_BYTES)
+        self.work = WorkPool(MAX_TEXT_WAIT_S)
         self.active: dict[str, Running] = {}
         """Admitted or waiting for it, by request id."""
         self.ready = False
@@ -81,6 +89,7 @@ class Box:
                 status=error.status,
                 error=error.message[:500],
                 prompt_tokens=call.prompt_tokens,
+                work_tokens=call.work_tokens,
                 arrived_at=call.arrived_at,
                 e2e_ms=call.elapsed_ms(),
                 user=call.user,

@@ -55,6 +55,9 @@ class Call:
     user: str = ""
     """The body's `user`, for the log."""
     prompt_tokens: int = 0
+    work_tokens: int = 0
+    """What parsing and encoding it has cost so far, in tokens. If this front refuses the request, its tenant
+    is charged them."""
     admitted: bool = False
     """`Admit` was sent: the request ends with `Settle` or `Refused`, never with `Rejected`."""
     retry_of: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,27 +14,29 @@ from engine.messages import TokenLogprob
 
 _LEAST = -9999.0
 """What OpenAI shows for a token that is impossible: JSON has no infinity."""
+_LOGPROBS_AT_ONCE = 2048
+
+_encode = msgspec.json.Encoder().encode
 
 
 def _finite(value: float) -> float:
     return value if value > _LEAST else _LEAST  # NaN compares false
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[LogprobEntry], alternatives: int) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat completion."""
-    return {
-        "content": [
-            {
-                **_chat_token(tokenizer, entry.logprob.token_id, entry.logprob.logprob),
-                "top_logprobs": [
-                    _chat_token(tokenizer, token_id, value)
-                    for token_id, value in entry.logprob.top[:alternatives]
-                ],
-            }
-            for entry in entries
-        ],
-        "refusal": None,
-    }
+def _chat_content(
+    tokenizer: Tokenizer, entries: Sequence[LogprobEntry], alternatives: int
+) -> list[dict[str, Any]]:
+    """`choices[].logprobs.content` of a chat completion."""
+    return [
+        {
+            **_chat_token(tokenizer, entry.logprob.token_id, entry.logprob.logprob),
+            "top_logprobs": [
+                _chat_token(tokenizer, token_id, value)
+                for token_id, value in entry.logprob.top[:alternatives]
+            ],
+        }
+        for entry in entries
+    ]
 
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, Any]:
@@ -45,8 +47,8 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, value: float) -> dict[str, 
     }
 
 
-class CompletionLogprobs:
-    """`choices[].logprobs` of a completion, filled token by token."""
+class _Columns:
+    """`choices[].logprobs` of a completion: parallel lists, filled token by token."""
 
     def __init__(self, tokenizer: Tokenizer, alternatives: int) -> None:
         self._tokenizer = tokenizer
@@ -74,38 +76,63 @@ class CompletionLogprobs:
         top.setdefault(text, _finite(logprob.logprob))
         self._top.append(top)
 
-    def add_prompt(self, prompt: Prompt) -> None:
-        """The prompt's tokens, for `echo`."""
-        text = self._tokenizer.stream()
-        for position, token_id in enumerate(prompt.token_ids):
-            known = prompt.logprobs[position] if prompt.logprobs and position < len(prompt.logprobs) else None
-            self.add(token_id, known, text.characters_decoded)
-            text.push((token_id,))
-
     def add_entries(self, entries: Sequence[LogprobEntry]) -> None:
         """Generated tokens."""
         for entry in entries:
             self.add(entry.logprob.token_id, entry.logprob, entry.offset)
 
-    def document(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {
-            "tokens": self._tokens,
-            "token_logprobs": self._values,
-            "top_logprobs": self._top if self._alternatives else None,
-            "text_offset": self._offsets,
-        }
+    def lists(self) -> list[list[Any]]:
+        """The parallel lists; that of the alternatives is empty where none were asked for."""
+        return [self._tokens, self._values, self._top if self._alternatives else [], self._offsets]
 
 
-def prompt_logprobs(tokenizer: Tokenizer, prompt: Prompt, alternatives: int) -> msgspec.Raw:
+class PromptLogprobs:
+    """The log probabilities of a prompt that the answer begins with (`echo`), handed out in parts."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._text = tokenizer.stream()
+        self._position = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it was handed out."""
+        return self._position == len(self._prompt.token_ids)
+
+    def move(self, columns: _Columns, count: int) -> None:
+        """Add the next `count` tokens."""
+        known = self._prompt.logprobs or []
+        for token_id in self._prompt.token_ids[self._position : self._position + count]:
+            logprob = known[self._position] if self._position < len(known) else None
+            columns.add(token_id, logprob, self._text.characters_decoded)
+            self._text.push((token_id,))
+            self._position += 1
+
+
+def tokens_at_once(job: Job) -> int:
+    """Tokens whose log probabilities are written in one step of a few milliseconds."""
+    return max(1, _LOGPROBS_AT_ONCE // (1 + (job.logprobs or 0)))
+
+
+def prompt_logprobs_steps(
+    tokenizer: Tokenizer, prompt: Prompt, alternatives: int
+) -> Generator[None, None, bytes]:
     """The field `prompt_logprobs` as vLLM has it: for each token of the prompt but the first an object from
-    token ids to log probability, rank and text."""
-    # Piece by piece, since encoding a long list at once would stop every thread.
-    pieces = [
-        msgspec.json.encode(None if known is None else _with_ranks(tokenizer, known, alternatives))
-        for known in prompt.logprobs or ()
-    ]
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+    token ids to log probability, rank and text. As work in steps."""
+    known = prompt.logprobs or []
+    count = max(1, _LOGPROBS_AT_ONCE // (1 + alternatives))
+    slices = []
+    for begin in range(0, len(known), count):
+        slices.append(
+            _encode(
+                [
+                    None if each is None else _with_ranks(tokenizer, each, alternatives)
+                    for each in known[begin : begin + count]
+                ]
+            )
+        )
+        yield
+    return _joined(slices)
 
 
 def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) -> dict[str, Any]:
@@ -122,17 +149,63 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
     }
 
 
-def sample_logprobs(
-    job: Job, entries: Sequence[LogprobEntry] | None, echoed: Prompt | None = None
-) -> dict[str, Any] | None:
-    """`choices[].logprobs` for a piece of an answer; `echoed` is the prompt that the piece begins with."""
+def logprobs_event(job: Job, entries: Sequence[LogprobEntry] | None, echoed: PromptLogprobs | None) -> bytes:
+    """`choices[].logprobs` as JSON for a piece of a stream: the next tokens of the prompt, or `entries`."""
     if job.logprobs is None or entries is None:
-        return None
+        return b"null"
     tokenizer = job.model.tokenizer
     if job.chat:
-        return chat_logprobs(tokenizer, entries, job.logprobs)
-    completion = CompletionLogprobs(tokenizer, job.logprobs)
+        return _chat_json([_encode(_chat_content(tokenizer, entries, job.logprobs))])
+    columns = _Columns(tokenizer, job.logprobs)
     if echoed is not None:
-        completion.add_prompt(echoed)
-    completion.add_entries(entries)
-    return completion.document()
+        echoed.move(columns, tokens_at_once(job))
+    columns.add_entries(entries)
+    return _columns_json(job, [list(map(_encode, columns.lists()))])
+
+
+def logprobs_steps(
+    job: Job, entries: Sequence[LogprobEntry] | None, echoed: Prompt | None
+) -> Generator[None, None, bytes]:
+    """`choices[].logprobs` as JSON for a whole answer, as work in steps."""
+    if job.logprobs is None or entries is None:
+        return b"null"
+    tokenizer, count = job.model.tokenizer, tokens_at_once(job)
+    slices = [entries[begin : begin + count] for begin in range(0, len(entries), count)]
+    if job.chat:
+        contents = []
+        for part in slices:
+            contents.append(_encode(_chat_content(tokenizer, part, job.logprobs)))
+            yield
+        return _chat_json(contents)
+    encoded: list[list[bytes]] = []
+    prompt = None if echoed is None else PromptLogprobs(tokenizer, echoed)
+    while prompt is not None and not prompt.is_complete:
+        columns = _Columns(tokenizer, job.logprobs)
+        prompt.move(columns, count)
+        encoded.append(list(map(_encode, columns.lists())))
+        yield
+    for part in slices:
+        columns = _Columns(tokenizer, job.logprobs)
+        columns.add_entries(part)
+        encoded.append(list(map(_encode, columns.lists())))
+        yield
+    return _columns_json(job, encoded)
+
+
+def _chat_json(contents: Sequence[bytes]) -> bytes:
+    return b'{"content":%b,"refusal":null}' % _joined(contents)
+
+
+def _columns_json(job: Job, encoded: Sequence[Sequence[bytes]]) -> bytes:
+    tokens, values, top, offsets = map(_joined, zip(*encoded, strict=True)) if encoded else [b"[]"] * 4
+    return b'{"tokens":%b,"token_logprobs":%b,"top_logprobs":%b,"text_offset":%b}' % (
+        tokens,
+        values,
+        top if job.logprobs else b"null",
+        offsets,
+    )
+
+
+def _joined(lists: Sequence[bytes]) -> bytes:
+    """One JSON list of the elements of several."""
+    return b"[%b]" % b",".join(each[1:-1] for each in lists if len(each) > 2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from appliance.front.errors import ApiError, model_not_allowed, model_not_found
 from appliance.messages import Identity, ServedModel
-from appliance.text.chat_template import ChatTemplate
+from appliance.text.template_process import TemplateProcess
 from appliance.text.tokenizer import Tokenizer
 from appliance.text.tokenizer_files import TokenizerFilesError
 
@@ -23,18 +23,28 @@ class LoadedModel:
 
     served: ServedModel
     tokenizer: Tokenizer
-    template: ChatTemplate
+    template: TemplateProcess
 
     @property
     def name(self) -> str:
         """What apps call it."""
         return self.served.name
 
+    def close(self) -> None:
+        """End its process."""
+        self.template.close()
 
-def load_model(served: ServedModel) -> LoadedModel:
-    """Read tokenizer and chat template: about a second for 128 k tokens. Raises TokenizerFilesError."""
-    tokenizer = Tokenizer.load(served.folder)
-    return LoadedModel(served, tokenizer, ChatTemplate.load(served.folder, tokenizer.special_tokens))
+
+async def load_model(served: ServedModel) -> LoadedModel:
+    """Read tokenizer and chat template: about two seconds for 128 k tokens. Raises TokenizerFilesError."""
+    tokenizer, template = await asyncio.to_thread(_read_model, served.folder)
+    await template.compile()
+    return LoadedModel(served, tokenizer, template)
+
+
+def _read_model(folder: str) -> tuple[Tokenizer, TemplateProcess]:
+    tokenizer = Tokenizer.load(folder)
+    return tokenizer, TemplateProcess.load(folder, tokenizer.special_tokens)
 
 
 def allows(identity: Identity, name: str) -> bool:
@@ -60,6 +70,15 @@ class Catalog:
         """Why a model cannot be used, in words; empty when all can."""
         return "; ".join(f"model {name}: {reason}" for name, reason in self._broken.items())
 
+    @property
+    def template_problems(self) -> dict[str, tuple[int, str]]:
+        """Of models whose chat templates exceeded their bounds: how often, and what the latest exceeded."""
+        return {
+            name: (model.template.bounds_exceeded, model.template.problem)
+            for name, model in self._models.items()
+            if model.template.bounds_exceeded
+        }
+
     def serves(self, name: str) -> bool:
         """Whether it has a model of this name."""
         return name in self._models
@@ -77,16 +96,16 @@ class Catalog:
                 ):
                     models[model.name] = LoadedModel(model, known.tokenizer, known.template)
                 else:
-                    models[model.name] = await asyncio.to_thread(load_model, model)
+                    models[model.name] = await load_model(model)
             except TokenizerFilesError as error:
                 broken[model.name] = str(error)
                 if self._broken.get(model.name) != str(error):
                     log.error("model %s: %s", model.name, error)
-        kept = {model.tokenizer for model in models.values()}
+        kept = {model.template for model in models.values()}
         for old in self._models.values():
-            if old.tokenizer not in kept:
-                # Requests that found the old model may still be about to encode.
-                asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.tokenizer.close)
+            if old.template not in kept:
+                # Requests that found the old model may still be about to render.
+                asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.close)
         self._models, self._broken, self.served = models, broken, served
 
     def get(self, name: str, identity: Identity) -> LoadedModel:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from appliance.classes import service_class
 from appliance.front.box import Box
 from appliance.front.call import Call
+from appliance.front.encoding import do_work, text_memory, too_much_work
 from appliance.front.errors import ApiError, invalid
 from appliance.front.job import Job, Prompt
 from appliance.front.keeping import Message, Text
@@ -22,9 +24,11 @@ from appliance.front.schemas import (
     GenerationRequest,
 )
 from appliance.messages import Identity
-from appliance.text.chat_template import ChatTemplateError
+from appliance.text.cuts import PIECE_CHARACTERS
+from appliance.text.encoder import LoneSurrogateError, TooManyTokensError
+from appliance.text.fair_queue import TooMuchWorkError
 from appliance.text.stop import StopSet, StopStringsError
-from appliance.text.tokenizer import LoneSurrogateError
+from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
 
 MOST_SEQUENCES = 1024
 """Prompts times samples in one request."""
@@ -39,6 +43,18 @@ copy."""
 
 _MARK_DIGITS = 20
 """Digits are what no filter of a template changes."""
+
+MAX_SENT_BIASES = 65_536
+"""Prompts times entries of `logit_bias`: each prompt is sent to the replica with a copy of its biases."""
+MAX_ECHOED = 262_144
+"""Tokens of prompts in one answer, or their log probabilities."""
+MAX_TOKENS_SHOWN = 524_288
+"""Tokens in the answer of /tokenize."""
+MAX_VARIABLES_BYTES = 65_536
+"""Of `chat_template_kwargs` as JSON."""
+
+_HIDE_INLINE_CHARACTERS = 4096
+"""Looking for control tokens in more characters is not done on the event loop: 2.5 µs each at worst."""
 
 _NO_LIMIT = 1 << 20
 """Tokens to generate where the model's length is not known yet: the engine ends an answer at its own."""
@@ -57,27 +73,33 @@ def named_model(box: Box, call: Call, body: GenerationRequest) -> LoadedModel:
     return box.catalog.get(body.model, call.identity)
 
 
-async def chat_job(model: LoadedModel, call: Call, body: ChatRequest) -> Job:
+async def chat_job(box: Box, model: LoadedModel, call: Call, body: ChatRequest) -> Job:
     """Raises `ApiError`."""
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise invalid("continue_final_message", "cannot be true together with add_generation_prompt")
+    context = _context(call.identity, model)
     token_ids = await chat_tokens(
+        box,
         model,
+        call,
         body.messages,
         body.add_generation_prompt is not False and not continues,
         variables=body.chat_template_kwargs,
         continue_final_message=continues,
+        context=_encoded_context(body, context),
     )
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit, default = _limits(call.identity, asked, None)
-    token_ids = _truncated(body, model, call.identity, token_ids, limit)
+    _count(call, len(token_ids))
+    token_ids = _truncated(body, context, token_ids, limit)
     call.prompt_tokens = len(token_ids)
-    prompt = Prompt(0, token_ids, _room(call.identity, model, token_ids, limit, default, "messages", field))
+    prompt = Prompt(0, token_ids, _room(context, token_ids, limit, default, "messages", field))
     return await _job(
+        box,
         call,
         body,
         model,
@@ -90,7 +112,7 @@ async def chat_job(model: LoadedModel, call: Call, body: ChatRequest) -> Job:
     )
 
 
-async def completion_job(model: LoadedModel, call: Call, body: CompletionRequest) -> Job:
+async def completion_job(box: Box, model: LoadedModel, call: Call, body: CompletionRequest) -> Job:
     """Raises `ApiError`."""
     n = body.n or 1
     best_of = body.best_of or n
@@ -108,32 +130,39 @@ async def completion_job(model: LoadedModel, call: Call, body: CompletionRequest
         raise invalid(
             field, f"{len(body.prompt)} prompts times {times} make more than {MOST_SEQUENCES} answers"
         )
+    if len(body.prompt) * len(body.logit_bias) > MAX_SENT_BIASES:
+        raise invalid(
+            "logit_bias",
+            f"has {len(body.logit_bias)} tokens for {len(body.prompt)} prompts: the product may be at most "
+            f"{MAX_SENT_BIASES}; send fewer prompts in a request",
+        )
+    context = _context(call.identity, model)
     texts = [text for text in body.prompt if isinstance(text, str)]
     if texts:
-        try:
-            tokens = await model.tokenizer.encode_batch(texts)
-        except LoneSurrogateError as error:
-            raise invalid("prompt", str(error)) from None
+        tokens = await _encode_texts(box, model, call, texts, _encoded_context(body, context))
     else:
         tokens = [check_token_ids(model, ids, "prompt") for ids in body.prompt if isinstance(ids, list)]
+    _count(call, sum(map(len, tokens)))
     limit, default = _limits(call.identity, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
     whole = tokens
     keeps_bos = bool(texts) and model.tokenizer.adds_bos
-    tokens = [_truncated(body, model, call.identity, ids, limit, keeps_bos) for ids in whole]
+    tokens = [_truncated(body, context, ids, limit, keeps_bos) for ids in whole]
     call.prompt_tokens = sum(map(len, tokens))
+    if body.echo:
+        _check_echo(tokens, body.logprobs, n)
     prompts = []
     for index, token_ids in enumerate(tokens):
-        param = "prompt" if len(tokens) == 1 else f"prompt[{index}]"
-        room = _room(call.identity, model, token_ids, limit, default, param, "max_tokens")
+        room = _room(context, token_ids, limit, default, _prompt_param(index, tokens), "max_tokens")
         prompt = Prompt(index, token_ids, room)
         if body.echo:
-            is_whole = len(token_ids) == len(whole[index])
-            skips = body.skip_special_tokens is not False
-            prompt.echo_text = (
-                texts[index] if texts and is_whole else model.tokenizer.decode(token_ids, skips)
-            )
+            if texts and len(token_ids) == len(whole[index]):
+                prompt.echo_text = texts[index]
+            else:
+                skips = body.skip_special_tokens is not False
+                prompt.echo_text = await decode(box, model, call, token_ids, skips)
         prompts.append(prompt)
     return await _job(
+        box,
         call,
         body,
         model,
@@ -149,39 +178,127 @@ async def completion_job(model: LoadedModel, call: Call, body: CompletionRequest
     )
 
 
+async def text_tokens(
+    box: Box, model: LoadedModel, call: Call, text: str, add_special_tokens: bool
+) -> list[int]:
+    """The tokens of a text that is not to be answered. Raises `ApiError`."""
+    try:
+        with text_memory(box, call, len(text)):
+            steps = model.tokenizer.encode_steps([text], add_special_tokens, MAX_TOKENS_SHOWN)
+            return (await do_work(box, call, steps, len(text)))[0]
+    except LoneSurrogateError as error:
+        raise invalid("prompt", str(error)) from None
+    except TooManyTokensError:
+        raise _too_many_to_show("prompt") from None
+
+
+async def decode(
+    box: Box, model: LoadedModel, call: Call, token_ids: list[int], skip_special: bool = True
+) -> str:
+    """The text of token ids, which the model knows."""
+    steps = model.tokenizer.decode_steps(token_ids, skip_special)
+    return await do_work(box, call, steps, len(token_ids), inline=PIECE_CHARACTERS)
+
+
 async def chat_tokens(
+    box: Box,
     model: LoadedModel,
+    call: Call,
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
     variables: dict[str, Any] | None = None,
     continue_final_message: bool = False,
+    context: Context | None = None,
 ) -> list[int]:
     """The prompt of a conversation, in which only the template makes control tokens. With
-    `continue_final_message` it ends with the last message's text. Raises `ApiError`."""
+    `continue_final_message` it ends with the last message's text. It may be longer than `MAX_TOKENS_SHOWN`
+    only where `context` allows it. Raises `ApiError`."""
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
             raise invalid("chat_template_kwargs", f"{name!r} cannot be set here")
-    shield = model.tokenizer.shield()
-    shown = [
+    shown: Any = [
         {
             "role": "system" if message.role == "developer" else message.role,
-            "content": shield.hide(message.content),
+            "content": message.content,
         }
-        | ({"name": shield.hide(message.name)} if message.name is not None else {})
+        | ({"name": message.name} if message.name is not None else {})
         for message in messages
     ]
     mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}" if continue_final_message else ""
     shown[-1]["content"] += mark
+    size = sum(len(message.content) + len(message.name or "") for message in messages)
+    if variables:
+        size += _checked_size(variables)
+    shield = model.tokenizer.shield()
     try:
-        text = await model.template.render_async(
-            shown, add_generation_prompt, variables=shield.hide(variables)
-        )
-        if mark:
-            text = _before_mark(text, mark)
-        return await model.tokenizer.encode_rendered(text, shield, add_special_tokens)
+        with text_memory(box, call, size):
+            shown, variables = await do_work(
+                box, call, shield.hide([shown, variables]), size, inline=_HIDE_INLINE_CHARACTERS
+            )
+            text = await model.template.render(call.identity.tenant, shown, add_generation_prompt, variables)
+            if mark:
+                text = _before_mark(text, mark)
+            max_tokens = MAX_TOKENS_SHOWN if context is None else context.max_prompt_tokens
+            steps = model.tokenizer.encode_rendered_steps(text, shield, add_special_tokens, max_tokens)
+            return (await do_work(box, call, steps, len(text)))[0]
+    except TooMuchWorkError as error:
+        raise too_much_work(error) from None
+    except TemplateBoundError as error:
+        raise invalid("messages", str(error), "chat_template_bound") from None
     except (ChatTemplateError, LoneSurrogateError) as error:
         raise invalid("messages", shield.restore(str(error))) from None
+    except TooManyTokensError as error:
+        if context is None:
+            raise _too_many_to_show("messages") from None
+        raise _too_long(context, "messages", error.tokens) from None
+
+
+async def _encode_texts(
+    box: Box, model: LoadedModel, call: Call, texts: list[str], context: Context | None
+) -> list[list[int]]:
+    size = sum(map(len, texts))
+    try:
+        with text_memory(box, call, size):
+            max_tokens = MAX_TOKENS_SHOWN if context is None else context.max_prompt_tokens
+            steps = model.tokenizer.encode_steps(texts, True, max_tokens)
+            return await do_work(box, call, steps, size)
+    except LoneSurrogateError as error:
+        raise invalid("prompt", str(error)) from None
+    except TooManyTokensError as error:
+        param = _prompt_param(error.index, texts)
+        if context is None:
+            raise _too_many_to_show(param) from None
+        raise _too_long(context, param, error.tokens) from None
+
+
+def _checked_size(variables: dict[str, Any]) -> int:
+    """The bytes of further template variables as JSON. Raises a 400 for too many."""
+    size = len(json.dumps(variables))
+    if size > MAX_VARIABLES_BYTES:
+        raise invalid("chat_template_kwargs", f"has {size} bytes; give at most {MAX_VARIABLES_BYTES}")
+    return size
+
+
+def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
+    """Refuse an answer that repeats too much. The log probabilities of prompts come from the engine in one
+    message."""
+    count = n * sum(map(len, tokens)) * (1 + (logprobs or 0))
+    if count > MAX_ECHOED:
+        raise invalid(
+            "echo",
+            f"n × prompt tokens × (1 + logprobs) is {count}; with echo it may be at most {MAX_ECHOED}: ask "
+            "for fewer alternatives, or send fewer prompts in a request",
+        )
+
+
+def _count(call: Call, prompt_tokens: int) -> None:
+    call.prompt_tokens = prompt_tokens
+    call.work_tokens = max(call.work_tokens, prompt_tokens)
+
+
+def _prompt_param(index: int, prompts: Sequence[object]) -> str:
+    return "prompt" if len(prompts) == 1 else f"prompt[{index}]"
 
 
 def _before_mark(text: str, mark: str) -> str:
@@ -204,6 +321,48 @@ def _conversation(messages: Sequence[ChatMessage]) -> list[Message]:
     ]
 
 
+class Context(NamedTuple):
+    """How long a request may be, prompt and output together."""
+
+    owner: str
+    """Whose limit it is, for messages."""
+    tokens: int
+    """0: not known. Then either the model cannot be loaded, and the core refuses the request with the cause,
+    or the engine knows it when the request's turn comes."""
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """At least one token is left for the answer. None: not known."""
+        return self.tokens - 1 if self.tokens else None
+
+
+def _context(identity: Identity, model: LoadedModel) -> Context:
+    longest, allowed = model.served.max_model_len, identity.context_tokens
+    if allowed is not None and (not longest or allowed < longest):
+        return Context(f"tenant {identity.tenant!r}'s", allowed)
+    return Context("this model's", longest)
+
+
+def _too_long(context: Context, param: str, tokens: int | None) -> ApiError:
+    count = f"more than {context.max_prompt_tokens}" if tokens is None else str(tokens)
+    return ApiError(
+        400,
+        f"{context.owner} maximum context length is {context.tokens} tokens, prompt and answer together, but "
+        f"{param} has {count} tokens; shorten it",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _too_many_to_show(param: str) -> ApiError:
+    return invalid(param, f"has more than {MAX_TOKENS_SHOWN} tokens; send it in parts")
+
+
+def _encoded_context(body: GenerationRequest, context: Context) -> Context | None:
+    """What bounds the prompt as it was sent: None where only its end is wanted."""
+    return context if body.truncate_prompt_tokens is None else None
+
+
 def _limits(identity: Identity, asked: int | None, default: int | None) -> tuple[int | None, int | None]:
     """The most tokens that the client asks for, and the most where it asks for none: each None where only the
     model's length limits them."""
@@ -214,8 +373,7 @@ def _limits(identity: Identity, asked: int | None, default: int | None) -> tuple
 
 def _truncated(
     body: GenerationRequest,
-    model: LoadedModel,
-    identity: Identity,
+    context: Context,
     token_ids: list[int],
     limit: int | None,
     keeps_first: bool = False,
@@ -224,8 +382,7 @@ def _truncated(
     stay."""
     most = body.truncate_prompt_tokens
     if most == -1:
-        _, longest = _context(identity, model)
-        most = max(1, longest - max(1, limit or 1)) if longest else None
+        most = max(1, context.tokens - max(1, limit or 1)) if context.tokens else None
     if most is None or len(token_ids) <= most:
         return token_ids
     if keeps_first:
@@ -233,45 +390,22 @@ def _truncated(
     return token_ids[len(token_ids) - most :]
 
 
-def _context(identity: Identity, model: LoadedModel) -> tuple[str, int]:
-    """Whose limit on the length of prompt and answer together holds, and the limit; 0: not known yet."""
-    whose, longest, allowed = "this model's", model.served.max_model_len, identity.context_tokens
-    if allowed is not None and (not longest or allowed < longest):
-        whose, longest = f"tenant {identity.tenant!r}'s", allowed
-    return whose, longest
-
-
 def _room(
-    identity: Identity,
-    model: LoadedModel,
-    token_ids: list[int],
-    asked: int | None,
-    default: int | None,
-    param: str,
-    field: str,
+    context: Context, token_ids: list[int], asked: int | None, default: int | None, param: str, field: str
 ) -> int:
     """The most tokens to generate after a prompt."""
     if not token_ids:
         raise invalid(param, "is empty: there is nothing to continue")
-    whose, longest = _context(identity, model)
-    if not longest:
-        # Its configuration does not say: either it cannot be loaded, and the core refuses with the cause, or
-        # the engine knows by the time that it is this request's turn.
+    if not context.tokens:
         return (default or _NO_LIMIT) if asked is None else max(asked, 1)
-    left = longest - len(token_ids)
+    left = context.tokens - len(token_ids)
     if left < 1:
-        raise ApiError(
-            400,
-            f"{whose} maximum context length is {longest} tokens, prompt and answer together, but "
-            f"{param} has {len(token_ids)} tokens; shorten it",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise _too_long(context, param, len(token_ids))
     if asked is not None and asked > left:
         raise ApiError(
             400,
-            f"{whose} maximum context length is {longest} tokens; {param} has {len(token_ids)} tokens, "
-            f"which leaves {left}, but {field} asks for {asked}",
+            f"{context.owner} maximum context length is {context.tokens} tokens; {param} has "
+            f"{len(token_ids)} tokens, which leaves {left}, but {field} asks for {asked}",
             param=field,
             code="context_length_exceeded",
         )
@@ -279,6 +413,7 @@ def _room(
 
 
 async def _job(
+    box: Box,
     call: Call,
     body: GenerationRequest,
     model: LoadedModel,
@@ -309,6 +444,8 @@ async def _job(
         raise invalid("stop", str(error).removeprefix("stop: ")) from None
     of_prompts = [k for k in (logprobs if echo else None, body.prompt_logprobs) if k is not None]
     sampling = await sampling_params(
+        box,
+        call,
         body,
         model,
         max_tokens=min(prompt.max_tokens for prompt in prompts),

@@ -204,6 +204,7 @@ class Front:
                 kept_bytes=box.retries.kept_bytes,
                 dropped_texts=box.keeper.dropped,
                 problems=box.catalog.problems,
+                template_problems=box.catalog.template_problems,
                 log_dropped_lines=log_state().dropped_lines,
                 configured=self._configured,
             )

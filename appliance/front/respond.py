@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from appliance.front.answers import is_long, whole_answer
+from appliance.front.answers import answer_steps
 from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.comments import HEAD_DELAY_S, happens_within, send_comments
@@ -15,6 +13,7 @@ from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_LEFT, Generation
 from appliance.front.job import Job
 from appliance.front.stream import EventStream
+from appliance.front.turns import in_turns
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -69,10 +68,7 @@ class GenerationResponse(Response):
         if generation.failure is not None:
             await self._fail(generation, generation.failure, scope, receive, send)
             return generation.failure
-        if is_long(generation):
-            answer = await asyncio.to_thread(whole_answer, generation)
-        else:
-            answer = whole_answer(generation)
+        answer = await in_turns(answer_steps(generation))
         response = Response(answer, headers=generation.headers, media_type="application/json")
         await response(scope, receive, send)
         if not generation.left:

@@ -18,7 +18,14 @@ from appliance.front.call import call_of
 from appliance.front.errors import invalid
 from appliance.front.idempotency import answer
 from appliance.front.models import allows
-from appliance.front.prepare import chat_job, chat_tokens, completion_job, named_model
+from appliance.front.prepare import (
+    chat_job,
+    chat_tokens,
+    completion_job,
+    decode,
+    named_model,
+    text_tokens,
+)
 from appliance.front.sampling import check_token_ids
 from appliance.front.schemas import (
     ChatRequest,
@@ -28,9 +35,9 @@ from appliance.front.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from appliance.front.tokens import tokenized
 from appliance.messages import ServedModel
 from appliance.scopes import routes_for
-from appliance.text.tokenizer import LoneSurrogateError
 
 _WHOLE_OR_STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
@@ -117,9 +124,9 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         """Answer a conversation."""
         call = call_of(request)
         data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, ChatRequest)
+        body = parse_body(data, ChatRequest, box.limits.max_body_bytes, call)
         model = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: chat_job(model, call, body))
+        return await answer(box, request, call, data, lambda: chat_job(box, model, call, body))
 
     @router.post(
         "/v1/completions",
@@ -132,9 +139,9 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         """Continue prompts."""
         call = call_of(request)
         data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, CompletionRequest)
+        body = parse_body(data, CompletionRequest, box.limits.max_body_bytes, call)
         model = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: completion_job(model, call, body))
+        return await answer(box, request, call, data, lambda: completion_job(box, model, call, body))
 
     # Azure's routes. The longer path first: a model's name may have slashes.
     @router.post("/openai/deployments/{model:path}/chat/completions", include_in_schema=False)
@@ -142,20 +149,20 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         """Answer a conversation by the model that the path names."""
         call = call_of(request)
         data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, DeploymentChatRequest)
+        body = parse_body(data, DeploymentChatRequest, box.limits.max_body_bytes, call)
         body.model = model
         found = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: chat_job(found, call, body))
+        return await answer(box, request, call, data, lambda: chat_job(box, found, call, body))
 
     @router.post("/openai/deployments/{model:path}/completions", include_in_schema=False)
     async def deployment_completions(request: Request, model: str) -> Response:
         """Continue prompts by the model that the path names."""
         call = call_of(request)
         data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, DeploymentCompletionRequest)
+        body = parse_body(data, DeploymentCompletionRequest, box.limits.max_body_bytes, call)
         body.model = model
         found = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: completion_job(found, call, body))
+        return await answer(box, request, call, data, lambda: completion_job(box, found, call, body))
 
     @router.post(
         "/tokenize",
@@ -166,34 +173,27 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         """Text, or a conversation, as the model's token ids."""
+        call = call_of(request)
         body = await read_body(request, TokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model, call_of(request).identity)
+        model = box.catalog.get(body.model, call.identity)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
         if body.messages is not None:
             continues = bool(body.continue_final_message)
             tokens = await chat_tokens(
+                box,
                 model,
+                call,
                 body.messages,
                 body.add_generation_prompt is not False and not continues,
                 bool(body.add_special_tokens),
                 continue_final_message=continues,
             )
         else:
-            try:
-                tokens = await model.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
-            except LoneSurrogateError as error:
-                raise invalid("prompt", str(error)) from None
-        return _json(
-            {
-                "count": len(tokens),
-                "max_model_len": model.served.max_model_len,
-                "tokens": tokens,
-                "token_strs": list(map(model.tokenizer.token_text, tokens))
-                if body.return_token_strs
-                else None,
-            }
-        )
+            tokens = await text_tokens(
+                box, model, call, body.prompt or "", body.add_special_tokens is not False
+            )
+        return await tokenized(model, tokens, bool(body.return_token_strs))
 
     @router.post(
         "/detokenize",
@@ -204,9 +204,10 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
     )
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
+        call = call_of(request)
         body = await read_body(request, DetokenizeRequest, box.limits.max_body_bytes)
-        model = box.catalog.get(body.model, call_of(request).identity)
+        model = box.catalog.get(body.model, call.identity)
         token_ids = check_token_ids(model, body.tokens, "tokens")
-        return _json({"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)})
+        return _json({"prompt": await decode(box, model, call, token_ids, skip_special=False)})
 
     return router

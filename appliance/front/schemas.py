@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.front.fields import (
+    FAIL_FAST,
     INTEGRAL,
     AllowedTokenIds,
     BadWords,
@@ -113,7 +114,7 @@ class GenerationRequest(_RefusesFields):
     min_tokens: Annotated[int, Field(ge=0), INTEGRAL] | None = Field(
         None, description="No end token before this many tokens; default 0."
     )
-    stop_token_ids: list[Annotated[int, Field(ge=0), INTEGRAL]] | None = Field(
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0), INTEGRAL]], FAIL_FAST] | None = Field(
         None, max_length=MOST_STOP_TOKENS, description="Further tokens that end an answer."
     )
     skip_special_tokens: bool | None = Field(
@@ -150,7 +151,7 @@ class ChatMessage(_RefusesInMessages):
 class ChatRequest(GenerationRequest, _RefusesInChats):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FailFast()] = Field(
+    messages: Annotated[list[ChatMessage], FAIL_FAST] = Field(
         min_length=1, max_length=MOST_MESSAGES, description="The conversation."
     )
     max_tokens: PositiveOrMinusOne | None = Field(
@@ -179,7 +180,7 @@ class ChatRequest(GenerationRequest, _RefusesInChats):
     response_format: ResponseFormat = None
     tool_choice: ToolChoice = None
     function_call: ToolChoice = None
-    modalities: list[Literal["text"]] | None = Field(None, description="Only text.")
+    modalities: Annotated[list[Literal["text"]], FAIL_FAST] | None = Field(None, description="Only text.")
 
 
 class CompletionRequest(GenerationRequest, _RefusesInCompletions):
@@ -220,7 +221,9 @@ class TokenizeRequest(_Request):
 
     model: str = Field(min_length=1)
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[ChatMessage], FAIL_FAST] | None = Field(
+        None, min_length=1, max_length=MOST_MESSAGES
+    )
     add_special_tokens: bool | None = Field(
         None, description="Default: true for a prompt, false for messages."
     )

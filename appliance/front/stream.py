@@ -15,7 +15,7 @@ import msgspec
 
 from appliance.front.answers import answer_head, usage
 from appliance.front.generation import Generation
-from appliance.front.logprobs import sample_logprobs
+from appliance.front.logprobs import PromptLogprobs, logprobs_event, tokens_at_once
 from appliance.front.sample import Sample
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,11 @@ MOST_HELD_OUTPUTS = 65_536
 """Outputs (a token or a few) kept for a client that does not read; then the request ends."""
 MOST_HELD_LOGPROB_OUTPUTS = 4_096
 """The same with log probabilities, each of which may be a kilobyte."""
+
+_MAX_COST = 2048
+"""Of what one flush builds: an event costs 1, and each log probability too. So a flush takes about 10 ms at
+most."""
+_CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
 
@@ -43,6 +48,8 @@ class EventStream:
         self._waiting: list[Sample] = []
         self._scheduled = False
         self._held = 0
+        self._echoed: dict[int, PromptLogprobs] = {}
+        """Of prompts that streams begin with, by sample."""
         self._most_held = MOST_HELD_OUTPUTS if job.logprobs is None else MOST_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
@@ -106,13 +113,20 @@ class EventStream:
         self._held = 0
         generation = self.generation
         events: list[bytes] = []
+        spent = 0
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            for sample in waiting:
+            for position, sample in enumerate(waiting):
+                if spent >= _MAX_COST:
+                    self._waiting += waiting[position:]
+                    break
                 sample.waiting = False
-                self._build(sample, events)
+                spent += self._build(sample, events)
         last = False
-        if generation.failure is not None:
+        if spent >= _MAX_COST and self._waiting:
+            # The rest follows when other streams have had their turn.
+            self._schedule()
+        elif generation.failure is not None:
             events.append(b"data: " + generation.failure.document() + b"\n\n")
             last = True
         elif not self._unfinished:
@@ -137,7 +151,9 @@ class EventStream:
             self._scheduled = True
             self._box.flush_soon(self.flush)
 
-    def _build(self, sample: Sample, events: list[bytes]) -> None:
+    def _build(self, sample: Sample, events: list[bytes]) -> int:
+        """Add the sample's next events; their cost. If more of it is left, it waits again."""
+        cost = 1
         if not sample.begun:
             if (
                 self._job.echoes_logprobs
@@ -145,11 +161,13 @@ class EventStream:
                 and self.generation.failure is None
             ):
                 # The prompt's log probabilities come first, with its first sample's first output.
-                sample.waiting = True
-                self._waiting.append(sample)
-                return
+                self._wait(sample)
+                return cost
+            if not self._begin(sample, events):
+                self._wait(sample)
+                return _MAX_COST
             sample.begun = True
-            self._begin(sample, events)
+            cost += len(sample.prompt.echo_text) // _CHARACTERS_PER_COST
         counted, sample.counted = sample.counted, sample.delivered
         self.generation.delivered_tokens += sample.counted - counted
         pieces = sample.pieces
@@ -159,12 +177,17 @@ class EventStream:
                 pieces.clear()
                 events.append(self._before_text[sample.index] + _encode(text) + self._after_text)
         elif pieces or sample.entries or (self._job.return_token_ids and sample.counted > counted):
-            token_ids = sample.token_ids[counted : sample.counted]
-            logprobs = sample_logprobs(self._job, sample.entries)
-            events.append(self._event(sample, "".join(pieces), logprobs, self._token_ids(token_ids)))
+            entries = sample.entries and sample.entries[: tokens_at_once(self._job)]
+            logprobs = logprobs_event(self._job, entries, None)
+            token_ids = self._token_ids(sample.token_ids[counted : sample.counted])
+            events.append(self._event(sample, "".join(pieces), logprobs, token_ids))
             pieces.clear()
-            if sample.entries is not None:
-                sample.entries.clear()
+            if sample.entries and entries:
+                del sample.entries[: len(entries)]
+                if sample.entries:
+                    self._wait(sample)
+                    return _MAX_COST
+                cost += len(entries) * (1 + (self._job.logprobs or 0))
         if sample.finish:
             self._unfinished -= 1
             events.append(
@@ -176,10 +199,17 @@ class EventStream:
                 + b"}"
                 + self._tail()
             )
+        return cost
 
-    def _begin(self, sample: Sample, events: list[bytes]) -> None:
+    def _wait(self, sample: Sample) -> None:
+        sample.waiting = True
+        self._waiting.append(sample)
+
+    def _begin(self, sample: Sample, events: list[bytes]) -> bool:
+        """Add the events that a sample's text follows; whether these are all of them."""
+        is_first = sample.index not in self._echoed
         prompt_ids = b""
-        if self._job.return_token_ids and not (self._job.chat and sample.index):
+        if self._job.return_token_ids and is_first and not (self._job.chat and sample.index):
             prompt_ids = b',"prompt_token_ids":' + _encode(sample.prompt.token_ids)
         if self._job.chat:
             events.append(
@@ -188,20 +218,27 @@ class EventStream:
                 + b'"logprobs":null,"finish_reason":null}'
                 + self._tail(prompt_ids)
             )
+        elif self._job.echoes_logprobs:
+            echoed = self._echoed.get(sample.index)
+            if echoed is None:
+                echoed = PromptLogprobs(self._job.model.tokenizer, sample.prompt)
+                self._echoed[sample.index] = echoed
+            logprobs = logprobs_event(self._job, [], echoed)
+            text = sample.prompt.echo_text if is_first else ""
+            events.append(self._event(sample, text, logprobs, prompt_ids))
+            return echoed.is_complete
         elif self._job.echo or prompt_ids:
-            logprobs = None
-            if self._job.echo:
-                logprobs = sample_logprobs(self._job, None if sample.entries is None else [], sample.prompt)
-            events.append(self._event(sample, sample.prompt.echo_text, logprobs, prompt_ids))
+            events.append(self._event(sample, sample.prompt.echo_text, b"null", prompt_ids))
+        return True
 
-    def _event(self, sample: Sample, text: str, logprobs: object, more: bytes = b"") -> bytes:
+    def _event(self, sample: Sample, text: str, logprobs: bytes, more: bytes = b"") -> bytes:
         """A chunk with `text`; `more` are further fields of its choice."""
         return (
             self._before_text[sample.index]
             + _encode(text)
             + self._close
             + b',"logprobs":'
-            + _encode(logprobs)
+            + logprobs
             + b',"finish_reason":null'
             + more
             + b"}"

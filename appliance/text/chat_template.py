@@ -1,13 +1,13 @@
-"""Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox and within bounds."""
+"""Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox.
+
+A sandbox bounds neither time nor memory: a front renders in a process (`appliance.text.template_process`).
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -18,28 +18,19 @@ import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from appliance.text.tokenizer_files import TokenizerFilesError, read_json_object
+from appliance.text.template_messages import (
+    MAX_RENDERED_CHARACTERS,
+    ChatTemplateError,
+    NoChatTemplateError,
+    TemplateBoundError,
+)
 
 Message = Mapping[str, Any]
-
-DEFAULT_MAX_CHARACTERS = 64 * 1024 * 1024
-DEFAULT_MAX_SECONDS = 10.0
-
-# Above this, rendering in place would be felt by the other streams on the event loop (about 5 µs a message).
-_INLINE_MESSAGES = 64
 
 _MOST_ERROR_CHARACTERS = 500
 
 # The names a message's reasoning is passed under; templates read the first (the rule of transformers).
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-
-
-class ChatTemplateError(ValueError):
-    """These messages cannot be rendered with this template; the message is meant for the client."""
-
-
-class NoChatTemplateError(ChatTemplateError):
-    """The model has no chat template."""
 
 
 class ChatTemplate:
@@ -49,51 +40,26 @@ class ChatTemplate:
         self,
         sources: Mapping[str, str],
         special_tokens: Mapping[str, str],
-        max_characters: int = DEFAULT_MAX_CHARACTERS,
-        max_seconds: float = DEFAULT_MAX_SECONDS,
+        max_characters: int = MAX_RENDERED_CHARACTERS,
     ) -> None:
         """`sources`: template text by name, empty for a model without one; `special_tokens`: name to text, as
-        templates use them (`bos_token`). Raises `TokenizerFilesError` for a template that does not compile.
+        templates use them (`bos_token`). Raises `ChatTemplateError` for a template that does not compile.
         """
         self._special_tokens = dict(special_tokens)
         self._max_characters = max_characters
-        self._max_seconds = max_seconds
         environment = _environment(max_characters)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-            except (jinja2.TemplateError, RecursionError) as error:
-                raise TokenizerFilesError(
-                    f"chat template {name!r}: not valid Jinja2 ({error}); fix it or take the model's own"
-                ) from error
-
-    @classmethod
-    def load(cls, folder: Path | str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Reads the templates of a model folder.
-
-        `chat_template.jinja` (and `additional_chat_templates/`), else `chat_template` in
-        `tokenizer_config.json` (text, or a list of named ones). None at all is no error here; `render` says
-        so. Raises `TokenizerFilesError`.
-        """
-        return cls(_read_sources(Path(folder)), special_tokens)
+            except Exception as error:  # whatever Jinja2 and Python's compiler raise for a hostile source
+                reason = _for_client(f"{type(error).__name__}: {error}")
+                raise ChatTemplateError(f"chat template {name!r}: not valid Jinja2 ({reason})") from error
 
     @property
     def exists(self) -> bool:
         """Whether the model has a chat template."""
         return bool(self._templates)
-
-    async def render_async(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """`render` for the event loop: long conversations and tools are rendered in a thread."""
-        if len(messages) <= _INLINE_MESSAGES and not tools and not variables:
-            return self.render(messages, add_generation_prompt)
-        return await asyncio.to_thread(self.render, messages, add_generation_prompt, tools, variables)
 
     def render(
         self,
@@ -118,7 +84,6 @@ class ChatTemplate:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        deadline = time.monotonic() + self._max_seconds
         left = self._max_characters
         pieces: list[str] = []
         try:
@@ -126,12 +91,8 @@ class ChatTemplate:
                 pieces.append(piece)
                 left -= len(piece)
                 if left < 0:
-                    raise ChatTemplateError(f"rendered messages exceed {self._max_characters} characters")
-                if time.monotonic() > deadline:
-                    raise ChatTemplateError(
-                        f"rendering the messages takes longer than {self._max_seconds:g} s"
-                    )
-        except ChatTemplateError:
+                    raise TemplateBoundError(f"rendered messages exceed {self._max_characters} characters")
+        except (ChatTemplateError, MemoryError):
             raise
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_for_client(str(error) or type(error).__name__)) from error
@@ -178,34 +139,6 @@ def _prepare(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return prepared
 
 
-def _read_sources(folder: Path) -> dict[str, str]:
-    sources: dict[str, str] = {}
-    files = {"default": folder / "chat_template.jinja"} | {
-        path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    }
-    for name, path in files.items():
-        try:
-            sources[name] = path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            raise TokenizerFilesError(f"{path}: not readable as UTF-8 text ({error})") from error
-    if sources:
-        return sources
-    path = folder / "tokenizer_config.json"
-    value = read_json_object(path).get("chat_template")
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {"default": value}
-    try:
-        return {str(entry["name"]): str(entry["template"]) for entry in value}
-    except (TypeError, KeyError) as error:
-        raise TokenizerFilesError(
-            f"{path}: chat_template must be text or a list of objects with name and template"
-        ) from error
-
-
 def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
     """The environment that transformers gives to chat templates, plus bounds."""
     environment = _BoundedSandbox(
@@ -223,7 +156,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
     """Refuses the operators that make much out of little; `render` checks the output as it grows."""
 
     intercepted_binops = frozenset(["*", "**"])
-    max_characters = DEFAULT_MAX_CHARACTERS
+    max_characters = MAX_RENDERED_CHARACTERS
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":

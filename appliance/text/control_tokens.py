@@ -24,14 +24,17 @@ import json
 import logging
 import re
 import secrets
-import threading
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import tokenizers
 
+from appliance.text.encoder import Encoder, Steps
+
 log = logging.getLogger(__name__)
 
+_WINDOW_CHARACTERS = 4096
+_STEP_CHARACTERS = 16 * _WINDOW_CHARACTERS
 _NONCE_DIGITS = 20
 _INDEX_DIGITS = 5
 _NAME_EDGE = "\U00100000"
@@ -42,53 +45,79 @@ class ControlTokens:
     """The special tokens of one tokenizer. Safe to use from any thread."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
+        self._encoder = Encoder(backend)
         texts = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         self._texts = sorted(filter(None, texts), key=lambda text: (-len(text), text))
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+        self._longest = max(map(len, self._texts), default=0)
         self._beginnings = sorted({text[:2] for text in self._texts})
         self._twin: _Twin | None = None
-        self._tried = False
-        self._lock = threading.Lock()
-
-    def find_in(self, text: str) -> bool:
-        """Whether a special token's text occurs in `text`."""
-        # Searching for two characters runs at memory speed, and nearly always decides.
-        if not any(beginning in text for beginning in self._beginnings):
-            return False
-        return self._pattern.search(text) is not None
-
-    def replace_in(self, text: str, names: Mapping[str, str]) -> str:
-        """`text` with each special token's text replaced by its entry in `names`."""
-        return self._pattern.sub(lambda match: names[match[0]], text)
+        # Made now and not when it is needed first: reading a large vocabulary holds the GIL for a second.
+        try:
+            self._twin = _Twin(backend, self._texts)
+        except Exception as error:  # the Rust extension raises nothing narrower
+            log.warning("special tokens in messages stay control tokens: %s", error)
 
     @property
     def texts(self) -> list[str]:
         """Longest first."""
         return self._texts
 
-    def encode(self, text: str, shield: Shield, add_special_tokens: bool) -> list[int]:
-        """Token ids of a rendered text; only special tokens outside of the shield's are control tokens.
+    def occurs_in(self, text: str) -> Generator[None, None, bool]:
+        """Whether a special token's text occurs in `text`, as work in steps."""
+        # Searching for two characters runs at memory speed, and nearly always decides.
+        if not any(beginning in text for beginning in self._beginnings):
+            return False
+        for begin in range(0, len(text), _WINDOW_CHARACTERS):
+            if self._search(text, begin) is not None:
+                return True
+            if begin % _STEP_CHARACTERS == 0:
+                yield
+        return False
 
-        Takes about as long as loading the tokenizer when it is first called.
-        """
-        twin = self._made_twin()
-        if twin is None:
-            plain, backend = shield.restore(text), self._backend
-        else:
-            plain, backend = shield.restore(self.replace_in(text, twin.names)), twin.backend
-        # Not `encode`: that one holds the GIL while it works.
-        return backend.encode_batch_fast([plain], add_special_tokens=add_special_tokens)[0].ids
+    def replace_in(self, text: str, names: Mapping[str, str]) -> Generator[None, None, str]:
+        """`text` with each special token's text replaced by its entry in `names`, as work in steps."""
+        pieces: list[str] = []
+        begin = window = 0
+        while window < len(text):
+            found = self._search(text, window)
+            if found is None:
+                window += _WINDOW_CHARACTERS
+                yield
+            else:
+                pieces += (text[begin : found.start()], names[found[0]])
+                begin = window = found.end()
+                if len(pieces) % _STEP_CHARACTERS == 0:
+                    yield
+        pieces.append(text[begin:])
+        return "".join(pieces)
 
-    def _made_twin(self) -> _Twin | None:
-        with self._lock:
-            if not self._tried:
-                self._tried = True
-                try:
-                    self._twin = _Twin(self._backend, self._texts)
-                except Exception as error:  # the Rust extension raises nothing narrower
-                    log.warning("special tokens in messages stay control tokens: %s", error)
-            return self._twin
+    def _search(self, text: str, begin: int) -> re.Match[str] | None:
+        """The first special token's text that begins in the window from `begin` on."""
+        # One window at a time: the regular expression engine holds the GIL, and takes 2.5 µs a character
+        # where every other one could begin one of 256 special tokens.
+        end = begin + _WINDOW_CHARACTERS
+        found = self._pattern.search(text, begin, end + self._longest)
+        return found if found is not None and found.start() < end else None
+
+    def encode_steps(
+        self,
+        text: str,
+        shield: Shield,
+        add_special_tokens: bool,
+        max_tokens: int | None = None,
+        longest_token_bytes: int | None = None,
+    ) -> Steps:
+        """Token ids of a rendered text; only special tokens outside of the shield's are control tokens."""
+        encoder = self._encoder
+        if self._twin is not None:
+            text = yield from self.replace_in(text, self._twin.names)
+            encoder = self._twin.encoder
+            if longest_token_bytes is not None:
+                longest_token_bytes = max(longest_token_bytes, self._twin.longest_name_bytes)
+        plain = shield.restore(text)
+        yield
+        return (yield from encoder.steps([plain], add_special_tokens, max_tokens, longest_token_bytes))
 
 
 class Shield:
@@ -98,24 +127,33 @@ class Shield:
         self._control = control
         self._placeholders: dict[str, str] = {}
         """By special token."""
+        self._pattern: re.Pattern[str] | None = None
+        """Finds placeholders."""
 
     @property
     def used(self) -> bool:
         """Whether anything was hidden."""
         return bool(self._placeholders)
 
-    def hide(self, value: Any) -> Any:
-        """A JSON value with placeholders for the special tokens in its strings."""
+    def hide(self, value: Any) -> Generator[None, None, Any]:
+        """A JSON value with placeholders for the special tokens in its strings, as work in steps."""
         if isinstance(value, str):
-            return self._hide(value)
+            return (yield from self._hide(value))
         if isinstance(value, list):
-            return [self.hide(item) for item in value]
+            hidden = []
+            for item in value:
+                hidden.append((yield from self.hide(item)))
+            return hidden
         if isinstance(value, dict):
-            return {self.hide(key): self.hide(item) for key, item in value.items()}
+            entries = {}
+            for key, item in value.items():
+                name = yield from self.hide(key)
+                entries[name] = yield from self.hide(item)
+            return entries
         return value
 
-    def _hide(self, text: str) -> str:
-        if not self._control.find_in(text):
+    def _hide(self, text: str) -> Generator[None, None, str]:
+        if not (yield from self._control.occurs_in(text)):
             return text
         if not self._placeholders:
             nonce = f"{secrets.randbelow(10**_NONCE_DIGITS):0{_NONCE_DIGITS}}"
@@ -123,14 +161,17 @@ class Shield:
                 special: f"{nonce}{index:0{_INDEX_DIGITS}}"
                 for index, special in enumerate(self._control.texts)
             }
-        return self._control.replace_in(text, self._placeholders)
+            self._pattern = re.compile(rf"{nonce}([0-9]{{{_INDEX_DIGITS}}})")
+        return (yield from self._control.replace_in(text, self._placeholders))
 
     def restore(self, text: str) -> str:
         """`text` with what was hidden."""
-        for special, placeholder in self._placeholders.items():
-            if placeholder in text:
-                text = text.replace(placeholder, special)
-        return text
+        if self._pattern is None:
+            return text
+        texts = self._control.texts
+        return self._pattern.sub(
+            lambda match: texts[int(match[1])] if int(match[1]) < len(texts) else match[0], text
+        )
 
 
 class _Twin:
@@ -150,9 +191,11 @@ class _Twin:
             model["vocab"] = [(self._renamed(text), score) for text, score in model["vocab"]]
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = self._renamed(model["unk_token"])
-        self.backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+        twin = tokenizers.Tokenizer.from_str(json.dumps(state))
+        self.encoder = Encoder(twin)
+        self.longest_name_bytes = max((len(name.encode()) for name in self.names.values()), default=0)
         for text, name in self.names.items():
-            if self.backend.token_to_id(name) != backend.token_to_id(text):
+            if twin.token_to_id(name) != backend.token_to_id(text):
                 raise ValueError(f"{text!r} would not keep its id")
 
     def _renamed(self, text: str) -> str:

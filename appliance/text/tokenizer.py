@@ -1,36 +1,23 @@
-"""A model's tokenizer: characters to token ids off the event loop, token ids to text by table."""
+"""A model's tokenizer: characters to token ids in bounded steps, token ids to text by table."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import tokenizers
 
 from appliance.text.control_tokens import ControlTokens, Shield
+from appliance.text.cuts import longest_token_bytes
 from appliance.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
+from appliance.text.encoder import Encoder, Steps
+from appliance.text.fair_queue import run_steps
 from appliance.text.stop import StopMatcher, StopSet
 from appliance.text.stream import TextStream
 from appliance.text.token_table import TokenTable, build_token_table, id_to_token
 from appliance.text.tokenizer_files import TokenizerFiles, TokenizerFilesError, read_tokenizer_files
 
-# Up to here encoding in place (0.1 µs a character) costs less than the hop to a thread and back (50 µs).
-INLINE_CHARACTERS = 512
-
-_ENCODE_THREADS = 2
-
-
-class LoneSurrogateError(ValueError):
-    """Text with half of a surrogate pair, which no UTF-8 can carry. `position` is its index in the text."""
-
-    def __init__(self, text: str, position: int) -> None:
-        super().__init__(
-            f"text has a lone surrogate (U+{ord(text[position]):04X}) at character {position}; "
-            "send a complete pair or valid UTF-8"
-        )
-        self.position = position
+_DECODE_STEP_TOKENS = 16_384
 
 
 class TokenIdError(ValueError):
@@ -48,7 +35,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
         """Takes over `backend`. Callers use `Tokenizer.load`."""
         self._backend = backend
-        self._pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="tokenize")
+        self._encoder = Encoder(backend)
         self._tokens = id_to_token(backend)
         self.table: TokenTable | None = build_token_table(backend, self._tokens)
         self.vocabulary_size = len(self._tokens)
@@ -60,6 +47,8 @@ class Tokenizer:
         eos_id = self._named_id("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *files.eos_ids]))
         self._control = ControlTokens(backend)
+        self.longest_token_bytes = longest_token_bytes(backend, self.table)
+        """The most bytes of text that one token can stand for; None where that is not known."""
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod
@@ -90,51 +79,36 @@ class Tokenizer:
         _add_declared_tokens(backend, files, folder / "tokenizer_config.json")
         return cls(backend, files)
 
-    def close(self) -> None:
-        """Ends the encoding threads; encodings under way finish."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, without stopping the event loop. Raises `LoneSurrogateError`.
+    def encode_steps(
+        self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> Steps:
+        """Token ids of each text, as work that is done in steps (`appliance.text.fair_queue`).
 
         `add_special_tokens`: add BOS (or what the model's post-processor adds); False for rendered chats,
-        whose template writes it.
+        whose template writes it. The work raises `LoneSurrogateError`, and `TooManyTokensError` as soon as a
+        text has more than `max_tokens`.
         """
-        if len(text) <= INLINE_CHARACTERS:
-            return self.encode_blocking(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self.encode_blocking, text, add_special_tokens)
-
-    async def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` for several texts in one call, in their order."""
-        if sum(map(len, texts)) <= INLINE_CHARACTERS:
-            return self._encode(texts, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._encode, texts, add_special_tokens)
+        return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 
     def encode_blocking(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`encode` in the calling thread, for command line tools and tests."""
-        return self._encode([text], add_special_tokens)[0]
+        """Token ids of `text`, in the calling thread. Raises `LoneSurrogateError`."""
+        return run_steps(self.encode_steps([text], add_special_tokens))[0]
 
     def shield(self) -> Shield:
-        """For one conversation: what it hides from the template, `encode_rendered` encodes as plain text."""
+        """A new shield for one conversation: `encode_rendered_steps` encodes what it hides from the template
+        as plain text."""
         return Shield(self._control)
 
-    async def encode_rendered(self, text: str, shield: Shield, add_special_tokens: bool = False) -> list[int]:
-        """`encode` for a chat rendered from what `shield` hid: only the template's special tokens are control
-        tokens, see `appliance.text.control_tokens`. Raises `LoneSurrogateError`."""
+    def encode_rendered_steps(
+        self, text: str, shield: Shield, add_special_tokens: bool = False, max_tokens: int | None = None
+    ) -> Steps:
+        """`encode_steps` for a chat that was rendered from what `shield` hid: only special tokens that the
+        template wrote are control tokens, see `appliance.text.control_tokens`."""
         if not shield.used:
-            return await self.encode(text, add_special_tokens)
-        _refuse_surrogates(shield.restore(text))
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._control.encode, text, shield, add_special_tokens)
-
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        for text in texts:
-            _refuse_surrogates(text)
-        # Not `encode`: that one holds the GIL while it works.
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+            return self.encode_steps([text], add_special_tokens, max_tokens)
+        return self._control.encode_steps(
+            text, shield, add_special_tokens, max_tokens, self.longest_token_bytes
+        )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`, equal to what a stream over them emits.
@@ -143,15 +117,26 @@ class Tokenizer:
         UTF-8 as a whole, whole characters stay and only bad bytes become U+FFFD (there, all of them do).
         Ids outside of the vocabulary add nothing. Raises `TokenIdError` for negative ids.
         """
+        return run_steps(self.decode_steps(token_ids, skip_special_tokens))
+
+    def decode_steps(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = True
+    ) -> Generator[None, None, str]:
+        """`decode` as work that is done in steps (`appliance.text.fair_queue`)."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
             )
         if self.table is None:
             known = [token_id for token_id in token_ids if token_id < self.vocabulary_size]
-            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+            # Not `decode`: that one holds the GIL while it works.
+            return self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
         detokenizer = TableDetokenizer(self.table, skip_special_tokens)
-        return detokenizer.push(token_ids) + detokenizer.finish()
+        texts = []
+        for begin in range(0, len(token_ids), _DECODE_STEP_TOKENS):
+            texts.append(detokenizer.push(token_ids[begin : begin + _DECODE_STEP_TOKENS]))
+            yield
+        return "".join([*texts, detokenizer.finish()])
 
     def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for one stream.
@@ -199,14 +184,6 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
-
-
-def _refuse_surrogates(text: str) -> None:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise LoneSurrogateError(text, error.start) from None
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +43,29 @@ class TokenizerFiles:
     eos_ids: tuple[int, ...]
 
 
+MAX_JSON_BYTES = 256 << 20
+"""Of one file; the largest `tokenizer.json` of known models has 35 MB."""
+
+
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
+    """The bytes of a file. Raises OSError, and ValueError for a longer one and for what is no regular file:
+    reading a device or a named pipe need not end."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("is not a regular file")
+        if status.st_size > max_bytes:
+            raise ValueError(f"has {status.st_size} bytes; at most {max_bytes} are read")
+        return file.read(max_bytes)
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or {} if there is no such file. Raises `TokenizerFilesError`."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerFilesError(
             f"{path}: not readable as JSON ({error}); copy the file again from where the model came from"
         ) from error

@@ -225,6 +225,15 @@ class Quotas:
             self._note(reservation)
         reservation.taken = ()
 
+    def charge(self, tenant: str, key_id: str, tokens: int) -> None:
+        """Count a request that was refused after work worth so many tokens: as much of it as is left."""
+        accounts, now = self._accounts_of(tenant, key_id), self._clock()
+        for bucket in _refilled(accounts, now):
+            amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else 1))
+            bucket.settle(bucket.take(amount), 0, now)
+            bucket.let_go(amount)
+        self._changed |= dict.fromkeys(accounts)
+
     def rate_limits(self, tenant: str, key_id: str) -> RateLimits | None:
         """For the headers of an answer: the tightest limit on requests and that on tokens. None without any
         limit."""

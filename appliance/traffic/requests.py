@@ -253,7 +253,10 @@ class Ledger(Books):
         self._end_if_complete(request)
 
     def reject(self, rejected: Rejected) -> None:
-        """A front refused a request by itself: a row, nothing else."""
+        """A front refused a request by itself: a row, and a charge for the work."""
+        if rejected.work_tokens:
+            identity = rejected.identity
+            self.quotas.charge(identity.tenant, identity.key_id, rejected.work_tokens)
         model = self._models.get(rejected.model)
         self._rows.end(rejected_row(rejected, model.version if model else None, self._unix()))
 

@@ -373,3 +373,30 @@ def test_only_what_changed_is_news_and_what_was_not_written_is_news_again(time: 
 )
 def test_durations_are_written_as_openai_does(seconds: float, said: str) -> None:
     assert duration(seconds) == said
+
+
+def test_refused_work_is_charged_as_far_as_there_is_anything_left(time: Time) -> None:
+    of = quotas(
+        time,
+        tenant(requests_per_minute=3, tokens_per_minute=1200),
+        keys=(key(quota=Quota(tokens_per_minute=600)),),
+    )
+    of.news(0.0)
+    of.charge("acme", "k", 300)
+    assert used(of) == {"requests_per_minute": 1, "tokens_per_minute": 300}
+    assert used(of, "key", "k") == {"tokens_per_minute": 300}
+    assert {levels.name for levels in of.news(0.0)[0]} == {"acme", "k"}
+    of.charge("acme", "k", 10_000)
+    assert used(of) == {"requests_per_minute": 2, "tokens_per_minute": 1200}
+    assert short(of, key_id="k").kind == "tokens"
+    time.now += 60
+    spent(of, 100, 100, "k")
+
+
+def test_a_charge_does_not_disturb_what_running_requests_give_back(time: Time) -> None:
+    of = quotas(time, tenant(tokens_per_minute=1000))
+    held = taken(of, 100, 500)
+    of.charge("acme", "", 200)
+    of.settle(held, 100)
+    of.close(held)
+    assert used(of) == {"tokens_per_minute": 300}

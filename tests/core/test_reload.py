@@ -92,7 +92,7 @@ def test_settings_of_the_service_are_applied_and_no_process_is_another(make_serv
     assert reloaded.changed == [
         "drain_grace_s: 10.0 → 3.0",
         "idempotency.keep_s: 600.0 → 1.5",
-        "limits.max_body_bytes: 16777216 → 99",
+        "limits.max_body_bytes: 2097152 → 99",
         'log_level: "info" → "debug"',
         "queue.limit: 2048 → 7",
         'unix.admin_mode: "0660" → "0600"',

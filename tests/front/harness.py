@@ -225,6 +225,10 @@ class Harness:
     turn: dict[str, Any] = field(default_factory=dict)
     """Fields of `Admitted` that are others than usual."""
     models: list[ServedModel] = field(default_factory=list)
+    module: str = "appliance.front"
+    """What is started as the front."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of the front's environment besides the tests' own."""
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.load(self.folder)
@@ -421,8 +425,9 @@ class Harness:
     async def _start(self) -> None:
         ours, theirs = socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "appliance.front", "--channel", str(theirs.fileno())],
+            [sys.executable, "-m", self.module, "--channel", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
+            env={**os.environ, **self.environment},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -507,6 +512,5 @@ class Harness:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
         self._loop.close()
-        self.tokenizer.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.api_sock)

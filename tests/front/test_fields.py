@@ -79,7 +79,6 @@ def test_bad_words_are_banned_at_the_beginning_of_a_text_and_after_a_space(front
         ({"allowed_token_ids": [100_000]}, "allowed_token_ids", "100000"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids", "from 0"),
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids", "token ids"),
-        ({"allowed_token_ids": [0] * 262_145}, "allowed_token_ids", "at most 262144"),
         ({"allowed_token_ids": [1], "min_tokens": 2}, "allowed_token_ids", "no token to begin with"),
         ({"bad_words": "quick"}, "bad_words", "list of strings"),
         ({"bad_words": ["a", ""]}, "bad_words", "word 1 has 0 characters"),
@@ -328,7 +327,7 @@ def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
     ]
     front.configure()
     front.report()
-    body = {"model": "long", "prompt": [[5] * 1100] * 480, "n": 2, "return_token_ids": True}
+    body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}
     answer = post(front, COMPLETION, body)
     front.models = []
     front.configure()

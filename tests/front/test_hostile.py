@@ -260,3 +260,17 @@ def test_expect_continue_is_not_granted_to_a_body_that_is_refused(front: Harness
     headers = {"Expect": "100-continue", "Content-Length": str(100 * MEGABYTE)}
     answer: Answer = ask(front, "POST", "/v1/completions", None, headers)
     assert answer.status == 413
+
+
+@pytest.mark.parametrize(
+    ("prompt", "least"),
+    [("fox " * 20_000, 1808), ([5] * 60_000, 60_000), ("fox " * 600, 600), ([], 0)],
+    ids=["bytes decide", "token ids", "encoded", "small"],
+)
+def test_refused_prompts_are_reported_with_the_work_that_they_took(
+    front: Harness, prompt: object, least: int
+) -> None:
+    answer = ask(front, "POST", "/v1/completions", {"model": "demo", "prompt": prompt})
+    assert answer.status == 400
+    front.wait_for(lambda: front.rejected)
+    assert least <= front.rejected[0].work_tokens <= 1.5 * least

@@ -102,8 +102,9 @@ class Service:
         return self.command("requests", "--limit", "1000", *words)
 
     def descendants(self) -> list[psutil.Process]:
-        """Every front and rank."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """Every front and rank, without the processes that render chat templates and end with their front."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if not _renders_templates(child)]
 
     def client(self, **options: Any) -> openai.OpenAI:
         """The `openai` client on the Unix socket."""
@@ -121,6 +122,13 @@ class Service:
         return httpx.Client(
             transport=httpx.HTTPTransport(uds=str(self.api_socket)), base_url="http://appliance", timeout=60
         )
+
+
+def _renders_templates(process: psutil.Process) -> bool:
+    try:
+        return "appliance.text.template_worker" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 @contextmanager

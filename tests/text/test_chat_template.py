@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from appliance.text.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplateError
+from appliance.text.chat_template import ChatTemplate
+from appliance.text.template_files import MAX_TEMPLATE_BYTES, read_template_sources
+from appliance.text.template_messages import ChatTemplateError, NoChatTemplateError
 from appliance.text.tokenizer_files import TokenizerFilesError
 from tests.text.conftest import TEMPLATE, byte_level, write_model
 
@@ -41,7 +43,7 @@ RICH = """
 """
 
 
-def template(source: str, **bounds: float) -> ChatTemplate:
+def template(source: str, **bounds: int) -> ChatTemplate:
     return ChatTemplate({"default": source}, NAMES, **bounds)
 
 
@@ -118,13 +120,6 @@ def test_a_refusal_that_quotes_the_message_is_short_and_encodable():
     assert len(str(caught.value)) < 1000
 
 
-def test_a_slow_template_is_ended_at_its_time():
-    loop = "{% for i in range(99999) %}"
-    endless = loop + loop + "{{ i }}" + "{% endfor %}" * 2
-    with pytest.raises(ChatTemplateError, match=r"longer than 0\.05 s"):
-        template(endless, max_seconds=0.05).render(USER)
-
-
 @pytest.mark.parametrize(
     ("messages", "message"), [([], "is empty"), (["x"], r"messages\[0\]: must be an object")]
 )
@@ -134,44 +129,47 @@ def test_messages_of_the_wrong_shape_are_refused(messages, message):
 
 
 def test_a_model_without_template_says_to_use_completions(tmp_path):
-    chat = ChatTemplate.load(write_model(tmp_path, byte_level()), NAMES)
-    assert not chat.exists
     with pytest.raises(NoChatTemplateError, match="/v1/completions"):
-        chat.render(USER)
+        ChatTemplate(read_template_sources(write_model(tmp_path, byte_level())), NAMES).render(USER)
 
 
 def test_the_template_file_wins_over_the_config_and_tools_choose_their_own(tmp_path):
+    def chat(folder) -> ChatTemplate:
+        return ChatTemplate(read_template_sources(folder), NAMES)
+
     folder = write_model(tmp_path, byte_level(), chat_template=TEMPLATE)
-    assert ChatTemplate.load(folder, NAMES).render(USER) == "<s><|user|>Hi</s><|assistant|>"
+    assert chat(folder).render(USER) == "<s><|user|>Hi</s><|assistant|>"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-    chat = ChatTemplate.load(write_model(tmp_path, byte_level(), chat_template=named), NAMES)
-    assert (chat.render(USER), chat.render(USER, tools=[{}])) == ("plain", "tools")
+    both = chat(write_model(tmp_path, byte_level(), chat_template=named))
+    assert (both.render(USER), both.render(USER, tools=[{}])) == ("plain", "tools")
     (folder / "chat_template.jinja").write_text("file")
-    assert ChatTemplate.load(folder, NAMES).render(USER, tools=[{}]) == "file"
+    assert chat(folder).render(USER, tools=[{}]) == "file"
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("{% if %}", "not valid Jinja2"),
-        ([{"name": "x"}], "must be text or a list"),
-        (7, "must be text or a list"),
-    ],
-)
-def test_a_broken_template_is_refused_at_load(tmp_path, value, message):
-    with pytest.raises(TokenizerFilesError, match=message):
-        ChatTemplate.load(write_model(tmp_path, byte_level(), chat_template=value), NAMES)
+@pytest.mark.parametrize("value", [[{"name": "x"}], 7])
+def test_a_template_of_the_wrong_shape_is_refused_at_load(tmp_path, value):
+    with pytest.raises(TokenizerFilesError, match="must be text or a list"):
+        read_template_sources(write_model(tmp_path, byte_level(), chat_template=value))
 
 
-def test_long_conversations_render_the_same_in_a_thread():
-    chat = template(TEMPLATE)
-    messages = USER * 500
-    assert asyncio.run(chat.render_async(messages)) == chat.render(messages)
-    assert asyncio.run(chat.render_async(USER)) == chat.render(USER)
+def test_a_template_that_is_not_jinja_is_refused():
+    with pytest.raises(ChatTemplateError, match="not valid Jinja2"):
+        template("{% if %}")
+
+
+def test_a_template_file_is_a_regular_file_of_bounded_size(tmp_path):
+    folder = write_model(tmp_path, byte_level())
+    path = folder / "chat_template.jinja"
+    path.write_bytes(b" " * (MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(TokenizerFilesError, match=f"at most {MAX_TEMPLATE_BYTES} are read"):
+        read_template_sources(folder)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(TokenizerFilesError, match="not a regular file"):
+        read_template_sources(folder)
 
 
 def test_further_variables_reach_the_template_and_cannot_replace_the_messages():
     chat = template("{{ enable_thinking }} {{ documents | tojson }} {{ messages[0].content }}")
     variables = {"enable_thinking": False, "documents": [1], "messages": [{"content": "forged"}]}
     assert chat.render(USER, variables=variables) == "False [1] Hi"
-    assert asyncio.run(chat.render_async(USER, variables=variables)) == "False [1] Hi"

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from appliance.text.tokenizer import LoneSurrogateError, Tokenizer
+from appliance.settings import demo_model_folder
+from appliance.text.encoder import LoneSurrogateError, TooManyTokensError
+from appliance.text.fair_queue import WorkPool, run_steps
+from appliance.text.tokenizer import Tokenizer
 from appliance.text.tokenizer_files import TokenizerFilesError
 from tests.text.conftest import byte_fallback, byte_level, write_model
 
@@ -130,33 +133,32 @@ def test_broken_files_are_named_with_a_remedy(tmp_path, name, content, message):
 @pytest.mark.parametrize("text", ["ab\ud800", "ab\udfff" + "c" * 2000])
 def test_a_lone_surrogate_is_refused_with_its_position(loaded, text):
     with pytest.raises(LoneSurrogateError, match="at character 2") as caught:
-        asyncio.run(loaded["byte_level"].encode(text))
+        loaded["byte_level"].encode_blocking(text)
     assert caught.value.position == 2
 
 
-def test_batches_and_threads_give_the_same_ids(loaded):
+def test_several_texts_give_the_same_ids_as_each_by_itself(loaded):
     tokenizer = loaded["byte_level"]
     texts = ["", "short", SAMPLE * 50]
-
-    async def both() -> tuple[list[list[int]], list[list[int]]]:
-        return await tokenizer.encode_batch(texts), [await tokenizer.encode(text) for text in texts]
-
-    batch, single = asyncio.run(both())
-    assert batch == single == [tokenizer.encode_blocking(text) for text in texts]
+    assert run_steps(tokenizer.encode_steps(texts)) == [tokenizer.encode_blocking(text) for text in texts]
 
 
 def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
     text = "The quick brown fox jumps over the lazy dog 中文. " * 40_000
 
     async def watch() -> tuple[float, int]:
-        encoding = asyncio.ensure_future(loaded["byte_level"].encode(text))
+        pool = WorkPool(max_wait_s=300)
+        encoding = asyncio.ensure_future(
+            pool.run("acme", loaded["byte_level"].encode_steps([text]), is_long=True)
+        )
         began = last = time.perf_counter()
         stall, ticks = 0.0, 0
         while not encoding.done():
             await asyncio.sleep(0.001)
             now = time.perf_counter()
             stall, last, ticks = max(stall, now - last), now, ticks + 1
-        assert len(await encoding) > 100_000
+        assert len((await encoding)[0]) > 100_000
+        pool.close()
         return stall / (last - began), ticks
 
     assert len(text.encode()) > 2_000_000
@@ -164,6 +166,30 @@ def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
     stalled, ticks = min(asyncio.run(watch()) for _ in range(3))
     assert ticks > 20
     assert stalled < 0.25  # of the time that encoding took
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_encoding_stops_at_the_bound_on_tokens(loaded, kind):
+    tokenizer = loaded[kind]
+    ids = tokenizer.encode_blocking("fox " * 100)
+    assert run_steps(tokenizer.encode_steps(["fox " * 100], max_tokens=len(ids))) == [ids]
+    with pytest.raises(TooManyTokensError) as caught:
+        run_steps(tokenizer.encode_steps(["a", "fox " * 100], max_tokens=len(ids) - 1))
+    assert (caught.value.index, caught.value.tokens) == (1, len(ids))
+
+
+def test_of_a_long_text_only_the_pieces_up_to_the_bound_are_encoded():
+    tokenizer = Tokenizer.load(demo_model_folder())
+    with pytest.raises(TooManyTokensError) as caught:
+        run_steps(tokenizer.encode_steps(["fox " * 200_000], max_tokens=100_000))
+    assert caught.value.tokens is None and 100_000 < caught.value.encoded_tokens < 150_000
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_a_text_with_more_bytes_than_its_tokens_can_have_is_not_encoded(loaded, kind):
+    with pytest.raises(TooManyTokensError) as caught:
+        run_steps(loaded[kind].encode_steps(["fox " * 200_000], max_tokens=1000))
+    assert caught.value.encoded_tokens == 0
 
 
 def test_added_tokens_keep_their_flags(tmp_path):

@@ -1,0 +1,159 @@
+"""Where a text may be cut so that encoding the parts gives the ids of the whole, and how long a token can be.
+
+Both are properties of a tokenizer that are derived from its parts: added tokens, normalizer, pre-tokenizer.
+A tokenizer for which they cannot be derived has neither: its texts are encoded whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import tokenizers
+
+from appliance.text.token_table import TokenTable
+
+PIECE_CHARACTERS = 16_384
+"""A piece is encoded in about 15 ms (1 µs a character, measured with the demo model's tokenizer)."""
+
+_WINDOW_CHARACTERS = 16_384
+_SAFE_LETTER = "A-Za-z0-9一-龥ぁ-ゖァ-ヺ가-힣"
+_CUT = re.compile(rf"\w |[{_SAFE_LETTER}][\n.,;!?、。，；！？]")
+"""A cut lies behind the first character of a match."""
+
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SAFE_ALTERNATIVES = frozenset(
+    [
+        "C",
+        *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
+        *(r" ?\p{L}+", r" ?\p{N}+", r" ?[^\s\p{L}\p{N}]+"),
+        *(r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}", r"\p{N}{1,3}", r"\p{N}+"),
+        *(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"),
+        *(
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{a}{_LOWER}{b}{contraction}"
+            for a, b in (("*", "+"), ("+", "*"))
+            for contraction in ("", "C?")
+        ),
+        *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
+    ]
+)
+"""Alternatives of the regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken; C is a contraction.
+
+No match of any of them contains a character that is not white space followed by a space, or a letter or digit
+followed by one of the other characters of `_CUT`. None looks behind, and the only one that looks ahead
+(`\\s+(?!\\S)`) ends in white space, which no part before a cut does. So a match begins at every cut, and each
+side is matched as if the other were not there.
+"""
+
+_MAX_NFC_SHRINKING = 4
+"""NFC shortens UTF-8 at most to 1/3.5 (U+1FBE U+0308 U+0301 to U+0390), found by going through Unicode 14."""
+
+
+def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
+    """Whether `split_text` cuts texts of this tokenizer where the ids do not depend on it."""
+    for token in backend.get_added_tokens_decoder().values():
+        text = token.content
+        if token.single_word or _CUT.search(text) or (token.rstrip and re.search(r"\w\Z", text)):
+            return False
+    if any(step["type"] != "NFC" for step in _steps(backend.normalizer, "normalizers")):
+        return False
+    steps = _steps(backend.pre_tokenizer, "pretokenizers")
+    if not steps or not _splits_at_cuts(steps[0]):
+        return False
+    # The steps that follow work on each part of the first one's by itself.
+    return all(step["type"] in ("Split", "Digits", "Punctuation") or _is_plain(step) for step in steps[1:])
+
+
+def split_text(text: str) -> Iterator[str]:
+    """`text` in pieces of about `PIECE_CHARACTERS`; longer where there is nowhere to cut."""
+    begin = 0
+    while (end := _find_cut(text, begin + PIECE_CHARACTERS)) < len(text):
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
+def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None) -> int | None:
+    """The most bytes of text that one token can stand for, or None where that is not known."""
+    added = backend.get_added_tokens_decoder().values()
+    if table is None or any(token.lstrip or token.rstrip for token in added):
+        return None
+    if table.bad_byte_each:
+        complete = backend.model.byte_fallback and all(
+            backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)
+        )
+    else:
+        complete = (
+            any(step["type"] == "ByteLevel" for step in _steps(backend.pre_tokenizer, "pretokenizers"))
+            and len({data for data in table.raw if len(data) == 1}) == 256
+        )
+    if not complete:
+        # Characters may vanish, or any number of them become one unknown token.
+        return None
+    shrinking = 1
+    for step in _steps(backend.normalizer, "normalizers"):
+        if step["type"] == "NFC":
+            shrinking *= _MAX_NFC_SHRINKING
+        elif step["type"] != "Prepend" and not _lengthens(step):
+            return None
+    longest = max(map(len, table.raw))
+    return shrinking * max(longest, *(len(token.content.encode()) for token in added), 1)
+
+
+def _find_cut(text: str, begin: int) -> int:
+    """The first cut behind `begin`, or the text's end. Looks at a window at a time: the regular expression
+    engine holds the GIL."""
+    while begin < len(text):
+        found = _CUT.search(text, begin - 1, begin + _WINDOW_CHARACTERS)
+        if found is not None:
+            return found.start() + 1
+        begin += _WINDOW_CHARACTERS - 1
+    return len(text)
+
+
+def _splits_at_cuts(step: dict[str, Any]) -> bool:
+    if step["type"] == "ByteLevel":
+        return not step["add_prefix_space"] and step["use_regex"]
+    if step["type"] != "Split" or (step["behavior"], step["invert"]) not in (
+        ("Isolated", False),
+        ("Removed", True),
+    ):
+        return False
+    pattern = step["pattern"].get("Regex", "").replace(_CONTRACTION, "C")
+    alternatives = pattern.split("|")
+    return _SAFE_ALTERNATIVES.issuperset(alternatives) and r"\s+" in alternatives
+
+
+def _is_plain(step: dict[str, Any]) -> bool:
+    return step["type"] == "ByteLevel" and not step["add_prefix_space"]
+
+
+def _lengthens(step: dict[str, Any]) -> bool:
+    pattern = step.get("pattern", {}).get("String")
+    return bool(
+        step["type"] == "Replace" and pattern and len(step["content"].encode()) >= len(pattern.encode())
+    )
+
+
+def _steps(component: Any, name: str) -> list[dict[str, Any]]:
+    """A normalizer's or pre-tokenizer's steps, as `tokenizer.json` writes them."""
+    if component is None:
+        return []
+    # A component's pickled state is its JSON; serialising the whole tokenizer would write the vocabulary too.
+    state = json.loads(component.__getstate__())
+    return (
+        [each for step in state[name] for each in _flat(step, name)]
+        if state["type"] == "Sequence"
+        else [state]
+    )
+
+
+def _flat(step: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return (
+        [each for inner in step[name] for each in _flat(inner, name)]
+        if step["type"] == "Sequence"
+        else [step]
+    )

@@ -1,0 +1,131 @@
+"""Encodes texts in steps that are short, release the GIL, and end at a bound on tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import tokenizers
+
+from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, split_text
+
+Steps = Generator[None, None, list[list[int]]]
+"""Work that is done by exhausting it, in any thread, one step at a time; returns the ids of each text."""
+
+
+class LoneSurrogateError(ValueError):
+    """Text with half of a surrogate pair, which UTF-8 cannot encode. `position` is its index in the text."""
+
+    def __init__(self, text: str, position: int) -> None:
+        super().__init__(
+            f"text has a lone surrogate (U+{ord(text[position]):04X}) at character {position}; "
+            "send a complete pair or valid UTF-8"
+        )
+        self.position = position
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than were allowed; encoding stopped there."""
+
+    def __init__(self, index: int, tokens: int | None, encoded_tokens: int) -> None:
+        super().__init__(f"text {index} has too many tokens")
+        self.index = index
+        """Of the text, among those that were to be encoded."""
+        self.tokens = tokens
+        """How many it has; None where it was not encoded to its end."""
+        self.encoded_tokens = encoded_tokens
+        """Tokens of all texts that were encoded by then."""
+
+
+class Encoder:
+    """Encodes with one `tokenizers` backend. Safe to use from any thread."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._affixes = _affixes(backend)
+        self.cuts_texts = self._affixes is not None and can_be_cut(backend)
+        """Whether long texts are encoded in pieces."""
+
+    def steps(
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        max_tokens: int | None = None,
+        longest_token_bytes: int | None = None,
+    ) -> Steps:
+        """Encode `texts`. Raises `LoneSurrogateError`, and `TooManyTokensError` as soon as one of them has
+        more than `max_tokens`: before encoding it, where its bytes say so."""
+        for index, text in enumerate(texts):
+            size = _utf8_bytes(text)
+            if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:
+                raise TooManyTokensError(index, None, 0)
+        encoded: list[list[int]] = []
+        total = 0
+        for first, group in _groups(texts):
+            if len(group) == 1 and self.cuts_texts and len(group[0]) > PIECE_CHARACTERS:
+                encoded.append(
+                    (yield from self._in_pieces(group[0], add_special_tokens, first, max_tokens, total))
+                )
+            else:
+                encoded += self._encode(group, add_special_tokens)
+                yield
+            for index in range(first, first + len(group)):
+                total += len(encoded[index])
+                if max_tokens is not None and len(encoded[index]) > max_tokens:
+                    raise TooManyTokensError(index, len(encoded[index]), total)
+        return encoded
+
+    def _in_pieces(
+        self, text: str, add_special_tokens: bool, index: int, max_tokens: int | None, before: int
+    ) -> Generator[None, None, list[int]]:
+        prefix, suffix = self._affixes if add_special_tokens and self._affixes else ([], [])
+        ids = list(prefix)
+        left = len(text)
+        for piece in split_text(text):
+            ids += self._encode([piece], False)[0]
+            left -= len(piece)
+            if left and max_tokens is not None and len(ids) > max_tokens:
+                raise TooManyTokensError(index, None, before + len(ids))
+            yield
+        return ids + suffix
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        # Not `encode`: that one holds the GIL while it works.
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+
+def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, None]:
+    """Runs of texts that are encoded in one step, each with its first one's index."""
+    first = characters = 0
+    for index, text in enumerate(texts):
+        if index > first and characters + len(text) > PIECE_CHARACTERS:
+            yield first, texts[first:index]
+            first, characters = index, 0
+        characters += len(text)
+    if first < len(texts):
+        yield first, texts[first:]
+
+
+def _affixes(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
+    """The special tokens before and behind a text, or None where that is not all that is added."""
+    affixes = None
+    for text in ("a", "1 b"):
+        plain = backend.encode(text, add_special_tokens=False).ids
+        whole = backend.encode(text, add_special_tokens=True).ids
+        begins = [n for n in range(len(whole) - len(plain) + 1) if whole[n : n + len(plain)] == plain]
+        if len(begins) != 1:
+            return None
+        found = whole[: begins[0]], whole[begins[0] + len(plain) :]
+        if affixes not in (None, found):
+            return None
+        affixes = found
+    return affixes
+
+
+def _utf8_bytes(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise LoneSurrogateError(text, error.start) from None

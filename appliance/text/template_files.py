@@ -1,0 +1,43 @@
+"""Reads the chat templates of a model folder. Only reads: they are compiled in a process of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from appliance.text.tokenizer_files import TokenizerFilesError, read_json_object, read_regular_file
+
+MAX_TEMPLATE_BYTES = 1 << 20
+"""Of one template file. The longest of known models has 20 kB."""
+
+
+def read_template_sources(folder: Path) -> dict[str, str]:
+    """The text of each template by name: `default`, and others such as `tool_use`; empty if there is none.
+
+    `chat_template.jinja` (and `additional_chat_templates/`), else `chat_template` in `tokenizer_config.json`
+    (text, or a list of named ones). Raises `TokenizerFilesError`.
+    """
+    sources: dict[str, str] = {}
+    files = {"default": folder / "chat_template.jinja"} | {
+        path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
+    for name, path in files.items():
+        try:
+            sources[name] = read_regular_file(path, MAX_TEMPLATE_BYTES).decode()
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise TokenizerFilesError(f"{path}: not readable as UTF-8 text ({error})") from error
+    if sources:
+        return sources
+    path = folder / "tokenizer_config.json"
+    value = read_json_object(path).get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    except (TypeError, KeyError) as error:
+        raise TokenizerFilesError(
+            f"{path}: chat_template must be text or a list of objects with name and template"
+        ) from error

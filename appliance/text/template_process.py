@@ -1,0 +1,256 @@
+"""Renders a model's chat templates in a child process, where time and memory are bounded from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.background import Background
+from appliance.text.fair_queue import FairQueue, TooMuchWorkError
+from appliance.text.template_files import read_template_sources
+from appliance.text.template_messages import (
+    MAX_RENDERED_CHARACTERS,
+    ChatTemplateError,
+    Compile,
+    Failed,
+    FromWorker,
+    NoChatTemplateError,
+    Render,
+    Rendered,
+    TemplateBoundError,
+    ToWorker,
+)
+from appliance.text.tokenizer_files import TokenizerFilesError
+from engine.client import Channel, module_command, module_environment, socketpair
+
+__all__ = ["ChatTemplateError", "NoChatTemplateError", "TemplateBoundError", "TemplateProcess"]
+
+log = logging.getLogger(__name__)
+
+MAX_RENDER_S = 5.0
+"""For one conversation. The longest that a request can have (4,096 messages, 2 MiB) takes about 50 ms."""
+MAX_COMPILE_S = 10.0
+"""From the start of the process; Python itself takes 0.1 s of it."""
+MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
+"""What a template may use beside the 30 MB of the process itself."""
+MAX_WAIT_S = 30.0
+"""A conversation that has waited this long for its turn is refused."""
+
+_ALARM_GRACE_S = 5.0
+"""The child's own alarm comes later than the parent's kill: for a child whose parent is dead."""
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
+_KINDS: dict[str, type[ChatTemplateError]] = {
+    "messages": ChatTemplateError,
+    "none": NoChatTemplateError,
+    "bound": TemplateBoundError,
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    message: Render
+    result: asyncio.Future[str]
+
+
+class TemplateProcess:
+    """One model's chat templates: `default`, and others by name. Belongs to one event loop.
+
+    The process renders one conversation at a time, taking the tenants in turn. It is started by `compile` or
+    by the first conversation, and again after it was killed.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        max_render_s: float = MAX_RENDER_S,
+    ) -> None:
+        """`sources`: template text by name, empty for a model without one; `special_tokens`: name to text, as
+        templates use them (`bos_token`)."""
+        self._compile = Compile(dict(sources), dict(special_tokens))
+        self._max_render_s = max_render_s
+        self.bounds_exceeded = 0
+        """Conversations that the templates could not render within their bounds."""
+        self.problem = ""
+        """What the latest of them exceeded."""
+        self._queue: FairQueue[_Job] = FairQueue()
+        self._child: _Child | None = None
+        self._background = Background()
+        self._is_rendering = False
+        self._closed = False
+
+    @classmethod
+    def load(cls, folder: Path | str, special_tokens: Mapping[str, str]) -> TemplateProcess:
+        """Read the templates of a model folder; none at all is no error. Raises `TokenizerFilesError`."""
+        return cls(read_template_sources(Path(folder)), special_tokens)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self._compile.sources)
+
+    async def compile(self) -> None:
+        """Start the process. Raises `TokenizerFilesError` for a template that does not compile."""
+        if self.exists and self._child is None:
+            try:
+                await self._start()
+            except ChatTemplateError as error:
+                self.close()
+                raise TokenizerFilesError(f"{error}; fix it or take the model's own") from error
+            except OSError as error:
+                raise TokenizerFilesError(
+                    f"the process of the chat template did not start ({error})"
+                ) from error
+
+    async def render(
+        self,
+        tenant: str,
+        messages: list[dict[str, str]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text, BOS included where the template writes it: encode it without special tokens.
+
+        `messages` and `variables` (further ones for the template) are data to the template, never template
+        text. Raises `ChatTemplateError` with the template's own message if it rejects the messages or fails
+        on them, `NoChatTemplateError`, `TemplateBoundError`, and `TooMuchWorkError` after `MAX_WAIT_S`.
+        """
+        if not self.exists:
+            raise NoChatTemplateError(
+                "this model has no chat template and cannot take messages; use /v1/completions with a prompt"
+            )
+        message = Render(messages, add_generation_prompt, json.dumps(variables or {}).encode())
+        job = _Job(message, asyncio.get_running_loop().create_future())
+        self._queue.put(tenant, job)
+        if not self._is_rendering:
+            self._is_rendering = True
+            self._background.run(self._render_all())
+        try:
+            return await asyncio.wait_for(job.result, MAX_WAIT_S)
+        except TimeoutError:
+            raise TooMuchWorkError(
+                f"these messages waited {MAX_WAIT_S:g} s for the model's chat template; send fewer at a time"
+            ) from None
+
+    def close(self) -> None:
+        """End the process. Conversations that wait are refused."""
+        self._closed = True
+        if self._child is not None:
+            self._child.kill()
+
+    async def _render_all(self) -> None:
+        try:
+            while (job := self._queue.take()) is not None:
+                if job.result.done():
+                    continue
+                try:
+                    text = await self._render(job.message)
+                except Exception as error:
+                    if not isinstance(error, ChatTemplateError):
+                        log.exception("a conversation could not be rendered")
+                        error = ChatTemplateError("the messages could not be rendered")
+                    if not job.result.done():
+                        job.result.set_exception(error)
+                else:
+                    if not job.result.done():
+                        job.result.set_result(text)
+        finally:
+            self._is_rendering = False
+
+    async def _render(self, message: Render) -> str:
+        try:
+            child = self._child if self._child is not None and not self._child.closed else await self._start()
+            return await child.ask(message, self._max_render_s)
+        except UnicodeEncodeError:
+            raise ChatTemplateError("messages: have a lone surrogate; send valid UTF-8") from None
+        except TemplateBoundError as error:
+            self.bounds_exceeded += 1
+            self.problem = str(error)
+            raise
+
+    async def _start(self) -> _Child:
+        if self._closed:
+            raise ChatTemplateError("this model is not served any more")
+        began = time.monotonic()
+        child = self._child = _Child(self._background, self._max_render_s + _ALARM_GRACE_S)
+        await child.ask(self._compile, MAX_COMPILE_S)
+        log.info("chat templates compiled in %.2f s", time.monotonic() - began)
+        return child
+
+
+class _Child:
+    """The running process and its channel."""
+
+    def __init__(self, background: Background, alarm_s: float) -> None:
+        ours, theirs = socketpair()
+        environment = module_environment()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *module_command("appliance.text.template_worker"),
+                    *("--channel", str(theirs.fileno())),
+                    *("--memory", str(MAX_TEMPLATE_MEMORY_BYTES)),
+                    *("--seconds", str(alarm_s)),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={name: environment[name] for name in _ENVIRONMENT if name in environment},
+            )
+        self._background = background
+        self._reply: asyncio.Future[FromWorker] | None = None
+        self._channel: Channel[FromWorker] = Channel(ours, FromWorker, 5 * MAX_RENDERED_CHARACTERS)
+        self._channel.listen(self._take, self._lost)
+
+    @property
+    def closed(self) -> bool:
+        """The process has ended, or was killed."""
+        return self._channel.closed
+
+    async def ask(self, message: ToWorker, limit_s: float) -> str:
+        """The text of the answer. Kills the process after `limit_s`. Raises `ChatTemplateError`."""
+        self._reply = asyncio.get_running_loop().create_future()
+        self._channel.send(message)
+        try:
+            reply = await asyncio.wait_for(self._reply, limit_s)
+        except TimeoutError:
+            self.kill()
+            raise TemplateBoundError(
+                f"the chat template takes longer than {limit_s:g} s for these messages"
+            ) from None
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            self._reply = None
+        if isinstance(reply, Rendered):
+            return reply.text
+        raise _KINDS[reply.kind](reply.message)
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._channel.close()
+        self._process.kill()
+        self._background.run(_reap(self._process))
+
+    def _take(self, reply: FromWorker) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(reply)
+
+    def _lost(self) -> None:
+        self._background.run(_reap(self._process))
+        self._take(
+            Failed("bound", "the process of the chat template ended, probably for want of memory: send less")
+        )
+
+
+async def _reap(process: subprocess.Popen[bytes]) -> None:
+    await asyncio.to_thread(process.wait)

@@ -1,0 +1,124 @@
+"""`python -m appliance.text.template_worker --channel FD`: renders one model's chat templates for a front.
+
+A template is a program that comes with a checkpoint. Here the kernel bounds it: memory by RLIMIT_AS, time by
+an alarm that no Python code handles (the front kills the process earlier). It can write no file and start no
+process. The process ends with its channel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from appliance.text.chat_template import ChatTemplate
+from appliance.text.template_messages import (
+    ChatTemplateError,
+    Compile,
+    Failed,
+    FromWorker,
+    NoChatTemplateError,
+    Rendered,
+    TemplateBoundError,
+    ToWorker,
+)
+
+_HEADER = 4
+_MAX_FILES = 16
+"""Enough for Python to import a module (an encoding) when a template first needs it."""
+_DECODER = msgspec.msgpack.Decoder(ToWorker)
+
+
+def main() -> int:
+    """Answer messages until the channel ends."""
+    parser = argparse.ArgumentParser(prog="python -m appliance.text.template_worker", description=__doc__)
+    parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the front")
+    parser.add_argument("--memory", type=int, required=True, help="bytes that templates may use")
+    parser.add_argument("--seconds", type=float, required=True, help="time limit of one message")
+    arguments = parser.parse_args()
+    for end in (signal.SIGINT, signal.SIGTERM):
+        # The front ends this process, by closing the channel.
+        signal.signal(end, signal.SIG_IGN)
+    channel = socket.socket(fileno=arguments.channel)
+    channel.setblocking(True)
+    _limit_resources(arguments.memory)
+    templates: ChatTemplate | None = None
+    while (frame := _receive(channel)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, arguments.seconds)
+        reply: FromWorker
+        try:
+            message = _DECODER.decode(frame)
+            if isinstance(message, Compile):
+                templates = ChatTemplate(message.sources, message.special_tokens)
+                reply = Rendered("")
+            elif templates is None:
+                return 1
+            else:
+                variables = json.loads(message.variables)
+                text = templates.render(message.messages, message.add_generation_prompt, variables=variables)
+                reply = Rendered(text)
+            data = msgspec.msgpack.encode(reply)
+        except Exception as error:  # MemoryError and what a hostile template makes Python raise included
+            data = msgspec.msgpack.encode(_failure(error))
+        del frame
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            channel.sendall(len(data).to_bytes(_HEADER, "little") + data)
+        except OSError:
+            return 0
+    return 0
+
+
+def _limit_resources(memory: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = {
+        resource.RLIMIT_AS: pages * os.sysconf("SC_PAGE_SIZE") + memory,
+        resource.RLIMIT_NOFILE: _MAX_FILES,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+    }
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
+
+
+def _receive(channel: socket.socket) -> bytes | None:
+    """The next frame's payload, or None at the end."""
+    header = _receive_exactly(channel, _HEADER)
+    return None if header is None else _receive_exactly(channel, int.from_bytes(header, "little"))
+
+
+def _receive_exactly(channel: socket.socket, size: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < size:
+        try:
+            data = channel.recv(min(size - len(received), 1 << 20))
+        except OSError:
+            return None
+        if not data:
+            return None
+        received += data
+    return bytes(received)
+
+
+def _failure(error: Exception) -> Failed:
+    if isinstance(error, MemoryError):
+        return Failed("bound", "the chat template needs more memory than it may use for these messages")
+    if isinstance(error, TemplateBoundError):
+        return Failed("bound", str(error))
+    if isinstance(error, NoChatTemplateError):
+        return Failed("none", str(error))
+    if isinstance(error, ChatTemplateError):
+        return Failed("messages", str(error))
+    return Failed("messages", f"the chat template cannot render these messages: {type(error).__name__}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

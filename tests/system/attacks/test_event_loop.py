@@ -1,0 +1,188 @@
+"""No request blocks a front's event loop, its parsing included. A new attack is one line in `ATTACKS`."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance.messages import Limits, ServedModel
+from tests.front.harness import MODEL, Harness, write_model
+from tests.system.attacks.watched_front import FIGURES
+
+MAX_BLOCKED_S = 0.1
+"""50 ms on two cores of 2.6 GHz; a machine may be half as fast."""
+TRIES = 5
+"""Threads that encode may run while the front's loop does not get a core: the best of these counts."""
+BODY = Limits().max_body_bytes
+
+Figures = mmap.mmap
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Harness, Figures]]:
+    runtime = tmp_path_factory.mktemp("watched")
+    path = runtime / "blocked"
+    path.write_bytes(bytes(FIGURES.size))
+    folder = write_model(runtime / "model")
+    harness = Harness(folder, runtime)
+    harness.module = "tests.system.attacks.watched_front"
+    harness.environment = {"BLOCKED_FILE": str(path)}
+    harness.models = [
+        ServedModel(
+            name=MODEL,
+            folder=str(folder),
+            version="v1",
+            created=0,
+            max_model_len=1 << 20,
+            vocab_size=harness.vocab_size,
+        )
+    ]
+    with open(path, "r+b") as file:
+        figures = mmap.mmap(file.fileno(), FIGURES.size)
+    harness.start()
+    yield harness, figures
+    harness.close()
+
+
+def raw(field: str, value: bytes) -> bytes:
+    """A chat with one more field."""
+    head = b'{"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "%b": '
+    return head % field.encode() + value + b"}"
+
+
+def filled(begin: bytes, unit: bytes, end: bytes, size: int = BODY - 1000) -> bytes:
+    return begin + unit * ((size - len(begin) - len(end)) // len(unit)) + end
+
+
+def chat(**fields: Any) -> bytes:
+    message = {"role": "user", "content": "hi"}
+    return json.dumps({"model": MODEL, "messages": [message], "max_tokens": 1} | fields).encode()
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 1} | fields).encode()
+
+
+def says(content: str) -> bytes:
+    return chat(messages=[{"role": "user", "content": content}])
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+NAMES = {f"a{n}": n for n in range(100_000)}
+LETTERS = "x " * (BODY // 2 - 1000)
+
+ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "many numbers": (CHAT, lambda: filled(raw("x", b"[")[:-1], b"1,", b"1]}", BODY // 8)),
+    "too many numbers": (CHAT, lambda: filled(raw("x", b"[")[:-1], b"1,", b"1]}")),
+    "many lists": (CHAT, lambda: filled(raw("x", b"[")[:-1], b"[],", b"1]}", BODY // 50)),
+    "many long numbers": (CHAT, lambda: filled(raw("x", b"[")[:-1], b"1.2345678e9,", b"1]}")),
+    "many texts": (CHAT, lambda: filled(raw("x", b"[")[:-1], b'"abcdefg",', b"1]}")),
+    "many names": (CHAT, lambda: chat(x=NAMES)),
+    "a long number": (CHAT, lambda: raw("x", b"9" * (BODY - 1000))),
+    "a long fraction": (CHAT, lambda: raw("x", b"0." + b"1" * (BODY - 1000))),
+    "escapes": (CHAT, lambda: filled(raw("user", b'"')[:-1], b"\\u00e9", b'"}')),
+    "deep lists": (CHAT, lambda: raw("x", b"[" * 15_000 + b"]" * 15_000)),
+    "spaces": (CHAT, lambda: raw("x", b" " * (BODY - 1000) + b"1")),
+    "wrong modalities": (CHAT, lambda: chat(modalities=["x"] * 150_000)),
+    "wrong stop tokens": (CHAT, lambda: chat(stop_token_ids=["x"] * 150_000)),
+    "many biases": (CHAT, lambda: chat(logit_bias={str(n): 1 for n in range(150_000)})),
+    "many stop strings": (CHAT, lambda: chat(stop=["x"] * 200_000)),
+    "long stop strings": (CHAT, lambda: chat(stop=[chr(97 + n) * 4096 for n in range(16)])),
+    "allowed stop strings": (CHAT, lambda: chat(stop=[chr(97 + n) * 255 + "b" for n in range(16)])),
+    "template variables": (CHAT, lambda: chat(chat_template_kwargs=NAMES)),
+    "nested template variables": (CHAT, lambda: chat(chat_template_kwargs={"a": [[]] * 15_000})),
+    "text as template variable": (CHAT, lambda: chat(chat_template_kwargs={"a": LETTERS})),
+    "many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": "x" * 400}] * 4096)),
+    "too many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": ""}] * 16_000)),
+    "many parts": (CHAT, lambda: says([{"type": "text", "text": "x"}] * 16_000)),  # type: ignore[arg-type]
+    "a list as type": (CHAT, lambda: says([{"type": [[]] * 16_000, "text": ""}])),  # type: ignore[arg-type]
+    "a long message": (CHAT, lambda: says(LETTERS)),
+    "beginnings of control tokens": (CHAT, lambda: says("<|" * (BODY // 2 - 1000))),
+    "control tokens": (CHAT, lambda: says("</s>" * (BODY // 4 - 1000))),
+    "a long word": (CHAT, lambda: says("x" * (BODY // 2))),
+    "many samples": (CHAT, lambda: chat(n=128, max_tokens=200, logprobs=True, top_logprobs=20)),
+    "many streamed samples": (
+        CHAT,
+        lambda: chat(n=128, max_tokens=200, logprobs=True, top_logprobs=20, stream=True),
+    ),
+    "a long prompt": (COMPLETIONS, lambda: completion(prompt=LETTERS)),
+    "many prompts": (COMPLETIONS, lambda: completion(prompt=["x " * 900] * 1024)),
+    "a long prompt of tokens": (COMPLETIONS, lambda: completion(prompt=[100] * 250_000)),
+    "an unknown token": (COMPLETIONS, lambda: completion(prompt=[100] * 250_000 + [1 << 40])),
+    "echo": (COMPLETIONS, lambda: completion(prompt=[100] * 250_000, echo=True)),
+    "echo many times": (COMPLETIONS, lambda: completion(prompt=[100] * 2000, echo=True, n=128)),
+    "echo with log probabilities": (
+        COMPLETIONS,
+        lambda: completion(prompt=[100] * 12_000, echo=True, logprobs=20),
+    ),
+    "streamed echo with log probabilities": (
+        COMPLETIONS,
+        lambda: completion(prompt=[100] * 12_000, echo=True, logprobs=20, stream=True),
+    ),
+    "many prompts with echo and log probabilities": (
+        COMPLETIONS,
+        lambda: completion(prompt=[[100] * 12] * 1024, echo=True, logprobs=20),
+    ),
+    "too much echo": (COMPLETIONS, lambda: completion(prompt=[[100] * 200] * 1024, echo=True, logprobs=20)),
+    "many prompts with biases": (
+        COMPLETIONS,
+        lambda: completion(prompt=[[100]] * 1024, logit_bias={str(n): 1 for n in range(300)}),
+    ),
+    "allowed prompts with biases": (
+        COMPLETIONS,
+        lambda: completion(prompt=[[100]] * 1024, logit_bias={str(n): 1 for n in range(64)}),
+    ),
+    "tokens": ("/tokenize", lambda: completion(prompt="x" * 1_000_000, return_token_strs=True)),
+    "too many tokens": (
+        "/tokenize",
+        lambda: completion(prompt="é" * (BODY // 6 - 1000), return_token_strs=True),
+    ),
+    "text of tokens": ("/detokenize", lambda: completion(tokens=[300] * 250_000)),
+    "replays of a long answer": (
+        COMPLETIONS,
+        lambda: completion(prompt=[100] * 10_000, echo=True, logprobs=20),
+    ),
+    "long headers": (CHAT, chat),
+    "a long model name": (CHAT, lambda: chat(model="x" * (BODY - 1000))),
+}
+
+HEADERS: dict[str, dict[str, str]] = {
+    "replays of a long answer": {"idempotency-key": "key"},
+    "long headers": {"x-request-id": "x" * 20_000, "x-appliance-deadline-ms": "9" * 20_000},
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Figures], name: str) -> None:
+    front, figures = watched
+    path, make = ATTACKS[name]
+    body = make()
+    assert len(body) <= BODY
+    best = (float("inf"), float("inf"))
+    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock), timeout=120) as client:
+        for _ in range(TRIES):
+            FIGURES.pack_into(figures, 0, 0.0, 0.0)
+            headers = {"content-type": "application/json", **HEADERS.get(name, {})}
+            answer = client.post("http://front" + path, content=body, headers=headers)
+            assert answer.status_code in (200, 400, 404, 413), answer.text[:300]
+            best = min(best, FIGURES.unpack_from(figures), key=max)
+            if max(best) < MAX_BLOCKED_S:
+                break
+    blocked = f"blocked for {best[0] * 1e3:.0f} ms, {best[1] * 1e3:.0f} ms with other threads"
+    print(f"{name}: {answer.status_code}, {blocked}")
+    assert max(best) < MAX_BLOCKED_S, blocked
+
+
+def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Figures]) -> None:
+    front, figures = watched
+    FIGURES.pack_into(figures, 0, 0.0, 0.0)
+    body = completion(prompt=[100] * 250_000)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock), timeout=120) as client:
+        client.post("http://front" + COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    # A quarter of a million Python objects take any machine this long.
+    assert min(FIGURES.unpack_from(figures)) > 0.002

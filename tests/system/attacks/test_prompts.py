@@ -1,0 +1,135 @@
+"""Huge prompts delay, fill and cost only the tenant that sends them."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from appliance.messages import Limits
+from tests.system.service import Service
+from tests.system.test_limits import Caller
+
+pytestmark = pytest.mark.system
+HUGE = "word " * ((Limits().max_body_bytes - 1000) // 5)
+MAX_DELAY_S = 2.0
+"""Of a small request beside the attack, at any time; 64 s before prompts were encoded in turns."""
+
+
+def small_request_s(http: httpx.Client) -> float:
+    """Seconds of the local user's request with a prompt of 720 characters."""
+    began = time.monotonic()
+    message = {"role": "user", "content": "some text " * 72}
+    answer = http.post("/v1/chat/completions", json={"model": "demo", "messages": [message], "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    return time.monotonic() - began
+
+
+@contextmanager
+def flood(caller: Caller, path: str, connections: int, **body: Any) -> Iterator[Counter[int]]:
+    """So many connections that send the body again and again meanwhile; the answers' status codes."""
+    statuses: Counter[int] = Counter()
+    over = threading.Event()
+    headers = {"authorization": f"Bearer {caller.key}"}
+
+    def send() -> None:
+        with caller.running.http() as http:
+            while not over.is_set():
+                answer = http.post(path, json={"model": "demo", **body}, headers=headers, timeout=120)
+                statuses[answer.status_code] += 1
+                if answer.status_code == 503:
+                    assert int(answer.headers["retry-after"]) >= 1
+                    assert repr(caller.name) in answer.json()["error"]["message"]
+                    time.sleep(0.5)
+
+    threads = [threading.Thread(target=send) for _ in range(connections)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield statuses
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def front_bytes(running: Service) -> int:
+    """Memory of the fronts."""
+    fronts = [one for one in running.descendants() if "appliance.front" in one.cmdline()]
+    assert fronts
+    return sum(front.memory_info().rss for front in map(psutil.Process, (one.pid for one in fronts)))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": HUGE}),
+        ("/v1/completions", {"prompt": [HUGE[:2000]] * 1000 + [HUGE[:20_000]]}),
+        ("/tokenize", {"prompt": HUGE[:1_000_000]}),
+        ("/tokenize", {"messages": [{"role": "user", "content": HUGE[:1_000_000]}]}),
+    ],
+    ids=["a prompt", "many prompts", "tokens of a text", "tokens of a chat"],
+)
+def test_another_tenants_small_request_is_answered_at_once_beside_huge_prompts(
+    demo: Service, path: str, fields: dict[str, Any]
+) -> None:
+    hog = Caller(demo, "tenant")
+    before = front_bytes(demo)
+    with demo.http() as http, flood(hog, path, 8, **fields) as statuses:
+        demo.wait_until(lambda: sum(statuses.values()) >= 4, 120, "the first answers to the attack")
+        latencies = [small_request_s(http) for _ in range(10)]
+        grown = front_bytes(demo) - before
+    assert statistics.median(latencies) < MAX_DELAY_S / 2, latencies
+    assert max(latencies) < MAX_DELAY_S, latencies
+    assert grown < 200e6, grown
+    assert set(statuses) <= {200, 400, 503}
+
+
+def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alone(demo: Service) -> None:
+    hog = Caller(demo, "tenant")
+    with demo.http() as http, flood(hog, "/tokenize", 30, prompt=HUGE) as statuses:
+        demo.wait_until(lambda: statuses[503], 120, "a prompt that is refused")
+        for _ in range(5):
+            assert small_request_s(http) < MAX_DELAY_S
+    assert set(statuses) <= {200, 503}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": HUGE}, {"prompt": ["hi", 5], "suffix": HUGE}],
+    ids=["a prompt that is too long", "a body that is not valid"],
+)
+def test_refused_work_counts_against_the_senders_limits(demo: Service, fields: dict[str, Any]) -> None:
+    tenant = Caller(demo, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
+    headers = {"authorization": f"Bearer {tenant.key}"}
+    body = {"model": "demo", **fields}
+    with demo.http() as http:
+        for _ in range(2):
+            assert http.post("/v1/completions", json=body, headers=headers).status_code == 400
+    tenant.wait(lambda: tenant.usage()["tokens_per_minute"].used > 290_000, "the charge")
+    assert tenant.usage()["requests_per_minute"].used >= 1
+    assert tenant.ask(prompt=100, max_tokens=10).status_code in (200, 429)
+    with demo.http() as http:
+        for _ in range(2):
+            http.post("/v1/completions", json=body, headers=headers)
+    tenant.wait(
+        lambda: tenant.ask(prompt=1000, max_tokens=1000).status_code == 429, "a limit that is reached"
+    )
+
+
+def test_a_small_mistake_costs_nothing(demo: Service) -> None:
+    tenant = Caller(demo, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
+    headers = {"authorization": f"Bearer {tenant.key}"}
+    with demo.http() as http:
+        assert http.post("/v1/completions", json={"model": "demo"}, headers=headers).status_code == 400
+    rows = lambda: demo.rows("--tenant", tenant.name)  # noqa: E731
+    tenant.wait(rows, "its row")
+    assert tenant.usage()["requests_per_minute"].used == 0

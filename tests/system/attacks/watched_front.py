@@ -1,0 +1,51 @@
+"""A front whose event loop is watched: writes how long it was blocked at most into `$BLOCKED_FILE`.
+
+The file holds two doubles, each the most between two beats: CPU seconds of the loop's thread, and CPU seconds
+of the whole process, or seconds of the clock if these are fewer. The second includes what another thread
+computes while it holds the GIL; neither includes the time of other processes. The test sets them to zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+import struct
+import sys
+import time
+
+import appliance.front.__main__
+import appliance.front.process
+
+FIGURES = struct.Struct("dd")
+_BEAT_S = 0.001
+
+
+async def _beat(figures: mmap.mmap) -> None:
+    while True:
+        wall, cpu, process = time.monotonic(), time.thread_time(), time.process_time()
+        await asyncio.sleep(_BEAT_S)
+        blocked_cpu = time.thread_time() - cpu
+        blocked = min(time.monotonic() - wall - _BEAT_S, time.process_time() - process)
+        most_cpu, most = FIGURES.unpack_from(figures)
+        FIGURES.pack_into(figures, 0, max(most_cpu, blocked_cpu), max(most, blocked))
+
+
+def main() -> int:
+    """As `python -m appliance.front`, watched."""
+    run_front = appliance.front.process.run_front
+
+    async def watched(sock: socket.socket) -> None:
+        with open(os.environ["BLOCKED_FILE"], "r+b") as file:
+            figures = mmap.mmap(file.fileno(), FIGURES.size)
+        beat = asyncio.create_task(_beat(figures))
+        await run_front(sock)
+        beat.cancel()
+
+    appliance.front.process.run_front = watched
+    return appliance.front.__main__.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

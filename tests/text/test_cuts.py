@@ -1,0 +1,186 @@
+"""Texts are cut only where the ids do not depend on it, and no token stands for more bytes than is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+
+from appliance.settings import demo_model_folder
+from appliance.text import cuts
+from appliance.text.cuts import can_be_cut, longest_token_bytes, split_text
+from appliance.text.encoder import Encoder
+from appliance.text.fair_queue import run_steps
+from appliance.text.token_table import build_token_table, id_to_token
+from tests.text.conftest import byte_fallback, byte_level
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def byte_level_with(**parts: Any) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    state = json.loads(backend.to_str())
+    # Without the one that has a space inside.
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != " spaced token"]
+    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return backend
+
+
+def demo() -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(Path(demo_model_folder()) / "tokenizer.json"))
+
+
+BACKENDS = {
+    "demo": demo(),
+    "gpt-2": byte_level_with(),
+    "llama-3": byte_level_with(pre_tokenizer=split_by(LLAMA_3)),
+    "qwen": byte_level_with(
+        pre_tokenizer=split_by(LLAMA_3.replace("{1,3}", "")), normalizer=normalizers.NFC()
+    ),
+    "o200k": byte_level_with(pre_tokenizer=split_by(O200K)),
+}
+PARTS = (
+    *(
+        "a",
+        "I",
+        "'ll",
+        "'s",
+        "don't",
+        "é",
+        "e\u0301",
+        "ß",
+        "中文",
+        "你好",
+        "한",
+        "ひ",
+        "٣",
+        "12345",
+        "_",
+        "\u0345",
+    ),
+    *(
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "\u3000",
+        "\x1c",
+        ",",
+        ".",
+        "!?",
+        "。",
+        "/",
+        "=\u0338",
+        "😀",
+        "\u200b",
+        "\u180e",
+    ),
+    *("</s>", "<|end|>", "<s>", "Ġplain", "<|end|", "\ud7b0"),
+)
+TEXT = st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"]), max_size=40).map("".join)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are cut wherever they can be."""
+    monkeypatch.setattr(cuts, "PIECE_CHARACTERS", 1)
+    monkeypatch.setattr("appliance.text.encoder.PIECE_CHARACTERS", 1)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_pieces_have_the_ids_of_the_whole_text(small_pieces: None, name: str) -> None:
+    encoder = Encoder(BACKENDS[name])
+    assert encoder.cuts_texts
+    cut = 0
+
+    @given(text=TEXT, add=st.booleans())
+    @settings(max_examples=1000, deadline=None)
+    def holds(text: str, add: bool) -> None:
+        nonlocal cut
+        pieces = list(split_text(text))
+        assert "".join(pieces) == text
+        cut += len(pieces) > 1
+        assert (
+            run_steps(encoder.steps([text], add))[0]
+            == BACKENDS[name].encode(text, add_special_tokens=add).ids
+        )
+
+    holds()
+    assert cut > 100
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        byte_level(),  # an added token with a space inside
+        byte_fallback(),  # no pre-tokenizer
+        byte_level_with(pre_tokenizer=split_by(r"\w+ \w+|\s+|.")),
+        byte_level_with(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        byte_level_with(normalizer=normalizers.Lowercase()),
+    ],
+)
+def test_other_tokenizers_encode_a_text_whole(backend: tokenizers.Tokenizer) -> None:
+    assert not can_be_cut(backend)
+
+
+@pytest.mark.parametrize("flags", [{"rstrip": True}, {"single_word": True}])
+def test_added_tokens_that_look_at_their_neighbours_prevent_cuts(flags: dict[str, bool]) -> None:
+    backend = byte_level_with()
+    backend.add_tokens([AddedToken("word", **flags)])
+    assert not can_be_cut(backend)
+
+
+def test_a_text_without_a_place_to_cut_stays_whole_and_others_are_cut_evenly() -> None:
+    assert list(split_text("a" * 100_000)) == ["a" * 100_000]
+    pieces = list(split_text("word " * 100_000))
+    assert max(map(len, pieces)) < cuts.PIECE_CHARACTERS + 10 and len(pieces) > 25
+
+
+@pytest.mark.parametrize("name", [*BACKENDS, "byte_fallback"])
+def test_no_token_stands_for_more_bytes_than_is_said(name: str) -> None:
+    backend = BACKENDS.get(name) or byte_fallback()
+    table = build_token_table(backend, id_to_token(backend))
+    longest = longest_token_bytes(backend, table)
+    assert longest is not None
+
+    @given(text=TEXT | st.sampled_from(["Ν\u0308\u0301ι\u0308\u0301", "\u1fbe\u0308\u0301" * 20, "각" * 9]))
+    @settings(max_examples=300, deadline=None)
+    def holds(text: str) -> None:
+        assert len(text.encode()) <= longest * len(backend.encode(text, add_special_tokens=False).ids)
+
+    holds()
+
+
+def test_where_characters_can_vanish_or_merge_no_bound_is_said() -> None:
+    stripping = byte_level_with()
+    stripping.add_tokens([AddedToken("<x>", lstrip=True)])
+    lower = byte_level_with(normalizer=normalizers.Lowercase())
+    other = byte_fallback(decoders.Metaspace())
+    for backend in (stripping, lower, other):
+        assert longest_token_bytes(backend, build_token_table(backend, id_to_token(backend))) is None

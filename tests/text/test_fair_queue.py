@@ -1,0 +1,106 @@
+"""Work on texts is shared between tenants, and bounded for each without harm to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator
+
+import pytest
+
+from appliance.text.fair_queue import FairQueue, TextMemory, TooMuchWorkError, WorkPool
+
+
+def test_tenants_take_turns_and_each_ones_items_stay_in_order() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        queue.put(item[0], item)
+    assert [queue.take() for _ in range(7)] == ["a1", "b1", "c1", "a2", "b2", "a3", None]
+
+
+def test_an_item_that_is_put_back_waits_for_the_other_tenants_only() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in ("a1", "a2", "b1"):
+        queue.put(item[0], item)
+    assert queue.take() == "a1"
+    queue.put_back("a", "a1")
+    assert [queue.take() for _ in range(3)] == ["b1", "a1", "a2"]
+
+
+def test_a_tenant_is_refused_for_its_own_bytes_only() -> None:
+    memory = TextMemory(1_000_000)
+    with memory.reserved("hog", 900_000):
+        with pytest.raises(TooMuchWorkError, match="'hog'"), memory.reserved("hog", 200_000):
+            pass
+        # Half of it is the other's, though both have more than all together.
+        with memory.reserved("small", 100_000), memory.reserved("small", 300_000):
+            with pytest.raises(TooMuchWorkError, match="'small'"), memory.reserved("small", 200_000):
+                pass
+            with memory.reserved("third", 5_000_000):  # the first text of anybody
+                pass
+    with memory.reserved("hog", 900_000):
+        pass
+
+
+def steps(log: list[str], name: str, count: int) -> Generator[None, None, str]:
+    for _ in range(count):
+        log.append(name)
+        yield
+    return name
+
+
+def test_steps_of_several_tenants_alternate() -> None:
+    log: list[str] = []
+
+    async def main() -> list[str]:
+        pool = WorkPool(max_wait_s=60)
+        jobs = [pool.run(tenant, steps(log, tenant, 50), is_long=True) for tenant in ("a", "a", "b")]
+        try:
+            return await asyncio.gather(*jobs)
+        finally:
+            pool.close()
+
+    assert asyncio.run(main()) == ["a", "a", "b"]
+    assert "".join(log) == "ab" * 50 + "a" * 50
+
+
+def test_short_work_does_not_wait_for_long_work() -> None:
+    release = threading.Event()
+
+    def stuck() -> Generator[None, None, None]:
+        release.wait(60)
+        yield
+
+    async def main() -> str:
+        pool = WorkPool(max_wait_s=60)
+        hog = asyncio.ensure_future(pool.run("hog", stuck(), is_long=True))
+        result = await pool.run("small", steps([], "done", 3), is_long=False)
+        release.set()
+        await hog
+        pool.close()
+        return result
+
+    assert asyncio.run(main()) == "done"
+
+
+def test_work_that_takes_too_long_is_given_up_and_its_error_is_its_own() -> None:
+    def failing() -> Generator[None, None, None]:
+        yield
+        raise ValueError("bad text")
+
+    def endless() -> Generator[None, None, None]:
+        while True:
+            yield
+
+    async def main() -> str:
+        pool = WorkPool(max_wait_s=0.2)
+        with pytest.raises(TooMuchWorkError, match=r"not ready after 0\.2 s"):
+            await pool.run("hog", endless(), is_long=True)
+        pool._max_wait_s = 60
+        with pytest.raises(ValueError, match="bad text"):
+            await pool.run("other", failing(), is_long=True)
+        result = await pool.run("other", steps([], "done", 3), is_long=True)
+        pool.close()
+        return result
+
+    assert asyncio.run(main()) == "done"

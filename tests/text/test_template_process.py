@@ -1,0 +1,151 @@
+"""Chat templates run in a process whose time and memory end where they should."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import psutil
+import pytest
+
+from appliance.text.fair_queue import TooMuchWorkError
+from appliance.text.template_messages import ChatTemplateError, NoChatTemplateError, TemplateBoundError
+from appliance.text.template_process import TemplateProcess
+from appliance.text.tokenizer_files import TokenizerFilesError
+from tests.text.conftest import TEMPLATE
+
+Result = TypeVar("Result")
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+USER = [{"role": "user", "content": "Hi"}]
+ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+HUNGRY = "{% set ns = namespace(text='x' * 1000) %}" + (
+    "{% for i in range(30) %}{% set ns.text = ns.text ~ ns.text %}{% endfor %}{{ ns.text | length }}"
+)
+
+
+def with_process(
+    source: str, work: Callable[[TemplateProcess], Awaitable[Result]], max_render_s: float = 60.0
+) -> Result:
+    async def main() -> Result:
+        process = TemplateProcess({"default": source} if source else {}, NAMES, max_render_s)
+        try:
+            return await work(process)
+        finally:
+            process.close()
+
+    return asyncio.run(main())
+
+
+def workers() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "appliance.text.template_worker" in child.cmdline()
+    ]
+
+
+def test_a_conversation_is_rendered_with_the_models_template() -> None:
+    assert (
+        with_process(TEMPLATE, lambda process: process.render("a", USER)) == "<s><|user|>Hi</s><|assistant|>"
+    )
+
+
+def test_variables_of_any_size_reach_the_template_and_cannot_replace_the_messages() -> None:
+    source = "{{ big }} {{ enable_thinking }} {{ messages[0].content }} {{ tools }}"
+    variables = {"big": 1 << 80, "enable_thinking": False, "messages": [{"content": "forged"}]}
+    text = with_process(source, lambda process: process.render("a", USER, variables=variables))
+    assert text == f"{1 << 80} False Hi None"
+
+
+def test_what_the_template_says_reaches_the_client() -> None:
+    source = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ChatTemplateError, match=r"^roles must alternate$"):
+        with_process(source, lambda process: process.render("a", USER))
+    with pytest.raises(NoChatTemplateError, match="/v1/completions"):
+        with_process("", lambda process: process.render("a", USER))
+
+
+@pytest.mark.parametrize(
+    ("source", "max_render_s", "message"),
+    [
+        (ENDLESS, 1.0, "takes longer than 1 s"),
+        ("{{ (['xy'] * 4000000) | unique | list | length }}" * 100, 1.0, "takes longer than 1 s"),
+        (HUNGRY, 60.0, "more memory|for want of memory"),
+        ("{{ 'x' | center(10000000000) }}", 60.0, "more memory|for want of memory"),
+        ("{% for i in range(9999) %}{{ 'x' * 100000 }}{% endfor %}", 60.0, "exceed [0-9]+ characters"),
+    ],
+)
+def test_a_template_that_exceeds_a_bound_is_ended_and_the_next_conversation_is_answered(
+    source: str, max_render_s: float, message: str
+) -> None:
+    hostile = "{% if messages[0].content == 'Hi' %}" + source + "{% else %}fine{% endif %}"
+
+    async def both(process: TemplateProcess) -> str:
+        await process.compile()
+        before = workers()[0]
+        with pytest.raises(TemplateBoundError, match=message):
+            await process.render("a", USER)
+        assert not before.is_running() or before.memory_info().rss < 400e6
+        assert process.bounds_exceeded == 1 and process.problem
+        process._max_render_s = 60.0
+        return await process.render("a", [{"role": "user", "content": "?"}])
+
+    assert with_process(hostile, both, max_render_s) == "fine"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% if %}", "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}"],
+)
+def test_a_template_that_does_not_compile_or_not_within_the_bounds_is_refused_at_load(source: str) -> None:
+    with pytest.raises(TokenizerFilesError, match="take the model's own"):
+        with_process(source, lambda process: process.compile())
+    assert not workers()
+
+
+def test_the_process_is_started_anew_when_it_dies_and_ends_with_its_owner() -> None:
+    async def killed(process: TemplateProcess) -> str:
+        await process.compile()
+        workers()[0].kill()
+        while process._child is not None and not process._child.closed:
+            await asyncio.sleep(0.01)
+        return await process.render("a", USER)
+
+    assert with_process(TEMPLATE, killed).startswith("<s>")
+    assert not workers()
+
+
+def test_the_process_has_no_descriptors_but_its_channel_and_null_and_cannot_write() -> None:
+    async def descriptors(process: TemplateProcess) -> int:
+        await process.compile()
+        limits = [
+            workers()[0].rlimit(limit)[1]
+            for limit in (psutil.RLIMIT_FSIZE, psutil.RLIMIT_NPROC, psutil.RLIMIT_CORE)
+        ]
+        assert limits == [0, 0, 0] and workers()[0].rlimit(psutil.RLIMIT_AS)[1] < 512 << 20
+        return workers()[0].num_fds()
+
+    assert with_process(TEMPLATE, descriptors) == 4
+
+
+def test_tenants_take_turns() -> None:
+    order: list[str] = []
+
+    async def one(process: TemplateProcess, tenant: str) -> None:
+        await process.render(tenant, USER)
+        order.append(tenant)
+
+    async def all_of_them(process: TemplateProcess) -> None:
+        await process.compile()
+        await asyncio.gather(*(one(process, tenant) for tenant in "aaaaaaab"))
+
+    with_process(TEMPLATE, all_of_them)
+    assert order.index("b") <= 2
+
+
+def test_a_conversation_waits_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.text.template_process.MAX_WAIT_S", 0.3)
+    with pytest.raises(TooMuchWorkError, match=r"waited 0\.3 s"):
+        with_process(ENDLESS, lambda process: process.render("a", USER))
