@@ -17,7 +17,7 @@ from appliance.front.body import ClientLeft
 from appliance.front.box import Box
 from appliance.front.call import Call, call_of
 from appliance.front.cors import Cors
-from appliance.front.errors import ApiError, forbidden
+from appliance.front.errors import ApiError, drop_frames, forbidden
 from appliance.front.gate import Gate
 from appliance.front.generation import CLIENT_LEFT
 from appliance.front.health import health_routes
@@ -69,6 +69,7 @@ def build_app(box: Box) -> tuple[FastAPI, ASGIApp]:
 def _refuse(box: Box, request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         refusal = error
+        drop_frames(error)
     elif isinstance(error, HTTPException):
         refusal = _refused_by_router(request, error)
     elif isinstance(error, InsufficientScopeError):

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.comments import send_comments
-from appliance.front.errors import ApiError
+from appliance.front.errors import ApiError, drop_frames
 from appliance.front.generation import CLIENT_LEFT
 from appliance.front.job import Job
 from appliance.front.recording import Follower
@@ -84,6 +84,7 @@ async def _run(box: Box, call: Call, record: Record, prepare: PrepareJob) -> Non
         record.finish_reason = response.generation.finish_reason(response.status)
         good = response.status == 200
     except ApiError as error:
+        drop_frames(error)
         record.status = error.status
         box.reject(call, error)
         await error.response()(scope, _nothing, recording.send)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from appliance.front.box import Box
 from appliance.front.call import call_of
 from appliance.front.errors import invalid
 from appliance.front.idempotency import answer
+from appliance.front.job import Job
 from appliance.front.models import allows
 from appliance.front.prepare import (
     chat_job,
@@ -113,6 +114,18 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         """One served model."""
         return _json(_document(box.catalog.get(model, call_of(request).identity).served))
 
+    async def generate(
+        request: Request, kind: type[Any], make_job: Callable[..., Awaitable[Job]], model: str | None = None
+    ) -> Response:
+        """Answer a generation request whose body is of this kind; `model` is the one that its path names."""
+        call = call_of(request)
+        data = await receive_body(request, box.limits.max_body_bytes)
+        body = parse_body(data, kind, box.limits.max_body_bytes, call)
+        if model is not None:
+            body.model = model
+        found = named_model(box, call, body)
+        return await answer(box, request, call, data, lambda: make_job(box, found, call, body))
+
     @router.post(
         "/v1/chat/completions",
         response_model=documents.ChatCompletionDocument,
@@ -122,11 +135,7 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        call = call_of(request)
-        data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, ChatRequest, box.limits.max_body_bytes, call)
-        model = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: chat_job(box, model, call, body))
+        return await generate(request, ChatRequest, chat_job)
 
     @router.post(
         "/v1/completions",
@@ -137,32 +146,18 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         """Continue prompts."""
-        call = call_of(request)
-        data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, CompletionRequest, box.limits.max_body_bytes, call)
-        model = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: completion_job(box, model, call, body))
+        return await generate(request, CompletionRequest, completion_job)
 
     # Azure's routes. The longer path first: a model's name may have slashes.
     @router.post("/openai/deployments/{model:path}/chat/completions", include_in_schema=False)
     async def deployment_chat_completions(request: Request, model: str) -> Response:
         """Answer a conversation by the model that the path names."""
-        call = call_of(request)
-        data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, DeploymentChatRequest, box.limits.max_body_bytes, call)
-        body.model = model
-        found = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: chat_job(box, found, call, body))
+        return await generate(request, DeploymentChatRequest, chat_job, model)
 
     @router.post("/openai/deployments/{model:path}/completions", include_in_schema=False)
     async def deployment_completions(request: Request, model: str) -> Response:
         """Continue prompts by the model that the path names."""
-        call = call_of(request)
-        data = await receive_body(request, box.limits.max_body_bytes)
-        body = parse_body(data, DeploymentCompletionRequest, box.limits.max_body_bytes, call)
-        body.model = model
-        found = named_model(box, call, body)
-        return await answer(box, request, call, data, lambda: completion_job(box, found, call, body))
+        return await generate(request, DeploymentCompletionRequest, completion_job, model)
 
     @router.post(
         "/tokenize",

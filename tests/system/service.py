@@ -120,7 +120,7 @@ class Service:
     def http(self) -> httpx.Client:
         """A plain HTTP client on the Unix socket."""
         return httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self.api_socket)), base_url="http://appliance", timeout=60
+            transport=httpx.HTTPTransport(uds=str(self.api_socket)), base_url="http://appliance", timeout=300
         )
 
 

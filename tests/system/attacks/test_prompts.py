@@ -125,6 +125,24 @@ def test_refused_work_counts_against_the_senders_limits(demo: Service, fields: d
     )
 
 
+def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(demo: Service) -> None:
+    hog = Caller(demo, "tenant")
+    headers = {"authorization": f"Bearer {hog.key}"}
+    body = {"model": "demo", "prompt": HUGE, "max_tokens": 1}
+
+    def send(times: int) -> None:
+        for number in range(times):
+            extra = {"idempotency-key": f"{hog.name}-{times}-{number}"} if number % 2 else {}
+            with demo.http() as http:
+                assert http.post("/v1/completions", json=body, headers=headers | extra).status_code == 400
+
+    send(10)
+    before = front_bytes(demo)
+    send(100)
+    # Each of the prompts has 2 MB, and all of them stayed.
+    demo.wait_until(lambda: front_bytes(demo) - before < 60e6, 30, "the memory to be free")
+
+
 def test_a_small_mistake_costs_nothing(demo: Service) -> None:
     tenant = Caller(demo, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
     headers = {"authorization": f"Bearer {tenant.key}"}

@@ -1,0 +1,47 @@
+"""Memory that all GPUs of a replica have mapped, through which their ranks exchange small messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.triton.all_reduce import EMPTY_WORD, PROGRAMS, Arena, arena_words
+
+ITEMS = 16
+"""Items per program: messages of up to 16 MiB (1,024 rows of 8,192 16-bit numbers)."""
+
+
+class PeerMemory:
+    """One rank's arena and the addresses of its peers' arenas.
+
+    Every rank of torch.distributed's default group, whose backend is NCCL, makes one at the same time, with
+    its own GPU current. Raises RuntimeError where the GPUs cannot map each other's memory. NVLink multicast
+    is not used."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._memory = symmetric.empty(arena_words(world, ITEMS), dtype=torch.int32, device=device)
+        self._memory.fill_(EMPTY_WORD)
+        assert dist.group.WORLD is not None
+        self._handle: Any = symmetric.rendezvous(self._memory, dist.group.WORLD)
+        # Page-locked host memory has the same address on the device.
+        self._stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.arena = Arena(
+            rank=rank,
+            world=world,
+            addresses=torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device),
+            calls=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+            stop_address=self._stop.data_ptr(),
+            items=ITEMS,
+        )
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    def stop(self) -> None:
+        """End all waiting for peers on this rank's GPU, now and in every later call: a peer was lost. The
+        results of these calls are undefined. May be called from any thread."""
+        self._stop[0] = 1

@@ -1,0 +1,278 @@
+"""Runs the kernel of `kernels.triton.all_reduce` for a group of ranks on the CPU, over memory that delivers
+late.
+
+The kernel's own Python runs on numpy arrays, one thread for each program of each rank. One thread runs at a
+time; a seed chooses which. Words that a rank stores in a peer's arena stay in flight until the seed delivers
+them, in any order, and ranks run ahead of each other as far as the kernel lets them. Not modelled: the inline
+assembly itself, and the threads inside one program.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import textwrap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from triton.runtime.jit import JITFunction
+
+from kernels.triton import all_reduce
+
+_BASE = 40
+"""The arena of rank r begins at address (r + 1) << _BASE."""
+
+
+class Fault(Exception):
+    """The protocol failed: a word was overwritten before it was read, or no program can go on."""
+
+
+class _Stopped(BaseException):
+    """Another program has failed."""
+
+
+class Register(np.ndarray):
+    """Numbers as the kernel sees them."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Register:
+        return self.view(dtype) if bitcast else self.astype(dtype)
+
+    def __iadd__(self, other: Any) -> Register:  # type: ignore[misc, override]
+        """Registers are values: other names of this one keep theirs."""
+        return self + other
+
+
+def _register(value: Any, dtype: Any = None) -> Register:
+    return np.asarray(value, dtype).view(Register)
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    memory: np.ndarray
+    offset: Any = 0
+
+    def __add__(self, offset: Any) -> _Pointer:
+        return _Pointer(self.memory, self.offset + offset)
+
+
+@dataclass(eq=False)
+class Call:
+    """An all-reduce on every rank. All arrays begin with [world, rows]; `residual` and the results are
+    written."""
+
+    x: np.ndarray
+    residual: np.ndarray
+    gain: np.ndarray
+    two_shot: bool
+
+    def __post_init__(self) -> None:
+        self.world, self.rows, hidden = self.x.shape
+        self.words = hidden // 2
+        block = all_reduce.block_words(self.words)
+        assert block is not None
+        self.block, self.parts = block, self.words // block
+        self.scaled = np.full_like(self.x, np.nan)
+        self.squares = np.full((self.world, self.parts, self.rows), np.nan, np.float32)
+
+    def arguments(self, rank: int) -> list[Any]:
+        halves = [each.reshape(-1).view(np.int32) for each in (self.x[rank], self.residual[rank], self.gain)]
+        results = [self.scaled[rank].reshape(-1).view(np.int32), self.squares[rank].reshape(-1)]
+        return [_Pointer(each) for each in (*halves, *results)]
+
+
+class PeerMachine:
+    """A group of ranks with an arena each.
+
+    edits: text of the kernel's source by the text that stands there, to see that a broken protocol is
+    noticed."""
+
+    def __init__(
+        self, world: int, programs: int, items: int, seed: int, edits: dict[str, str] | None = None
+    ) -> None:
+        self.world, self.programs, self.items = world, programs, items
+        words = programs * 2 * world * items * all_reduce._BLOCK
+        self.arenas = np.full((world, words), all_reduce.EMPTY_WORD, np.int32)
+        self._calls = np.zeros((world, programs), np.int32)
+        self._bases = np.array([(peer + 1) << _BASE for peer in range(world)], np.int64)
+        self._random = random.Random(seed)
+        self._flying: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._place = threading.local()
+        self._kernel = self._interpret(edits or {})
+
+    def run(self, calls: list[Call]) -> None:
+        """Make every call on every rank, in order. Raises Fault."""
+        self._waiting: dict[threading.Semaphore, Callable[[], bool]] = {}
+        self._left = {
+            (rank, number): self._grid(call)
+            for number, call in enumerate(calls)
+            for rank in range(self.world)
+        }
+        self._fault: BaseException | None = None
+        self._done = threading.Semaphore(0)
+        threads = [
+            threading.Thread(target=self._program, args=(rank, program, calls))
+            for rank in range(self.world)
+            for program in range(self.programs)
+        ]
+        self._running = len(threads)
+        for thread in threads:
+            self._add(thread)
+        self._next()
+        self._done.acquire()
+        for thread in threads:
+            thread.join()
+        if self._fault is not None:
+            raise self._fault
+
+    def _grid(self, call: Call) -> int:
+        return min(call.rows * call.parts, self.programs)
+
+    # ── one program of one rank ──
+
+    def _program(self, rank: int, program: int, calls: list[Call]) -> None:
+        try:
+            for number, call in enumerate(calls):
+                self._pause(lambda before=(rank, number - 1): not self._left.get(before, 0))
+                if program < self._grid(call):
+                    self._place.rank, self._place.program, self._place.grid = rank, program, self._grid(call)
+                    self._launch(call, rank)
+                    self._left[rank, number] -= 1
+        except _Stopped:
+            pass
+        except BaseException as fault:
+            self._fault = self._fault or fault
+        self._running -= 1
+        self._next()
+
+    def _launch(self, call: Call, rank: int) -> None:
+        self._kernel(
+            *call.arguments(rank),
+            _Pointer(self._bases),
+            _Pointer(self._calls[rank]),
+            _register(0, np.int64),
+            call.rows,
+            _register(self.items, np.int32),
+            RANK=rank,
+            WORLD=self.world,
+            WORDS=call.words,
+            BLOCK=call.block,
+            REGION_BLOCK=all_reduce._BLOCK,
+            FLOAT=np.float16,
+            NORM=True,
+            TWO_SHOT=call.two_shot,
+            WARPS=4,
+            PDL=True,
+        )
+
+    # ── whose turn it is ──
+
+    def _add(self, thread: threading.Thread) -> None:
+        """Start a thread, which begins when it is chosen."""
+        go = threading.Semaphore(0)
+        self._waiting[go] = lambda: True
+        target = thread.run
+
+        def run() -> None:
+            go.acquire()
+            target()
+
+        thread.run = run  # type: ignore[method-assign]
+        thread.start()
+
+    def _pause(self, ready: Callable[[], bool]) -> None:
+        """Let another program go on; return when this one is chosen and `ready`."""
+        go = threading.Semaphore(0)
+        self._waiting[go] = ready
+        self._next()
+        go.acquire()
+        if self._fault is not None:
+            raise _Stopped
+
+    def _next(self) -> None:
+        """Deliver some words and choose who goes on."""
+        if not self._running:
+            self._done.release()
+            return
+        while True:
+            ready = [go for go, can in self._waiting.items() if self._fault is not None or can()]
+            if self._flying and (not ready or self._random.random() < 0.3):
+                self._deliver()
+            elif ready:
+                go = self._random.choice(ready)
+                del self._waiting[go]
+                go.release()
+                return
+            else:
+                self._fault = Fault("every program waits, and no word is in flight")
+
+    def _deliver(self) -> None:
+        """Store some words of a message in flight, perhaps all."""
+        at = self._random.randrange(len(self._flying))
+        rank, places, words = self._flying.pop(at)
+        some = self._random.choice((1, len(places) // 2, len(places)))
+        now, later = slice(0, some), slice(some, None)
+        if (self.arenas[rank][places[now]] != all_reduce.EMPTY_WORD).any():
+            self._fault = self._fault or Fault(f"a word for rank {rank} meets one that was not read")
+        self.arenas[rank][places[now]] = words[now]
+        if len(places) > some:
+            self._flying.append((rank, places[later], words[later]))
+
+    # ── what the kernel calls ──
+
+    def _send(self, address: np.ndarray, words: np.ndarray) -> None:
+        rank = int(address[0] >> _BASE) - 1
+        places = np.asarray((address & ((1 << _BASE) - 1)) // 4)
+        if rank == self._place.rank:
+            self.arenas[rank][places] = words
+            return
+        words, places = np.array(words), np.array(places)
+        order = (
+            np.array(self._random.sample(range(len(words)), len(words))) if len(words) < 64 else slice(None)
+        )
+        self._flying.append((rank, places[order], words[order]))
+
+    def _receive(self, address: np.ndarray, stop: np.ndarray) -> Register:
+        arena = self.arenas[self._place.rank]
+        places = np.asarray((address & ((1 << _BASE) - 1)) // 4)
+        self._pause(lambda: not (arena[places] == all_reduce.EMPTY_WORD).any())
+        return _register(arena[places])
+
+    def _interpret(self, edits: dict[str, str]) -> Callable[..., None]:
+        """The kernel and its parts as plain functions, on a `gl` of numpy."""
+        language = SimpleNamespace(
+            constexpr=object,
+            static_range=range,
+            BlockedLayout=lambda *_: None,
+            program_id=lambda axis: _register(self._place.program, np.int32),
+            num_programs=lambda axis: self._place.grid,
+            arange=lambda first, end, layout: _register(np.arange(first, end, dtype=np.int32)),
+            load=lambda pointer: _register(pointer.memory[pointer.offset]),
+            store=_store,
+            where=lambda condition, one, other: _register(
+                np.where(condition, one, other), np.asarray(other).dtype
+            ),
+            sum=lambda value, axis: np.sum(value, axis=axis, dtype=value.dtype),
+            **{name: getattr(np, name) for name in ("int16", "int32", "int64", "float32", "float16")},
+        )
+        names: dict[str, Any] = {"gl": language, "_EMPTY": np.int32(all_reduce.EMPTY_WORD)}
+        edited = set()
+        for name, part in vars(all_reduce).items():
+            if isinstance(part, JITFunction):
+                source = textwrap.dedent(inspect.getsource(part.fn))
+                source = source[source.index("def ") :]
+                for old, new in edits.items():
+                    if old in source:
+                        source, edited = source.replace(old, new), edited | {old}
+                exec(compile("from __future__ import annotations\n" + source, name, "exec"), names)
+        assert edited == set(edits), "the kernel's source has changed: adapt the edits"
+        names |= {"_send": self._send, "_receive": self._receive, "_signal": lambda text: None}
+        kernel: Callable[..., None] = names["_all_reduce_add"]
+        return kernel
+
+
+def _store(pointer: _Pointer, value: Any) -> None:
+    pointer.memory[pointer.offset] = value

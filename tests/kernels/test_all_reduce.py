@@ -1,0 +1,82 @@
+"""The push protocol of the all-reduce on ranks that deliver late, run ahead and reuse their arenas."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kernels.triton import all_reduce
+from tests.kernels.peer_machine import Call, Fault, PeerMachine
+
+
+def calls_of(seed: int, world: int, count: int, most_rows: int = 5) -> list[Call]:
+    chosen, numbers = random.Random(seed), np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return numbers.standard_normal(shape).astype(np.float16)
+
+    made = []
+    for _ in range(count):
+        rows, hidden = chosen.randint(1, most_rows), chosen.choice((256, 512, 1024))
+        residual = np.repeat(normal(1, rows, hidden), world, axis=0)
+        made.append(Call(normal(world, rows, hidden), residual, normal(hidden), chosen.random() < 0.5))
+        made[-1].x[:, :, 5] = -0.0
+        made[-1].x[:, :, 4] = 0.0
+    return made
+
+
+def wanted(call: Call, before: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    total = np.zeros(call.x.shape[1:], np.float32)
+    for part in call.x:
+        total += part.astype(np.float32)
+    residual = (total + before.astype(np.float32)).astype(np.float16)
+    squares = np.square(residual.astype(np.float32)).reshape(call.rows, call.parts, -1).sum(2).T
+    return residual, (residual.astype(np.float32) * call.gain.astype(np.float32)).astype(np.float16), squares
+
+
+def check(machine: PeerMachine, calls: list[Call]) -> None:
+    before = [call.residual[0].copy() for call in calls]
+    machine.run(calls)
+    for call, residual in zip(calls, before, strict=True):
+        new, scaled, squares = wanted(call, residual)
+        for rank in range(machine.world):
+            np.testing.assert_array_equal(call.residual[rank], new)
+            np.testing.assert_array_equal(call.scaled[rank], scaled)
+            np.testing.assert_allclose(call.squares[rank], squares, rtol=1e-5)
+    assert (machine.arenas == all_reduce.EMPTY_WORD).all()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_all_ranks_get_the_sum_in_rank_order_whatever_arrives_when(world: int, seed: int) -> None:
+    check(PeerMachine(world, 3, 7, seed), calls_of(seed, world, 8))
+
+
+def test_a_region_is_used_again_thousands_of_times() -> None:
+    machine = PeerMachine(2, 1, 1, seed=1)
+    for round in range(6):
+        check(machine, calls_of(round, 2, 250, most_rows=1))
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"(program.to(gl.int64) * 2 + (call & 1))": "(program.to(gl.int64) * 2)"},
+        {"            _send(at, own_words * 0 + _EMPTY)\n": ""},
+        {"words = gl.where(words == _EMPTY, 0, words)\n        at =": "at ="},
+        {"if place % WORLD != RANK:\n                at": "if place % WORLD == RANK:\n                at"},
+    ],
+    ids=["one half", "no write-back", "reserved value sent", "wrong owner"],
+)
+def test_a_broken_protocol_is_noticed(edits: dict[str, str]) -> None:
+    with pytest.raises((Fault, AssertionError)):
+        for seed in range(20):
+            check(PeerMachine(3, 2, 10, seed, edits), calls_of(seed, 3, 8))
+
+
+def test_rows_that_do_not_divide_into_items_are_refused() -> None:
+    assert all_reduce.block_words(1440) is None
+    assert all_reduce.block_words(1792) == 256
+    assert all_reduce.block_words(4096) == 512
