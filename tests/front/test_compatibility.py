@@ -82,14 +82,14 @@ def test_one_idempotency_key_for_two_deployments_is_no_answer_of_the_other_one(f
         for name in names
     ]
     front.configure()
-    front.report()
+    front.wait_for(lambda: {one["id"] for one in ask(front, "GET", "/v1/models").json["data"]} == set(names))
     body = {"messages": chat()["messages"]}
     key = {"Idempotency-Key": "deployments"}
     paths = [f"/openai/deployments/{name}/chat/completions" for name in names]
     first, second = (ask(front, "POST", path, body, key) for path in paths)
     front.models = []
     front.configure()
-    front.report()
+    front.wait_for(lambda: [one["id"] for one in ask(front, "GET", "/v1/models").json["data"]] == ["demo"])
     assert (first.status, first.json["model"]) == (200, names[0])
     assert (second.status, second.error["code"]) == (422, "idempotency_key_reused")
 
