@@ -46,7 +46,7 @@ _MARK_DIGITS = 20
 
 MAX_SENT_BIASES = 65_536
 """Prompts times entries of `logit_bias`: each prompt is sent to the replica with a copy of its biases."""
-MAX_ECHOED = 262_144
+MAX_ECHOED = 131_072
 """Tokens of prompts in one answer, or their log probabilities."""
 MAX_TOKENS_SHOWN = 524_288
 """Tokens in the answer of /tokenize."""

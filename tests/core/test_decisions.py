@@ -3,6 +3,7 @@ recorded of it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -35,8 +37,11 @@ from appliance.actions import (
     SuspendTenant,
     UnmapPeer,
 )
+from appliance.admin import decisions
 from appliance.client import AdminClient, AdminError
 from appliance.protocol import Done, NewKey, Tenant
+from store.control import ControlStore
+from store.errors import OutcomeUnknownError
 from store.evidence import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 
@@ -293,6 +298,31 @@ print(sock.recv(1000).split()[1].decode())
     assert status_for(4002, 4002, [7]) == 403
     assert status_for(4002, 4002, [7], key.key) == 200
     assert "no such group" in service.log.read_text()
+
+
+def test_of_a_change_that_the_disk_does_not_finish_the_outcome_is_unknown_and_shown_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decisions, "_LONGEST_CHANGE_S", 0.2)
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    begun, disk_answers = threading.Event(), threading.Event()
+
+    def apply(connection: sqlite3.Connection) -> None:
+        begun.set()
+        assert disk_answers.wait(60)
+
+    async def change() -> None:
+        await decisions._done(control.change(actor="test", action="keys.create", params={}, apply=apply))
+
+    with pytest.raises(OutcomeUnknownError, match=r"whether the change is made is not known yet.*audit list"):
+        asyncio.run(change())
+    assert begun.is_set()
+    disk_answers.set()
+    control.close()
+    with closing(sqlite3.connect(control.path)) as connection:
+        rows = connection.execute("SELECT action, result FROM audit").fetchall()
+    assert rows == [("keys.create", "ok")]
 
 
 def test_somebody_does_every_action_of_the_registry(shared: Service) -> None:
