@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 import tests.system.service
+from tests.system.attack_soak import attackers, reports
+from tests.system.attackers import Orders
 from tests.system.attacks.conftest import Target, target
 from tests.system.attacks.wire import (
     MEGABYTE,
@@ -135,6 +137,28 @@ def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
     problems = attacked.running.status()["problems"]
     assert any("had no valid key" in problem["what"] for problem in problems)
     assert any("had no valid key" in finding for finding in attacked.doctor())
+
+
+@pytest.mark.parametrize("kind", ["tcp", "admin"])
+def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, kind: str) -> None:
+    """As many a second as the machine can try: 1,000 and more on two free cores."""
+    memory, seconds = Memory(attacked.running), 3.0
+    path = "/status" if kind == "admin" else "/v1/models"
+    slowest_status = 0.0
+    with (
+        slowest_answer(attacked) as slowest,
+        attackers([Orders("bad_keys", getattr(attacked, kind), seconds, 10, path)] * 2) as processes,
+    ):
+        ends_at = time.monotonic() + seconds
+        while time.monotonic() < ends_at:
+            started = time.monotonic()
+            assert attacked.running.status()["state"] == "ready"
+            slowest_status = max(slowest_status, time.monotonic() - started)
+        done = reports(processes)
+    print(f"{done['requests'] / seconds:.0f} bad keys a second, {done}")
+    assert done["requests"] > 100 and done["statuses"].keys() <= {"401", "503"}, done
+    assert max(slowest(), slowest_status) < 5.0
+    assert memory.growth() < MAX_GROWTH
 
 
 @pytest.fixture(scope="module")
