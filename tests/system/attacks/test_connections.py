@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,13 +51,13 @@ def slowest_answer(attacked: Target) -> Iterator[Callable[[], float]]:
                 slowest[0] = max(slowest[0], time.monotonic() - started)
                 time.sleep(0.01)
 
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    try:
-        yield lambda: slowest[0]
-    finally:
-        ended.set()
-        thread.join(60)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield lambda: slowest[0]
+        finally:
+            ended.set()
+        asking.result(60)
 
 
 @pytest.mark.parametrize(
