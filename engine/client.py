@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
+from engine.allocator import return_freed_memory
 from engine.launch import ReplicaGroup, module_command, module_environment
 from engine.messages import Cancel, Output, StepFrame, Submit
 from engine.wire import MAX_BACKLOG_BYTES, Channel, socketpair
@@ -18,6 +19,7 @@ __all__ = [
     "ReplicaGroup",
     "module_command",
     "module_environment",
+    "return_freed_memory",
     "socketpair",
 ]
 

@@ -42,8 +42,14 @@ _OF_ITS_TIME = b"x-ratelimit-"
 PrepareJob = Callable[[], Awaitable[Job]]
 
 
-async def answer(box: Box, request: Request, call: Call, body: bytes, prepare: PrepareJob) -> Response:
-    """The response to a generation request, whose job `prepare` makes if it is to run. Raises `ApiError`."""
+def has_key(request: Request) -> bool:
+    """Return whether the request has an `Idempotency-Key`; only then `answer` needs the request's body."""
+    return any(name == HEADER for name, _ in request.scope["headers"])
+
+
+async def answer(box: Box, request: Request, call: Call, body: bytearray, prepare: PrepareJob) -> Response:
+    """Return the response to a generation request, whose job `prepare` makes if it is to run. Raises
+    `ApiError`."""
     key = _key(request)
     if key is None:
         return GenerationResponse(box, call, await prepare())
@@ -182,7 +188,7 @@ class RecordedResponse(Response):
 class MovedResponse(Response):
     """Another front has the run: the client's connection goes there, with the request as it came."""
 
-    def __init__(self, box: Box, call: Call, scope: bytes, body: bytes) -> None:
+    def __init__(self, box: Box, call: Call, scope: bytes, body: bytearray) -> None:
         super().__init__()
         self._box = box
         self._call = call
@@ -230,11 +236,12 @@ def _key(request: Request) -> bytes | None:
     return key
 
 
-def _digest(*parts: str | bytes) -> bytes:
+def _digest(*parts: str | bytes | bytearray) -> bytes:
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
-        digest.update(b"%d:" % len(data) + data)
+        digest.update(b"%d:" % len(data))
+        digest.update(data)
     return digest.digest()
 
 
@@ -248,7 +255,7 @@ def _conflict() -> ApiError:
     )
 
 
-def _as_it_came(scope: Scope, body: bytes) -> bytes:
+def _as_it_came(scope: Scope, body: bytearray) -> bytes:
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%b %b HTTP/%b" % (scope["method"].encode(), target, scope["http_version"].encode())]
     lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _UNSAID]
