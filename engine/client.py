@@ -8,9 +8,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from engine.allocator import return_freed_memory
 from engine.launch import ReplicaGroup, module_command, module_environment
 from engine.messages import Cancel, Output, StepFrame, Submit
+from engine.process_memory import return_freed_memory
 from engine.wire import MAX_BACKLOG_BYTES, Channel, socketpair
 
 __all__ = [
