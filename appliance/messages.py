@@ -426,6 +426,8 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Connections since the start that were closed, or answered 503, because no place was free."""
     evicted_connections: int = 0
     """Connections without a valid key since the start that were closed to make room for others."""
+    cut_off_connections: int = 0
+    """Connections since the start that were closed because their clients did not take the answers."""
     refused_bodies: int = 0
     """Requests since the start that were refused because bodies of too many bytes were under way."""
     streams: int

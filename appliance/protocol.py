@@ -35,6 +35,8 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """Connections since the front started that were refused because no place was free."""
     evicted_connections: int = 0
     """Connections without a valid key that were closed, since the front started, to make room for others."""
+    cut_off_connections: int = 0
+    """Connections since the front started that were closed because their clients did not take the answers."""
     refused_bodies: int = 0
     """Requests since the front started that were refused because too many bytes of bodies were under way."""
     streams: int = 0

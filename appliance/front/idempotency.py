@@ -20,13 +20,13 @@ from starlette.types import Receive, Scope, Send
 from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.comments import send_comments
-from appliance.front.errors import ApiError, drop_frames
+from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_LEFT
 from appliance.front.job import Job
 from appliance.front.recording import Follower
 from appliance.front.respond import GenerationResponse
 from appliance.front.retries import Record
-from appliance.http import Connection
+from appliance.http import Connection, drop_frames
 from appliance.memory_files import new_memory
 from appliance.messages import HandOver, Retried
 from store.policies import INTERACTIVE
@@ -94,8 +94,9 @@ async def _run(box: Box, call: Call, record: Record, prepare: PrepareJob) -> Non
         record.status = error.status
         box.reject(call, error)
         await error.response()(scope, _nothing, recording.send)
-    except Exception:
+    except Exception as error:
         log.exception("request %s failed", call.request_id)
+        drop_frames(error)
         recording.abort()
     finally:
         box.retries.ended(record, good)

@@ -219,6 +219,11 @@ class Families:
             "Connections without a valid key that were closed to make room for others.",
             "front",
         )
+        self.front_cut_off_connections = _counter(
+            "appliance_front_cut_off_connections_total",
+            "Connections that were closed because their clients did not take the answers.",
+            "front",
+        )
         self.front_refused_bodies = _counter(
             "appliance_front_refused_bodies_total",
             "Requests that were refused because too many bytes of bodies were under way.",
