@@ -274,7 +274,7 @@ class Families:
 
         self.log_dropped_lines = _counter(
             "appliance_log_dropped_lines_total",
-            "Lines of the log that were dropped because nobody read standard error.",
+            "Lines of the log that were dropped because standard error was not read.",
             "process",
         )
         self.process_cpu = _counter("process_cpu_seconds_total", "CPU time of the core.")
