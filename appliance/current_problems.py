@@ -128,8 +128,8 @@ def _clock(jump_s: float) -> Iterator[CurrentProblem]:
     if jump_s:
         yield CurrentProblem(
             where="clock",
-            what=f"the time of day was changed by {jump_s / 3600:+,.1f} hours, so nothing is removed from the "
-            "logs",
+            what=f"the time of day was changed by {jump_s / 3600:+,.1f} hours, so nothing is removed "
+            "from the logs",
             remedy="if the time is wrong now, set it back (timedatectl); if it is right, wait: after a day "
             "old entries are removed again",
         )
