@@ -87,7 +87,7 @@ def test_what_is_decided_is_shown_and_survives_a_restart(service: Service) -> No
     admin.act(SetKey(id=key.id, models=None, name="renamed"))
     rotated = admin.act(RotateKey(id=key.id, overlap_s=60.0))
     assert isinstance(rotated, NewKey) and rotated.replaces == key.id and rotated.replaced_until is not None
-    assert message(admin.act(MapPeer(peer="uid:4242", tenant="acme"))) == "uid 4242 stands for tenant acme"
+    assert message(admin.act(MapPeer(peer="uid:4242", tenant="acme"))) == "uid 4242 mapped to tenant acme"
 
     def check() -> None:
         tenant = next(tenant for tenant in admin.tenants() if tenant.name == "acme")
@@ -108,7 +108,7 @@ def test_what_is_decided_is_shown_and_survives_a_restart(service: Service) -> No
     admin.act(UnmapPeer(peer="uid:4242"))
     for known in (key, rotated):
         admin.act(RevokeKey(id=known.id))
-    assert message(admin.act(DeleteTenant(name="acme"))) == "tenant acme is gone"
+    assert message(admin.act(DeleteTenant(name="acme"))) == "tenant acme deleted"
     assert [tenant.name for tenant in admin.tenants()] == ["default", "local"]
 
 
@@ -217,12 +217,15 @@ def test_what_runs_goes_on_unless_it_is_to_be_ended(service: Service) -> None:
     service.admin.act(CreateTenant(name="t"))
     running = service.connect("m 100000")
     wait_until(lambda: [request.state for request in service.admin.in_flight()] == ["running"])
-    assert message(service.admin.act(SuspendTenant(name="t"))) == "tenant t is suspended; what runs goes on"
+    assert (
+        message(service.admin.act(SuspendTenant(name="t")))
+        == "tenant t suspended; its running requests continue"
+    )
     time.sleep(0.2)
     assert len(service.admin.in_flight()) == 1
     service.admin.act(ResumeTenant(name="t"))
     ended = service.admin.act(SuspendTenant(name="t", cancel=True))
-    assert message(ended) == "tenant t is suspended; 1 request is being ended"
+    assert message(ended) == "tenant t suspended; ending 1 request"
     assert read_answer(running)[-1] == "front-0 aborted its tenant was suspended"
     wait_until(lambda: service.admin.in_flight() == [])
 
