@@ -90,9 +90,9 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, runner: StepRunner, *, overlap: bool = True) -> None:
         self.scheduler = scheduler
+        self.runner = runner
         self.before_wait: Callable[[StepPlan], None] | None = None
         """Called with the plan of each step before the loop waits for its end."""
-        self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()
         self._collected = 0
@@ -113,7 +113,7 @@ class EngineCore:
         if scheduled is not None:
             # The step begins with its first kernel: launching a step with prompts takes the host 15 to 20 ms.
             began = time.perf_counter()
-            launched = self._runner.launch(scheduled.plan)
+            launched = self.runner.launch(scheduled.plan)
             self._in_flight.append(_InFlight(scheduled, launched, began))
         timing = None
         if self._in_flight and (scheduled is None or len(self._in_flight) > self._steps_ahead):

@@ -18,7 +18,7 @@ from engine.bench import start
 from engine.bench.limits import CEILINGS, ceilings, limit
 from engine.bench.shapes import SHAPES, write_config
 from engine.bench.table import HEADING, line, median_run
-from engine.bench.workloads import WORKLOADS, StepStats, WorkloadResult
+from engine.bench.workloads import WORKLOADS, EngineWorkload, StepStats, WorkloadResult
 from engine.families import read_config
 from engine.profile import __main__ as profile
 from kernels.writable import check_writable
@@ -69,13 +69,52 @@ def test_fp8_weights_do_not_change_the_limits_of_cache_and_attention(tmp_path: P
     [
         ("cuda:0 NVIDIA H200", True),
         ("cuda:7 NVIDIA H200", True),
+        ("cuda:1 NVIDIA H100 80GB HBM3", True),
         ("cuda:0 NVIDIA H200 NVL", False),
-        ("cuda:0 NVIDIA H100 80GB HBM3", False),
+        ("cuda:0 NVIDIA H100 PCIe", False),
         ("cpu", False),
     ],
 )
-def test_only_measured_devices_have_limits(device: str, known: bool) -> None:
-    assert ceilings(device) == (H200 if known else None)
+def test_only_known_devices_have_limits(device: str, known: bool) -> None:
+    assert (ceilings(device) is not None) == known
+
+
+def test_no_measured_result_on_an_h100_exceeds_its_limit(tmp_path: Path) -> None:
+    """The results are those of docs/performance.md, 2026-11-22."""
+    config = read_config(write_config("llama-3.1-8b", tmp_path))
+    measured = {
+        "bfloat16": {"b1_decode": 185, "b8_decode": 1_299, "b64_decode": 5_989, "prefill": 43_360},
+        "fp8": {"b1_decode": 305, "b8_decode": 2_028, "b64_decode": 9_513, "prefill": 71_088},
+    }
+    for dtype, results in measured.items():
+        for workload, result in results.items():
+            upper = limit(config, WORKLOADS[workload], CEILINGS["NVIDIA H100 80GB HBM3"], dtype, dtype)
+            assert 0.5 * upper < result < upper, (dtype, workload)
+
+
+@pytest.mark.parametrize(
+    ("workload", "bf16", "fp8"),
+    [
+        ("b1_decode", 123, 245),
+        ("prefill", 20_000, 37_000),
+        # 68.5 G parameters × 2 × 8192 / 4 at 700 and 1,320 TFLOP/s, and 22 TFLOP of attention at 700.
+        ("ttft8k", 432, 244),
+    ],
+)
+def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_values(
+    tmp_path: Path, workload: str, bf16: float, fp8: float
+) -> None:
+    config = read_config(write_config("llama-3.1-70b", tmp_path))
+    for dtype, expected in (("bfloat16", bf16), ("fp8", fp8)):
+        assert limit(config, WORKLOADS[workload], H200, dtype, dtype, 4) == pytest.approx(expected, rel=0.05)
+
+
+def test_ranks_that_share_a_kv_head_each_read_its_whole_cache(tmp_path: Path) -> None:
+    config = read_config(write_config("llama-3.1-8b", tmp_path))  # 8 KV heads
+    reading = EngineWorkload(1024, 8192, 1024, "output_tok_s")
+    eight, sixteen = (limit(config, reading, H200, "fp8", "bfloat16", ranks) for ranks in (8, 16))
+    assert eight == pytest.approx(8 * limit(config, reading, H200, "fp8", "bfloat16"))
+    assert sixteen < 1.5 * eight
 
 
 def measured(figure: float, idle: float) -> WorkloadResult:
