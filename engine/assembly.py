@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
-from typing import Any
 
 from engine.core import EngineCore, StepRunner
 from engine.messages import ReplicaInfo, ReplicaSpec
 from engine.plan_channel import PlanSender, check_plan_size
 from engine.scheduling.scheduler import Scheduler
-from engine.wire import Channel
 
 
 def build_core(
-    spec: ReplicaSpec, info: ReplicaInfo, runner: StepRunner, peers: Sequence[Channel[Any]]
+    spec: ReplicaSpec, info: ReplicaInfo, runner: StepRunner, peers: Sequence[socket.socket]
 ) -> EngineCore:
-    """Return the engine of a loaded replica. peers: the plan channels to the other ranks, in their order.
+    """Return the engine of a loaded replica. peers: ends of the plan channels to the other ranks, in their
+    order.
 
     Raises UnsupportedError if a plan for the other ranks could be too large for a channel.
     """
@@ -26,7 +26,6 @@ def build_core(
             max_num_batched_tokens=info.max_num_batched_tokens,
             kv_blocks=info.kv_blocks,
         )
-        runner = PlanSender(runner, list(peers))
     scheduler = Scheduler(
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
@@ -36,4 +35,5 @@ def build_core(
         blocks=info.kv_blocks,
         prefix_cache=spec.prefix_cache,
     )
-    return EngineCore(scheduler, runner, overlap=spec.overlap)
+    plans = PlanSender(peers) if peers else None
+    return EngineCore(scheduler, runner, overlap=spec.overlap, plans=plans)

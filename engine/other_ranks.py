@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import msgspec
 
 from engine.launch import describe_exit, new_rendezvous, remove_rendezvous, spawn_rank
 from engine.messages import Fatal, RankOutbound, ReplicaSpec, Start, Stop
-from engine.plan_channel import plan_channel
 from engine.wire import Channel, socketpair
 
 STOP_GRACE_S = 10.0
@@ -41,7 +40,7 @@ class OtherRanks:
         started."""
         self.spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous())
         """The configuration of all ranks, with the place at which they find each other."""
-        self.plans: list[Channel[Any]] = []
+        self.plans: list[socket.socket] = []
         """Rank 0's ends of the plan channels, in order of ranks."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._channels: dict[int, Channel[RankOutbound]] = {}
@@ -76,20 +75,19 @@ class OtherRanks:
         if self._watcher.is_alive():
             self._kill()
             self._watcher.join()
-        for channel in (*self._channels.values(), *self.plans):
+        for channel in self._channels.values():
             channel.close()
+        for plans in self.plans:
+            plans.close()
         remove_rendezvous(self.spec)
 
     def _start(self, rank: int) -> None:
         plans, peer_plans = socketpair()
-        try:
+        self.plans.append(plans)
+        with peer_plans:
             self._processes[rank], channel = spawn_rank("engine.replica")
             self._channels[rank] = channel
             channel.send(Start(self.spec, rank), (peer_plans.fileno(),))
-            self.plans.append(plan_channel(plans.detach()))
-        finally:
-            plans.close()
-            peer_plans.close()
 
     def _watch(self) -> None:
         """Reap the processes; on the watcher's thread."""

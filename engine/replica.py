@@ -57,16 +57,15 @@ def main() -> None:
     ranks = start.spec.tensor_parallel_size
     name = start.spec.replica + (f" rank {start.rank}" if ranks > 1 else "")
     log_to_stderr(LineFormatter(name.replace("%", "%%")))
-    peers: list[Channel[Any]] = [
-        plan_channel(control.take_fd()) for _ in range(ranks - 1 if start.rank == 0 else 1) if ranks > 1
-    ]
     code = 0
     try:
         runner = build_runner(start.spec, start.rank, lambda *stage: control.send(Progress(*stage)))
         if start.rank == 0:
+            peers = [socket.socket(fileno=control.take_fd()) for _ in range(1, ranks)]
             _lead(start, control, peers, runner)
         else:
-            follow(control, peers[0], runner)
+            settle_garbage()
+            follow(control, plan_channel(control.take_fd()), runner)
     except Exception as error:
         kind = _kind_of(error)
         if kind == "internal":
@@ -82,9 +81,9 @@ def main() -> None:
 
 
 def _lead(
-    start: Start, control: Channel[RankInbound], peers: list[Channel[Any]], runner: ModelRunner
+    start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
 ) -> None:
-    """Serve as rank 0. peers: the plan channels to the other ranks."""
+    """Serve as rank 0. peers: ends of the plan channels to the other ranks."""
     from engine.assembly import build_core
     from engine.leader import LeaderLoop
 

@@ -7,8 +7,9 @@
 The model has a public shape and random weights, unless --model is given. The table shows the run with the
 median result. For decode-only steps and for steps with prefill ("mixed") it has the number of steps, their
 mean time, the fraction of it in which the device waited for the host ("idle"), and the largest such fraction
-of all runs ("max"). With several ranks, this process is rank 0 of a replica, and the limit counts bytes and
-operations of one GPU without communication.
+of all runs ("max"). With several ranks, this process is rank 0 of a replica, the limit counts bytes and
+operations of one GPU without communication, and a second line per workload has the mean time in which rank 0
+encodes and sends the plan of a step.
 
 Needs torch, numpy and msgspec, and triton on a GPU. Needs no service and downloads nothing.
 """
@@ -28,7 +29,7 @@ import msgspec
 
 from engine.bench.limits import ceilings, limit
 from engine.bench.start import FAILURES, add_options, devices_text, leave, started
-from engine.bench.table import HEADING, line, median_run
+from engine.bench.table import HEADING, line, median_run, plans_line
 from engine.bench.workloads import WORKLOADS, EngineWorkload, run
 from engine.generate import LocalEngine
 from engine.messages import ReplicaInfo
@@ -70,6 +71,8 @@ def _measure(
             config, ranks = engine.runner.config, info.tensor_parallel_size
             upper_bound = limit(config, workload, device, info.weights, info.kv_cache_dtype, ranks)
         print(line(name, workload, runs, upper_bound), flush=True)
+        if info.tensor_parallel_size > 1:
+            print(plans_line(workload, runs), flush=True)
         results["workloads"][name] = {
             "result": median_run(workload, runs).result,
             "unit": workload.unit,

@@ -17,7 +17,7 @@ from engine.bench import __main__ as bench
 from engine.bench import start
 from engine.bench.limits import CEILINGS, ceilings, limit
 from engine.bench.shapes import SHAPES, write_config
-from engine.bench.table import HEADING, line, median_run
+from engine.bench.table import HEADING, line, median_run, plans_line
 from engine.bench.workloads import WORKLOADS, EngineWorkload, StepStats, WorkloadResult
 from engine.families import read_config
 from engine.profile import __main__ as profile
@@ -148,6 +148,16 @@ def test_the_table_shows_the_steps_of_the_median_run(
     assert said[1] == f"{median_figure:,.1f}"
     assert decode == ["255", f"{median_figure:.2f}", f"{idle[median_figure]:.1%}", f"{most:.1%}"]
     assert mixed == ["1", "7.00", f"{idle[median_figure] / 2:.1%}", f"{most / 2:.1%}"]
+
+
+def test_several_ranks_show_what_a_step_spends_on_plans() -> None:
+    run = WorkloadResult(
+        10.0, 1.0, None, StepStats(255, 10.0, 1.0, 0.0, 31.6), StepStats(1, 7.0, 0.0, 0.0, 104.0)
+    )
+    said = plans_line(WORKLOADS["b8_decode"], [run]).strip()
+    assert said == "plans to the other ranks: 32 µs per decode step, 104 µs per mixed step"
+    run.decode = StepStats(0, 0.0, 0.0, 0.0)
+    assert plans_line(WORKLOADS["prefill"], [run]).endswith("ranks: 104 µs per mixed step")
 
 
 def test_a_device_without_limits_has_an_empty_column() -> None:

@@ -94,7 +94,9 @@ def test_the_benchmark_measures_a_replica_of_two_ranks(start: Start, tmp_path: P
     assert " on 2 × cpu, ready in " in printed
     raw = json.loads(out.read_text())
     assert raw["info"]["tensor_parallel_size"] == len(raw["info"]["devices"]) == 2
-    assert raw["workloads"]["b8_decode"]["runs"][0]["decode"]["count"] >= 255
+    decode = raw["workloads"]["b8_decode"]["runs"][0]["decode"]
+    assert decode["count"] >= 255 and 0 < decode["plan_us"] < 1e3 * decode["ms"]
+    assert re.search(r"plans to the other ranks: \d+ µs per decode step, \d+ µs per mixed step", printed)
     assert left_behind(tmp_path) == []
 
 
