@@ -27,10 +27,11 @@ from typing import Any
 
 import msgspec
 
-from engine.bench.limits import ceilings, limit
+from engine.bench.limits import limit
 from engine.bench.start import FAILURES, add_options, devices_text, leave, started
 from engine.bench.table import HEADING, line, median_run, plans_line
 from engine.bench.workloads import WORKLOADS, EngineWorkload, run
+from engine.ceilings import ceilings
 from engine.generate import LocalEngine
 from engine.messages import ReplicaInfo
 from kernels.writable import UnwritableError, check_writable

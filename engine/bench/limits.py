@@ -9,45 +9,11 @@ overlap between GEMMs and cache reads, because the next token needs both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from engine.bench.workloads import EngineWorkload
+from engine.ceilings import Ceilings, layer_parameters
 from engine.config import DTYPE_BYTES, ModelConfig
 from engine.messages import BLOCK_TOKENS
-from engine.sizing import FP8, kv_bytes_per_block, parameters
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """Peak rates of one device."""
-
-    bytes_per_s: float
-    """Read bandwidth of the device's memory."""
-    gemm_per_s: float
-    """Floating-point operations of 16-bit GEMMs."""
-    fp8_gemm_per_s: float
-    attention_per_s: float
-
-
-_H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, attention_per_s=700e12)
-
-CEILINGS: dict[str, Ceilings] = {
-    "NVIDIA H200": _H200,
-    # Not measured. Memory: the data sheet's 3.35 TB/s times the fraction that an H200 reaches of its data
-    # sheet's 4.8 TB/s. Operations: as an H200, which has the same multiprocessors and data-sheet rates.
-    "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
-}
-"""Peak rates by device name. docs/performance.md describes the measurements."""
-
-
-def device_model(device: str) -> str:
-    """Return the model of a device named as in `ReplicaInfo.devices`: the name without its number."""
-    return device.partition(" ")[2] or device
-
-
-def ceilings(device: str) -> Ceilings | None:
-    """Return the peak rates of a device named as in `ReplicaInfo.devices`; None if they are not known."""
-    return CEILINGS.get(device_model(device))
+from engine.sizing import FP8, kv_bytes_per_block
 
 
 def limit(
@@ -63,12 +29,11 @@ def limit(
     weights, kv_cache_dtype: dtypes of the layers' matrices and of the cache, from DTYPE_BYTES or "fp8".
     Embeddings, the output matrix and the arithmetic of attention always have 16 bits.
     """
-    fp8 = weights == FP8
-    weight_bytes = 1 if fp8 else DTYPE_BYTES[weights]
-    per_s = device.fp8_gemm_per_s if fp8 else device.gemm_per_s
+    weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
+    per_s = device.gemm_rate(weights)
     # The parts of one rank.
     head = config.vocab_size * config.hidden_size / ranks
-    matrices = parameters(config) / ranks - head * (1 if config.tie_word_embeddings else 2)
+    matrices = layer_parameters(config) / ranks
     at_once = 1 if workload.one_at_a_time else workload.requests
     prompt, output = workload.prompt_tokens, workload.output_tokens
 

@@ -13,9 +13,9 @@ from typing import NoReturn
 import msgspec
 import torch
 
-from engine.bench.limits import device_model
 from engine.bench.shapes import SHAPES, write_config
 from engine.bench.workloads import EngineWorkload
+from engine.ceilings import device_model
 from engine.config import DTYPE_BYTES, CheckpointError, UnsupportedError
 from engine.device import DeviceError
 from engine.families import read_config

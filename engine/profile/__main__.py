@@ -18,9 +18,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from engine.bench.limits import ceilings
 from engine.bench.start import FAILURES, add_options, devices_text, leave, started
 from engine.bench.workloads import WORKLOADS, run
+from engine.ceilings import ceilings
 from engine.profile.report import idle_gaps, kernel_rows, lines
 from engine.profile.steps import Kind, NoSuchStepsError, record
 from engine.profile.trace import read_timeline

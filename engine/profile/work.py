@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.bench.limits import Ceilings
+from engine.ceilings import Ceilings
 from engine.config import DTYPE_BYTES, ModelConfig
 from engine.messages import BLOCK_TOKENS, ReplicaInfo
 from engine.profile.steps import StepShape

@@ -15,10 +15,11 @@ import pytest
 
 from engine.bench import __main__ as bench
 from engine.bench import start
-from engine.bench.limits import CEILINGS, ceilings, limit
+from engine.bench.limits import limit
 from engine.bench.shapes import SHAPES, write_config
 from engine.bench.table import HEADING, line, median_run, plans_line
 from engine.bench.workloads import WORKLOADS, EngineWorkload, StepStats, WorkloadResult
+from engine.ceilings import CEILINGS, LeastTimes, ceilings, least_times
 from engine.families import read_config
 from engine.profile import __main__ as profile
 from kernels.writable import check_writable
@@ -107,6 +108,17 @@ def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_val
     config = read_config(write_config("llama-3.1-70b", tmp_path))
     for dtype, expected in (("bfloat16", bf16), ("fp8", fp8)):
         assert limit(config, WORKLOADS[workload], H200, dtype, dtype, 4) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
+def test_the_least_times_of_steps_agree_with_the_limits(tmp_path: Path, weights: str) -> None:
+    config = read_config(write_config("llama-3.1-70b", tmp_path))
+    least = least_times(config, "cuda:0 NVIDIA H200", weights, 4)
+    one = limit(config, EngineWorkload(1, 1, 1000, "output_tok_s"), H200, weights, weights, 4)
+    assert 0.97 / one < least.step_s < 1 / one
+    prompts = limit(config, WORKLOADS["prefill"], H200, weights, weights, 4)
+    assert 0.9 / prompts < least.prompt_token_s < 1 / prompts
+    assert least_times(config, "cpu", "float32", 4) == LeastTimes()
 
 
 def test_ranks_that_share_a_kv_head_each_read_its_whole_cache(tmp_path: Path) -> None:
