@@ -99,6 +99,11 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int
     """Memory use measured after loading."""
     torch_version: str
+    least_step_s: float = 0.0
+    """Lower bound of the time of a decode step, from the bytes that it reads and the device's peak rates; 0
+    if these are not known."""
+    least_prompt_token_s: float = 0.0
+    """Lower bound of the time that a prompt token takes; 0 if not known."""
 
 
 # ── requests, from a front ──────────────────────────────────────────────────────────────────────
