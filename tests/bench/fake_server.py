@@ -70,6 +70,12 @@ class FakeServer:
         """Completions a second that `at_once` places allow, as measured while they were taken."""
         return self._done * (self.behaviour.at_once or 1) / self.busy_s
 
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true"
+            time.sleep(0.01)
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)

@@ -39,7 +39,7 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         made = json.loads((tmp_path / "out.json").read_text())
         (run,) = made["results"][0]["runs"]
-        assert made["model"] == "demo" and 4000 < made["prompt_ids_below"] <= 5120
+        assert made["model"] == "demo" and 4000 < made["vocab_size"] <= 5120
         assert (run["succeeded"], run["failures"], run["short_answers"]) == (12, {}, 0)
         assert (run["output_tokens"], run["prompt_tokens"]) == (12 * 24, 12 * 48)
         assert run["ttft_ms"]["p50"] > 0 and run["itl_ms"]["p50"] > 0
