@@ -37,7 +37,7 @@ from appliance.actions import (
 )
 from appliance.client import AdminClient, AdminError
 from appliance.protocol import Done, NewKey, Tenant
-from store.evidence import read_audit
+from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system
