@@ -97,7 +97,7 @@ class Report:
         rows = [
             (
                 f"{trial.rate:.4g}",
-                "" if trial.unfinished else _number(trial.goodput),
+                "" if trial.goodput is None else f"{trial.goodput:.4g}",
                 _ms(trial.ttft_ms, "p99"),
                 _ms(trial.itl_ms, "p99"),
                 f"{trial.busiest_worker_cpu:.0%}",
