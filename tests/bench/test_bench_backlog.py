@@ -1,4 +1,4 @@
-"""A server of known capacity, simulated: which rates it keeps up with, and what the search finds."""
+"""Simulated servers of known capacity: the rates that they sustain, and the rate that the search finds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from appliance.bench.results import RequestTimes, Run, Slo, summarize
 
 NO_LIMIT = Slo(itl_p99_ms=1e6)
 Server = Callable[[list[float], random.Random], list[float]]
-"""When each of the requests that arrive at these times has ended."""
+"""Returns when each of the requests that arrive at these times ends."""
 
 
 def queue(slots: int, service_s: float, spread_s: float = 0.0) -> Server:
-    """First come first served, `slots` at once, about `service_s` each: slots ÷ service_s a second."""
+    """First come, first served: `slots` at once, about `service_s` each, so slots ÷ service_s per second."""
 
     def serve(arrivals: list[float], draw: random.Random) -> list[float]:
         free = [0.0] * slots
@@ -120,7 +120,7 @@ def test_the_rate_that_is_found_is_the_capacity(server: Server, capacity: float,
 @pytest.mark.parametrize("requests", [20, 240, 3000])
 @pytest.mark.parametrize("spread_s", [0.0, 1.0])
 def test_a_server_without_a_queue_always_keeps_up(requests: int, spread_s: float) -> None:
-    # Many open at once, and as many at the end as ever: but none for longer than a response takes.
+    # Many requests are open at once, also at the end, but none for longer than a response takes.
     server = queue(requests, 5.0, spread_s)
     reasons = [trial(server, requests, 30, str(seed)).reasons for seed in range(40)]
     assert reasons == [[]] * 40

@@ -71,7 +71,7 @@ def test_percentiles_are_the_servers_own_times(fake: FakeServer, target: Target)
     summary = statistics(drive(target, 20, concurrency=4))
     assert summary.succeeded == 20 and not summary.failures
     assert summary.ttft_ms and summary.itl_ms and summary.tpot_ms and summary.e2e_ms
-    # Nothing comes early; how late depends on the machine, which others may use as well.
+    # Nothing arrives early; how late it arrives depends on the load of the machine.
     assert 50 <= summary.ttft_ms.p50 < 250 and summary.ttft_ms.max >= 300
     assert 18 <= summary.itl_ms.p50 < 100
     assert 18 <= summary.tpot_ms.p50 < 100
@@ -80,7 +80,7 @@ def test_percentiles_are_the_servers_own_times(fake: FakeServer, target: Target)
 
 
 def test_at_most_the_concurrency_runs_at_once_spread_over_workers(fake: FakeServer, target: Target) -> None:
-    fake.behaviour.ttft_s = lambda number: 0.3  # in which both workers have begun, whoever comes late
+    fake.behaviour.ttft_s = lambda number: 0.3  # long enough for both workers to have started
     raw = drive(target, 24, concurrency=6, workers=2)
     summary = statistics(raw)
     assert summary.succeeded == 24 and raw.workers == 2
@@ -133,13 +133,13 @@ def test_a_request_that_meets_a_closed_idle_connection_is_sent_again(
     assert len(fake.bodies) == 6
 
 
-def test_several_tokens_a_chunk_are_noticed(fake: FakeServer, target: Target) -> None:
+def test_chunks_of_several_tokens_are_measured(fake: FakeServer, target: Target) -> None:
     fake.behaviour.tokens_per_chunk = 4
     fake.behaviour.gap_s = 0.02
     summary = statistics(drive(target, 4, concurrency=4, output_tokens=16), 16)
     assert (summary.output_tokens, summary.chunks) == (64, 16)
     assert summary.itl_ms and summary.tpot_ms
-    # Three gaps for fifteen tokens, however long the machine made one of them.
+    # Three gaps for fifteen tokens, even if a busy machine made one gap long.
     assert summary.itl_ms.p50 >= 18 and summary.tpot_ms.max < summary.itl_ms.max / 3
 
 
@@ -149,7 +149,7 @@ def test_chunks_are_counted_where_there_is_no_usage(fake: FakeServer, target: Ta
     assert (summary.output_tokens, summary.tokens_counted_by_client) == (10, True)
 
 
-def test_a_unix_socket_is_served_as_well(run_dir: Path) -> None:
+def test_a_unix_socket_works_like_an_address(run_dir: Path) -> None:
     server = FakeServer(str(run_dir / "fake.sock"))
     try:
         assert (
@@ -163,7 +163,7 @@ def test_a_unix_socket_is_served_as_well(run_dir: Path) -> None:
     params=[
         ("status", lambda number: 503, "http 503", "no, 503"),
         ("breaks_after", 2, "closed", "closed the connection"),
-        ("error_event_after", 1, "error event", "the engine fell over"),
+        ("error_event_after", 1, "error event", "the engine failed"),
         ("hangs_after", 3, "timeout", "0.4 s"),
         ("streams", False, "protocol", "no completion was streamed"),
     ],
@@ -189,7 +189,7 @@ def test_a_failure_does_not_end_the_others(fake: FakeServer, target: Target) -> 
     assert summary.succeeded == 8 and summary.failures["http 500"].count == 4
 
 
-def test_a_server_that_is_gone_is_a_failure_to_connect() -> None:
+def test_a_server_that_does_not_listen_is_a_failure_to_connect() -> None:
     closed = parse_url("http://127.0.0.1:1/v1", None)
     summary = statistics(drive(closed, 2, concurrency=2))
     assert summary.failures["connect"].count == 2
@@ -202,7 +202,7 @@ def test_in_open_loop_a_request_counts_from_when_it_was_due(fake: FakeServer, ta
     summary = statistics(drive(target, 4, arrivals=(0.0, 0.0, 0.0, 0.0)))
     assert summary.ttft_ms and summary.succeeded == 4
     assert summary.ttft_ms.max >= 1990
-    assert summary.late_p99_ms < 1490  # they left when due: what they waited for was the server
+    assert summary.late_p99_ms < 1490  # they were sent when due and waited for the server
 
 
 def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target: Target) -> None:

@@ -58,7 +58,7 @@ def test_arrivals_come_at_the_rate_with_exponential_gaps() -> None:
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
     assert len(arrivals) == 10_000
     assert statistics.mean(gaps) == pytest.approx(0.01, rel=0.05)
-    # An exponential's deviation is its mean; equal gaps would have none.
+    # The standard deviation of exponential gaps is their mean; that of equal gaps is 0.
     assert statistics.stdev(gaps) == pytest.approx(0.01, rel=0.1)
     assert list(arrivals) == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] <= 100
 
@@ -88,12 +88,12 @@ def test_the_search_ends_within_five_percent_or_one_request_below_the_capacity(c
     assert len(found.trials) < 30
 
 
-def test_the_search_gives_up_where_nothing_holds() -> None:
+def test_the_search_ends_when_no_rate_is_sustained() -> None:
     found = search(0.0)
     assert found.best is None and len(found.trials) == 8 and "no rate down to 0.1 " in found.note
 
 
-def test_the_search_stops_where_the_client_is_what_would_be_measured() -> None:
+def test_the_search_stops_when_the_client_is_the_bottleneck() -> None:
     found = search(1e9, busy=0.95)
     assert found.best is not None and found.best.rate == 1.0
     assert len(found.trials) == 1 and "client" in found.note

@@ -1,4 +1,4 @@
-"""The benchmark against the real service: with the shipped model, and beside the engine alone."""
+"""The benchmark against the real service, with the shipped model, and compared with the engine alone."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
         assert (run["output_tokens"], run["prompt_tokens"]) == (12 * 24, 12 * 48)
         assert run["ttft_ms"]["p50"] > 0 and run["itl_ms"]["p50"] > 0
 
-        # The service's own log agrees: it saw what we counted, and nothing of it came from its cache.
+        # The service logged the requests that the client counted, and none was found in the prefix cache.
         def whole() -> list[dict[str, Any]]:
             return [row for row in running.rows() if row["generated_tokens"] == 24]
 
-        # With the warm-up. A replica reports what it generated after the last of it has gone to the client.
+        # Four of them are the warm-up. A replica reports its counts after the client has received the last
+        # token.
         running.wait_until(lambda: len(whole()) >= 12 + 4, 5, "the rows of all requests")
         rows = whole()
         assert len(rows) == 12 + 4
         assert all(row["prompt_tokens"] == 48 and not row["cached_tokens"] for row in rows)
 
 
-def test_the_service_is_measured_beside_its_engine(tmp_path: Path) -> None:
+def test_the_service_is_compared_with_its_engine(tmp_path: Path) -> None:
     words = "--shape tiny --max-num-seqs 16 --max-num-batched-tokens 256 --fronts 1"
     words += " --set threads=1 --set max_mixed_tokens=64"
     loads = "--requests 3 --one-output-tokens 4 --streams 5 --prompt-tokens 40 --output-tokens 12"

@@ -1,4 +1,4 @@
-"""The engine's benchmark and the service's mean the same by a name."""
+"""A workload has the same numbers in the benchmarks of the engine and of the service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_workload_of_the_engine_has_the_same_numbers_here(name: str) -> None:
     )
 
 
-def test_only_workloads_over_http_are_ours_alone() -> None:
+def test_only_workloads_with_http_in_their_name_are_missing_in_the_engine() -> None:
     assert set(WORKLOADS) - set(engine.WORKLOADS) == {"http1", "http256", "http1024"}
     for name, streams in (("http1", 1), ("http256", 256), ("http1024", 1024)):
         workload = WORKLOADS[name]
