@@ -42,7 +42,7 @@ from appliance.client import AdminClient, AdminError
 from appliance.protocol import Done, NewKey, Tenant
 from store.control import ControlStore
 from store.errors import OutcomeUnknownError
-from store.evidence import read_audit
+from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system
