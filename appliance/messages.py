@@ -436,6 +436,8 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Connections since the start that were closed because their clients did not take the answers."""
     refused_bodies: int = 0
     """Requests since the start that were refused because bodies of too many bytes were under way."""
+    refused_heads: int = 0
+    """Requests since the start that were refused because too many bytes of headers were under way."""
     streams: int
     requests: int
     """Since the start."""

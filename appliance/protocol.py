@@ -39,6 +39,8 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """Connections since the front started that were closed because their clients did not take the answers."""
     refused_bodies: int = 0
     """Requests since the front started that were refused because too many bytes of bodies were under way."""
+    refused_heads: int = 0
+    """Requests since the front started that were refused because too many bytes of headers were under way."""
     streams: int = 0
     requests: int = 0
     tokens: int = 0

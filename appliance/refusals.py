@@ -57,6 +57,12 @@ class RefusalWatch:
                 "requests are refused because the bodies under way take too much memory: see "
                 "limits.max_tenant_body_bytes and limits.max_front_body_bytes",
             )
+        if report.refused_heads > (last.refused_heads if last else 0):
+            yield (
+                "heads",
+                "requests are refused because the headers of the requests under way take too much memory: "
+                "clients send very large headers, and send them slowly",
+            )
         if now - self._minute_began > _MINUTE_S:
             self._minute_began = now
             self._denials_before = last.unauthenticated if last else 0

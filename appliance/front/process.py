@@ -196,6 +196,7 @@ class Front:
                 evicted_connections=server.unknown_pool.evicted,
                 cut_off_connections=server.cut_off.total,
                 refused_bodies=box.bodies.refused,
+                refused_heads=server.request_memory.refused,
                 streams=box.streams,
                 requests=box.requests,
                 tokens=box.tokens,

@@ -90,6 +90,11 @@ class Connection(asyncio.BufferedProtocol):
         return self.transport.is_closing()
 
     @property
+    def owner(self) -> tuple[bool, str]:
+        """Whether the client is known, and the tenant of its latest request."""
+        return self.authenticated, self._tenant
+
+    @property
     def date_line(self) -> bytes:
         """The Date header of a response that begins now."""
         return self.server.date_line
@@ -236,6 +241,23 @@ class Connection(asyncio.BufferedProtocol):
             self._advancing = False
         if self._linger_bytes is None and not self.transport.is_closing():
             self._pause_reading(not self._wants_bytes())
+            self._count_memory()
+
+    def _count_memory(self) -> None:
+        """Tell the server what the connection holds of requests, without bodies that an application took."""
+        size = len(self._input) + self._reader.collected_bytes
+        if self._exchange is not None:
+            size += self._exchange.head.memory_bytes
+        self.server.request_memory.hold(self, size)
+
+    def give_up_request(self) -> None:
+        """Refuse the request, because the heads under way take too much memory. If it is complete, its
+        application may already answer it, so the connection is cut off."""
+        if self._exchange is not None and self._exchange.request_complete:
+            self.transport.abort()
+        else:
+            message = "the headers of the requests under way take too much memory: retry later"
+            self.refuse(RequestError(503, message, "too_many_header_bytes"))
 
     def _step(self) -> bool:
         """Parse one piece of the input; False when there is nothing to parse now."""
@@ -361,6 +383,8 @@ class Connection(asyncio.BufferedProtocol):
     def _linger(self, most_bytes: int) -> None:
         """Close, but drop what still arrives for a moment, so that the client reads the answer."""
         self._input.clear()
+        self._reader = HeadReader()
+        self._count_memory()
         if self._ended:
             self._close_now()
             return

@@ -17,6 +17,9 @@ from appliance.http.errors import RequestError
 
 MAX_HEAD_BYTES = 64 << 10
 
+_HEADER_OBJECTS_BYTES = 128
+"""Memory of the three Python objects that hold one header, without its text."""
+
 _BARE_LINE_FEED = re.compile(rb"(?<!\r)\n")
 _END = b"\r\n\r\n"
 
@@ -39,6 +42,8 @@ class RequestHead:
     keep_alive: bool
     """Whether the client allows another request on the connection."""
     expects_continue: bool
+    memory_bytes: int
+    """Approximate memory that the head takes while its request is answered."""
 
 
 class HeadReader:
@@ -51,6 +56,11 @@ class HeadReader:
     def begun(self) -> bool:
         """Whether a part of a head has arrived."""
         return bool(self._collected)
+
+    @property
+    def collected_bytes(self) -> int:
+        """Bytes of the incomplete head."""
+        return len(self._collected)
 
     def feed(self, data: bytearray) -> RequestHead | None:
         """Move the head's bytes from `data` to the reader; return the head when it is complete.
@@ -131,6 +141,7 @@ def _parse(data: bytes) -> RequestHead:
         keep_alive=version == "1.1" and b"close" not in _connection_options(found.headers),
         expects_continue=version == "1.1"
         and any(name == b"expect" and value.lower() == b"100-continue" for name, value in found.headers),
+        memory_bytes=2 * len(data) + _HEADER_OBJECTS_BYTES * len(found.headers),
     )
 
 

@@ -13,6 +13,7 @@ from appliance.http.counted_log import CountedLog
 from appliance.http.exchange import Exchange
 from appliance.http.peers import Peer
 from appliance.http.pools import Pool
+from appliance.http.request_memory import RequestMemory
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
@@ -45,6 +46,7 @@ class HttpServer:
         self.refused = 0
         """Connections that were closed, or answered with 503, because no place was free."""
         self.cut_off = CountedLog("connections were closed because their clients did not take the answers")
+        self.request_memory = RequestMemory()
         self.limits = limits or Limits()
         self.write_timeout_s = write_timeout_s
         self.read_buffer = memoryview(bytearray(READ_BYTES))
@@ -160,6 +162,7 @@ class HttpServer:
         """Free a closed connection's place."""
         self._connections.discard(connection)
         self._congested.pop(connection, None)
+        self.request_memory.hold(connection, 0)
         if connection.pool is not None:
             connection.pool.remove(connection)
 

@@ -75,6 +75,8 @@ FLOODS = (
     Flood("slow_bodies", "tcp", 100, with_key=True),
     Flood("slow_bodies", "unix", 100, with_key=True),
     Flood("slow_bodies", "metrics", 40, "/metrics"),
+    Flood("slow_heads", "tcp", 1000, "/v1/models", with_key=True),
+    Flood("slow_heads", "unix", 1000, "/v1/models"),
     Flood("idle_connections", "tcp", 300),
     Flood("idle_connections", "unix", 300),
     Flood("idle_connections", "metrics", 50),

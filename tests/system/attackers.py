@@ -163,6 +163,14 @@ async def slow_bodies(wire: Wire) -> None:
         await wire.send(b" ", 0)
 
 
+async def slow_heads(wire: Wire) -> None:
+    """Send a request, with the key if there is one, and then a large head without its end. Hold it."""
+    await wire.send(wire.head("GET"))
+    if await wire.answer():
+        await wire.send(wire.head("GET")[:-2] + b"X-Filling: " + b"x" * 60_000)
+        await wire.until_closed()
+
+
 async def idle_connections(wire: Wire) -> None:
     """Send nothing until the service closes the connection."""
     await wire.until_closed()
@@ -195,6 +203,7 @@ FLOODS: dict[str, Callable[[Wire], Awaitable[None]]] = {
         huge_prompts,
         huge_bodies,
         slow_bodies,
+        slow_heads,
         idle_connections,
         slow_streams,
         slow_answers,

@@ -229,6 +229,11 @@ class Families:
             "Requests that were refused because too many bytes of bodies were under way.",
             "front",
         )
+        self.front_refused_heads = _counter(
+            "appliance_front_refused_heads_total",
+            "Requests that were refused because too many bytes of headers were under way.",
+            "front",
+        )
         self.front_streams = _gauge("appliance_front_streams", "Streams that a front writes.", "front")
         self.front_requests = _counter(
             "appliance_front_requests_total", "Requests that reached a front.", "front"

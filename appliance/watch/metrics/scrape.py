@@ -172,6 +172,7 @@ class Scraper:
             families.front_evicted_connections.set(status.evicted_connections, name)
             families.front_cut_off_connections.set(status.cut_off_connections, name)
             families.front_refused_bodies.set(status.refused_bodies, name)
+            families.front_refused_heads.set(status.refused_heads, name)
             families.front_streams.set(status.streams, name)
             families.front_requests.set(status.requests, name)
             families.front_tokens.set(status.tokens, name)

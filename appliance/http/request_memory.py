@@ -1,0 +1,61 @@
+"""Bounds the memory of request heads and of bytes that are read ahead, of all connections together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+MAX_REQUEST_MEMORY_BYTES = 32 << 20
+"""Heads and bytes read ahead of all connections that hold more than `SMALL_REQUEST_BYTES`."""
+SMALL_REQUEST_BYTES = 8 << 10
+"""A connection that holds at most this much does not count: usual heads take 1 to 6 KiB."""
+
+
+class Holder(Protocol):
+    """A connection."""
+
+    @property
+    def owner(self) -> tuple[bool, str]:
+        """Whether the client is known, and its tenant."""
+        ...
+
+    def give_up_request(self) -> None:
+        """Refuse the request whose bytes the connection holds."""
+        ...
+
+
+C = TypeVar("C", bound=Holder)
+
+
+def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
+    """Return the connections of the owner whose sizes have the largest sum, in their order."""
+    totals: Counter[tuple[bool, str]] = Counter()
+    for connection, size in sizes.items():
+        totals[connection.owner] += size
+    largest, _ = totals.most_common(1)[0]
+    return [connection for connection in sizes if connection.owner == largest]
+
+
+class RequestMemory:
+    """Counts what connections hold. Beyond the bound, the largest request of the tenant that holds most is
+    given up; clients that are not known yet count as one tenant."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        """Requests that were given up."""
+        self._sizes: dict[Holder, int] = {}
+        self._total = 0
+
+    def hold(self, connection: Holder, size: int) -> None:
+        """Note that the connection holds `size` bytes now."""
+        self._total -= self._sizes.pop(connection, 0)
+        if size <= SMALL_REQUEST_BYTES:
+            return
+        self._sizes[connection] = size
+        self._total += size
+        while self._total > MAX_REQUEST_MEMORY_BYTES:
+            largest = max(of_largest_owner(self._sizes), key=self._sizes.__getitem__)
+            self._total -= self._sizes.pop(largest)
+            self.refused += 1
+            largest.give_up_request()

@@ -1,0 +1,152 @@
+"""The memory of request heads: bounded for all connections together, and taken from whoever holds most."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+import appliance.http.request_memory
+from appliance.http import HttpServer
+
+LIMIT = 2 << 20
+HEAD_BYTES = 60_000
+UNFINISHED = b"GET /tenant HTTP/1.1\r\nHost: x\r\nX-Filling: " + b"x" * HEAD_BYTES
+
+
+async def tenant(request: Request) -> PlainTextResponse:
+    """Take the connection for one of the tenant that the request names."""
+    assert request.scope["state"]["connection"].authenticate(request.headers["x-tenant"])
+    return PlainTextResponse("known")
+
+
+async def wait(request: Request) -> PlainTextResponse:
+    await asyncio.sleep(600)
+    return PlainTextResponse("late")
+
+
+APP = Starlette(routes=[Route("/tenant", tenant), Route("/wait", wait)])
+
+
+class Client:
+    """A connection."""
+
+    def __init__(self, path: Path) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(str(path))
+        self.sock.setblocking(False)
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.sock, data)
+
+    async def belong_to(self, name: str) -> None:
+        await self.send(f"GET /tenant HTTP/1.1\r\nHost: x\r\nX-Tenant: {name}\r\n\r\n".encode())
+        assert b"known" in await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
+
+    def received(self) -> bytes | None:
+        """What has arrived, b"" at the end of the connection; None if there is nothing."""
+        try:
+            return self.sock.recv(1 << 16)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            return b""
+
+
+def serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[HttpServer, Path], Awaitable[None]]
+) -> None:
+    """Use a server that holds 2 MiB of heads at most."""
+    monkeypatch.setattr(appliance.http.request_memory, "MAX_REQUEST_MEMORY_BYTES", LIMIT)
+
+    async def run() -> None:
+        server = HttpServer(APP)
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(tmp_path / "s"))
+        listening.listen(100)
+        await server.listen(listening)
+        async with asyncio.timeout(60):
+            await use(server, tmp_path / "s")
+        await server.stop(0.1)
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_unfinished_heads_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(server: HttpServer, path: Path) -> None:
+        clients = [Client(path) for _ in range(60)]
+        for one in clients:
+            await one.send(UNFINISHED)
+        kept = LIMIT // len(UNFINISHED)
+        answers: list[bytes] = []
+
+        def refused() -> bool:
+            answers.extend(filter(None, (one.received() for one in clients)))
+            return len(answers) >= len(clients) - kept
+
+        await until(refused)
+        assert len(answers) == len(clients) - kept
+        assert all(b"503" in one and b"too_many_header_bytes" in one for one in answers)
+        assert server.request_memory.refused == len(answers)
+        await Client(path).belong_to("small")
+
+    serve(tmp_path, monkeypatch, use)
+
+
+def test_the_tenant_that_holds_most_gives_up_a_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(server: HttpServer, path: Path) -> None:
+        modest = Client(path)
+        await modest.belong_to("modest")
+        await modest.send(UNFINISHED)
+        greedy = [Client(path) for _ in range(60)]
+        for one in greedy:
+            await one.belong_to("greedy")
+            await one.send(UNFINISHED)
+        await until(lambda: server.request_memory.refused >= 61 - LIMIT // len(UNFINISHED))
+        assert modest.received() is None
+        await modest.send(b"\r\nX-Tenant: modest\r\n\r\n")
+        await until(lambda: b"known" in (modest.received() or b""))
+
+    serve(tmp_path, monkeypatch, use)
+
+
+def test_the_headers_of_requests_that_are_answered_count_with_their_objects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(server: HttpServer, path: Path) -> None:
+        request = b"GET /wait HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 5000 + b"\r\n"
+        clients = [Client(path) for _ in range(20)]
+        for one in clients:
+            await one.send(request)
+        # Each takes 0.7 MB.
+        await until(lambda: server.connections == 2 and server.request_memory.refused == 18)
+        assert sum(one.received() is None for one in clients) == 2
+
+    serve(tmp_path, monkeypatch, use)
+
+
+def test_bytes_that_are_read_ahead_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(server: HttpServer, path: Path) -> None:
+        clients = [Client(path) for _ in range(60)]
+        for one in clients:
+            await one.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+        for one in clients:
+            await one.send(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
+        await until(lambda: server.request_memory.refused > 0 and server.connections < 60)
+        assert any(one.received() is None for one in clients)
+
+    serve(tmp_path, monkeypatch, use)
