@@ -13,14 +13,14 @@ from appliance.http.counted_log import CountedLog
 from appliance.http.exchange import Exchange
 from appliance.http.peers import Peer
 from appliance.http.pools import Pool
-from appliance.http.request_memory import RequestMemory
+from appliance.http.request_memory import RequestMemory, of_largest_owner
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
 """A client that takes no part of its answer for this long is cut off."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Answers that clients do not take, of all connections together. Beyond, the connection whose client has kept
-its answer waiting longest is cut off."""
+"""Answers that clients do not take, of all connections together. Beyond, of the tenant with the most unsent
+bytes, the connection whose client has kept its answer waiting longest is cut off."""
 READ_BYTES = 64 << 10
 """The most that is read from a connection at once, and so the most that is held of a further request."""
 
@@ -167,16 +167,18 @@ class HttpServer:
             connection.pool.remove(connection)
 
     def congested(self, connection: Connection) -> None:
-        """Bound the memory of answers: the client of this connection does not take its answer."""
+        """Bound the memory of answers: the client of this connection does not take its answer, which has just
+        begun to wait."""
         self._congested[connection] = None
         unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
         total = sum(unsent.values())
-        for one, size in unsent.items():
-            if total <= MAX_UNSENT_BYTES or one is connection:
+        while total > MAX_UNSENT_BYTES:
+            oldest = of_largest_owner(unsent)[0]
+            if oldest is connection:
                 return
-            total -= size
-            del self._congested[one]
-            one.cut_off()
+            total -= unsent.pop(oldest)
+            del self._congested[oldest]
+            oldest.cut_off()
 
     def relieved(self, connection: Connection) -> None:
         """The client of the connection has taken its answer."""

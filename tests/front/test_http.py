@@ -27,6 +27,7 @@ async def who(request: Request) -> PlainTextResponse:
 
 
 async def big(request: Request) -> PlainTextResponse:
+    assert request.scope["state"]["connection"].authenticate(request.headers.get("x-tenant", ""))
     return PlainTextResponse("x" * (8 << 20))
 
 
@@ -186,6 +187,42 @@ def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Pa
         loops.run(run())
     else:
         asyncio.run(run())
+
+
+def test_unread_answers_of_one_tenant_cut_off_no_client_of_another(tmp_path: Path) -> None:
+    """The slow client has waited longest whenever the other tenant's answers exceed the bound."""
+    count = 3 * MAX_UNSENT_BYTES // (8 << 20)
+
+    def ask(tenant: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(str(tmp_path / "s"))
+        sock.sendall(f"GET /big HTTP/1.1\r\nHost: x\r\nX-Tenant: {tenant}\r\n\r\n".encode())
+        return sock
+
+    async def run() -> None:
+        server = HttpServer(APP)
+        await server.listen(listening(tmp_path / "s"))
+        slow = ask("slow")
+        async with asyncio.timeout(60):
+            while not server.connections:
+                await asyncio.sleep(0.01)
+            greedy = []
+            for number in range(count):
+                greedy.append(ask("greedy"))
+                while server.connections + server.cut_off.total < number + 2:
+                    await asyncio.sleep(0.01)
+            while server.cut_off.total < count // 2:
+                await asyncio.sleep(0.01)
+            slow.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=slow)
+            await reader.readuntil(b"\r\n\r\n")
+            assert len(await reader.readexactly(8 << 20)) == 8 << 20
+        writer.close()
+        for sock in greedy:
+            sock.close()
+        await server.stop(1.0)
+
+    asyncio.run(run())
 
 
 def test_an_application_that_fails_keeps_no_memory_of_its_request(
