@@ -92,8 +92,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Connections of known clients in each front: local users of the Unix socket, and clients that have sent
     a valid key. Beyond, the one that has been idle longest is closed, or else the new one gets 503."""
     max_unauthenticated_connections: _Connections = 256
-    """Connections in each front that have not yet sent a request with a valid key. Beyond, the one that has
-    waited longest is closed."""
+    """Connections in each front that have not yet sent a request with a valid key. Beyond, the address with
+    the most of them loses the one that has waited longest."""
     unauthenticated_timeout_s: _PositiveSeconds = 10.0
     """Such a connection is closed when it sends no request for this long; it shortens the other timeouts."""
     max_tenant_body_bytes: _Bytes = 32 << 20

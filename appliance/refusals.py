@@ -42,8 +42,8 @@ class RefusalWatch:
         if report.evicted_connections > (last.evicted_connections if last else 0):
             yield (
                 "evictions",
-                "connections without a valid key reached limits.max_unauthenticated_connections: the oldest "
-                "are closed",
+                "connections without a valid key reached limits.max_unauthenticated_connections: the address "
+                "with the most of them loses its oldest ones",
             )
         if report.cut_off_connections > (last.cut_off_connections if last else 0):
             yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import struct
 from typing import NamedTuple
@@ -25,6 +26,19 @@ class Peer(NamedTuple):
     address: str
     gids: tuple[int, ...] = ()
     """The groups of a Unix peer: the primary one, then the others in ascending order."""
+
+    @property
+    def source(self) -> str:
+        """Where the client connects from: the host of a TCP peer, of IPv6 its network of 64 bits (one host can
+        have every address in it), or the uid of a Unix peer."""
+        if self.kind == "unix":
+            return str(self)
+        host = self.address.rpartition(":")[0].strip("[]")
+        if ":" not in host:
+            return host
+        with contextlib.suppress(ValueError):
+            return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+        return host
 
     def __str__(self) -> str:
         return f"uid {self.uid}" if self.kind == "unix" else self.address

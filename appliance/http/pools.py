@@ -17,7 +17,8 @@ class Occupant(Protocol):
 
 class Pool:
     """Connections of one kind. Those without a complete request are `waiting`, in the order in which they
-    began to wait: the first of them is closed when a new connection finds no place.
+    began to wait. When a new connection finds no place, the source with the most waiting connections loses
+    the one that has waited longest.
 
     A connection may belong to a tenant, whose connections take at most `max_per_tenant` places.
     """
@@ -29,7 +30,10 @@ class Pool:
         self._members: dict[Occupant, str] = {}
         """Each with its tenant; "" while that is not known."""
         self._by_tenant: Counter[str] = Counter()
-        self._waiting: dict[Occupant, None] = {}
+        self._waiting: dict[Occupant, str] = {}
+        """Each with its source."""
+        self._waiting_by_source: Counter[str] = Counter()
+        self._sources: dict[Occupant, str] = {}
 
     def __len__(self) -> int:
         return len(self._members)
@@ -44,19 +48,23 @@ class Pool:
         """Places that the connections of one tenant may take."""
         return max(self.limit - self.limit // OTHERS_SHARE, 1)
 
-    def add(self, connection: Occupant, tenant: str = "") -> bool:
-        """Give the connection a place, if need be that of the one that has waited longest. Return False if
-        every place, or every one of the tenant's, belongs to a connection whose request is being answered."""
+    def add(self, connection: Occupant, tenant: str = "", source: str = "") -> bool:
+        """Give the connection a place, if need be that of one that waits. Return False if every place, or
+        every one of the tenant's, belongs to a connection whose request is being answered.
+
+        `source` is where the client connects from; without it, the connection that has waited longest makes
+        room, wherever it came from."""
         if not self._make_room(tenant):
             return False
         while len(self._members) >= self.limit:
-            oldest = next(iter(self._waiting), None)
+            oldest = self._oldest_of_largest_source()
             if oldest is None:
                 return False
             self._evict(oldest)
         self._members[connection] = tenant
         self._by_tenant[tenant] += 1
-        self._waiting[connection] = None
+        self._sources[connection] = source
+        self.mark_waiting(connection)
         return True
 
     def assign(self, connection: Occupant, tenant: str) -> bool:
@@ -75,16 +83,28 @@ class Pool:
         if connection in self._members:
             self._leave_tenant(connection)
             del self._members[connection]
-        self._waiting.pop(connection, None)
+            self.mark_busy(connection)
+            del self._sources[connection]
 
     def mark_busy(self, connection: Occupant) -> None:
         """The connection has a complete request."""
-        self._waiting.pop(connection, None)
+        source = self._waiting.pop(connection, None)
+        if source is not None:
+            self._waiting_by_source[source] -= 1
+            if not self._waiting_by_source[source]:
+                del self._waiting_by_source[source]
 
     def mark_waiting(self, connection: Occupant) -> None:
         """The connection's request is answered."""
-        if connection in self._members:
-            self._waiting[connection] = None
+        if connection in self._members and connection not in self._waiting:
+            source = self._sources[connection]
+            self._waiting[connection] = source
+            self._waiting_by_source[source] += 1
+
+    def _oldest_of_largest_source(self) -> Occupant | None:
+        most = max(self._waiting_by_source.values(), default=0)
+        by_source = self._waiting_by_source
+        return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
     def _make_room(self, tenant: str) -> bool:
         """Close the tenant's connections that have waited longest while it has all of its places. Return

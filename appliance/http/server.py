@@ -134,7 +134,7 @@ class HttpServer:
         known = self._known(peer)
         if known and self.known_pool.add(connection):
             connection.pool, connection.authenticated = self.known_pool, True
-        elif self.unknown_pool.add(connection):
+        elif self.unknown_pool.add(connection, source=peer.source):
             # A known client whose places are all taken is answered 503 here.
             connection.pool = self.unknown_pool
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from appliance.http.peers import Peer
 from appliance.http.pools import Pool
 
 
@@ -66,3 +69,35 @@ def test_a_connection_whose_key_changes_counts_for_the_other_tenant() -> None:
     assert pool.assign(late, "other")
     pool.remove(moving[0])
     assert pool.assign(late, "greedy")
+
+
+def test_the_address_with_the_most_connections_makes_room() -> None:
+    pool = Pool()
+    pool.limit = 8
+    modest = [Client() for _ in range(2)]
+    flood = [Client() for _ in range(100)]
+    assert pool.add(modest[0], source="198.51.100.1")
+    for one in flood[:50]:
+        assert pool.add(one, source="203.0.113.7")
+    assert pool.add(modest[1], source="198.51.100.1")
+    for one in flood[50:]:
+        assert pool.add(one, source="203.0.113.7")
+    assert not any(one.closed for one in modest)
+    assert [one.closed for one in flood] == [True] * 94 + [False] * 6
+    for one in flood[94:]:
+        pool.mark_busy(one)
+    assert pool.add(Client(), source="203.0.113.8")
+    assert [one.closed for one in modest] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("address", "source"),
+    [
+        ("198.51.100.1:4711", "198.51.100.1"),
+        ("[2001:db8:1:2:3::4]:4711", "2001:db8:1:2::/64"),
+        ("[fe80::1%eth0]:4711", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_the_source_of_a_tcp_client_is_its_host_or_its_network(address: str, source: str) -> None:
+    assert Peer("tcp", -1, -1, address).source == source

@@ -40,6 +40,8 @@ class Orders:
     key: str = ""
     """Empty: none is sent."""
     max_body_bytes: int = 1 << 20
+    source: str = ""
+    """The TCP address that connections come from; empty: as the kernel chooses."""
     pause_s: float = 0.0
     """Between the end of a connection and the next one."""
 
@@ -226,6 +228,8 @@ async def attack(orders: Orders, report: Report) -> None:
         unix = isinstance(orders.address, str)
         with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as sock:
             sock.setblocking(False)
+            if orders.source:
+                sock.bind((orders.source, 0))
             if flood in (slow_streams, slow_answers):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
             try:

@@ -182,6 +182,25 @@ def test_connections_without_a_key_take_no_place_of_others(small: Target) -> Non
     assert any("max_unauthenticated_connections" in problem["what"] for problem in status["problems"])
 
 
+def test_a_connect_flood_from_one_address_closes_no_connection_of_another(small: Target) -> None:
+    """A client that is far away sends its request a second after it has connected."""
+    flood = Orders("idle_connections", small.tcp, 6.0, 100, source="127.0.0.2")
+    ask = post("/v1/chat/completions", chat(), small.authorization, "Connection: close")
+    with attackers([flood]) as processes:
+        before = small.running.status()["fronts"][0]["evicted_connections"]
+        wait_for(
+            lambda: small.running.status()["fronts"][0]["evicted_connections"] > before + 100, "the flood"
+        )
+        with connect(small.tcp) as sock:
+            time.sleep(1.0)
+            sock.sendall(ask)
+            assert read_all(sock).startswith(b"HTTP/1.1 200 OK")
+        done = reports(processes)
+    print(f"{done['connections'] / 6:.0f} connections a second")
+    assert done["connections"] > 100
+    assert any("max_unauthenticated_connections" in finding for finding in small.doctor())
+
+
 def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
     body = chat(max_tokens=500, ignore_eos=True, stream=True)
     streams = [connect(small.unix) for _ in range(40)]
