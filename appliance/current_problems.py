@@ -76,11 +76,14 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
             what=f"{front.detail}: {front.last_error}",
             remedy="see the log; the service retries automatically",
         )
-    elif front.state == "ready" and front.detail:
+    elif front.state in ("starting", "ready") and front.detail:
+        silent = front.state == "starting" or front.detail.startswith("silent")
         yield CurrentProblem(
             where=front.name,
             what=front.detail,
-            remedy="wait: a front that stays silent is killed and restarted; see the log",
+            remedy="wait: a front that stays silent is killed and restarted; see the log"
+            if silent
+            else "raise the limit that the message names, or start more fronts",
         )
     for model, why in front.problems.items():
         yield CurrentProblem(

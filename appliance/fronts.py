@@ -42,6 +42,8 @@ _MAX_UNTAKEN = 256
 process's descriptors: the kernel counts those that lie in a channel against the same limit."""
 _QUIET_S = 3.0
 """Fronts report twice a second: one that says nothing for this long gets no further connections for now."""
+_SLOW_START_S = 15.0
+"""A front that is not ready after this time is listed among the current problems."""
 _DYING_S = 0.5
 
 
@@ -119,6 +121,7 @@ class Front:
         self._report: FrontReport | None = None
         self._kill_reason = ""
         self._ready_at: float | None = None
+        self._started_at = 0.0
         self._last_sign = 0.0
         self._given = 0
         """Connections that this process was given."""
@@ -174,7 +177,7 @@ class Front:
         self.state, self.detail = "starting", ""
         self._report, self._ready_at, self._kill_reason = None, None, ""
         self._given, self._refusals = 0, RefusalWatch()
-        self._last_sign = time.monotonic()
+        self._started_at = self._last_sign = time.monotonic()
         try:
             pid = self._spawn()
         except OSError as error:
@@ -376,6 +379,11 @@ class Front:
         )
         if self.state == "ready" and self._silent_s > _QUIET_S:
             status.detail = f"silent for {self._silent_s:.0f} s: it gets no connections"
+        starting_s = time.monotonic() - self._started_at
+        if self.state == "starting" and starting_s > _SLOW_START_S:
+            status.detail = f"not ready {starting_s:.0f} s after its start"
+            if self._silent_s > _QUIET_S:
+                status.detail += f", silent for {self._silent_s:.0f} s"
         report = self._report
         if report is not None:
             for field in set(report.__struct_fields__) & set(status.__struct_fields__):

@@ -29,8 +29,8 @@ class Peer(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Where the client connects from: the host of a TCP peer, of IPv6 its network of 64 bits (one host can
-        have every address in it), or the uid of a Unix peer."""
+        """Where the client connects from: the host of a TCP peer, its network of 64 bits in IPv6 (one host
+        can have every address in it), or the uid of a Unix peer."""
         if self.kind == "unix":
             return str(self)
         host = self.address.rpartition(":")[0].strip("[]")

@@ -21,7 +21,7 @@ from appliance.watch import machine, models, places, processes
 from appliance.watch.databases import databases
 from appliance.watch.findings import Examination, Finding
 
-_MOST_REPORTED_PROBLEMS = 5
+_MAX_REPORTED_PROBLEMS = 20
 _RECENT_S = 3600.0
 
 
@@ -96,7 +96,9 @@ def _service(
 ) -> Iterable[Finding]:
     if isinstance(settings, str):
         what, _, remedy = settings.rpartition(": ")
-        yield _finding("settings", "problem", what or settings, remedy if what else "mend the settings file")
+        yield _finding(
+            "settings", "problem", what or settings, remedy if what else "correct the settings file"
+        )
     elif settings.config_file:
         yield _finding("settings", "ok", f"{settings.config_file} is sound")
     if status is None:
@@ -132,7 +134,7 @@ def _service(
                 "the log says when and why; look at the disk's free space and health",
             )
     recent = [problem for problem in status.problems if now - problem.at < _RECENT_S]
-    for problem in recent[:_MOST_REPORTED_PROBLEMS]:
+    for problem in recent[:_MAX_REPORTED_PROBLEMS]:
         times = f" ({problem.count:,} times)" if problem.count > 1 else ""
         yield _finding(
             problem.where, "warning", f"within the last hour{times}: {problem.what}", "see the service's log"

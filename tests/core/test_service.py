@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from appliance.client import AdminError
 from appliance.protocol import ModelStatus, Status
 from appliance.rundir import last_holder
+from appliance.watch.doctor import examine
 from store.evidence import verify_audit
 from tests.audit_trail import read_audit
 from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
@@ -201,6 +203,19 @@ def test_a_front_that_hangs_while_it_starts_is_killed_and_started_anew(make_serv
     (service.folder / "m" / "hang").unlink()
     service.have_time_to_load()
     service.wait_ready()
+
+
+def test_a_front_that_does_not_become_ready_is_a_problem_of_status_and_doctor(make_service: Make) -> None:
+    service = make_service("load_timeout_s = 300")
+    (service.folder / "m" / "hang").touch()
+    service.start()
+    wait_until(lambda: service.state() != "down" and service.admin.status().current_problems != [])
+    status = service.admin.status()
+    (problem,) = status.current_problems
+    assert (problem.where, status.fronts[0].state) == ("front-0", "starting")
+    assert "after its start, silent for" in problem.what and problem.remedy
+    found = examine(Path(status.run_dir), Path(status.state_dir), "not read").findings
+    assert any("front-0: not ready" in one.text for one in found if one.level == "problem")
 
 
 def test_a_bad_checkpoint_fails_its_model_and_the_others_go_on(make_service: Make) -> None:

@@ -45,12 +45,12 @@ def no_problem(running: Service, timeout_s: float = 60) -> None:
     running.wait_until(look, timeout_s, "the problems to end")
 
 
-def doctor(running: Service) -> list[str]:
-    """The problems that `doctor` finds, with their remedies."""
+def doctor(running: Service, *levels: str) -> list[str]:
+    """What `doctor` finds of these levels, with the remedies; without levels, the problems."""
     directories = ("--run-dir", str(running.run_dir), "--state-dir", str(running.state_dir))
     done = subprocess.run(
         [APPLIANCE, "doctor", *directories, "--json"], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(done.stdout)["findings"]
-    return [f"{one['text']} → {one['remedy']}" for one in found if one["level"] == "problem"]
+    return [f"{one['text']} → {one['remedy']}" for one in found if one["level"] in (levels or ("problem",))]

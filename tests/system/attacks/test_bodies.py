@@ -68,6 +68,7 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
         assert b"too_many_body_bytes" in answer
     problems = bounded.running.status()["problems"]
     assert any("the bodies under way take too much memory" in problem["what"] for problem in problems)
+    assert any("the bodies under way take too much memory" in finding for finding in bounded.doctor())
     wait_for(lambda: memory.growth() < 30 * MEGABYTE, "the memory to be returned")
 
 

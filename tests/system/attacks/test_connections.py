@@ -180,6 +180,7 @@ def test_connections_without_a_key_take_no_place_of_others(small: Target) -> Non
     status = small.running.status()
     assert status["fronts"][0]["evicted_connections"] >= 80
     assert any("max_unauthenticated_connections" in problem["what"] for problem in status["problems"])
+    assert any("max_unauthenticated_connections" in finding for finding in small.doctor())
 
 
 def test_a_connect_flood_from_one_address_closes_no_connection_of_another(small: Target) -> None:
@@ -248,6 +249,7 @@ def test_a_front_with_few_descriptors_left_holds_fewer_connections(small: Target
             "the front to notice",
         )
         assert "raise the limit of open files" in front["detail"]
+        assert any("raise the limit of open files" in finding for finding in small.doctor())
         with idle(small.unix, 100), idle(small.tcp, 100):
             for _ in range(20):
                 assert small.answers_local_users()
@@ -269,6 +271,7 @@ def test_a_service_with_256_descriptors_says_what_it_can_serve(
         for front in made.running.status()["fronts"]:
             assert 100 < front["max_connections"] < 256
             assert "of limits.max_connections = 4,096" in front["detail"]
+        assert any("of limits.max_connections = 4,096" in finding for finding in made.doctor())
         with idle(made.unix, 300), idle(made.tcp, 300):
             for _ in range(20):
                 assert made.answers_local_users()

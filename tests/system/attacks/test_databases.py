@@ -99,6 +99,8 @@ def test_deleted_databases_are_written_back(running: Service) -> None:
             "the status to say so",
         )
         assert all("was deleted while the service runs" in note for note in notes)
+    found = doctor(running, "warning")
+    assert all(any(note in text for text in found) for note in notes), found
     assert key["id"] in {one["id"] for one in running.command("keys", "list")}
     running.command("audit", "verify")
 
@@ -110,6 +112,7 @@ def test_a_change_that_failed_for_a_lock_is_not_made_later(running: Service) -> 
         told = subprocess.run([APPLIANCE, *words], capture_output=True, text=True, timeout=60, check=False)
         assert told.returncode == 1 and "control.db" in told.stderr
         assert problem(running, "audit", "")
+        assert any("control.db" in text for text in doctor(running))
         assert answer(running), "requests need no write to control.db"
         intruder.execute("ROLLBACK")
     no_problem(running)

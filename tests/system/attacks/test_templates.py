@@ -14,6 +14,7 @@ import pytest
 
 from appliance.settings import demo_model_folder
 from appliance.text.template_process import MAX_RENDER_S, MAX_TEMPLATE_MEMORY_BYTES
+from tests.system.attacks.reading import doctor
 from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
@@ -95,6 +96,7 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_shown_to_the_operator(
         )
 
     hostile.wait_until(shown, 30, "the problem in the status")
+    assert any("'hostile'" in text and message in text for text in doctor(hostile, "warning"))
     assert hostile.ready()
 
 
