@@ -57,9 +57,16 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
     return uids
 
 
+def trusted_state(state_dir: Path, run_dir: Path | None) -> frozenset[int]:
+    """Return the users who may own the files of a state directory: root, the caller, and the owner of
+    `run_dir`, where the service runs. Raises UntrustedError as `trusted_directory` does."""
+    service = frozenset[int]() if run_dir is None else trusted_directory(run_dir, "--run-dir")
+    return trusted_directory(state_dir, "--state-dir", service)
+
+
 def check_file(path: Path, uids: frozenset[int]) -> None:
-    """Raise UntrustedError if `path` exists and is not a regular file of one of these users that no other
-    user can write."""
+    """Raise UntrustedError if `path` exists and is not a regular file of one of these users that only its
+    owner can write."""
     try:
         found = path.lstat()
     except OSError:
@@ -71,8 +78,11 @@ def check_file(path: Path, uids: frozenset[int]) -> None:
             f"{path} belongs to {user_name(found.st_uid)}, not to you, root or the service's user: remove "
             f"it, or, if {user_name(found.st_uid)} runs the service, set {SERVICE_USER}={found.st_uid}"
         )
-    if found.st_mode & stat.S_IWOTH:
-        raise UntrustedError(f"{path} can be written by every user: run 'chmod o-w {path}'")
+    if found.st_mode & _WRITABLE_BY_OTHERS:
+        raise UntrustedError(
+            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}): run "
+            f"'chmod go-w {path}'"
+        )
 
 
 def check_database(path: Path, uids: frozenset[int]) -> None:

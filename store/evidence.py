@@ -27,6 +27,9 @@ from store.heads import (
 from store.schemas import CONTROL
 from store.spool import SPOOL_FILE, entries_in
 
+AUDIT_FILES = ("control.db", KEY_FILE, HEADS_FILE, SPOOL_FILE)
+"""The files of a state directory that hold the audit trail."""
+
 
 class Recorded(NamedTuple):
     """A head, and where it was recorded."""

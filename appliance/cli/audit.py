@@ -22,6 +22,7 @@ from store.audit import Head
 from store.database import reading
 from store.errors import StoreError
 from store.evidence import (
+    AUDIT_FILES,
     ActionFilter,
     ActionRecord,
     Findings,
@@ -173,7 +174,7 @@ def _place(run_dir: str | None, state_dir: str | None, file: str | None) -> Plac
         return Place(Path(file).absolute(), None)
     run = find_run_dir(run_dir)
     folder = find_state_dir(state_dir, run)
-    check_databases(folder, None if state_dir else run, "control.db", KEY_FILE)
+    check_databases(folder, None if state_dir else run, *AUDIT_FILES)
     return Place(folder / "control.db", folder)
 
 

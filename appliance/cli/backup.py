@@ -17,7 +17,7 @@ from appliance.settings import SettingsError, find_config
 from store.audit import Head
 from store.backup import Backup, back_up
 from store.errors import StoreError
-from store.evidence import Recorded
+from store.evidence import AUDIT_FILES, Recorded
 
 _LONGEST_ERROR = 2000
 """Characters of it that are recorded."""
@@ -35,7 +35,7 @@ def take_backup(
     """Copy the state, check the copy, and print what was copied."""
     run = find_run_dir(run_dir, config)
     state, path = find_state_dir(state_dir, run, config), Path(target).absolute()
-    check_databases(state, None if state_dir else run, "control.db", "history.db", "contents.db")
+    check_databases(state, None if state_dir else run, *AUDIT_FILES, "history.db", "contents.db")
     head = _begun(run, BeginBackup(path=str(path), contents=contents))
     try:
         done = back_up(

@@ -68,10 +68,9 @@ def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
     Besides root and the caller, the owner of `run_dir` (where the service runs) may own them. Raises
     UntrustedError.
     """
-    from appliance.ownership import check_database, trusted_directory
+    from appliance.ownership import check_database, trusted_state
 
-    service = frozenset[int]() if run_dir is None else trusted_directory(run_dir, "--run-dir")
-    uids = trusted_directory(state_dir, "--state-dir", service)
+    uids = trusted_state(state_dir, run_dir)
     for name in names:
         check_database(state_dir / name, uids)
 

@@ -8,22 +8,36 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from appliance.ownership import UntrustedError, check_database, trusted_state
 from appliance.quantities import of_bytes
 from appliance.watch.findings import Finding
 from store.database import open_readonly
 from store.errors import StoreError
-from store.evidence import examine_folder
+from store.evidence import AUDIT_FILES, examine_folder
 from store.migrations import Schema
 from store.requests import RequestFilter, RequestReader
 from store.schemas import CONTENTS, CONTROL, HISTORY
 
 
-def databases(state_dir: Path, running: bool) -> Iterator[Finding]:
-    """The databases: pages, schema version, size; the audit chain; requests that never ended."""
+def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding]:
+    """The databases: owners, pages, schema version, size; the audit chain; requests that never ended.
+
+    Nothing is opened that a user who is not trusted could have put there.
+    """
+    try:
+        uids = _owners(state_dir, run_dir)
+    except UntrustedError as error:
+        yield _broken("state directory", str(error), "")
+        return
     for name, schema in (("control.db", CONTROL), ("history.db", HISTORY), ("contents.db", CONTENTS)):
         path = state_dir / name
         try:
+            for file in AUDIT_FILES if schema is CONTROL else (name,):
+                check_database(state_dir / file, uids)
             path.open("rb").close()
+        except UntrustedError as error:
+            yield _broken(name, str(error), "")
+            continue
         except PermissionError:
             yield Finding(
                 area="databases",
@@ -53,6 +67,15 @@ def databases(state_dir: Path, running: bool) -> Iterator[Finding]:
                 yield from _requests(path, running)
         except StoreError as error:
             yield _broken(name, str(error), "")
+
+
+def _owners(state_dir: Path, run_dir: Path) -> frozenset[int]:
+    """The users who may own the databases. Of a run directory that is not trusted, the owner is not one of
+    them; another finding reports the directory."""
+    try:
+        return trusted_state(state_dir, run_dir)
+    except UntrustedError:
+        return trusted_state(state_dir, None)
 
 
 def _soundness(path: Path, schema: Schema) -> Finding:

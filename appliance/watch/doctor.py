@@ -61,7 +61,7 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
     elif isinstance(settings, Settings):
         wanted = settings.models
         look("models", lambda: models.configured_models(wanted, report.gpus, _available_bytes()))
-    look("databases", lambda: databases(state_dir, running or kept_out))
+    look("databases", lambda: databases(state_dir, run_dir, running or kept_out))
     look("leftovers", lambda: places.leftovers(run_dir, state_dir, running or kept_out))
     look("leftovers", lambda: processes.orphans(status.pid if status is not None else None))
     return Examination(

@@ -224,6 +224,27 @@ def test_a_damaged_database_is_a_problem(doctor: Doctor, databases: Path) -> Non
     assert code == 1 and "history.db" in found(findings, "databases", "problem")
 
 
+@pytest.mark.parametrize("name", ["history.db", "audit.heads"])
+def test_a_pipe_in_place_of_a_file_of_the_state_directory_does_not_block(
+    doctor: Doctor, databases: Path, name: str
+) -> None:
+    (databases / name).unlink(missing_ok=True)
+    os.mkfifo(databases / name)
+    code, findings = doctor()
+    assert code == 1 and f"{name} is not a regular file → remove it" in found(
+        findings, "databases", "problem"
+    )
+
+
+def test_a_database_that_a_group_can_write_is_a_problem(doctor: Doctor, databases: Path) -> None:
+    (databases / "history.db").chmod(0o660)
+    code, findings = doctor()
+    said = found(findings, "databases", "problem")
+    assert (
+        code == 1 and "history.db can be written by other users (mode 660)" in said and "chmod go-w" in said
+    )
+
+
 def test_a_file_that_is_no_database_is_a_problem(doctor: Doctor, databases: Path) -> None:
     (databases / "control.db").write_text("nothing of the kind " * 1000)
     code, findings = doctor()
