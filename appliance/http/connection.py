@@ -219,6 +219,8 @@ class Connection(asyncio.BufferedProtocol):
         self._ended = True
         exchange = self._exchange
         if exchange is None or not exchange.request_complete or self._linger_bytes is not None:
+            # The transport closes when everything is sent, for which the client has a time limit.
+            self._close_now()
             return False
         if self._peer_is_gone():
             self.transport.abort()

@@ -149,6 +149,46 @@ def test_a_peer_that_stops_taking_the_last_answer_is_cut_off(
 
 
 @pytest.mark.parametrize("uvloop", [False, True])
+def test_a_peer_that_ends_in_the_middle_of_a_head_and_takes_no_answer_is_cut_off(
+    tmp_path: Path, uvloop: bool
+) -> None:
+    """What is unsent is too little for the transport to pause."""
+    unsent: list[int] = []
+
+    async def held(request: Request) -> PlainTextResponse:
+        transport = request.scope["state"]["connection"].transport
+        unsent.append(transport.get_write_buffer_size())
+        return PlainTextResponse("x" * 20_000)
+
+    async def run() -> None:
+        server = HttpServer(Starlette(routes=[Route("/", held)]), Limits(), write_timeout_s=0.5)
+        await server.listen(listening(tmp_path / "s"))
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(tmp_path / "s"))
+            sock.setblocking(False)
+            async with asyncio.timeout(30):
+                while not unsent or not unsent[-1]:
+                    asked = len(unsent)
+                    await asyncio.get_running_loop().sock_sendall(sock, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                    while len(unsent) == asked:
+                        await asyncio.sleep(0.001)
+                assert server.cut_off.total == 0
+                await asyncio.get_running_loop().sock_sendall(sock, b"GET / HT")
+                sock.shutdown(socket.SHUT_WR)
+                while server.connections:
+                    await asyncio.sleep(0.02)
+        assert server.cut_off.total == 1
+        await server.stop(0.1)
+
+    if uvloop:
+        import uvloop as loops
+
+        loops.run(run())
+    else:
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("uvloop", [False, True])
 def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Path, uvloop: bool) -> None:
     count = 3 * MAX_UNSENT_BYTES // (8 << 20)
 
