@@ -102,9 +102,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_front_body_bytes: _Bytes = 64 << 20
     """All request bodies that a front holds at a time; one beyond is refused with 503."""
     stream_comment_interval_s: _Seconds = 5.0
-    """A stream that waits for its first token gets a comment (a line that clients skip) this often, so that
-    proxies keep its connection; its headers are sent after half a second at most. 0: no comments, and the
-    headers are sent with the first token."""
+    """A stream that has sent nothing for this long gets a comment (a line that clients skip), so that proxies
+    keep its connection; its headers are sent after half a second at most. 0: no comments, and the headers are
+    sent with the first token."""
     cors_origins: tuple[Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$")], ...] = ()
     """Origins (scheme, host and port, without a path) whose web pages may call the API, such as
     "https://chat.example.com", or "*" for all; none by default."""

@@ -24,6 +24,8 @@ class Client(Protocol):
 
     on_writable: Callable[[], None] | None
     on_lost: Callable[[], None] | None
+    last_chunk_at: float
+    """When `write_chunk` was called last, in seconds of the monotonic clock; 0 before the first call."""
 
     @property
     def writable(self) -> bool: ...

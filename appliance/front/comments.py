@@ -1,8 +1,9 @@
-"""Comments for streams that wait for their first token: proxies close connections that are silent."""
+"""Comments for streams that have sent nothing for a while: proxies close connections that are silent."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 from appliance.front.call import Client
 
@@ -21,7 +22,12 @@ async def happens_within(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 async def send_comments(client: Client, until: asyncio.Event, interval_s: float) -> None:
-    """Write a comment every `interval_s` seconds until the event is set. The response's header is out."""
-    while not await happens_within(until, interval_s):
-        if client.writable and not client.lost:
-            client.write_chunk(_COMMENT)
+    """Write a comment whenever nothing was written for `interval_s` seconds, until the event is set. The
+    response's header has been written."""
+    silent_since = time.monotonic()
+    while not await happens_within(until, silent_since + interval_s - time.monotonic()):
+        silent_since = max(silent_since, client.last_chunk_at)
+        if time.monotonic() - silent_since >= interval_s:
+            if client.writable and not client.lost:
+                client.write_chunk(_COMMENT)
+            silent_since = time.monotonic()

@@ -149,7 +149,7 @@ class RecordedResponse(Response):
                 await send({**head, "headers": headers})
                 follower.open()
                 if interval_s := self._box.limits.stream_comment_interval_s:
-                    await send_comments(follower.connection, follower.started, interval_s)
+                    await send_comments(follower.connection, follower.done, interval_s)
                 await follower.done.wait()
             finally:
                 self._box.streams -= 1

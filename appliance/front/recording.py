@@ -54,6 +54,7 @@ class Recording:
         self.on_writable: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
         """Called when nobody waits for the answer any more."""
+        self.last_chunk_at = 0.0
         self.followers: dict[Follower, None] = {}
         self._chunks: list[bytes] = []
         self._tokens: list[int] = []
@@ -81,6 +82,7 @@ class Recording:
 
     def write_chunk(self, data: bytes) -> None:
         """More of a stream."""
+        self.last_chunk_at = time.monotonic()
         self._append(data)
         for follower in list(self.followers):
             follower.flush()
@@ -192,8 +194,6 @@ class Follower:
         self.connection = connection
         self.position = 0
         self.begun = asyncio.Event()
-        self.started = asyncio.Event()
-        """Something of the answer's body was read, or there is none."""
         self.done = asyncio.Event()
         self.left = False
         self.first_bytes_at: float | None = None
@@ -227,7 +227,6 @@ class Follower:
         data, self.position = self.recording.read(self.position)
         if data and self.first_bytes_at is None:
             self.first_bytes_at = time.monotonic()
-            self.started.set()
         return data
 
     def finish(self) -> None:
@@ -251,12 +250,10 @@ class Follower:
     def _complete(self) -> None:
         if self.recording.broken:
             self.connection.abort()
-        self.started.set()
         self.done.set()
 
     def _lost(self) -> None:
         self.left = True
         self.begun.set()
-        self.started.set()
         self.done.set()
         self.recording.leave(self)

@@ -26,7 +26,7 @@ class GenerationResponse(Response):
     """The response to a generation request; the request is settled when it is out, whatever happens."""
 
     def __init__(self, box: Box, call: Call, job: Job, comments: bool = True) -> None:
-        """`comments`: the client gets them while a stream waits; a recording does not."""
+        """`comments`: the client gets them while a stream is silent; a recording does not."""
         super().__init__()
         self._comments = comments
         self.generation = Generation(box, call, job)
@@ -97,7 +97,7 @@ class GenerationResponse(Response):
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + headers})
             stream.open()
             if self._comments and interval_s:
-                await send_comments(self._call.connection, generation.begun, interval_s)
+                await send_comments(self._call.connection, stream.done, interval_s)
             await stream.done.wait()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:

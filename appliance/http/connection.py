@@ -7,6 +7,7 @@ import contextlib
 import select
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,8 @@ class Connection(asyncio.BufferedProtocol):
         """Called when the transport takes bytes again."""
         self.on_lost: Callable[[], None] | None = None
         """Called once when the connection is gone. Both belong to the response under way."""
+        self.last_chunk_at = 0.0
+        """When a part of a response was written last, in seconds of the monotonic clock."""
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
@@ -107,6 +110,7 @@ class Connection(asyncio.BufferedProtocol):
         """Write a part of a response that was started without a content length. `data` is not empty."""
         if self._exchange is not None and self._exchange.chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
+        self.last_chunk_at = time.monotonic()
         self.transport.write(data)
 
     def release(self) -> None:
