@@ -32,6 +32,7 @@ from appliance.messages import (
 from appliance.protocol import FrontStatus
 from appliance.refusals import RefusalWatch
 from engine.client import Channel, module_command, module_environment, socketpair
+from engine.memory_kills import count_memory_kills, memory_kill_note
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class Front:
         self._kill_reason = ""
         self._ready_at: float | None = None
         self._started_at = 0.0
+        self._memory_kills = 0
         self._last_sign = 0.0
         self._given = 0
         """Connections that this process was given."""
@@ -178,6 +180,7 @@ class Front:
         self._report, self._ready_at, self._kill_reason = None, None, ""
         self._given, self._refusals = 0, RefusalWatch()
         self._started_at = self._last_sign = time.monotonic()
+        self._memory_kills = count_memory_kills()
         try:
             pid = self._spawn()
         except OSError as error:
@@ -354,6 +357,7 @@ class Front:
                 self._events.front_problem(self, f"pid {process.pid} was killed: {self._kill_reason}")
             return
         how = f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
+        how += memory_kill_note(returncode, self._memory_kills)
         self._restart(f"pid {process.pid} ended: {self._kill_reason or how}")
 
     def _restart(self, error: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.memory_kills import count_memory_kills, memory_kill_note
 from engine.messages import Attach, CancelRequest, RankOutbound, ReplicaSpec, Start, Stop
 from engine.wire import Channel, socketpair
 
@@ -117,6 +118,7 @@ class ReplicaGroup:
         self._ranks: list[_Rank] = []
         self._reason = ""
         self._first_exit = ""
+        self._memory_kills = count_memory_kills()
         self._ended = asyncio.Event()
 
     @classmethod
@@ -219,6 +221,8 @@ class ReplicaGroup:
         os.close(rank.pidfd)
         rank.channel.close()
         reason = f"rank {rank.rank} (pid {rank.process.pid}) {describe_exit(rank.returncode)}"
+        if not self._reason:
+            reason += memory_kill_note(rank.returncode, self._memory_kills)
         self._first_exit = self._first_exit or reason
         if rank.returncode < 0:
             self.kill(reason)
