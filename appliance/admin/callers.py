@@ -80,8 +80,8 @@ class Doorkeeper:
             return Caller(peer.uid, granted(("admin",)), self._host)
         raise TurnedAwayError(
             403,
-            f"uid {peer.uid} may not: use the service's user, root, an operator of [admin] in the settings, "
-            f"or a key of scope admin or read",
+            f"permission denied for uid {peer.uid}: run as the service's user, root or an operator of [admin] in "
+            f"the settings, or use a key of scope admin or read",
         )
 
     def _of_key(self, scheme: bytes, credentials: bytes, peer: Peer) -> Caller:

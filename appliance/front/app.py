@@ -78,7 +78,7 @@ def _refuse(box: Box, request: Request, error: Exception) -> Response:
         refusal = ApiError(CLIENT_LEFT, "the client left before its request was whole")
     else:
         # The HTTP server logs the traceback, and then drops the frames.
-        refusal = ApiError(500, "the front failed to answer; its journal says why", code="internal")
+        refusal = ApiError(500, "the front failed to answer; its log says why", code="internal")
     if isinstance(error, ApiError | ClientLeft):
         drop_frames(error)
     call: Call | None = request.scope["state"].get("call")

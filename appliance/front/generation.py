@@ -180,7 +180,7 @@ class Generation:
         except Exception:
             # A mistake of ours must cost this request only: the frame has other requests' tokens too.
             log.exception("request %s: an output could not be taken", self.call.request_id)
-            self._fail(ApiError(500, "the front failed to answer; its journal says why", code="internal"))
+            self._fail(ApiError(500, "the front failed to answer; its log says why", code="internal"))
             return
         now = time.monotonic()
         if output.token_ids:

@@ -132,7 +132,7 @@ class RecordedResponse(Response):
         recording = follower.recording
         head = recording.head
         if head is None:
-            error = ApiError(500, "the front failed to answer; its journal says why", code="internal")
+            error = ApiError(500, "the front failed to answer; its log says why", code="internal")
             await error.response()({"type": "http"}, _nothing, send)
             return
         headers = head["headers"]

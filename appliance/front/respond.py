@@ -40,7 +40,7 @@ class GenerationResponse(Response):
         # The request is prepared: its body is not held any more.
         self._call.body.release()
         generation = self.generation
-        error = "the front failed to answer; its journal says why"
+        error = "the front failed to answer; its log says why"
         try:
             if self._job.stream:
                 failure = await self._stream(generation, scope, receive, send)
