@@ -65,6 +65,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Launch step N+1 before the tokens of step N are read."""
     rendezvous: str = ""
     """Path of a file, not yet existing, through which the ranks find each other; empty for a single rank."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs, in order of ranks; empty: the first visible ones."""
     threads: int | None = None
     """Number of torch CPU threads per rank; None: cores divided by ranks."""
 
@@ -93,6 +95,8 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[str]
     """One name per rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
     tensor_parallel_size: int
+    collectives: str = ""
+    """What exchanges data between the ranks, e.g. "gloo" or "NCCL"; empty for a single rank."""
     load_seconds: float
     predicted_bytes: int
     """Memory for weights, KV cache and activations as `engine.sizing` predicted it."""

@@ -330,6 +330,7 @@ class ModelRunner:
             backend=self.device.type,
             devices=devices,
             tensor_parallel_size=size,
+            collectives=self.ranks.collectives,
             load_seconds=self._load_seconds,
             predicted_bytes=predicted.total_bytes * size,
             used_bytes=self._used_bytes,
