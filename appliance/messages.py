@@ -116,7 +116,7 @@ class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
     keep_s: _Seconds = 600.0
     """For how long the answer of a run that ended is kept."""
     grace_s: _Seconds = 30.0
-    """For how long a run goes on that nobody waits for."""
+    """How long a run continues after its last client has left."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
     """The most memory for answers, in each front."""
 
@@ -387,8 +387,8 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
     """Prompts and answers of a request that ran, to be kept as its tenant's log policy says. One file
-    descriptor travels with it: a memfd with a list of `KeptPart` in msgpack, so that nobody reads texts who
-    only passes them on."""
+    descriptor travels with it: a memfd with a list of `KeptPart` in msgpack. The core passes it on without
+    reading it."""
 
     request_id: str
     identity: Identity
@@ -432,6 +432,8 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Connections since the start that were closed, or answered 503, because no place was free."""
     evicted_connections: int = 0
     """Connections without a valid key since the start that were closed to make room for others."""
+    cut_off_connections: int = 0
+    """Connections since the start that were closed because their clients did not take the answers."""
     refused_bodies: int = 0
     """Requests since the start that were refused because bodies of too many bytes were under way."""
     streams: int
@@ -455,9 +457,9 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Of models whose chat templates exceeded their bounds since the start: how often, and what the latest
     exceeded. Such a model is served none the less."""
     log_dropped_lines: int = 0
-    """Lines of the log that were dropped since the start because nobody read standard error."""
+    """Lines of the log that were dropped since the start because standard error was not read."""
     configured: int = 0
-    """`serial` of the last `Configure` that holds for whoever asks this front."""
+    """`serial` of the last `Configure` that this front has applied."""
 
 
 CoreToFront = (

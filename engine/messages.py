@@ -80,7 +80,6 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes: int
     kv_blocks: int
-    block_tokens: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int

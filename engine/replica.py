@@ -21,6 +21,7 @@ from engine.garbage import settle_garbage
 from engine.logs import LineFormatter, log_to_stderr
 from engine.messages import Fatal, Progress, RankInbound, Ready, ReplicaSpec, Start, Stop
 from engine.plan_channel import plan_channel
+from engine.process_memory import bound_kernel_caches
 from engine.progress import ProgressCallback
 from engine.step_forecast import StepForecast
 from engine.wire import Channel
@@ -47,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
     arguments = parser.parse_args()
+    bound_kernel_caches()
     _die_with_parent()
     # Only the core ends a rank, with Stop or by closing the channel. A signal to the whole process group,
     # from Ctrl-C or systemd, must not interrupt requests that the core still lets finish.

@@ -319,7 +319,6 @@ class ModelRunner:
             weight_bytes=predicted.weight_bytes * size,
             kv_bytes=predicted.kv_bytes * size,
             kv_blocks=self.kv_blocks,
-            block_tokens=BLOCK_TOKENS,
             max_num_seqs=self.spec.max_num_seqs,
             max_num_batched_tokens=self.spec.max_num_batched_tokens,
             max_model_len=self.max_model_len,
