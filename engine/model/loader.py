@@ -37,14 +37,12 @@ _PROGRESS_S = 0.1
 """Minimum interval of progress reports within a file."""
 
 
-def load(
-    decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, exchange: bool | None = None
-) -> int:
+def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, exchange: bool = False) -> int:
     """Fill every weight of `decoder` from the checkpoint in `folder`. Returns the number of bytes read.
 
     exchange: read only a part of the rows of tensors that are split by columns, and exchange the columns with
-    the other ranks (`engine.model.exchange`). None: on GPUs, whose links are faster than reading the rows of
-    all ranks. On a CPU every rank reads whole rows.
+    the other ranks (`engine.model.exchange`); all ranks must call it. Otherwise every rank reads all rows,
+    which is faster on a CPU, since its ranks exchange data more slowly than they read the page cache.
 
     Before any weight is read, raises CheckpointError if a tensor is missing, unknown, of the wrong shape or
     of a dtype that cannot be loaded, or if a file is truncated. Raises WeightsTooLarge if a GPU runs out of
@@ -55,8 +53,7 @@ def load(
     shards = {shard.name: shard for shard in decoder.weight_shards()}
     _check(entries, shards, folder, tied=decoder.config.tie_word_embeddings)
     with decoder.fit.explained():
-        by_columns = decoder.device.type == "cuda" if exchange is None else exchange
-        done = _fill(shards, entries, decoder, progress, by_columns)
+        done = _fill(shards, entries, decoder, progress, exchange)
         _finish(decoder)
     if decoder.ranks.rank == 0:
         keep_cached(sorted({entries[name].file for name in shards}))
@@ -151,7 +148,7 @@ def _fill(
     entries: dict[str, TensorEntry],
     decoder: Decoder,
     progress: ProgressCallback,
-    by_columns: bool,
+    exchange: bool,
 ) -> int:
     """Stream the checkpoint into all shards. Returns the number of bytes.
 
@@ -163,7 +160,7 @@ def _fill(
     exchanged = {
         shard.name
         for shard in shards.values()
-        if by_columns and shard.dim == 1 and columns.can_split(entries[shard.name])
+        if exchange and shard.dim == 1 and columns.can_split(entries[shard.name])
     }
     wanted = [
         columns.part(shard.name, entries[shard.name])
