@@ -145,6 +145,8 @@ class EngineCore:
             step=self._collected,
             credit_seqs=accounting.credit_seqs,
             credit_tokens=accounting.credit_tokens,
+            returned_seqs=tuple(accounting.returned_seqs),
+            returned_tokens=tuple(accounting.returned_tokens),
             running=scheduler.running,
             waiting=scheduler.waiting,
             blocks_total=pool.total,

@@ -283,7 +283,8 @@ class Generation:
                 sampling=sampling,
                 cache_salt=admitted.cache_salt,
                 priority=admitted.priority,
-                urgent=admitted.urgent,
+                urgency=admitted.urgency,
+                spare_slots=admitted.spare_slots,
             )
             submissions.append((submit, self._sink(submit.handle, group)))
         return submissions

@@ -11,8 +11,7 @@ from engine.scheduling.waiting import WaitingQueue
 
 
 class Preemption:
-    """Chooses and preempts victims: the lowest class first (highest `priority`), and the youngest of it
-    first."""
+    """Chooses and preempts victims: the worst level first, and the youngest sequence of it first."""
 
     def __init__(
         self,
@@ -39,15 +38,16 @@ class Preemption:
             self._waiting.push(member)
         sequence.forks = []
 
-    def preempt_background(self, slots: int, blocks: int) -> None:
-        """Preempt background sequences until `slots` slots and `blocks` blocks have been freed.
+    def preempt_worse(self, level: int, slots: int, blocks: int) -> None:
+        """Preempt sequences of worse levels than `level` until `blocks` blocks have been freed, and
+        background sequences until `slots` slots have been freed.
 
         If preempting all of them would not free enough blocks, only slots are considered.
         """
-        victims = [sequence for sequence in self._running.scheduled() if sequence.order[0] == BACKGROUND]
+        victims = [sequence for sequence in self._running.scheduled() if sequence.level > level]
         if blocks > sum(len(victim.table) for victim in victims):
             blocks = 0
-        while victims and (slots > 0 or blocks > 0):
+        while victims and (blocks > 0 or (slots > 0 and victims[-1].priority == BACKGROUND)):
             victim = victims.pop()
             slots -= 1 + len(victim.forks)
             available = self._pool.available

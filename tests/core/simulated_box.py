@@ -241,6 +241,8 @@ class Replica:
             step=gauges.step,
             credit_seqs=gauges.credit_seqs,
             credit_tokens=gauges.credit_tokens,
+            returned_seqs=gauges.returned_seqs,
+            returned_tokens=gauges.returned_tokens,
             finished=finished,
             running=gauges.running,
             waiting=gauges.waiting,
@@ -432,7 +434,8 @@ class Box:
             output_token_ids=_PROMPT[: asked.tokens],
             sampling=SamplingParams(max_tokens=asked.shape.output, ignore_eos=True),
             priority=message.priority,
-            urgent=message.urgent,
+            urgency=message.urgency,
+            spare_slots=message.spare_slots,
         )
         self.after(HOP_S, lambda: replica.submit(submit))
 
