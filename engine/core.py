@@ -149,6 +149,7 @@ class EngineCore:
             returned_tokens=tuple(accounting.returned_tokens),
             running=scheduler.running,
             waiting=scheduler.waiting,
+            waiting_seqs=scheduler.waiting_by_level,
             blocks_total=pool.total,
             blocks_used=pool.used,
             blocks_cached=pool.cached,

@@ -321,6 +321,8 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     """`credit_tokens` by level, without the initial credit: prompt tokens that were computed or dropped."""
     running: int = 0
     waiting: int = 0
+    waiting_seqs: tuple[int, ...] = (0,) * LEVELS
+    """`waiting` by level."""
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0

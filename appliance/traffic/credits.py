@@ -13,13 +13,12 @@ _FEW_SLOTS = 8
 _MANY_SLOTS = 64
 """Replicas with at least so many slots always reserve one, for a tenant that has sent nothing for a while."""
 _ORDINARY_REAL_TIME, _FIRST_BACKGROUND = level_of(REAL_TIME, 0), level_of(BACKGROUND, 2)
+_ORDINARY = level_of(INTERACTIVE, 0)
 
 
 def _tier(level: int) -> int:
-    """Return 0 for urgent levels, which take reserved slots, 1 for the others of P0 and P1, 2 for P2 and P3."""
-    if level > level_of(INTERACTIVE, 0):
-        return 2
-    return int(level in (_ORDINARY_REAL_TIME, level_of(INTERACTIVE, 0)))
+    """Return 0 for urgent levels, which take reserved slots, 1 for the rest of P0 and P1, 2 for P2 and P3."""
+    return 2 if level > _ORDINARY else int(level in (_ORDINARY_REAL_TIME, _ORDINARY))
 
 
 TIERS = [_tier(level) for level in range(LEVELS)]
@@ -54,6 +53,8 @@ class CreditAccount:
         self._spent_tokens = [0] * LEVELS
         self._returned_rows = [0] * LEVELS
         self._returned_tokens = [0] * LEVELS
+        self._waiting_rows = [0] * LEVELS
+        """Sequences that waited for a slot at the last report."""
         self._open_levels: dict[int, int] = {}
         """What `open_levels` returned for each number of reserved slots since the last change."""
         self.kv_tokens = 0
@@ -86,33 +87,37 @@ class CreditAccount:
         return max(1, int(share * self.rows)) if self.rows >= _FEW_SLOTS else 0
 
     def free_slots(self, level: int, reserved: int) -> int:
-        """Return how many slots are free for a level. Waiting samples occupy none, so of worse tiers only as
-        many sequences count as the engine lets run."""
+        """Return how many slots are free for a level."""
         return self._free_slots(reserved)[level]
 
     def _free_slots(self, reserved: int) -> list[int]:
-        """Return `free_slots` of each level."""
-        on_it = [
+        """Return `free_slots` of each level.
+
+        Samples of worse levels that wait in the engine occupy no slot. The last report says how many wait; of
+        those that were dispatched since, at most as many run as the engine lets.
+        """
+        running = [
             spent - returned for spent, returned in zip(self._spent_rows, self._returned_rows, strict=True)
         ]
         in_tiers = [0, 0, 0]
-        for tier, rows in zip(TIERS, on_it, strict=True):
-            in_tiers[tier] += rows
-        rows, lower_spare, spare = self.rows, reserved + min(1, reserved), reserved
-        lower = min(in_tiers[2], rows - lower_spare)
-        middle = min(lower + in_tiers[1], rows - spare)
-        free = (
-            rows - middle - in_tiers[0],
-            rows - lower - in_tiers[1] - in_tiers[0] - spare,
-            rows - sum(in_tiers) - lower_spare,
-        )
-        by_level = [free[tier] for tier in TIERS]
-        # P0 takes the slots of background sequences.
-        background = sum(on_it[_FIRST_BACKGROUND:])
+        for tier, count in zip(TIERS, running, strict=True):
+            in_tiers[tier] += count
+        spare = (0, reserved, reserved + min(1, reserved))
+        lower = min(in_tiers[2], self.rows - spare[2])
+        in_worse_tiers = (min(lower + in_tiers[1], self.rows - spare[1]), lower, 0)
+        in_other_tiers = (in_tiers[0], in_tiers[0] + in_tiers[1], sum(in_tiers))
+        free: list[int] = []
+        occupied = sum(running) - sum(self._waiting_rows)
+        for level, waiting in enumerate(self._waiting_rows):
+            tier = TIERS[level]
+            occupied += waiting
+            at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
+            free.append(self.rows - at_most - spare[tier])
+        # P0 takes the slots of background sequences; if it fits into one step, of all that are not urgent.
         for level in range(_ORDINARY_REAL_TIME + 1):
-            if by_level[level] <= 0:
-                by_level[level] += background
-        return by_level
+            if free[level] <= 0:
+                free[level] += sum(running[_FIRST_BACKGROUND if level else _ORDINARY :])
+        return free
 
     def open_levels(self, reserved: int) -> int:
         """Return the levels of which the replica takes a request now, with so many slots reserved: bit `l` is
@@ -136,6 +141,7 @@ class CreditAccount:
         self.tokens = report.credit_tokens - sum(report.returned_tokens)
         self._returned_rows = list(report.returned_seqs)
         self._returned_tokens = list(report.returned_tokens)
+        self._waiting_rows = list(report.waiting_seqs)
         self._open_levels.clear()
         self.kv_tokens = report.blocks_total * BLOCK_TOKENS
         self.rates.learn(report)

@@ -108,7 +108,7 @@ class FairQueue(Generic[Item]):
         """The counter of the last turn."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
-        """Heaps of tenants by counter, then by who has waited longer with it. For each urgency, the heap has the
+        """Heaps of tenants by counter, then by who has waited longer with it. The heap of an urgency has the
         tenants whose first request is at least as urgent."""
         self._entries = 0
         self._most_rows = 1

@@ -10,7 +10,7 @@ from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.prefills import PrefillScheduler
 from engine.scheduling.running import RunningSequences
-from engine.scheduling.sequence import REAL_TIME, Sequence, setup_numbers, setup_of
+from engine.scheduling.sequence import BACKGROUND, REAL_TIME, Sequence, setup_numbers, setup_of
 from engine.scheduling.step import ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
@@ -96,26 +96,28 @@ class Admission:
         return True
 
     def preempt_for_better(self) -> None:
-        """Preempt running sequences for the first waiting one if that lacks blocks.
+        """Preempt running sequences for the first waiting one if that lacks a slot or blocks.
 
-        Sequences of worse classes are preempted; if the prompt fits into one step, sequences of worse levels
-        of the same class too. For slots, background sequences are preempted, and only for real-time ones.
+        For blocks, sequences of worse classes are preempted; if the prompt fits into one step, sequences of
+        worse levels of the same class too. For slots, real-time submissions preempt background sequences; if
+        their prompts fit into one step, all that are not urgent.
         """
         head = self._waiting.peek()
         if head is None or head.in_flight:
             return
         fits_step = head.submission.submit.urgency == URGENCIES - 1
-        level = head.level if fits_step else level_of(head.priority, 0)
-        if self._running.worst_level <= level:
+        worse_for_blocks = head.level if fits_step else level_of(head.priority, 0)
+        worst = self._running.worst_level
+        if worst <= worse_for_blocks:
             return
-        slots = 0
+        worse_for_slots = LEVELS
         if head.priority == REAL_TIME:
-            slots = self._waiting.real_time - self._free_slots(head)
-        elif self._free_slots(head) <= 0:
+            worse_for_slots = level_of(REAL_TIME + 1, 1) if fits_step else level_of(BACKGROUND - 1, 0)
+        slots = self._waiting.length(head.level) - self._free_slots(head)
+        if self._free_slots(head) <= 0 and worst <= worse_for_slots:
             return
         _, needed, available = self._demand(head)
-        if slots > 0 or needed > available:
-            self._preemption.preempt_worse(level, slots, needed - available)
+        self._preemption.preempt_worse(slots, worse_for_slots, needed - available, worse_for_blocks)
 
     def note_batch_size(self, plan: StepPlan) -> None:
         """Record the number of sequences in this step for those that started with it."""

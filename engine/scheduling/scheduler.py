@@ -7,7 +7,8 @@ A submission's *level* is its class (`priority`) and its urgency inside the clas
 
 0. *Better levels first.* While the first waiting sequence lacks blocks, running sequences of worse levels are
    preempted, the worst level and the youngest sequence first, as far as that helps. While real-time
-   submissions (`priority` 0) wait for a slot, background sequences (`priority` 3) are preempted.
+   submissions (`priority` 0) wait for a slot, background sequences (`priority` 3) are preempted; for
+   real-time submissions that fit into one step, all sequences that are not urgent.
 1. *Decodes.* Every decoding sequence gets one token. If a decode lacks a block, the youngest running sequence
    of the worst level is preempted. Its blocks are freed, and it is recomputed later.
    The oldest sequence of the best level is never preempted for others, so the engine always makes
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from engine.messages import Submit
+from engine.messages import LEVELS, Submit
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.accounting import RequestAccounting
 from engine.scheduling.admission import Admission
@@ -133,6 +134,10 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting_by_level(self) -> tuple[int, ...]:
+        return tuple(self._waiting.length(level) for level in range(LEVELS))
 
     @property
     def has_work(self) -> bool:

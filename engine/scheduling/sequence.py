@@ -18,7 +18,7 @@ from engine.plan import SlotSetup
 from engine.scheduling.block_pool import PrefixChain
 
 REAL_TIME, BACKGROUND = 0, CLASSES - 1
-"""Waiting real-time sequences preempt running background sequences."""
+"""Waiting real-time sequences preempt running background sequences for slots."""
 
 _NEVER = 1 << 62
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator
 
 from engine.messages import LEVELS
-from engine.scheduling.sequence import REAL_TIME, QueueEntry, Sequence
+from engine.scheduling.sequence import QueueEntry, Sequence
 
 
 class WaitingQueue:
@@ -19,13 +19,15 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heaps: list[list[QueueEntry]] = [[] for _ in range(LEVELS)]
-        self._length = 0
+        self._lengths = [0] * LEVELS
         self._pushed = 0
-        self.real_time = 0
-        """Number of waiting real-time sequences."""
 
     def __len__(self) -> int:
-        return self._length
+        return sum(self._lengths)
+
+    def length(self, level: int) -> int:
+        """Return the number of waiting sequences of a level."""
+        return self._lengths[level]
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over the waiting sequences in no particular order."""
@@ -37,8 +39,7 @@ class WaitingQueue:
         self._pushed += 1
         sequence.entry = (sequence.order, self._pushed, sequence)
         heapq.heappush(self._heaps[sequence.level], sequence.entry)
-        self._length += 1
-        self.real_time += sequence.priority == REAL_TIME
+        self._lengths[sequence.level] += 1
 
     def peek(self) -> Sequence | None:
         """Return the first waiting sequence; None if the queue is empty."""
@@ -57,9 +58,8 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Remove a waiting sequence from any place in the queue."""
         sequence.entry = None
-        self._length -= 1
-        self.real_time -= sequence.priority == REAL_TIME
+        self._lengths[sequence.level] -= 1
         heap = self._heaps[sequence.level]
-        if len(heap) > 2 * self._length + 64:
+        if len(heap) > 2 * self._lengths[sequence.level] + 64:
             heap[:] = [entry for entry in heap if entry[-1].entry is entry]
             heapq.heapify(heap)
