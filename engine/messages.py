@@ -232,6 +232,8 @@ class Output(msgspec.Struct, array_like=True):
     `first_sample`, and only if requested."""
     error: str | None = None
     """The reason, if `finish_reason` is "error"."""
+    refused: bool = False
+    """Whether the submission was refused because of what it asks for. Any other error is the engine's."""
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):

@@ -102,7 +102,10 @@ class RequestAccounting:
         """Report a submission that cannot be computed: an error for each sample, and its final counts."""
         samples = submit.n if 1 <= submit.n <= MAX_SAMPLES else 1
         for sample in range(submit.first_sample, submit.first_sample + samples):
-            self.emit(origin, Output(submit.handle, sample, [], "error", cached_tokens=0, error=reason))
+            self.emit(
+                origin,
+                Output(submit.handle, sample, [], "error", cached_tokens=0, error=reason, refused=True),
+            )
         level = min(max(submit.level, 0), LEVELS - 1)
         self.returned_seqs[level] += max(submit.n, 0)
         self.returned_tokens[level] += submit.credit_tokens
