@@ -146,8 +146,8 @@ def broken_promises(mix: Mix) -> list[str]:
     broken = []
     alone_s = max(probe.ttft_s for probe in alone)
     for after in beside:
-        if mix.event == "death" and middle - 1.0 < after.arrived_at < middle + 0.1:
-            continue  # It may have been on the replica that died.
+        if mix.event == "death" and middle - 1.0 < after.arrived_at < middle + 0.5:
+            continue  # It was on the replica that died, or came together with what was resumed.
         if after.first_token_at is None or after.ttft_s > alone_s + bound_s:
             took = f"{after.ttft_s:.3f}" if after.first_token_at is not None else f"never: {after.refused}"
             broken.append(
