@@ -19,6 +19,9 @@ from engine.messages import URGENCIES
 
 Item = TypeVar("Item")
 
+_MOST_PASSED = 8
+"""Urgent tenants that are passed over at a time because they got more than their share."""
+
 
 @dataclass(slots=True, eq=False)
 class Ticket(Generic[Item]):
@@ -139,15 +142,21 @@ class FairQueue(Generic[Item]):
     def next(self, urgency: int = 0) -> Ticket[Item] | None:
         """Return the request whose turn it is among those that are at least so urgent.
 
-        An urgent request may go before a tenant that got less, as long as its own tenant got at most one
-        step's tokens more than its share.
+        An urgent request may go before a tenant that got less, as long as its own tenant has few requests
+        waiting and got at most one step's tokens more than its share.
         """
-        line, least = _first(self._orders[urgency]), _first(self._orders[0])
-        if line is None or least is None:
-            return None
-        if (line.counter - least.counter) * line.weight > self._step_tokens:
-            return None
-        return line.tickets.first()
+        order, least = self._orders[urgency], _first(self._orders[0])
+        passed: list[_Entry[Item]] = []
+        found: Ticket[Item] | None = None
+        while (line := _first(order)) is not None and least is not None and len(passed) < _MOST_PASSED:
+            slack = self._step_tokens if len(line.tickets) <= self._most_rows else 0
+            if (line.counter - least.counter) * line.weight <= slack:
+                found = line.tickets.first()
+                break
+            passed.append(heapq.heappop(order))
+        for entry in passed:
+            heapq.heappush(order, entry)
+        return found
 
     def urgency(self, ticket: Ticket[Item]) -> int:
         """Return the urgency of a request that waits (`Submit.urgency`)."""
