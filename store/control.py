@@ -22,7 +22,7 @@ from store.audit import Actor
 from store.database import reading
 from store.errors import MissingDatabaseError, SchemaVersionError, StorageFaultError, explain_os
 from store.heads import HEADS_FILE, HeadKeeper, make_or_read_key
-from store.policies import Change, KeyRecord, PeerRecord, Policies, Quota, Record, TenantRecord
+from store.policies import Change, KeyRecord, PeerKind, PeerRecord, Policies, Record, TenantRecord
 from store.rules import check_key
 from store.schemas import CONTROL
 from store.spool import SPOOL_FILE, Spool
@@ -190,7 +190,7 @@ class ControlStore:
 
         def apply(connection: sqlite3.Connection) -> Change:
             plain = TenantRecord(name=name, created_at=time.time())
-            return tenants.create(connection, tenants.replaced(plain, changes, tenants.SETTABLE))
+            return tenants.create(connection, tenants.replaced(plain, changes))
 
         return self._decide(actor, "tenants.create", {"name": name}, apply)
 
@@ -235,7 +235,7 @@ class ControlStore:
 
     # ── users and groups of the box ──
 
-    def map_peer(self, *, actor: Actor | str, kind: str, number: int, tenant: str) -> Future[Change]:
+    def map_peer(self, *, actor: Actor | str, kind: PeerKind, number: int, tenant: str) -> Future[Change]:
         """Let a user ("uid") or group ("gid") of the box stand for a tenant.
 
         The future raises `ValueError`, or `UnknownTenantError`.
@@ -260,38 +260,18 @@ class ControlStore:
     # ── keys ──
 
     def create_key(
-        self,
-        *,
-        actor: Actor | str,
-        name: str,
-        tenant: str,
-        expires_at: float | None = None,
-        scopes: tuple[str, ...] = ("inference",),
-        models: tuple[str, ...] | None = None,
-        highest_class: int | None = None,
-        quota: Quota | None = None,
+        self, *, actor: Actor | str, name: str, tenant: str, **fields: object
     ) -> Future[CreatedKey]:
-        """Make a key for `tenant`. The future has the secret, which nothing can show again, or raises
-        `UnknownTenantError`.
+        """Create a key of `tenant` with these declared fields, and the defaults of the others. The future has
+        the secret, which is shown only once, or raises `UnknownTenantError`.
 
-        Raises `ValueError` for a value that cannot be: an unprintable name, an expiry in the past.
+        Raises `ValueError` for a value that cannot be used: an unprintable name, an expiry in the past.
         """
         now, secret = time.time(), keys.new_secret()
-        plain = KeyRecord(
-            id=keys.new_id(),
-            name=name,
-            tenant=tenant,
-            prefix="",
-            sha256="",
-            created_at=now,
-            expires_at=expires_at,
-            scopes=scopes,
-            models=models,
-            highest_class=highest_class,
-            quota=quota or Quota(),
-        )
-        check_key(plain, now)
-        key = keys.of_secret(plain, secret)
+        plain = KeyRecord(id=keys.new_id(), name="", tenant=tenant, prefix="", sha256="", created_at=now)
+        changed = tenants.replaced(plain, {"name": name, **fields})
+        check_key(changed, now)
+        key = keys.of_secret(changed, secret)
         return self._decide_all(
             actor,
             "keys.create",
@@ -301,7 +281,7 @@ class ControlStore:
         )
 
     def set_key(self, *, actor: Actor | str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
-        """Change fields of a key (`store.keys.SETTABLE`; of a quota, a mapping of those that differ).
+        """Change fields of a key (those declared in `KeyFields`; of a quota, a mapping of the fields to set).
 
         The future raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid.
         """
