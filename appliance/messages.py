@@ -70,32 +70,38 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     whole: bool = True
 
 
+_Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+_Connections = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a front takes from a client."""
 
-    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2 << 20
+    max_body_bytes: _Bytes = 2 << 20
     """The longest body; a longer one is refused with 413. 131,072 tokens of text have about 1 MB. Parsing
     blocks the other requests of a front for up to 20 ms for each MB."""
-    header_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    header_timeout_s: _PositiveSeconds = 10.0
     """A request's header must arrive within this, or is refused with 408."""
-    body_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    body_timeout_s: _PositiveSeconds = 30.0
     """A request's body must arrive within this after the header, or is refused with 408."""
-    idle_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 75.0
+    idle_timeout_s: _PositiveSeconds = 75.0
     """An idle keep-alive connection is closed after this."""
-    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    max_connections: _Connections = 4096
     """Connections of known clients in each front: local users of the Unix socket, and clients that have sent
     a valid key. Beyond, the one that has been idle longest is closed, or else the new one gets 503."""
-    max_unauthenticated_connections: Annotated[int, msgspec.Meta(ge=1)] = 256
+    max_unauthenticated_connections: _Connections = 256
     """Connections in each front that have not yet sent a request with a valid key. Beyond, the one that has
     waited longest is closed."""
-    unauthenticated_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    unauthenticated_timeout_s: _PositiveSeconds = 10.0
     """Such a connection is closed when it sends no request for this long; it shortens the other timeouts."""
-    max_tenant_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 32 << 20
+    max_tenant_body_bytes: _Bytes = 32 << 20
     """All request bodies of one tenant that a front holds at a time; one beyond is refused with 503. One body
     of `max_body_bytes` is always possible."""
-    max_front_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 << 20
+    max_front_body_bytes: _Bytes = 64 << 20
     """All request bodies that a front holds at a time; one beyond is refused with 503."""
-    stream_comment_interval_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    stream_comment_interval_s: _Seconds = 5.0
     """A stream that waits for its first token gets a comment (a line that clients skip) this often, so that
     proxies keep its connection; its headers are sent after half a second at most. 0: no comments, and the
     headers are sent with the first token."""
@@ -107,11 +113,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a front treats requests with an `Idempotency-Key`."""
 
-    keep_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
+    keep_s: _Seconds = 600.0
     """For how long the answer of a run that ended is kept."""
-    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    grace_s: _Seconds = 30.0
     """For how long a run goes on that nobody waits for."""
-    max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+    max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
     """The most memory for answers, in each front."""
 
 

@@ -19,9 +19,9 @@ def test_a_workload_of_the_engine_has_the_same_numbers_here(name: str) -> None:
     )
     assert (ours.shape.temperature, ours.shape.top_p) == (theirs.temperature, theirs.top_p)
     assert (ours.figure, ours.unit, ours.less_is_better) == (
-        theirs.figure,
+        theirs.metric,
         theirs.unit,
-        theirs.less_is_better,
+        theirs.lower_is_better,
     )
 
 

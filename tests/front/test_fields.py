@@ -325,13 +325,11 @@ def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
             name="long", folder=str(front.folder), version="v1", created=0, max_model_len=0, vocab_size=400
         )
     ]
-    front.configure()
-    front.report()
+    front.reconfigure()
     body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}
     answer = post(front, COMPLETION, body)
     front.models = []
-    front.configure()
-    front.report()
+    front.reconfigure()
     assert (answer.status, answer.error["param"]) == (400, "return_token_ids")
     assert "1048576" in answer.error["message"]
 

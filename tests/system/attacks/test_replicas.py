@@ -77,13 +77,20 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_replaced(
 def test_a_silent_replica_gets_no_new_requests_while_another_one_serves() -> None:
     settings = f'hang_timeout_s = 600\n[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\n'
     with configured(settings) as running:
+        running.wait_until(  # a service is ready as soon as one replica of each model is
+            lambda: all(one["state"] == "ready" for one in running.status()["models"][0]["replicas"]),
+            60,
+            "both replicas to be ready",
+        )
         stopped, other = running.status()["models"][0]["replicas"]
         os.kill(stopped["pids"][0], signal.SIGSTOP)
         problem(running, stopped["name"], "no report")
         assert running.ready()
         assert all(answer(running) for _ in range(6))
         rows = running.wait_until(
-            lambda: [row for row in running.rows() if row["status"] == 200], 60, "the rows of the requests"
+            lambda: (rows := [row for row in running.rows() if row["status"] == 200])[5:] and rows,
+            60,
+            "the rows of the requests",
         )
         assert {row["replica"] for row in rows} == {other["name"]}
         os.kill(stopped["pids"][0], signal.SIGCONT)
