@@ -387,32 +387,13 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
     """Prompts and answers of a request that ran, to be kept as its tenant's log policy says. One file
-    descriptor travels with it: a memfd with a list of `KeptPart` in msgpack, so that nobody reads texts who
-    only passes them on."""
+    descriptor travels with it: a memfd with a list of `store.structs.KeptText` in msgpack, so
+    that only the process that stores them reads the texts."""
 
     request_id: str
     identity: Identity
     created_at: float
     """Unix seconds, of the request."""
-
-
-class KeptPart(msgspec.Struct, array_like=True, frozen=True):
-    """What is kept of one prompt or answer."""
-
-    part: Literal["prompt", "answer"]
-    number: int
-    """Among the request's prompts, or answers; from 0."""
-    sha256: str
-    """Hex, of `text`; of the whole text as it was where only hashes are kept: a conversation as JSON without
-    spaces, token ids as their text."""
-    bytes: int
-    """Of the whole text as it was."""
-    text: str | None = None
-    """Without its secrets; None where only hashes are kept."""
-    truncated: bool = False
-    """`text` is its beginning only."""
-    redactions: int = 0
-    """Secrets that were taken out of `text`."""
 
 
 class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from store.policies import Quota
+from store.policies import KeyFields, TenantRecord
+from store.structs import KeptText, WriterState
 
 
 def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
@@ -230,22 +231,12 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     """From P0 on."""
 
 
-class DatabaseStatus(msgspec.Struct, kw_only=True):
+class DatabaseStatus(WriterState, frozen=True, kw_only=True):
     """One of the databases and its writer."""
 
     path: str
-    lag_rows: int
-    lag_ms: float
-    failing_s: float
-    last_error: str | None
     stalled_s: float = 0.0
-    """How long the writer has been at one piece of work; a disk that does not answer."""
-    committed_rows: int
-    dropped_rows: int
-    rejected_rows: int
-    restored: str = ""
-    """What happened to the file while the service had it open (it was deleted or replaced), and what was
-    done."""
+    """How long the writer has worked on one operation: long if the disk does not answer."""
 
 
 class AuditStatus(msgspec.Struct, kw_only=True):
@@ -370,34 +361,15 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Until all of it may be used again, if nothing is. None: when the requests end."""
 
 
-class Key(msgspec.Struct, kw_only=True):
+class Key(KeyFields, frozen=True, kw_only=True):
     """A bearer key, without its secret."""
 
-    id: str
-    name: str
-    tenant: str
-    prefix: str
-    """Its first characters, to recognise it by."""
-    created_at: float
-    """Unix seconds, like the next two."""
-    expires_at: float | None = None
-    revoked_at: float | None = None
-    scopes: tuple[str, ...] = ("inference",)
-    """What it opens: "inference", "admin", "read"."""
-    models: list[str] | None = None
-    """The only models that it opens; None: all."""
-    highest_class: int | None = None
-    """0 to 3; narrows its tenant's. None: the tenant's."""
-    quota: Quota = Quota()
-    """Within its tenant's; what it does not name has no limit."""
-    replaced_by: str | None = None
-    """The key that a rotation put in its place."""
-    usage: list[LimitUsage] = []
-    """How much of its limits it uses now."""
+    usage: list[LimitUsage] = msgspec.field(default_factory=list)
+    """How much of its limits the key uses now."""
 
 
 class NewKey(msgspec.Struct, kw_only=True):
-    """A key just made: the only time its secret is shown."""
+    """A key just created. Its secret is shown only here."""
 
     id: str
     key: str
@@ -405,77 +377,36 @@ class NewKey(msgspec.Struct, kw_only=True):
     tenant: str
     expires_at: float | None = None
     replaces: str | None = None
-    """The id of the key in whose place a rotation put it."""
+    """The id of the key that this one replaces after a rotation."""
     replaced_until: float | None = None
-    """Until then (unix seconds) that one goes on."""
+    """Until when (unix seconds) the replaced key stays valid."""
 
 
-class Tenant(msgspec.Struct, kw_only=True):
-    """Who pays, and what it may use."""
+class Tenant(TenantRecord, frozen=True, kw_only=True):
+    """A tenant, with what the service knows of it now."""
 
-    name: str
     built_in: bool
-    """There from the first start; it cannot be deleted."""
-    created_at: float
-    """Unix seconds, like the next one."""
-    suspended_at: float | None
-    """Set: nothing of it is served."""
-    weight: float
-    """Share of service against other tenants of the same class."""
-    highest_class: int
-    """The best class that its requests get; 0 is P0."""
-    default_class: int
-    """Of a request that asks for none; never better than `highest_class`."""
-    default_max_tokens: int | None
-    """Output of a request that names no `max_tokens`; None: what the model's length leaves."""
-    cache_group: str | None
-    """Tenants of one group find each other's prefixes in the cache; None: only its own."""
-    log_policy: str
-    """What the request log keeps of prompts and answers: "metadata" (nothing), "hashes" or "full"."""
-    log_days: float | None
-    """For how long; None: the service's retention."""
-    quota: Quota
-    """What it does not name has no limit."""
-    usage: list[LimitUsage] = []
-    """How much of these it uses now."""
+    """Whether the tenant exists from the first start; it cannot be deleted."""
+    usage: list[LimitUsage] = msgspec.field(default_factory=list)
+    """How much of its limits the tenant uses now."""
     keys: int
-    """That are valid now."""
+    """Number of valid keys."""
     peers: int
-    """Users and groups of the box that stand for it."""
+    """Number of mapped users and groups."""
 
 
 class Peer(msgspec.Struct, kw_only=True):
-    """A user or group of the box that needs no key on `api.sock`."""
+    """A local user or group that needs no key on `api.sock`."""
 
-    kind: str
-    """"uid", "gid", or "any": every user that the socket's file mode lets in and that is not here."""
+    kind: Literal["uid", "gid", "any"]
+    """"any": every user without an own entry whom the socket's file mode lets in."""
     number: int
-    """-1 of any."""
+    """-1 for "any"."""
     tenant: str
-    """Whom it stands for."""
-    source: str
-    """"mapped" by an operator, or by the "settings": the service's own user, root and `unix.uids`."""
+    source: Literal["mapped", "settings"]
+    """Mapped by an operator, or from the settings: the service's own user, root and `unix.uids`."""
     created_at: float | None = None
-    """Unix seconds, of a mapping."""
-
-
-class KeptText(msgspec.Struct, kw_only=True):
-    """What is kept of one prompt or answer."""
-
-    part: str
-    """"prompt" or "answer"."""
-    number: int
-    """Among the request's prompts, or answers; from 0."""
-    sha256: str
-    """Of `text`; of the whole text as it was where only hashes are kept."""
-    bytes: int
-    """Of the whole text as it was."""
-    text: str | None = None
-    """Without its secrets; None where only hashes are kept."""
-    truncated: bool = False
-    """`text` is its beginning only."""
-    redactions: int = 0
-    """Secrets that were taken out of `text`."""
+    """When it was mapped, in unix seconds."""
 
 
 class Contents(msgspec.Struct, kw_only=True):

@@ -55,9 +55,15 @@ class Declared(NamedTuple):
         return is_optional(self.type)
 
     @property
+    def description(self) -> str:
+        """What the field decides and what None means, in one line."""
+        return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
+
+    @property
     def label(self) -> str:
         """The name for people to read: "tokens per minute", "burst"."""
-        return self.name.removesuffix("_s").removesuffix("_at").replace("_", " ")
+        words = self.name.removesuffix("_s").removesuffix("_at").replace("_", " ")
+        return words.replace("kv ", "KV ")
 
     @property
     def choices(self) -> tuple[str, ...]:

@@ -108,7 +108,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     log_policy: Annotated[
         LogPolicy,
-        Field("What the request log keeps of prompts and answers: nothing, SHA-256 hashes, or redacted text"),
+        Field("What is kept of prompts and answers: nothing (metadata), hashes, or redacted text (full)"),
     ] = "metadata"
     log_days: Annotated[
         float | None,

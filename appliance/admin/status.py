@@ -1,4 +1,4 @@
-"""The service's status, put together from those who know its parts."""
+"""Puts the service's status together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
 
 from appliance.current_problems import current_problems
 from appliance.drain import Drain
@@ -31,7 +33,7 @@ from store.writer import Writer
 
 
 def service_version() -> str:
-    """The installed product's version."""
+    """Return the installed product's version."""
     try:
         return version("appliance")
     except PackageNotFoundError:
@@ -39,13 +41,13 @@ def service_version() -> str:
 
 
 def database_status(database: ControlStore | Writer) -> DatabaseStatus:
-    """A database's writer, as operators see it."""
-    state = database.state()._asdict()
+    """Return the status of a database and its writer."""
+    state = msgspec.structs.asdict(database.state())
     return DatabaseStatus(path=str(database.path), stalled_s=database.stalled_s, **state)
 
 
 def audit_status(state: TrailState) -> AuditStatus:
-    """The audit trail, as operators see it."""
+    """Return the status of the audit trail."""
     spool = state.spool
     return AuditStatus(
         rows=state.head.seq,
@@ -69,7 +71,7 @@ def status_of(
     started_at: float,
     clock_jump_s: float = 0.0,
 ) -> Status:
-    """Everything that `appliance status` shows."""
+    """Return everything that `appliance status` shows."""
     settings, figures = switchboard.settings, switchboard.ledger.figures()
     reason = switchboard.readiness.reason()
     models = _models(switchboard)
@@ -111,7 +113,7 @@ def status_of(
 
 
 def drain_status(switchboard: Switchboard, drain: Drain) -> DrainStatus:
-    """A drain, as operators see it."""
+    """Return the status of a drain."""
     left = switchboard.ledger.remaining(drain.model)
     return DrainStatus(
         model=drain.model,
@@ -136,7 +138,7 @@ def _drains(switchboard: Switchboard) -> list[Drain]:
 
 
 def in_flight(switchboard: Switchboard) -> list[InFlight]:
-    """The requests that have not ended, oldest first."""
+    """Return the requests that have not ended, oldest first."""
     now = time.time()
     return [
         InFlight(
@@ -158,7 +160,7 @@ def in_flight(switchboard: Switchboard) -> list[InFlight]:
 
 
 def _state(switchboard: Switchboard, reason: str, fronts: list[str], degraded: bool) -> str:
-    """Return the state in a word; `degraded`: there are current problems."""
+    """Return the service's state; `degraded`: there are current problems."""
     if (closing := switchboard.stopping or switchboard.drains.of(None)) is not None:
         return closing.state_word
     drains = [switchboard.drains.of(model) for model in switchboard.models]
@@ -194,7 +196,7 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
 
 
 def _model_state(switchboard: Switchboard, model: str, replicas: list[ReplicaStatus]) -> tuple[str, str]:
-    """A model in a word, and in words."""
+    """Return a model's state, and its explanation."""
     if (drain := switchboard.drains.of(model)) is not None:
         return drain.state_word, f"taken out of service until: appliance resume --model {model}"
     # The best of its replicas is what apps meet.

@@ -43,7 +43,8 @@ def drain(
 ) -> int:
     """Begin a drain, follow it to its end if `wait`, and return the exit code."""
     parameters = DrainService(model=model, grace_s=span_s(grace, "--grace", MAX_GRACE_S), queue=queue)
-    confirm(action_of(parameters), _name(model), yes=yes)
+    action = action_of(parameters)
+    confirm(action, printable(action.target_name(parameters)), yes=yes)
     with admin_client(run_dir) as client:
         status = client.drain(parameters)
         if not wait:
