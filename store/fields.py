@@ -2,7 +2,7 @@
 
 A record's annotation gives the name, the type and the default, and `Field` the rest. Checks (`store.rules`),
 columns (`store.schemas`), parameters of actions (`appliance.actions`), options and tables of the command line
-and the tables of the documentation (`scripts/document`) are derived from it."""
+and the tables of the documentation (`scripts/generated_tables.py`) are derived from it."""
 
 from __future__ import annotations
 

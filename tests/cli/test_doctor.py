@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
@@ -368,7 +369,7 @@ def test_what_the_service_complains_of_is_a_finding(
     admin.status.current_problems = [
         CurrentProblem(where="demo-0", what="model.safetensors: truncated", remedy="the service tries again")
     ]
-    admin.status.databases[0].dropped_rows = 3
+    admin.status.databases[0] = structs.replace(admin.status.databases[0], dropped_rows=3)
     admin.status.problems = [Problem(at=4e9, where="demo-0", what="it broke")]
     code, findings = doctor()
     text = " ".join(f"{finding['text']} → {finding['remedy']}" for finding in findings)

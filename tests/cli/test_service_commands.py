@@ -166,7 +166,7 @@ def test_a_new_key_is_printed_alone_so_that_a_script_can_take_it(
     outcome = cli("keys", "create", "--name", "ci", "--run-dir", run_dir)
     assert outcome.out == "ak-secret\n"
     assert "shown only once" in outcome.err and "key_1" in outcome.err
-    assert admin.actions == [("keys.create", {"name": "ci", "tenant": "default", "expires_at": None})]
+    assert admin.actions == [("keys.create", {"name": "ci", "tenant": "default"})]
 
 
 def test_a_new_key_as_json_has_id_and_key(cli: Run, admin: AdminService, run_dir: Path) -> None:
