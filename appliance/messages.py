@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from appliance.protocol import FrontStats
 from store.policies import INTERACTIVE
 
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
@@ -396,49 +397,16 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
     """Unix seconds, of the request."""
 
 
-class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True):
+class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """Every half second, and before `FrontReady`."""
 
-    connections: int
-    busy_connections: int = 0
-    """Connections of known clients whose request is being answered."""
-    max_connections: int = 0
-    """Connections of known clients that the front can hold: as its limits say, or fewer where file
-    descriptors are scarce."""
-    unauthenticated_connections: int = 0
-    """Connections that have not yet sent a request with a valid key."""
     taken_connections: int = 0
     """Connections that the front has received from the core since its start."""
-    refused_connections: int = 0
-    """Connections since the start that were closed, or answered 503, because no place was free."""
-    evicted_connections: int = 0
-    """Connections without a valid key since the start that were closed to make room for others."""
-    refused_bodies: int = 0
-    """Requests since the start that were refused because bodies of too many bytes were under way."""
-    streams: int
-    requests: int
-    """Since the start."""
-    tokens: int
-    """Streamed since the start."""
-    unauthenticated: int
-    """Requests that were denied since the start because they had no valid key or user."""
-    cpu_seconds: float
-    """Of this process since the start."""
-    kept_answers: int = 0
-    """Runs with an `Idempotency-Key`, under way or kept."""
-    kept_bytes: int = 0
-    """What these take."""
-    dropped_texts: int = 0
-    """Requests since the start whose texts were not kept, because too much waited."""
-    problems: dict[str, str] = {}
-    """Why it cannot serve a model, by the model's name: a tokenizer that cannot be read."""
-    template_problems: dict[str, tuple[int, str]] = {}
-    """Of models whose chat templates exceeded their bounds since the start: how often, and what the latest
-    exceeded. Such a model is served none the less."""
-    log_dropped_lines: int = 0
-    """Lines of the log that were dropped since the start because nobody read standard error."""
+    template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
+    """Models whose chat templates exceeded their limits since the start: how often, and what the latest
+    exceeded. Such a model is served nevertheless."""
     configured: int = 0
-    """`serial` of the last `Configure` that holds for whoever asks this front."""
+    """`serial` of the last `Configure` that is in effect."""
 
 
 CoreToFront = (

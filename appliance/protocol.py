@@ -1,4 +1,4 @@
-"""The admin API's types: what `admin.sock` says to the CLI and the console. JSON on the wire."""
+"""The types of the admin API, which the CLI and the console use. JSON on the wire."""
 
 from __future__ import annotations
 
@@ -6,80 +6,94 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.messages import ReplicaStats
 from store.policies import KeyFields, TenantRecord
 from store.structs import KeptText, WriterState
 
 
 def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
-    """A model's dtype and what is held in another, e.g. "bfloat16, weights fp8, KV fp8"."""
+    """Return a model's dtype and the dtypes that differ from it, e.g. "bfloat16, weights fp8, KV fp8"."""
     held = (("weights", weights), ("KV", kv_cache_dtype))
     return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
 
 
-class FrontStatus(msgspec.Struct, kw_only=True):
-    """One front process."""
+ProcessState = Literal["starting", "ready", "restarting", "stopping", "stopped"]
 
-    name: str
-    state: str
-    """"starting", "ready", "restarting", "stopping" or "stopped"."""
-    detail: str = ""
-    """The state in words, e.g. "restarting in 2 s"."""
-    pid: int | None = None
+
+class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front counts and measures of itself. Totals are since its start."""
+
     connections: int = 0
     busy_connections: int = 0
     """Connections of known clients (local users, or a valid key) whose request is being answered."""
     max_connections: int = 0
-    """Connections of known clients that the front can hold."""
+    """Connections of known clients that the front can hold: as its limits say, or fewer where file
+    descriptors are scarce."""
     unauthenticated_connections: int = 0
     """Connections that have not yet sent a request with a valid key."""
     refused_connections: int = 0
-    """Connections since the front started that were refused because no place was free."""
+    """Connections that were closed, or answered 503, because no place was free."""
     evicted_connections: int = 0
-    """Connections without a valid key that were closed, since the front started, to make room for others."""
+    """Connections without a valid key that were closed to make room for others."""
     refused_bodies: int = 0
-    """Requests since the front started that were refused because too many bytes of bodies were under way."""
+    """Requests that were refused because the bodies in progress had too many bytes."""
     streams: int = 0
     requests: int = 0
     tokens: int = 0
-    """Streamed since the front started."""
+    """Streamed tokens."""
     unauthenticated: int = 0
-    """Requests that were denied since the front started because they had no valid key or user."""
+    """Requests that were denied because they had no valid key or user."""
     cpu_seconds: float = 0.0
-    cpu_us_per_token: float | None = None
     kept_answers: int = 0
-    """Runs with an `Idempotency-Key`, under way or kept for retries."""
+    """Runs with an `Idempotency-Key`, in progress or kept for retries."""
     kept_bytes: int = 0
-    """What these take."""
+    """Memory of these."""
     dropped_texts: int = 0
-    """Requests since the front started whose texts were not kept, because too much waited."""
+    """Requests whose texts were not kept because too many waited."""
     log_dropped_lines: int = 0
-    """Lines of its log that were dropped since it started because nobody read standard error."""
+    """Lines of its log that were dropped because nobody read standard error."""
     problems: dict[str, str] = {}
-    """Why it cannot serve a model, by the model's name."""
+    """Why it cannot serve a model, by the model's name: for example, an unreadable tokenizer."""
+
+
+class FrontStatus(FrontStats, frozen=True, kw_only=True):
+    """One front process."""
+
+    name: str
+    state: ProcessState
+    detail: str = ""
+    """Explains the state, for example "restarting in 2 s"."""
+    pid: int | None = None
+    cpu_us_per_token: float | None = None
     restarts: int = 0
     last_error: str = ""
 
 
-class ReplicaStatus(msgspec.Struct, kw_only=True):
+ReplicaState = Literal[
+    "starting", "loading", "ready", "silent", "draining", "restarting", "failed", "stopped"
+]
+"""A silent replica has not reported for 3 seconds and gets no new requests; a draining one finishes what it
+has."""
+
+
+class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     """One running copy of a model."""
 
     name: str
-    state: str
-    """"starting", "loading", "ready", "silent" (it has not reported for 3 seconds and gets no new requests),
-    "draining" (finishes what it has), "restarting", "failed" or "stopped"."""
+    state: ReplicaState
     detail: str = ""
-    """The state in words, e.g. "loading weights 43%"."""
+    """Explains the state, for example "loading weights 43%"."""
     fraction: float | None = None
-    """How far loading is, 0 to 1."""
-    pids: list[int] = []
+    """Progress of loading, 0 to 1."""
+    pids: list[int] = msgspec.field(default_factory=list)
     """By rank."""
-    devices: list[str] = []
+    devices: list[str] = msgspec.field(default_factory=list)
     """By rank."""
     backend: str = ""
     dtype: str = ""
-    """What it computes in."""
+    """The dtype of computations."""
     weights: str = ""
-    """What the layers' matrices are held in: as `dtype`, or "fp8"."""
+    """The dtype of the layers' matrices: as `dtype`, or "fp8"."""
     kv_cache_dtype: str = ""
     """As `weights`, of the KV cache."""
     tensor_parallel_size: int = 1
@@ -91,32 +105,19 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     load_seconds: float = 0.0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    running: int = 0
-    waiting: int = 0
-    """Sequences that the replica holds but does not run yet."""
-    blocks_total: int = 0
-    blocks_used: int = 0
-    blocks_cached: int = 0
+    step: int = 0
     credit_seqs: int = 0
     """Available now."""
     credit_tokens: int = 0
-    steps: int = 0
-    step_ms: float = 0.0
-    """Mean of steps that only decode, and how long the device had waited for the host before them."""
-    idle_us: float = 0.0
-    mixed_step_ms: float = 0.0
-    """The same of steps that compute prompts."""
-    mixed_idle_us: float = 0.0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    log_dropped_lines: int = 0
-    """Lines of rank 0's log that were dropped since it started because nobody read standard error."""
     last_report_s: float | None = None
     """Seconds since the last report."""
     restarts: int = 0
     last_error: str = ""
+
+
+ModelState = Literal["ready", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"]
+"""Clients get answers from a ready model. Requests for a failed, draining or drained one are refused at
+once."""
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
@@ -128,18 +129,16 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     """A fingerprint of the folder's files."""
     created: int
     """Unix seconds."""
-    state: str
-    """"ready" (apps get answers), "loading", "silent", "restarting", or (apps are refused at once) "failed",
-    "draining" or "drained"."""
+    state: ModelState
     detail: str = ""
-    """The state in words; of a failed model, why."""
+    """Explains the state; of a failed model, the reason."""
     max_model_len: int = 0
     queued: int = 0
     replicas: list[ReplicaStatus] = []
 
 
 class Configuration(msgspec.Struct, kw_only=True):
-    """Settings as they hold, and where each was said."""
+    """The settings in effect, and the source of each."""
 
     files: list[str]
     """Those that were read, in order."""
@@ -153,22 +152,25 @@ class Reloaded(msgspec.Struct, kw_only=True):
     """What a reload of the settings did."""
 
     changed: list[str]
-    """Settings that are others now, with the old and the new value."""
+    """Changed settings, with the old and the new value."""
     models: list[str]
-    """What that means for models: what loads, is replaced or goes."""
+    """The resulting changes of models: loaded, replaced or removed."""
     at_restart: list[str]
-    """Settings that differ in the files and hold only after a restart."""
+    """Changed settings that take effect after a restart only."""
+
+
+DrainState = Literal["announced", "draining", "drained"]
+"""An announced drain reports not ready but still accepts requests; when it is drained, nothing runs."""
 
 
 class DrainStatus(msgspec.Struct, kw_only=True):
     """One drain, from its beginning until service is resumed."""
 
     model: str | None
-    """Of which it is; null: of the whole service."""
-    state: str
-    """"announced" (not ready, but still taking), "draining" or "drained" (nothing runs)."""
+    """The drained model; null: the whole service."""
+    state: DrainState
     grace_s: float
-    """What still runs so many seconds after it began to refuse requests is ended."""
+    """Requests that still run so many seconds after the drain began to refuse requests are ended."""
     grace_left_s: float
     """Until then."""
     queue: bool
@@ -204,12 +206,12 @@ class ClassStatus(msgspec.Struct, kw_only=True):
 
 
 class QueueStatus(msgspec.Struct, kw_only=True):
-    """Requests in the house."""
+    """The request queue."""
 
     waiting: int
-    """For their turn."""
+    """Requests that wait for dispatch."""
     running: int
-    """Handed to a replica and not ended."""
+    """Requests on a replica."""
     oldest_wait_s: float
     limit: int
     timeout_s: float
@@ -220,13 +222,13 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     ended: int
     """Rows ended, since the start."""
     waiting_tokens: int = 0
-    """Prompt tokens of those that wait."""
+    """Prompt tokens of waiting requests."""
     preemptions: int = 0
-    """Since the start, of requests that have ended: they were computed anew to make room for others."""
+    """Preemptions of requests that have ended, since the start."""
     overload: str = ""
-    """What is overloaded, and what is done about it; empty without."""
+    """What is overloaded, and what load shedding does about it; empty if nothing is."""
     overload_step: int = 0
-    """How far up the ladder; 0 without."""
+    """The step of load shedding; 0 without overload."""
     classes: list[ClassStatus] = []
     """From P0 on."""
 
@@ -262,14 +264,17 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     """What is wrong; None when all is well."""
 
 
+SocketName = Literal["api", "tcp", "admin", "metrics"]
+SocketState = Literal["accepting", "waiting", "closed"]
+"""While it is waiting, no front is ready, and connections wait in the backlog."""
+
+
 class SocketStatus(msgspec.Struct, kw_only=True):
     """A listening socket."""
 
-    name: str
-    """"api", "tcp", "admin" or "metrics"."""
+    name: SocketName
     address: str
-    state: str
-    """"accepting", "waiting" (no front is ready; connections wait in the backlog) or "closed"."""
+    state: SocketState
     accepted: int = 0
 
 
@@ -293,8 +298,12 @@ class CurrentProblem(msgspec.Struct, kw_only=True):
     remedy: str
 
 
+ServiceState = Literal["starting", "ready", "degraded", "draining", "drained"]
+"""A degraded service has current problems."""
+
+
 class Status(msgspec.Struct, kw_only=True):
-    """What the service is and does."""
+    """The state of the service."""
 
     version: str
     pid: int
@@ -304,8 +313,7 @@ class Status(msgspec.Struct, kw_only=True):
     started_at: float
     """Unix seconds."""
     uptime_s: float
-    state: str
-    """"starting", "ready", "degraded" (something does not answer), "draining" or "drained"."""
+    state: ServiceState
     reason: str = ""
     """Why it is not ready."""
     config_file: str
@@ -320,18 +328,21 @@ class Status(msgspec.Struct, kw_only=True):
     log_dropped_lines: int = 0
     """Lines of the core's log that were dropped since the start because nobody read standard error."""
     current_problems: list[CurrentProblem] = []
-    """What is wrong now; `doctor` reports the same list."""
+    """The same list as `doctor` reports."""
     problems: list[Problem]
-    """What went wrong lately, the most recent first."""
+    """Recent problems, the most recent first."""
     drains: list[DrainStatus] = []
+
+
+RequestState = Literal["queued", "running", "lost", "ending"]
+"""The replica of a lost request died; its front resubmits it."""
 
 
 class InFlight(msgspec.Struct, kw_only=True):
     """A request that has not ended."""
 
     request_id: str
-    state: str
-    """"queued", "running", "lost" (its replica died; the front will ask again) or "ending"."""
+    state: RequestState
     model: str
     tenant: str
     key_id: str
@@ -417,7 +428,7 @@ class Contents(msgspec.Struct, kw_only=True):
     created_at: float
     """Of the request, unix seconds."""
     goes_at: float | None
-    """Unix seconds from which on it is removed, by the policy as it is now; None: never."""
+    """When the texts are removed (unix seconds), by the current policy; None: never."""
     texts: list[KeptText]
 
 
@@ -429,12 +440,12 @@ class AuditHead(msgspec.Struct, kw_only=True):
 
 
 class Done(msgspec.Struct, kw_only=True):
-    """An action that has nothing else to say."""
+    """The result of an action without data."""
 
     message: str
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """What an admin call says when it fails."""
+    """The body of a failed admin call."""
 
     message: str

@@ -6,7 +6,7 @@ import os
 import platform
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -19,9 +19,12 @@ from appliance.protocol import (
     DatabaseStatus,
     DrainStatus,
     InFlight,
+    ModelState,
     ModelStatus,
     QueueStatus,
+    ReplicaState,
     ReplicaStatus,
+    ServiceState,
     SocketStatus,
     Status,
 )
@@ -30,6 +33,10 @@ from engine.logs import log_state
 from store.control import ControlStore
 from store.trail import TrailState
 from store.writer import Writer
+
+_BEST_FIRST: tuple[ReplicaState, ...] = (
+    *("ready", "draining", "silent", "loading", "starting", "restarting", "failed", "stopped"),
+)
 
 
 def service_version() -> str:
@@ -159,7 +166,7 @@ def in_flight(switchboard: Switchboard) -> list[InFlight]:
     ]
 
 
-def _state(switchboard: Switchboard, reason: str, fronts: list[str], degraded: bool) -> str:
+def _state(switchboard: Switchboard, reason: str, fronts: Sequence[str], degraded: bool) -> ServiceState:
     """Return the service's state; `degraded`: there are current problems."""
     if (closing := switchboard.stopping or switchboard.drains.of(None)) is not None:
         return closing.state_word
@@ -195,16 +202,19 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
     return statuses
 
 
-def _model_state(switchboard: Switchboard, model: str, replicas: list[ReplicaStatus]) -> tuple[str, str]:
+def _model_state(
+    switchboard: Switchboard, model: str, replicas: list[ReplicaStatus]
+) -> tuple[ModelState, str]:
     """Return a model's state, and its explanation."""
     if (drain := switchboard.drains.of(model)) is not None:
         return drain.state_word, f"taken out of service until: appliance resume --model {model}"
-    # The best of its replicas is what apps meet.
-    order = ("ready", "draining", "silent", "loading", "starting", "restarting", "failed", "stopped")
-    best = min(replicas, key=lambda replica: order.index(replica.state), default=None)
+    # Clients get the best of its replicas.
+    best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
     if best is None:
         return "loading", "its replica is being replaced"
     coming = [replica.name for replica in replicas if replica.state in ("starting", "loading")]
     if best.state == "ready":
         return "ready", f"{', '.join(coming)} loads" if coming else best.detail
-    return ("loading" if best.state in ("starting", "draining") else best.state), best.detail
+    if best.state == "starting" or best.state == "draining":
+        return "loading", best.detail
+    return best.state, best.detail
