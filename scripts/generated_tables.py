@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from appliance.cli.fields import flag, shown  # noqa: E402
+from appliance.watch.metrics import families  # noqa: E402
+from appliance.watch.metrics.metric import Group  # noqa: E402
 from store.fields import Declared, declared  # noqa: E402
 from store.policies import KeyFields, Quota, TenantRecord  # noqa: E402
 
@@ -83,12 +86,39 @@ def default(field: Declared) -> str:
     return "" if field.default in (None, msgspec.NODEFAULT) else f" (default {shown(field, field.default)})"
 
 
+def metrics(*groups: Group[Any]) -> str:
+    """Return the table of the metrics of some groups."""
+    return table(
+        ("metric", "kind", "labels", "unit", "meaning"),
+        (
+            (
+                f"`{metric.name}`",
+                metric.kind,
+                ", ".join(f"`{label}`" for label in family.labels),
+                metric.unit,
+                metric.help,
+            )
+            for group in groups
+            for metric, family in zip(group.metrics, group.families, strict=True)
+        ),
+    )
+
+
+FAMILIES = families.Families()
 TENANT, KEY, QUOTA = (list(declared(record).values()) for record in (TenantRecord, KeyFields, Quota))
 TABLES: dict[str, Callable[[], str]] = {
     "tenant options": lambda: options([*TENANT, *QUOTA]),
     "key options": lambda: options(KEY),
     "tenant columns": lambda: columns(TENANT),
     "key columns": lambda: columns(KEY),
+    "service metrics": lambda: metrics(FAMILIES.service),
+    "request metrics": lambda: metrics(FAMILIES.rows, FAMILIES.retries, FAMILIES.times, FAMILIES.models),
+    "tenant metrics": lambda: metrics(FAMILIES.tenant_rows, FAMILIES.tenants, FAMILIES.limits),
+    "replica metrics": lambda: metrics(FAMILIES.replicas),
+    "front metrics": lambda: metrics(FAMILIES.fronts),
+    "store metrics": lambda: metrics(FAMILIES.databases, FAMILIES.audit),
+    "process metrics": lambda: metrics(FAMILIES.process, FAMILIES.logs),
+    "gateway metrics": lambda: metrics(FAMILIES.gateways),
     "quota fields": lambda: columns(QUOTA).replace("| column |", "| field |"),
 }
 

@@ -29,7 +29,7 @@ from appliance.watch.findings import Examination, Finding
 from appliance.watch.models import running_models
 from engine import memory
 from store.requests import RequestReader
-from tests.cli.conftest import History, Run, a_row, a_status
+from tests.cli.conftest import History, Run, a_row, a_status, change_replica
 from tests.cli.servers import AdminService, ApiService
 
 Doctor = Callable[..., tuple[int, list[dict[str, Any]]]]
@@ -168,9 +168,7 @@ def test_what_is_quantised_is_told_and_takes_less(doctor: Doctor, model: Path) -
 
 def test_a_running_model_tells_what_it_is_held_in(run_dir: Path) -> None:
     status = a_status(run_dir)
-    replica = status.models[0].replicas[0]
-    replica.dtype = replica.weights = "bfloat16"
-    replica.kv_cache_dtype = "fp8"
+    change_replica(status, dtype="bfloat16", weights="bfloat16", kv_cache_dtype="fp8")
     finding = next(iter(running_models(status.models)))
     assert "demo-0 runs on cpu in bfloat16, KV fp8: 1.2 GiB used" in finding.text
 
