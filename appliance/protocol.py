@@ -35,6 +35,8 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     """Connections that were closed, or answered 503, because no place was free."""
     evicted_connections: int = 0
     """Connections without a valid key that were closed to make room for others."""
+    cut_off_connections: int = 0
+    """Connections that were closed because their clients did not read the answers."""
     refused_bodies: int = 0
     """Requests that were refused because the bodies in progress had too many bytes."""
     streams: int = 0
@@ -51,7 +53,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     dropped_texts: int = 0
     """Requests whose texts were not kept because too many waited."""
     log_dropped_lines: int = 0
-    """Lines of its log that were dropped because nobody read standard error."""
+    """Lines of its log that were dropped because standard error was not read."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name: for example, an unreadable tokenizer."""
 
@@ -326,7 +328,7 @@ class Status(msgspec.Struct, kw_only=True):
     databases: list[DatabaseStatus]
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
     log_dropped_lines: int = 0
-    """Lines of the core's log that were dropped since the start because nobody read standard error."""
+    """Lines of the core's log that were dropped since the start because standard error was not read."""
     current_problems: list[CurrentProblem] = []
     """The same list as `doctor` reports."""
     problems: list[Problem]

@@ -56,9 +56,6 @@ class UnconnectedRanks:
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor] * self.size)
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def close(self) -> None:
         return
 

@@ -112,7 +112,7 @@ def requests_after(cancelled: int | None) -> str:
     to be."""
     if cancelled is None:
         return "its running requests continue"
-    return f"cancelling {cancelled} request{'' if cancelled == 1 else 's'}"
+    return f"ending {cancelled} request{'' if cancelled == 1 else 's'}"
 
 
 def _given(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:

@@ -3,6 +3,7 @@ recorded of it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -35,6 +37,7 @@ from appliance.actions import (
     SuspendTenant,
     UnmapPeer,
 )
+from appliance.admin import effects
 from appliance.admin.drains import DrainAdmin
 from appliance.admin.handlers import BackupAdmin, RequestAdmin, handlers
 from appliance.admin.keys import KeyAdmin
@@ -43,7 +46,8 @@ from appliance.admin.tenants import TenantAdmin
 from appliance.client import AdminClient, AdminError
 from appliance.protocol import Done, NewKey, Tenant
 from store.control import ControlStore
-from store.evidence import read_audit
+from store.errors import OutcomeUnknownError
+from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system
@@ -224,7 +228,7 @@ def test_what_runs_goes_on_unless_it_is_to_be_ended(service: Service) -> None:
     assert len(service.admin.in_flight()) == 1
     service.admin.act(ResumeTenant(name="t"))
     ended = service.admin.act(SuspendTenant(name="t", cancel=True))
-    assert message(ended) == "tenant t suspended; cancelling 1 request"
+    assert message(ended) == "tenant t suspended; ending 1 request"
     assert read_answer(running)[-1] == "front-0 aborted its tenant was suspended"
     wait_until(lambda: service.admin.in_flight() == [])
 
@@ -302,14 +306,37 @@ print(sock.recv(1000).split()[1].decode())
     assert "no such group" in service.log.read_text()
 
 
+def test_of_a_change_that_the_disk_does_not_finish_the_outcome_is_unknown_and_shown_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effects, "_LONGEST_CHANGE_S", 0.2)
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    begun, disk_answers = threading.Event(), threading.Event()
+
+    def apply(connection: sqlite3.Connection) -> None:
+        begun.set()
+        assert disk_answers.wait(60)
+
+    async def change() -> None:
+        await effects.committed(control.change(actor="test", action="keys.create", params={}, apply=apply))
+
+    with pytest.raises(OutcomeUnknownError, match=r"the outcome of the change is unknown.*audit list"):
+        asyncio.run(change())
+    assert begun.is_set()
+    disk_answers.set()
+    control.close()
+    with closing(sqlite3.connect(control.path)) as connection:
+        rows = connection.execute("SELECT action, result FROM audit").fetchall()
+    assert rows == [("keys.create", "ok")]
+
+
 def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None:
     nothing: Any = None
-    control = ControlStore(Path("unused.db"))
-    control.trail = nothing
     table = handlers(
-        tenants=TenantAdmin(control, usage=nothing, peers=nothing, publish=nothing, cancel=nothing),
-        keys=KeyAdmin(control, usage=nothing, publish=nothing, cancel=nothing),
-        peers=PeerAdmin(control, unix=nothing, publish=nothing),
+        tenants=TenantAdmin(nothing, usage=nothing, peers=nothing, publish=nothing, cancel=nothing),
+        keys=KeyAdmin(nothing, usage=nothing, publish=nothing, cancel=nothing),
+        peers=PeerAdmin(nothing, unix=nothing, publish=nothing),
         drains=DrainAdmin(nothing, nothing),
         requests=RequestAdmin(nothing, nothing, nothing),
         backups=BackupAdmin(nothing),

@@ -21,7 +21,7 @@ from appliance.protocol import Reloaded, ReplicaStatus
 from appliance.reload import APPLIED_HERE, AT_RESTART, Reloader, check_still_there
 from appliance.reload_hooks import reload_hooks
 from appliance.settings import Loaded, Settings, SettingsError
-from store.evidence import read_audit
+from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system

@@ -328,6 +328,9 @@ FRONTS = (
     Metric("counter", "appliance_front_evicted_connections_total", "",
            "Connections without a valid key that were closed to make room for others.",
            lambda f: f.evicted_connections),
+    Metric("counter", "appliance_front_cut_off_connections_total", "",
+           "Connections that were closed because their clients did not read the answers.",
+           lambda f: f.cut_off_connections),
     Metric("counter", "appliance_front_refused_bodies_total", "requests",
            "Requests that were refused because the bodies in progress had too many bytes.",
            lambda f: f.refused_bodies),
@@ -386,7 +389,7 @@ AUDIT = (
 )
 LOGS = (
     Metric("counter", "appliance_log_dropped_lines_total", "lines",
-           "Lines of the log that were dropped because nobody read standard error.",
+           "Lines of the log that were dropped because standard error was not read.",
            lambda lines: lines),
 )
 PROCESS = (
