@@ -117,7 +117,7 @@ class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
     keep_s: _Seconds = 600.0
     """For how long the answer of a run that ended is kept."""
     grace_s: _Seconds = 30.0
-    """For how long a run goes on that nobody waits for."""
+    """How long a run continues after its last client has left."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
     """The most memory for answers, in each front."""
 

@@ -202,7 +202,7 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float
-    """Of a request that comes now, by the measured rates; 0 where nobody knows."""
+    """Of a request that comes now, by the measured rates; 0 where they are unknown."""
     target_s: float | None
     """None for P3."""
 

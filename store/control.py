@@ -1,10 +1,9 @@
 """Control state in `control.db`: tenants, keys and peers. Every change goes through `ControlStore.change`,
-which puts its audit row, with the old and the new value, into the same transaction, flushed to the disk
+which writes its audit row, with the old and the new value, in the same transaction, flushed to the disk
 (`synchronous=FULL`).
 
-Reading costs no I/O: everything is in memory (`ControlStore.policies`), so a sick disk never turns a caller
-away.
-"""
+Reading needs no I/O: everything is in memory (`ControlStore.policies`), so a failing disk denies no caller
+access."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ _UNAUDITED = frozenset({"sha256"})
 
 
 class CreatedKey(NamedTuple):
-    """A new key. `key` is the secret: shown once, kept nowhere."""
+    """A new key. `key` is the secret, which is shown once and not stored."""
 
     record: KeyRecord
     key: str
 
 
 class RotatedKey(NamedTuple):
-    """A key's successor, with its secret, and what became of the key."""
+    """A key's successor, with its secret, and the record of the replaced key."""
 
     created: CreatedKey
     former: KeyRecord
@@ -100,12 +99,12 @@ class ControlStore:
         self._writer.close(timeout_s)
 
     def state(self) -> WriterState:
-        """How the writer is doing."""
+        """Return the state of the writer."""
         return self._writer.state()
 
     @property
     def stalled_s(self) -> float:
-        """For how long the writer has been at one piece of work."""
+        """For how long the writer has worked on one operation."""
         return self._writer.stalled_s
 
     # ── reading, from memory ──
@@ -182,11 +181,11 @@ class ControlStore:
     def create_tenant(
         self, *, actor: Actor | str, name: str, changes: Mapping[str, object]
     ) -> Future[Change]:
-        """Make a tenant that differs from the default in `changes` (fields of `TenantRecord`; of a quota, a
+        """Create a tenant that differs from the default in `changes` (fields of `TenantRecord`; of a quota, a
         mapping of those that differ).
 
-        The future raises `ValueError` for a value that cannot be, `ConflictError` for a name that is taken.
-        """
+        The future raises `ValueError` for a value that cannot be used, `ConflictError` for a name that
+        exists."""
 
         def apply(connection: sqlite3.Connection) -> Change:
             plain = TenantRecord(name=name, created_at=time.time())
@@ -204,7 +203,7 @@ class ControlStore:
         )
 
     def suspend_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Serve nothing of a tenant any more. The future raises `UnknownTenantError`."""
+        """Refuse the requests of a tenant. The future raises `UnknownTenantError`."""
         return self._decide(
             actor,
             "tenants.suspend",
@@ -213,7 +212,7 @@ class ControlStore:
         )
 
     def resume_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Serve a suspended tenant again. The future raises `UnknownTenantError`."""
+        """Accept the requests of a suspended tenant again. The future raises `UnknownTenantError`."""
         return self._decide(
             actor,
             "tenants.resume",
@@ -222,9 +221,9 @@ class ControlStore:
         )
 
     def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Remove a tenant. Its former keys and its requests keep its name.
+        """Delete a tenant. Its former keys and its requests keep its name.
 
-        The future raises `UnknownTenantError`, or `ConflictError` while a valid key or a peer stands for it.
+        The future raises `UnknownTenantError`, or `ConflictError` while it has a valid key or a peer.
         """
         return self._decide(
             actor,
@@ -233,10 +232,10 @@ class ControlStore:
             lambda connection: tenants.delete(connection, name, time.time()),
         )
 
-    # ── users and groups of the box ──
+    # ── local users and groups ──
 
     def map_peer(self, *, actor: Actor | str, kind: PeerKind, number: int, tenant: str) -> Future[Change]:
-        """Let a user ("uid") or group ("gid") of the box stand for a tenant.
+        """Map a local user ("uid") or group ("gid") to a tenant.
 
         The future raises `ValueError`, or `UnknownTenantError`.
         """
@@ -249,7 +248,7 @@ class ControlStore:
         )
 
     def unmap_peer(self, *, actor: Actor | str, kind: str, number: int) -> Future[Change]:
-        """Forget for whom a user or group stands. The future raises `UnknownPeerError`."""
+        """Remove the mapping of a user or group. The future raises `UnknownPeerError`."""
         return self._decide(
             actor,
             "peers.unmap",
@@ -295,7 +294,7 @@ class ControlStore:
     def rotate_key(
         self, *, actor: Actor | str, key_id: str, overlap_s: float, expires_at: float | None = None
     ) -> Future[RotatedKey]:
-        """Make a successor with the same rights; the former key goes on for `overlap_s` seconds.
+        """Create a successor with the same rights. The old key stays valid for `overlap_s` seconds.
 
         Without `expires_at`, the successor is good for as long as the former was made for. The future raises
         `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated before.
@@ -322,7 +321,7 @@ class ControlStore:
         )
 
     def revoke_key(self, *, actor: Actor | str, key_id: str) -> Future[KeyRecord]:
-        """Make a key useless, from the moment the future resolves. Revoking again keeps the first time.
+        """Revoke a key, effective when the future resolves. Revoking it again keeps the first time.
 
         The future raises `UnknownKeyError` if there is no such key.
         """

@@ -136,7 +136,7 @@ class Replica:
         self.restarts = 0
         self.last_error = ""
         self.failure = ""
-        """Why nobody should wait for it: set when it fails, and gone when it is ready or dies otherwise."""
+        """Why requests do not wait for it. Set when it fails; cleared when it is ready or ends otherwise."""
         self.lives = 0
         self.steps = StepTotals()
         self.described: ServedModel | None = None
