@@ -33,32 +33,39 @@ class Group(Generic[Source]):
     def __init__(self, labels: tuple[str, ...], *metrics: Metric) -> None:
         self.metrics = metrics
         self.families: list[Family[Any]] = [_family(metric, labels) for metric in metrics]
-        self._by_metric = [
-            (metric.read, bool(metric.labels), family)
+        self._series = [
+            (metric.read, bool(metric.labels), _setter(family))
             for metric, family in zip(metrics, self.families, strict=True)
+        ]
+        self._counters = [
+            (
+                metric.read,
+                bool(metric.labels),
+                family.observe if isinstance(family, Histograms) else family.add,
+            )
+            for metric, family in zip(metrics, self.families, strict=True)
+            if isinstance(family, Histograms | Numbers)
         ]
 
     def set(self, source: Source, *labels: str) -> None:
         """Set every series of the source to its present value."""
-        for read, labelled, family in self._by_metric:
+        for read, labelled, set_to in self._series:
             found = read(source)
             if labelled:
                 for more, value in found.items():
-                    _set(family, value, (*labels, *((more,) if isinstance(more, str) else more)))
+                    set_to(value, *labels, *((more,) if isinstance(more, str) else more))
             else:
-                _set(family, found, labels)
+                set_to(found, *labels)
 
     def count(self, source: Source, *labels: str) -> None:
         """Add what the source adds to counters and histograms."""
-        for read, labelled, family in self._by_metric:
+        for read, labelled, add in self._counters:
             found = read(source)
             if labelled:
                 for more, value in found.items():
-                    family.add(value, *labels, more)  # type: ignore[attr-defined]
+                    add(value, *labels, more)
             elif found is not None:
-                (family.observe if isinstance(family, Histograms) else family.add)(  # type: ignore[attr-defined]
-                    found, *labels
-                )
+                add(found, *labels)
 
     def clear(self) -> None:
         """Drop every series."""
@@ -75,8 +82,10 @@ def _family(metric: Metric, labels: tuple[str, ...]) -> Family[Any]:
     return Numbers(metric.kind, metric.name, metric.help, *every)
 
 
-def _set(family: Family[Any], value: Any, labels: tuple[str, ...]) -> None:
+def _setter(family: Family[Any]) -> Callable[..., None]:
+    """Return what sets a series: called with the value and the values of the labels."""
     if isinstance(family, Summaries):
-        family.set(*value, *labels)
-    else:
-        family.set(value, *labels)  # type: ignore[attr-defined]
+        return lambda value, *labels: family.set(*value, *labels)
+    if isinstance(family, Numbers):
+        return family.set
+    return lambda value, *labels: family.of(*labels).observe(value)
