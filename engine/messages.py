@@ -346,7 +346,24 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
 
 
-class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
+class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
+    """The engine's state, and the steps since the last report."""
+
+    decode_steps: int = 0
+    """Number of decode-only steps."""
+    step_ms: float = 0.0
+    """Mean duration of a decode-only step; 0 if there was none."""
+    idle_us: float = 0.0
+    """Mean time for which the device waited for the host before a decode-only step."""
+    mixed_steps: int = 0
+    """Number of steps with prefill; the next two fields are their means."""
+    mixed_step_ms: float = 0.0
+    mixed_idle_us: float = 0.0
+    log_dropped_lines: int = 0
+    """Lines of rank 0's log that were dropped since the start because nobody read standard error."""
+
+
+class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
     """Rank 0 to core: the state of the replica. Sent after each step that ended a submission or granted
     credit, every 100 ms while steps run, and every 500 ms otherwise, as a heartbeat. A `LongStep` announces a
     longer pause.
@@ -361,18 +378,6 @@ class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
     finished: list[Finished] = []
     fronts_gone: list[str] = []
     """Fronts whose channel closed. All of their submissions have been reported in `finished`."""
-    decode_steps: int = 0
-    """Number of decode-only steps since the last report."""
-    step_ms: float = 0.0
-    """Mean duration of a decode-only step; 0 if there was none."""
-    idle_us: float = 0.0
-    """Mean time for which the device waited for the host before a decode-only step."""
-    mixed_steps: int = 0
-    """Number of steps with prefill since the last report; the next two fields are their means."""
-    mixed_step_ms: float = 0.0
-    mixed_idle_us: float = 0.0
-    log_dropped_lines: int = 0
-    """Lines of rank 0's log that were dropped since the start because nobody read standard error."""
 
 
 class LongStep(msgspec.Struct, tag="long_step", frozen=True):

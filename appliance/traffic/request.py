@@ -8,6 +8,7 @@ import msgspec
 
 from appliance.classes import service_class
 from appliance.messages import Admit, Rejected, Retried, Settle
+from appliance.protocol import RequestState
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.fairness import Ticket
 from appliance.traffic.quotas import Reservation
@@ -173,7 +174,7 @@ class Request:
         return self.first.request_id
 
     @property
-    def state(self) -> str:
+    def state(self) -> RequestState:
         """In a word: see `appliance.protocol.InFlight`."""
         if self.settled is not None:
             return "ending"

@@ -43,7 +43,6 @@ from appliance.messages import (
     Identity,
     Keep,
     KeepRules,
-    KeptPart,
     Limits,
     Refused,
     Rejected,
@@ -57,6 +56,7 @@ from appliance.messages import (
 from appliance.text.tokenizer import Tokenizer
 from engine.client import Channel, socketpair
 from engine.messages import Cancel, DataInbound, Output, StepFrame, Submit, TokenLogprob
+from store.structs import KeptText
 
 Result = TypeVar("Result")
 
@@ -260,7 +260,7 @@ class Harness:
         self.claimed: list[Claim] = []
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
-        self.kept: dict[str, list[KeptPart]] = {}
+        self.kept: dict[str, list[KeptText]] = {}
         """By request id."""
         self.moved: list[tuple[HandOver, int, int]] = []
         """With the descriptors of the connection and the request, for `give_back`."""
@@ -509,7 +509,7 @@ class Harness:
         elif isinstance(message, Keep):
             with open(self.channel.take_fd(), "rb") as memory:
                 memory.seek(0)
-                self.kept[message.request_id] = msgspec.msgpack.decode(memory.read(), type=list[KeptPart])
+                self.kept[message.request_id] = msgspec.msgpack.decode(memory.read(), type=list[KeptText])
         elif isinstance(message, Rejected):
             self.rejected.append(message)
         elif isinstance(message, FrontReport):
