@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.triton.all_reduce import EMPTY_WORD, PROGRAMS, Arena, arena_words
+from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words
 
 ITEMS = 16
 """Items per program: messages of up to 16 MiB (1,024 rows of 8,192 16-bit numbers)."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels.triton import all_reduce
+from kernels.triton import all_reduce, peer_arena
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +98,7 @@ def random_calls(memory) -> None:
             assert torch.equal(results["scaled"], (wanted.float() * gain.float()).to(dtype))
             torch.testing.assert_close(squares.sum(0), wanted.float().square().sum(1), rtol=1e-5, atol=0)
     dist.barrier()
-    assert (memory._memory == all_reduce.EMPTY_WORD).all()
+    assert (memory._memory == peer_arena.EMPTY_WORD).all()
 
 
 def graph_replays(memory) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from triton.runtime.jit import JITFunction
 
-from kernels.triton import all_reduce
+from kernels.triton import all_reduce, peer_arena
 
 _BASE = 40
 """The arena of rank r begins at address (r + 1) << _BASE."""
@@ -94,8 +94,8 @@ class PeerMachine:
         self, world: int, programs: int, items: int, seed: int, edits: dict[str, str] | None = None
     ) -> None:
         self.world, self.programs, self.items = world, programs, items
-        words = programs * 2 * world * items * all_reduce._BLOCK
-        self.arenas = np.full((world, words), all_reduce.EMPTY_WORD, np.int32)
+        words = programs * 2 * world * items * peer_arena.REGION_BLOCK
+        self.arenas = np.full((world, words), peer_arena.EMPTY_WORD, np.int32)
         self._calls = np.zeros((world, programs), np.int32)
         self._bases = np.array([(peer + 1) << _BASE for peer in range(world)], np.int64)
         self._random = random.Random(seed)
@@ -160,7 +160,7 @@ class PeerMachine:
             WORLD=self.world,
             WORDS=call.words,
             BLOCK=call.block,
-            REGION_BLOCK=all_reduce._BLOCK,
+            REGION_BLOCK=peer_arena.REGION_BLOCK,
             FLOAT=np.float16,
             NORM=True,
             TWO_SHOT=call.two_shot,
@@ -215,7 +215,7 @@ class PeerMachine:
         rank, places, words = self._flying.pop(at)
         some = self._random.choice((1, len(places) // 2, len(places)))
         now, later = slice(0, some), slice(some, None)
-        if (self.arenas[rank][places[now]] != all_reduce.EMPTY_WORD).any():
+        if (self.arenas[rank][places[now]] != peer_arena.EMPTY_WORD).any():
             self._fault = self._fault or Fault(f"a word for rank {rank} meets one that was not read")
         self.arenas[rank][places[now]] = words[now]
         if len(places) > some:
@@ -238,7 +238,7 @@ class PeerMachine:
     def _receive(self, address: np.ndarray, stop: np.ndarray) -> Register:
         arena = self.arenas[self._place.rank]
         places = np.asarray((address & ((1 << _BASE) - 1)) // 4)
-        self._pause(lambda: not (arena[places] == all_reduce.EMPTY_WORD).any())
+        self._pause(lambda: not (arena[places] == peer_arena.EMPTY_WORD).any())
         return _register(arena[places])
 
     def _interpret(self, edits: dict[str, str]) -> Callable[..., None]:
@@ -258,7 +258,7 @@ class PeerMachine:
             sum=lambda value, axis: np.sum(value, axis=axis, dtype=value.dtype),
             **{name: getattr(np, name) for name in ("int16", "int32", "int64", "float32", "float16")},
         )
-        names: dict[str, Any] = {"gl": language, "_EMPTY": np.int32(all_reduce.EMPTY_WORD)}
+        names: dict[str, Any] = {"gl": language, "EMPTY": np.int32(peer_arena.EMPTY_WORD)}
         edited = set()
         for name, part in vars(all_reduce).items():
             if isinstance(part, JITFunction):
@@ -269,7 +269,7 @@ class PeerMachine:
                         source, edited = source.replace(old, new), edited | {old}
                 exec(compile("from __future__ import annotations\n" + source, name, "exec"), names)
         assert edited == set(edits), "the kernel's source has changed: adapt the edits"
-        names |= {"_send": self._send, "_receive": self._receive, "_signal": lambda text: None}
+        names |= {"send": self._send, "receive": self._receive, "signal": lambda text: None}
         kernel: Callable[..., None] = names["_all_reduce_add"]
         return kernel
 
