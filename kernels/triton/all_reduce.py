@@ -98,6 +98,7 @@ def squares_parts(hidden: int) -> int:
 
 # ── the kernel ───────────────────────────────────────────────────────────────────────────────────────
 
+
 @gluon.jit
 def _low(words, FLOAT: gl.constexpr):
     """The first number of each word, in float32."""
