@@ -7,12 +7,17 @@ knows which operations a layer has.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from engine.device_tables import Padding, SlotTables
 from engine.graphs import DecodeGraphs
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import TORCH_DTYPES, Decoder
+from engine.parallel import Collectives, Ranks, single
+from engine.peer_memory import ITEMS
+from engine.peer_ranks import PeerRanks
 from engine.prompt_graphs import PromptGraphs
 from engine.sampler import Sampler
 from engine.served_model import ServedModel
@@ -20,10 +25,12 @@ from engine.sizing import EXPANSION_BLOCKS, gemm_sizes
 from engine.steps import StepExecutor
 from engine.warmup import warm_up
 from engine.warmup_steps import largest_steps
+from kernels import Residual
 from kernels.compiling import Gpu
 from kernels.cuda import CudaOps
 from kernels.triton import sampling
 from kernels.triton.linear_table import Table
+from kernels.triton.peer_arena import PROGRAMS, Arena
 
 _META = torch.device("meta")
 _MAX_MODEL_LEN = 4096
@@ -39,8 +46,12 @@ powers of two and the largest are enumerated."""
 _ALIGNMENT = 16
 """Triton compiles a kernel anew for integers that are multiples of this."""
 
+_HOST_ADDRESS = 1 << 40
+"""An address that needs 64 bits, as those of host memory do: Triton compiles a kernel anew for integers of
+another width."""
 
-class UnconnectedRanks:
+
+class UnconnectedRanks(Collectives):
     """One rank of a group that does not exist: collectives return tensors of the right shape."""
 
     def __init__(self, size: int, rank: int) -> None:
@@ -50,17 +61,50 @@ class UnconnectedRanks:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor] * self.size, dim=-1)
-
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor] * self.size)
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
 
-    def close(self) -> None:
+class _MetaMemory:
+    """The peer memory of a rank on meta tensors."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        addresses = torch.empty(size, dtype=torch.int64, device=_META)
+        calls = torch.empty(PROGRAMS, dtype=torch.int32, device=_META)
+        self.arena = Arena(rank, size, addresses, calls, stop_address=_HOST_ADDRESS, items=ITEMS)
+
+    def stop(self) -> None:
         return
+
+
+class _EveryRank(Collectives):
+    """All ranks of a group on meta tensors, seen from `rank`. Each collective is launched for every rank,
+    because the kernels over peer memory differ between ranks."""
+
+    def __init__(self, size: int, rank: int, pdl: bool) -> None:
+        self.size, self.rank = size, rank
+        self._each = [
+            PeerRanks(UnconnectedRanks(size, each), _MetaMemory(size, each), pdl=pdl) for each in range(size)
+        ]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._launch("all_reduce", tensor)
+
+    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+        return self._launch("add_sum", residual, part, next_gain)
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._launch("all_gather_last_dim", tensor)
+
+    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._launch("all_gather_stack", tensor)
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self._launch("best", values, ids)
+
+    def _launch(self, name: str, *arguments: Any) -> Any:
+        results = [getattr(each, name)(*arguments) for each in self._each]
+        return results[self.rank]
 
 
 class MetaReplica:
@@ -77,7 +121,7 @@ class MetaReplica:
         length = max_model_len or min(config.context_limit, _MAX_MODEL_LEN)
         self._decoder = decoder = Decoder(
             config,
-            UnconnectedRanks(served.tensor_parallel_size, rank),
+            _ranks(served.tensor_parallel_size, rank, gpu),
             CudaOps(
                 EXPANSION_BLOCKS,
                 table,
@@ -118,12 +162,15 @@ class MetaReplica:
         for plan in largest_steps(length, served.max_num_seqs, budget):
             largest.run(plan)
         steps = self.steps()
-        if served.tensor_parallel_size == 1:
-            parts = steps.decoder, steps.kv, steps.tables
-            DecodeGraphs(*parts, self._sampler, served.max_num_seqs).launch()
-            PromptGraphs(*parts, budget).launch()
+        parts = steps.decoder, steps.kv, steps.tables
+        DecodeGraphs(*parts, self._sampler, served.max_num_seqs).launch()
+        PromptGraphs(*parts, budget).launch()
         warm_up(steps, self.steps(), length, self._sizes)
         return steps
+
+
+def _ranks(size: int, rank: int, gpu: Gpu) -> Ranks:
+    return single() if size == 1 else _EveryRank(size, rank, gpu.pdl)
 
 
 def _sizes(most: int) -> list[int]:

@@ -1,16 +1,25 @@
 """The ranks of a replica and their collectives.
 
 A single rank needs no process group and does not load torch.distributed. Plans do not use collectives: rank 0
-sends them on a channel (`engine.plan_channel`).
+sends them on a channel (`engine.plan_channel`). Ranks on GPUs that can map each other's memory exchange small
+messages through that memory (`engine.peer_ranks`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
 import os
+import threading
 from typing import Protocol
 
 import torch
+
+from kernels import Residual
+from kernels.draws import BAD_TOKEN
+
+log = logging.getLogger(__name__)
 
 
 class RankLost(RuntimeError):
@@ -26,17 +35,80 @@ class Ranks(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, bitwise equal on all of them. May overwrite `tensor`."""
 
+    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+        """Return `residual` plus the sum of `part [tokens, hidden]` over the ranks, bitwise equal on all of
+        them. May overwrite `residual.values` and `part`. With `next_gain [hidden]`, the gain of the norm that
+        reads the result next, the result may carry a deferred norm."""
+
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate `[..., n]` of each rank, in rank order, to `[..., size × n]`. Shapes must be equal."""
+        """Concatenate `[..., n]` of each rank, in rank order, to `[..., size × n]`. Shapes must be equal. The
+        sign of a floating-point zero may be lost."""
 
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stack `[...]` of each rank, in rank order, to `[size, ...]`. Shapes must be equal."""
+        """Stack `[...]` of each rank, in rank order, to `[size, ...]`. Shapes must be equal. The sign of a
+        float32 zero may be lost."""
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the id of the largest value over the ranks, `[rows]` int64; of equal values, the lowest
+        rank's.
+
+        values: [rows] float32. ids: [rows] int64 below 2³¹. The result is BAD_TOKEN in a row with a NaN, or
+        whose largest value is infinite.
+        """
+
+    def abandon(self, reason: str) -> None:
+        """End all waiting for peers, now and in every later collective: a peer was lost. Results of
+        collectives are undefined from now on, and `check` raises. May be called from any thread."""
+
+    def check(self) -> None:
+        """Raise RankLost if `abandon` was called."""
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. CUDA graphs that contain collectives must be deleted before."""
 
 
-class _Single:
+class Collectives:
+    """Collectives that follow from `all_reduce` and `all_gather_stack` of a subclass. Implements `Ranks`
+    together with these two."""
+
+    size: int
+    rank: int
+    _lost_reason = ""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+        return Residual(residual.values.add_(self.all_reduce(part)))
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        stack = self.all_gather_stack(tensor)
+        return stack.movedim(0, -2).reshape(*tensor.shape[:-1], self.size * tensor.shape[-1])
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        words = torch.stack((values.float().view(torch.int32), ids.int()))
+        stack = self.all_gather_stack(words)
+        values, ids = stack[:, 0].view(torch.float32), stack[:, 1]
+        # argmax returns the first maximum, or the first NaN.
+        winner = values.argmax(dim=0, keepdim=True)
+        finite = values.gather(0, winner)[0].isfinite()
+        return torch.where(finite, ids.gather(0, winner)[0].long(), BAD_TOKEN)
+
+    def abandon(self, reason: str) -> None:
+        self._lost_reason = self._lost_reason or reason
+
+    def check(self) -> None:
+        if self._lost_reason:
+            raise RankLost(f"rank {self.rank} of {self.size}: {self._lost_reason}; restart the whole replica")
+
+    def close(self) -> None:
+        return
+
+
+class _Single(Collectives):
     """A single rank."""
 
     size = 1
@@ -51,11 +123,8 @@ class _Single:
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0)
 
-    def close(self) -> None:
-        return
 
-
-class _Group:
+class _Group(Collectives):
     """One of several ranks, which use the default group of torch.distributed."""
 
     def __init__(self, size: int, rank: int) -> None:
@@ -64,6 +133,10 @@ class _Group:
         self.size = size
         self.rank = rank
         self._dist = torch.distributed
+        # torch 2.13 renamed all_gather_into_tensor.
+        self._gather = getattr(
+            torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+        )
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         try:
@@ -72,21 +145,28 @@ class _Group:
             raise self._lost("all_reduce", error) from error
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        stack = self.all_gather_stack(tensor)
-        return stack.movedim(0, -2).reshape(*tensor.shape[:-1], self.size * tensor.shape[-1])
-
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         stack = tensor.new_empty((self.size, *tensor.shape))
         try:
-            self._dist.all_gather(list(stack.unbind()), tensor.contiguous())
+            self._gather(stack.view(-1), tensor.contiguous().view(-1))
         except RuntimeError as error:
             raise self._lost("all_gather", error) from error
         return stack
 
+    def abandon(self, reason: str) -> None:
+        super().abandon(reason)
+        # Aborting waits for kernels of NCCL to end, which wait for the lost peer until they are aborted.
+        threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
+
     def close(self) -> None:
         if self._dist.is_initialized():
             self._dist.destroy_process_group()
+
+    def _abort(self) -> None:
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        with contextlib.suppress(Exception):  # the process ends in any case
+            _abort_process_group()
 
     def _lost(self, what: str, error: RuntimeError) -> RankLost:
         return RankLost(
@@ -125,14 +205,38 @@ def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_se
         # leave the machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     try:
         store = dist.FileStore(rendezvous_path, size)
         store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
+        )
     except RuntimeError as error:
         raise RankLost(
             f"rank {rank} of {size} did not find the others within {timeout_seconds:g} s "
             f"through {rendezvous_path} "
             f"({str(error).splitlines()[0]})"
         ) from error
-    return _Group(size, rank)
+    group = _Group(size, rank)
+    return group if device is None else _connect(group, device)
+
+
+def _connect(group: _Group, device: torch.device) -> Ranks:
+    """Return ranks that use peer memory if every GPU of the group can map the memory of every other one."""
+    devices = group.all_gather_stack(torch.tensor([device.index], device=device)).view(-1).tolist()
+    reached = all(
+        torch.cuda.can_device_access_peer(device.index, other) for other in devices if other != device.index
+    )
+    if not int(group.all_gather_stack(torch.tensor([int(reached)], device=device)).min()):
+        if group.rank == 0:
+            log.warning(
+                "the GPUs cannot access each other's memory: the ranks use NCCL for every message, which "
+                "makes each decode step slower; use GPUs with NVLink, or with PCIe peer access"
+            )
+        return group
+    # Imported here because they load Triton, which a CPU does not need.
+    from engine.peer_memory import PeerMemory
+    from engine.peer_ranks import PeerRanks
+
+    return PeerRanks(group, PeerMemory(group.rank, group.size))

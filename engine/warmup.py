@@ -3,8 +3,7 @@
 The driver loads a kernel when it is first launched, and waits for the device to be idle first: within a step
 of prompts, that stalls every decoding sequence for a tenth of a second. cuBLAS picks another kernel at many
 numbers of rows, and so does our attention. Passes with prompts are therefore padded to the numbers of tokens
-that ran here (`engine.device_tables.Padding`), and decode-only steps replay captured graphs. Only decode-only
-steps of several ranks, which have no graphs, may still meet a kernel at a number of rows between those.
+that ran here (`engine.device_tables.Padding`), and decode-only steps replay captured graphs.
 
 Which kernels are compiled follows from the same code: `engine.launch_enumeration` runs it on meta tensors.
 """

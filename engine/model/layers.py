@@ -125,7 +125,9 @@ class Linear:
         norm that reads it next, None after the last layer."""
         if ranks.size == 1:
             return self.ops.linear_add(x, self.weight, self.bias, residual, next_gain)
-        return Residual(residual.values.add_(ranks.all_reduce(self(x))))
+        part = self(x)
+        deferred = next_gain is not None and self.ops.defers_norm(len(part), self.weight)
+        return ranks.add_sum(residual, part, next_gain if deferred else None)
 
     def pack(self) -> None:
         self.weight = self.ops.pack_weight(self.weight)

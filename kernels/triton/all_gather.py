@@ -115,8 +115,8 @@ def _all_gather(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Program i exchanges items i, i + programs, …; an item is BLOCK consecutive words. Lanes after the end of
-    the message exchange zeros."""
+    """Program i exchanges items i, i + programs, …; an item is BLOCK consecutive words. Lanes after the
+    end of the message exchange zeros."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)

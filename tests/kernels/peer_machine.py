@@ -1,5 +1,5 @@
-"""Runs the kernels of `kernels.triton.all_reduce` and `all_gather` for a group of ranks on the CPU, over memory
-that delivers late.
+"""Runs the kernels of `kernels.triton.all_reduce` and `all_gather` for a group of ranks on the CPU, over
+memory that delivers late.
 
 The kernels' own Python runs on numpy arrays, one thread for each program of each rank. One thread runs at a
 time; a seed chooses which. Words that a rank stores in a peer's arena stay in flight until the seed delivers
@@ -107,8 +107,8 @@ class Call:
 
 @dataclass(eq=False)
 class Gather:
-    """An all-gather of `x [world, count]` int32 in rows of `width` words. `result [world, rows, world, width]` is
-    written."""
+    """An all-gather of `x [world, count]` int32 in rows of `width` words.
+    `result [world, rows, world, width]` is written."""
 
     x: np.ndarray
     width: int
