@@ -78,14 +78,15 @@ class _MetaMemory:
 
 
 class _EveryRank(Collectives):
-    """All ranks of a group on meta tensors, seen from `rank`. Each collective is launched for every rank,
-    because the kernels over peer memory differ between ranks."""
+    """All ranks of a group on meta tensors, seen from `rank`. A collective is launched for every rank when its
+    arguments have new shapes, because the kernels over peer memory differ between ranks."""
 
     def __init__(self, size: int, rank: int, pdl: bool) -> None:
         self.size, self.rank = size, rank
         self._each = [
             PeerRanks(UnconnectedRanks(size, each), _MetaMemory(size, each), pdl=pdl) for each in range(size)
         ]
+        self._launched: set[tuple[Any, ...]] = set()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._launch("all_reduce", tensor)
@@ -103,8 +104,13 @@ class _EveryRank(Collectives):
         return self._launch("best", values, ids)
 
     def _launch(self, name: str, *arguments: Any) -> Any:
-        results = [getattr(each, name)(*arguments) for each in self._each]
-        return results[self.rank]
+        tensors = [each.values if isinstance(each, Residual) else each for each in arguments]
+        call = (name, *(None if each is None else (each.shape, each.dtype) for each in tensors))
+        if call not in self._launched:
+            self._launched.add(call)
+            for each in self._each:
+                getattr(each, name)(*arguments)
+        return getattr(self._each[self.rank], name)(*arguments)
 
 
 class MetaReplica:

@@ -189,8 +189,8 @@ def test_two_gpus_generate_the_tokens_of_one_up_to_near_ties(
     spec = spec_of(tmp_path, kv_heads)
     on_two = spec_of(tmp_path, kv_heads, tensor_parallel_size=2)
     processes = start_ranks(2, tmp_path / "ranks", "cuda", answer_and_pass, on_two)
-    # One after the other: processes that share a GPU take turns, and ranks that wait for each other would slow
-    # down.
+    # One after the other: processes that share a GPU take turns, which slows down ranks that wait for each
+    # other.
     first, second = results(processes, tmp_path / "ranks")
     made = LocalEngine(spec)
     expected = tokens_of(made)
