@@ -78,8 +78,8 @@ class _MetaMemory:
 
 
 class _EveryRank(Collectives):
-    """All ranks of a group on meta tensors, seen from `rank`. A collective is launched for every rank when its
-    arguments have new shapes, because the kernels over peer memory differ between ranks."""
+    """All ranks of a group on meta tensors, seen from `rank`. A collective is launched for every rank when
+    its arguments have new shapes, because the kernels over peer memory differ between ranks."""
 
     def __init__(self, size: int, rank: int, pdl: bool) -> None:
         self.size, self.rank = size, rank
