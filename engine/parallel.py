@@ -155,6 +155,8 @@ class _Group(Collectives):
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
+        if self._dist.get_backend() != "nccl":
+            return  # gloo notices the death of a peer by itself
         # Aborting waits for kernels of NCCL to end, which wait for the lost peer until they are aborted.
         threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
 

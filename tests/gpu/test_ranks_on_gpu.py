@@ -182,7 +182,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 8, None], ids=["1 KV head", "2 KV heads", "8 KV heads", "demo"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, None], ids=["1-kv-head", "2-kv-heads", "8-kv-heads", "demo"])
 def test_two_gpus_generate_the_tokens_of_one_up_to_near_ties(
     kv_heads: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,7 +239,7 @@ def generate_until_lost(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
         return {"error": str(error), "lost_at": lost_at, "usable": usable}
 
 
-@pytest.mark.parametrize("kv_heads", [2, None], ids=["peer memory", "NCCL"])
+@pytest.mark.parametrize("kv_heads", [2, None], ids=["peer-memory", "nccl"])
 def test_the_death_of_a_rank_is_reported_within_a_second_and_leaves_the_gpu_usable(
     kv_heads: int | None, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -47,18 +48,11 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_go_on(
     stream, pids = begun(two_ranks), two_ranks.replica()["pids"]
     stopped_at = time.monotonic()
     os.kill(pids[1], signal.SIGSTOP)  # rank 0 waits for it inside a collective operation
-    problem(two_ranks, "demo-0", "no report")
-    assert time.monotonic() - stopped_at < 10
-    status = two_ranks.status()
-    assert status["state"] == "degraded" and "demo-0 is silent" in status["reason"]
-    with two_ranks.http() as http:
-        assert http.get("/health/ready").status_code == 503
-    assert any("demo-0: gets no new requests: no report for" in text for text in doctor(two_ranks))
-    assert two_ranks.replica()["pids"] == pids, "it was killed before its silence could be read"
+    problem(two_ranks, "demo-0", f"rank 1 (pid {pids[1]}) was stopped by a signal")
+    assert time.monotonic() - stopped_at < 30
     stream.join(120)
     assert stream.error is None and stream.text == undisturbed
-    replica = two_ranks.replica()
-    assert replica["pids"] != pids and "did not report for" in replica["last_error"]
+    assert two_ranks.replica()["pids"] != pids
     no_problem(two_ranks)
 
 
@@ -77,9 +71,18 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_replaced(
 def test_a_silent_replica_gets_no_new_requests_while_another_one_serves() -> None:
     settings = f'hang_timeout_s = 600\n[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\n'
     with configured(settings) as running:
-        stopped, other = running.status()["models"][0]["replicas"]
+
+        def replicas() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = running.status()["models"][0]["replicas"]
+            return found if all(one["state"] == "ready" for one in found) else []
+
+        stopped, other = running.wait_until(replicas, 120, "both replicas")
         os.kill(stopped["pids"][0], signal.SIGSTOP)
         problem(running, stopped["name"], "no report")
+        status = running.status()
+        assert status["state"] == "degraded" and f"{stopped['name']} is silent" in status["reason"]
+        silence = f"{stopped['name']}: gets no new requests: no report for"
+        assert any(silence in text for text in doctor(running))
         assert running.ready()
         assert all(answer(running) for _ in range(6))
         rows = running.wait_until(
