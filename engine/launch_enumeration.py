@@ -73,6 +73,9 @@ class _MetaMemory:
         calls = torch.empty(PROGRAMS, dtype=torch.int32, device=_META)
         self.arena = Arena(rank, size, addresses, calls, stop_address=_HOST_ADDRESS, items=ITEMS)
 
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=_META)] * self.arena.world
+
     def stop(self) -> None:
         return
 

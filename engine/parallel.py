@@ -26,6 +26,20 @@ class RankLost(RuntimeError):
     """A collective failed because a peer died or timed out. The group cannot be used any more."""
 
 
+class Overlap(Protocol):
+    """Sums over the ranks in the background of a pass, which is computed in two halves of its tokens."""
+
+    split: int
+    """Number of tokens of the first half."""
+
+    def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
+        """Start to compute `residual` plus the sum of `part` over the ranks. May overwrite both."""
+
+    def finish(self, half: int) -> Residual:
+        """Return the result of `start` once it is there, which the second next `start` of this half may
+        overwrite."""
+
+
 class Ranks(Protocol):
     """A group of ranks. All ranks must make the same calls in the same order."""
 
@@ -55,6 +69,13 @@ class Ranks(Protocol):
         values: [rows] float32. ids: [rows] int64 below 2³¹. The result is BAD_TOKEN in a row with a NaN, or
         whose largest value is infinite.
         """
+
+    def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve the memory of `overlap` for passes of up to `tokens` tokens, where it pays."""
+
+    def overlap(self, tokens: int) -> Overlap | None:
+        """Return how the ranks sum in the background of a pass, or None for a pass for which that does not
+        pay."""
 
     def abandon(self, reason: str) -> None:
         """End all waiting for peers, now and in every later collective: a peer was lost. Results of
@@ -96,6 +117,12 @@ class Collectives:
         winner = values.argmax(dim=0, keepdim=True)
         finite = values.gather(0, winner)[0].isfinite()
         return torch.where(finite, ids.gather(0, winner)[0].long(), BAD_TOKEN)
+
+    def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        return
+
+    def overlap(self, tokens: int) -> Overlap | None:
+        return None
 
     def abandon(self, reason: str) -> None:
         self._lost_reason = self._lost_reason or reason
@@ -182,13 +209,23 @@ def single() -> Ranks:
     return _Single()
 
 
-def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_seconds: float = 60.0) -> Ranks:
+def join(
+    size: int,
+    rank: int,
+    rendezvous_path: str,
+    backend: str,
+    *,
+    timeout_seconds: float = 60.0,
+    overlap_from: int | None = None,
+) -> Ranks:
     """Find the other ranks through a file and return their group; `single()` for size 1.
 
     rendezvous_path: a file that does not exist yet, the same for all ranks, on a local file system. backend:
     "gloo" (CPU; uses the loopback interface unless GLOO_SOCKET_IFNAME is set) or "nccl" (CUDA; the rank's
     device must be the current one). timeout_seconds: how long a rank waits for the others, here and in each
-    collective. gloo also notices the death of a peer at once, by its closed connection.
+    collective. gloo also notices the death of a peer at once, by its closed connection. overlap_from: the
+    number of tokens of a pass from which GPUs that can map each other's memory sum in its background; None:
+    never.
 
     Raises RankLost if the other ranks do not arrive in time, ValueError for invalid arguments.
     """
@@ -221,10 +258,10 @@ def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_se
             f"({str(error).splitlines()[0]})"
         ) from error
     group = _Group(size, rank)
-    return group if device is None else _connect(group, device)
+    return group if device is None else _connect(group, device, overlap_from)
 
 
-def _connect(group: _Group, device: torch.device) -> Ranks:
+def _connect(group: _Group, device: torch.device, overlap_from: int | None) -> Ranks:
     """Return ranks that use peer memory if every GPU of the group can map the memory of every other one."""
     devices = group.all_gather_stack(torch.tensor([device.index], device=device)).view(-1).tolist()
     reached = all(
@@ -241,4 +278,4 @@ def _connect(group: _Group, device: torch.device) -> Ranks:
     from engine.peer_memory import PeerMemory
     from engine.peer_ranks import PeerRanks
 
-    return PeerRanks(group, PeerMemory(group.rank, group.size))
+    return PeerRanks(group, PeerMemory(group.rank, group.size), overlap_from=overlap_from)

@@ -38,8 +38,22 @@ class PeerMemory:
             stop_address=self._stop.data_ptr(),
             items=ITEMS,
         )
+        self._allocated: list[tuple[torch.Tensor, Any]] = []
         torch.cuda.synchronize()
         dist.barrier()
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Make a buffer on every rank and return those of all ranks, mapped on this rank's device. All ranks
+        must call it at the same time."""
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        own = symmetric.empty(shape, dtype=dtype, device=device)
+        assert dist.group.WORLD is not None
+        handle = symmetric.rendezvous(own, dist.group.WORLD)
+        self._allocated.append((own, handle))
+        return [handle.get_buffer(peer, shape, dtype) for peer in range(self.arena.world)]
 
     def stop(self) -> None:
         """End all waiting for peers on this rank's GPU, now and in every later call: a peer was lost. The

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from engine.parallel import Collectives, Ranks
+from engine.parallel import Collectives, Overlap, Ranks
+from engine.peer_overlap import PeerOverlap, make_overlap
 from kernels import DeferredNorm, Residual
 from kernels.triton import all_gather, all_reduce
 from kernels.triton.peer_arena import Arena
@@ -17,6 +19,11 @@ _TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
 2 × H200 (docs/performance.md). Four and eight: where the time that two-shot saves on an NVLink of 373 GB/s,
 (n - 1)(1 - 2 / n) × size / bandwidth, equals the 2.5 µs of its second exchange."""
 
+OVERLAP_FROM_TOKENS = 4096
+"""The number of tokens of a pass from which sums in its background are faster, for 70B shapes on 2 × H200
+(docs/parallel.md)."""
+_SPLIT_TOKENS = 256
+"""The first half of a pass has a multiple of this number of tokens, at which GEMMs waste no tile."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes that are gathered through peer memory, where only the sign of a zero may be lost."""
 
@@ -28,19 +35,31 @@ class Memory(Protocol):
 
     def stop(self) -> None: ...
 
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[torch.Tensor]: ...
+
 
 class PeerRanks(Collectives):
     """One of several ranks, which use peer memory for the messages that fit.
 
     group: the collectives for all other messages. pdl: whether the GPU supports programmatic dependent
-    launch; None: look it up.
+    launch; None: look it up. overlap_from: the number of tokens of a pass from which sums run in its
+    background; None: never.
     """
 
-    def __init__(self, group: Ranks, memory: Memory, *, pdl: bool | None = None) -> None:
+    def __init__(
+        self,
+        group: Ranks,
+        memory: Memory,
+        *,
+        pdl: bool | None = None,
+        overlap_from: int | None = None,
+    ) -> None:
         self.size, self.rank = group.size, group.rank
         self._group = group
         self._memory = memory
         self._arena = memory.arena
+        self._overlap_from = overlap_from
+        self._overlap: PeerOverlap | None = None
         self._pdl = torch.cuda.get_device_capability() >= (9, 0) if pdl is None else pdl
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,6 +106,22 @@ class PeerRanks(Collectives):
         if not all_gather.best_fits(len(values)):
             return self._group.best(values, ids)
         return all_gather.best_of_ranks(values, ids, self._arena, pdl=self._pdl)
+
+    def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        rows = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
+        if self._overlap_from is None or tokens < self._overlap_from or _SPLIT_TOKENS % self.size:
+            return
+        self._overlap = make_overlap(self._arena, rows, hidden, dtype, device, self._memory.allocate)
+
+    def overlap(self, tokens: int) -> Overlap | None:
+        overlap = self._overlap
+        if overlap is None or self._overlap_from is None or tokens < self._overlap_from:
+            return None
+        split = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
+        if split > overlap.max_rows or (tokens - split) % self.size:
+            return None
+        overlap.split = split
+        return overlap
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)

@@ -95,6 +95,10 @@ class ModelRunner:
                 fp8=self.weights == FP8,
                 kv_fp8=self.kv_cache_dtype == FP8,
             )
+            # Before the KV pool is sized, which gets the memory that is left.
+            ranks.prepare_overlap(
+                spec.max_num_batched_tokens, self.config.hidden_size, self.decoder.dtype, self.device
+            )
             self._barrier()  # every rank must measure free memory before any rank fills it
             self._load(progress)
             self._sampler = Sampler(

@@ -30,12 +30,15 @@ def best_fits(rows: int) -> bool:
     return 0 < rows <= PROGRAMS * _WARP_WORDS
 
 
-def all_gather(x: torch.Tensor, width: int, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
+def all_gather(
+    x: torch.Tensor, width: int, arena: Arena, *, pdl: bool = True, fence: bool = False
+) -> torch.Tensor:
     """Return the words of all ranks.
 
     x: [count] int32, contiguous, the same count on every rank. width: number of words of a row. Returns
     [rows, world, width] int32, where rows is count / width. The value EMPTY_WORD arrives as 0, so words that
-    represent floats lose at most the sign of a zero.
+    represent floats lose at most the sign of a zero. fence: whether everything that a rank wrote before in
+    its stream, in any memory, is visible to the others afterwards.
     Raises ValueError where `fits` is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
@@ -60,6 +63,7 @@ def all_gather(x: torch.Tensor, width: int, arena: Arena, *, pdl: bool = True) -
         BLOCK=block,
         REGION_BLOCK=REGION_BLOCK,
         WARPS=block // _WARP_WORDS,
+        FENCE=fence,
         PDL=pdl,
         num_warps=block // _WARP_WORDS,
         launch_pdl=pdl,
@@ -113,6 +117,7 @@ def _all_gather(
     BLOCK: gl.constexpr,
     REGION_BLOCK: gl.constexpr,
     WARPS: gl.constexpr,
+    FENCE: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Program i exchanges items i, i + programs, …; an item is BLOCK consecutive words. Lanes after the
@@ -126,6 +131,8 @@ def _all_gather(
     if PDL:
         signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
         signal("griddepcontrol.wait; mov.u32 $0, 0;")
+    if FENCE:
+        signal("fence.acq_rel.sys; mov.u32 $0, 0;")
     call = gl.load(calls + program)
     source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
     half = (program.to(gl.int64) * 2 + (call & 1)) * (WORLD * source_bytes)
@@ -158,6 +165,8 @@ def _all_gather(
             gl.store(result + to, words, mask=index < count)
         item += programs
         place += 1
+    if FENCE:
+        signal("fence.acq_rel.sys; mov.u32 $0, 0;")
     gl.store(calls + program, call + 1)
 
 

@@ -151,3 +151,20 @@ def test_messages_larger_than_the_arena_are_refused() -> None:
     assert not all_gather.fits(arena.max_words + 1, arena)
     with pytest.raises(ValueError, match=r"a message of \d+ words does not fit an arena of \d+ words"):
         all_gather.all_gather(torch.empty(arena.max_words + 1, dtype=torch.int32, device="meta"), 1, arena)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "split"), [(4095, None), (4096, 2048), (4352, 2304), (8192, 4096), (8193, None), (4097, None)]
+)
+def test_long_passes_are_split_where_every_rank_owns_as_many_rows(tokens: int, split: int | None) -> None:
+    ranks = PeerRanks(WatchedGroup(2), _MetaMemory(2, 0), pdl=True, overlap_from=4096)
+    assert ranks.overlap(tokens) is None, "no memory was reserved"
+    ranks.prepare_overlap(8192, 1024, torch.bfloat16, torch.device("meta"))
+    overlap = ranks.overlap(tokens)
+    assert (None if overlap is None else overlap.split) == split
+
+
+def test_passes_are_not_split_unless_asked_for() -> None:
+    ranks, _ = made()
+    ranks.prepare_overlap(8192, 1024, torch.bfloat16, torch.device("meta"))
+    assert ranks.overlap(8192) is None

@@ -27,6 +27,7 @@ def launch() -> None:
         all_reduce.all_reduce_add(
             x, x, arena, two_shot=False, gain=empty(1024), scaled=empty(3, 1024), squares=squares
         )
+        all_gather.all_gather(empty(1, dtype=torch.int32), 1, arena, pdl=False, fence=True)
         for words in (5, 100_000):
             all_gather.all_gather(empty(words, dtype=torch.int32), words, arena)
         all_gather.best_of_ranks(empty(5, dtype=torch.float32), empty(5, dtype=torch.int64), arena)

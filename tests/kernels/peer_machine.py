@@ -131,7 +131,7 @@ class Gather:
 
     @property
     def constants(self) -> dict[str, Any]:
-        return {"BLOCK": self.block}
+        return {"BLOCK": self.block, "FENCE": False}
 
     def arguments(self, rank: int) -> list[Any]:
         return [_Pointer(self.x[rank]), _Pointer(self.result[rank].reshape(-1))]
