@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from engine import peer_ranks
 from engine.device_tables import Padding, SlotTables
 from engine.graphs import DecodeGraphs
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import TORCH_DTYPES, Decoder
-from engine.parallel import Collectives, Ranks, single
+from engine.parallel import Collectives, Overlap, Ranks, single
 from engine.peer_memory import ITEMS
 from engine.peer_ranks import PeerRanks
 from engine.prompt_graphs import PromptGraphs
@@ -87,7 +88,13 @@ class _EveryRank(Collectives):
     def __init__(self, size: int, rank: int, pdl: bool) -> None:
         self.size, self.rank = size, rank
         self._each = [
-            PeerRanks(UnconnectedRanks(size, each), _MetaMemory(size, each), pdl=pdl) for each in range(size)
+            PeerRanks(
+                UnconnectedRanks(size, each),
+                _MetaMemory(size, each),
+                pdl=pdl,
+                overlap_from=peer_ranks.OVERLAP_FROM_TOKENS,
+            )
+            for each in range(size)
         ]
         self._launched: set[tuple[Any, ...]] = set()
 
@@ -105,6 +112,17 @@ class _EveryRank(Collectives):
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return self._launch("best", values, ids)
+
+    def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        for each in self._each:
+            each.prepare_overlap(tokens, hidden, dtype, device)
+
+    def overlap(self, tokens: int) -> Overlap | None:
+        found = [each.overlap(tokens) for each in self._each]
+        for overlap in found:
+            if overlap is not None:
+                overlap.barrier()
+        return found[self.rank]
 
     def _launch(self, name: str, *arguments: Any) -> Any:
         tensors = [each.values if isinstance(each, Residual) else each for each in arguments]
@@ -143,6 +161,7 @@ class MetaReplica:
             fp8=served.fp8,
             kv_fp8=served.kv_fp8,
         )
+        decoder.ranks.prepare_overlap(served.max_num_batched_tokens, config.hidden_size, decoder.dtype, _META)
         self._sizes = Padding(_sizes(served.max_num_batched_tokens), _sizes(served.max_num_seqs))
         shard = decoder.shard
         self._sampler = Sampler(

@@ -225,7 +225,7 @@ def join(
     device must be the current one). timeout_seconds: how long a rank waits for the others, here and in each
     collective. gloo also notices the death of a peer at once, by its closed connection. overlap_from: the
     number of tokens of a pass from which GPUs that can map each other's memory sum in its background; None:
-    never.
+    `engine.peer_ranks.OVERLAP_FROM_TOKENS`.
 
     Raises RankLost if the other ranks do not arrive in time, ValueError for invalid arguments.
     """
@@ -276,6 +276,7 @@ def _connect(group: _Group, device: torch.device, overlap_from: int | None) -> R
         return group
     # Imported here because they load Triton, which a CPU does not need.
     from engine.peer_memory import PeerMemory
-    from engine.peer_ranks import PeerRanks
+    from engine.peer_ranks import OVERLAP_FROM_TOKENS, PeerRanks
 
+    overlap_from = OVERLAP_FROM_TOKENS if overlap_from is None else overlap_from
     return PeerRanks(group, PeerMemory(group.rank, group.size), overlap_from=overlap_from)

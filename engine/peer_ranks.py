@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from engine.parallel import Collectives, Overlap, Ranks
+from engine.parallel import Collectives, Ranks
 from engine.peer_overlap import PeerOverlap, make_overlap
 from kernels import DeferredNorm, Residual
 from kernels.triton import all_gather, all_reduce
@@ -19,9 +19,9 @@ _TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
 2 × H200 (docs/performance.md). Four and eight: where the time that two-shot saves on an NVLink of 373 GB/s,
 (n - 1)(1 - 2 / n) × size / bandwidth, equals the 2.5 µs of its second exchange."""
 
-OVERLAP_FROM_TOKENS = 4096
-"""The number of tokens of a pass from which sums in its background are faster, for 70B shapes on 2 × H200
-(docs/parallel.md)."""
+OVERLAP_FROM_TOKENS: int | None = None
+"""The number of tokens of a pass from which replicas sum in its background; None: never, since only a
+prototype of it has been measured on GPUs (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
 """The first half of a pass has a multiple of this number of tokens, at which GEMMs waste no tile."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -113,7 +113,7 @@ class PeerRanks(Collectives):
             return
         self._overlap = make_overlap(self._arena, rows, hidden, dtype, device, self._memory.allocate)
 
-    def overlap(self, tokens: int) -> Overlap | None:
+    def overlap(self, tokens: int) -> PeerOverlap | None:
         overlap = self._overlap
         if overlap is None or self._overlap_from is None or tokens < self._overlap_from:
             return None

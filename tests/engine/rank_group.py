@@ -55,12 +55,19 @@ class RankEngine(LocalEngine):
 class Member:
     """One rank of a group, in its process."""
 
-    def __init__(self, rank: int, size: int, folder: Path, device: str) -> None:
+    def __init__(
+        self, rank: int, size: int, folder: Path, device: str, overlap_from: int | None = None
+    ) -> None:
         self.rank, self.size, self.folder = rank, size, folder
         kind = select_device(device, rank, size).type
         backend = "nccl" if kind == "cuda" else "gloo"
         self.ranks: Ranks = parallel.join(
-            size, rank, str(folder / "meeting"), backend, timeout_seconds=START_TIMEOUT_S
+            size,
+            rank,
+            str(folder / "meeting"),
+            backend,
+            timeout_seconds=START_TIMEOUT_S,
+            overlap_from=overlap_from,
         )
         self.peers = self._connect()
 
@@ -98,13 +105,17 @@ class Member:
 Work = Callable[..., Any]
 
 
-def start_ranks(size: int, folder: Path, device: str, work: Work, *arguments: Any) -> list[BaseProcess]:
+def start_ranks(
+    size: int, folder: Path, device: str, work: Work, *arguments: Any, overlap_from: int | None = None
+) -> list[BaseProcess]:
     """Start `work(member, *arguments)` on each rank. `results` returns what it returned."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
-        context.Process(target=_enter, args=(rank, size, folder, device, work, arguments), daemon=True)
+        context.Process(
+            target=_enter, args=(rank, size, folder, device, overlap_from, work, arguments), daemon=True
+        )
         for rank in range(size)
     ]
     for process in processes:
@@ -125,9 +136,17 @@ def results(processes: list[BaseProcess], folder: Path, timeout_s: float = START
     return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
 
 
-def _enter(rank: int, size: int, folder: Path, device: str, work: Work, arguments: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int,
+    size: int,
+    folder: Path,
+    device: str,
+    overlap_from: int | None,
+    work: Work,
+    arguments: tuple[Any, ...],
+) -> None:
     if device == "cpu":
         torch.set_num_threads(1)
-    result = work(Member(rank, size, folder, device), *arguments)
+    result = work(Member(rank, size, folder, device, overlap_from), *arguments)
     torch.save(result, folder / f"result-{rank}.pt")
     os._exit(0)  # a normal exit could block on threads of torch.distributed

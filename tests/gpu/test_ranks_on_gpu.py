@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from engine.generate import LocalEngine
 from engine.messages import BLOCK_TOKENS, ReplicaSpec, SamplingParams
@@ -215,6 +216,48 @@ def test_two_gpus_generate_the_tokens_of_one_up_to_near_ties(
     made.close()
     with capsys.disabled():
         print(f"\n{len(gaps)} of {len(prompts)} answers part, at gaps of at most {max(gaps, default=0):.4f}")
+
+
+# ── long prompts ─────────────────────────────────────────────────────────────────────────────────────
+
+LONG = [[(7 * place + 13 * start) % 900 + 3 for place in range(1900 + start)] for start in range(2)]
+"""Prompts of one pass, the second of which is split."""
+
+
+@torch.inference_mode()
+def long_passes(runner: ModelRunner) -> list[torch.Tensor]:
+    """Return the hidden states of the last tokens of LONG from ten passes over the same blocks."""
+    plan = plan_of(LONG)
+    runner.steps.tables.apply(plan)
+    found = []
+    for _ in range(10):
+        batch = runner.steps.tables.step_batch(plan)
+        found.append(runner.decoder.forward(batch.forward, runner.steps.kv)[:2].float().cpu())
+    return found
+
+
+def halved_passes(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
+    runner = member.runner(spec)
+    tokens = sum(map(len, LONG))
+    return {"halved": member.ranks.overlap(tokens + tokens % 2) is not None, "hidden": long_passes(runner)}
+
+
+def test_passes_in_halves_compute_what_one_gpu_computes_with_equal_bits_each_time(tmp_path: Path) -> None:
+    changes = {"max_num_batched_tokens": 4096, "max_model_len": 4096}
+    spec = spec_of(tmp_path, 2, **changes)
+    config = SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # Passes of up to 1,024 tokens are captured, and are not split.
+    on_two = ReplicaSpec(**{**structs.asdict(spec), "tensor_parallel_size": 2})
+    processes = start_ranks(2, tmp_path / "ranks", "cuda", halved_passes, on_two, overlap_from=2048)
+    first, second = results(processes, tmp_path / "ranks")
+    made = LocalEngine(spec)
+    expected = long_passes(made.runner)[0]
+    made.close()
+    assert first["halved"] and second["halved"]
+    for found in (*first["hidden"], *second["hidden"]):
+        assert torch.equal(found, first["hidden"][0])
+    assert apart(first["hidden"][0], expected) < ALLOWED
 
 
 # ── a death ──────────────────────────────────────────────────────────────────────────────────────────
