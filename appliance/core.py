@@ -21,7 +21,7 @@ from appliance.service import Service
 from appliance.settings import Flags, Loaded, SettingsError, read_settings
 from appliance.state import opened
 from appliance.systemd import Manager
-from engine.client import ReplicaGroup
+from engine.client import ReplicaGroup, return_freed_memory
 from store.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def run(flags: Flags) -> int:
 
     # The service manager's watchdog ends a process that hangs with SIGABRT: its log then says where it hung.
     faulthandler.enable()
+    return_freed_memory()
 
     def read() -> Loaded:
         return read_settings(flags)

@@ -31,7 +31,7 @@ def current_problems(
     log: LogState,
     clock_jump_s: float,
 ) -> list[CurrentProblem]:
-    """Return everything that is wrong now."""
+    """Return all problems that the service has now."""
     return [
         *(problem for model in models for problem in _model(model)),
         *(problem for front in fronts for problem in _front(front)),
@@ -47,7 +47,7 @@ def _model(model: ModelStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=f"model {model.name}",
             what=f"failed: {model.detail}",
-            remedy="correct what the message names; the service tries again by itself",
+            remedy="correct the cause that the message names; the service then retries automatically",
         )
     for replica in model.replicas:
         yield from _replica(replica)
@@ -65,7 +65,7 @@ def _replica(replica: ReplicaStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=replica.name,
             what=f"{replica.state}, {replica.detail}: {replica.last_error}",
-            remedy="correct what the message names; the service tries again by itself",
+            remedy="correct the cause that the message names; the service then retries automatically",
         )
 
 
@@ -74,7 +74,7 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=front.name,
             what=f"{front.detail}: {front.last_error}",
-            remedy="see the log; the service tries again by itself",
+            remedy="see the log; the service retries automatically",
         )
     elif front.state == "ready" and front.detail:
         yield CurrentProblem(
@@ -86,7 +86,7 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=front.name,
             what=f"model {model!r} cannot be used: {why}",
-            remedy="correct the files of the model; the service tries again by itself",
+            remedy="correct the files of the model; the service then retries automatically",
         )
 
 
@@ -96,14 +96,15 @@ def _database(database: DatabaseStatus) -> Iterator[CurrentProblem]:
     if database.last_error is not None:
         yield CurrentProblem(
             where=name,
-            what=f"refuses writes for {database.failing_s:.0f} s, {waiting}: {database.last_error}",
-            remedy="requests are served meanwhile; correct what the message names, the rows are written then",
+            what=f"has refused writes for {database.failing_s:.0f} s; {waiting}: {database.last_error}",
+            remedy="correct the cause that the message names; until then requests are served, and rows wait "
+            "in memory",
         )
     elif database.stalled_s > _STALLED_S:
         yield CurrentProblem(
             where=name,
-            what=f"a write has taken {database.stalled_s:.0f} s, {waiting}",
-            remedy="look for a disk that does not answer, or a program that has locked the file",
+            what=f"a write has taken {database.stalled_s:.0f} s so far; {waiting}",
+            remedy="check whether the disk answers, and whether another program has locked the file",
         )
 
 
@@ -112,14 +113,14 @@ def _audit(audit: AuditStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where="audit",
             what=audit.last_error,
-            remedy="correct what the message names; entries wait in the spool meanwhile",
+            remedy="correct the cause that the message names; until then entries wait in the spool",
         )
     elif audit.spooled:
         places = " and ".join([*audit.places, *(["memory"] if audit.in_memory else [])])
         yield CurrentProblem(
             where="audit",
             what=f"{audit.spooled:,} entries wait in {places}",
-            remedy="correct the problem of control.db; the entries come into the chain then",
+            remedy="correct the problem of control.db; the entries are then added to the chain",
         )
 
 
@@ -127,9 +128,10 @@ def _clock(jump_s: float) -> Iterator[CurrentProblem]:
     if jump_s:
         yield CurrentProblem(
             where="clock",
-            what=f"the time of day was set by {jump_s / 3600:+,.1f} hours: nothing is removed from the logs",
-            remedy="if the time is wrong now, set it back (timedatectl); if it is right, nothing: after a "
-            "day what is too old is removed again",
+            what=f"the time of day was changed by {jump_s / 3600:+,.1f} hours, so nothing is removed "
+            "from the logs",
+            remedy="if the time is wrong now, set it back (timedatectl); if it is right, wait: after a day "
+            "old entries are removed again",
         )
 
 
@@ -137,7 +139,7 @@ def _log(log: LogState) -> Iterator[CurrentProblem]:
     if log.stalled_s > _STALLED_S:
         yield CurrentProblem(
             where="log",
-            what=f"nobody has read standard error for {log.stalled_s:.0f} s, "
-            f"{log.dropped_lines:,} lines of the log are lost",
+            what=f"standard error has not been read for {log.stalled_s:.0f} s; "
+            f"{log.dropped_lines:,} log lines are lost",
             remedy="resume the program that reads the log: a stopped terminal, a pipe or journald",
         )

@@ -32,5 +32,4 @@ def configure_logging(level: str, process: str = "") -> None:
     root.setLevel(level.upper())
     # Heads of the audit chain are logged at every level: the journal's copy proves that the chain is whole.
     logging.getLogger("store.heads").setLevel(logging.INFO)
-    for chatty in ("asyncio", "httpx"):
-        logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+    logging.getLogger("asyncio").setLevel(max(logging.WARNING, root.level))

@@ -70,32 +70,38 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     whole: bool = True
 
 
+_Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+_Connections = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a front takes from a client."""
 
-    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2 << 20
+    max_body_bytes: _Bytes = 2 << 20
     """The longest body; a longer one is refused with 413. 131,072 tokens of text have about 1 MB. Parsing
     blocks the other requests of a front for up to 20 ms for each MB."""
-    header_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    header_timeout_s: _PositiveSeconds = 10.0
     """A request's header must arrive within this, or is refused with 408."""
-    body_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    body_timeout_s: _PositiveSeconds = 30.0
     """A request's body must arrive within this after the header, or is refused with 408."""
-    idle_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 75.0
+    idle_timeout_s: _PositiveSeconds = 75.0
     """An idle keep-alive connection is closed after this."""
-    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    max_connections: _Connections = 4096
     """Connections of known clients in each front: local users of the Unix socket, and clients that have sent
     a valid key. Beyond, the one that has been idle longest is closed, or else the new one gets 503."""
-    max_unauthenticated_connections: Annotated[int, msgspec.Meta(ge=1)] = 256
+    max_unauthenticated_connections: _Connections = 256
     """Connections in each front that have not yet sent a request with a valid key. Beyond, the one that has
     waited longest is closed."""
-    unauthenticated_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    unauthenticated_timeout_s: _PositiveSeconds = 10.0
     """Such a connection is closed when it sends no request for this long; it shortens the other timeouts."""
-    max_tenant_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 32 << 20
+    max_tenant_body_bytes: _Bytes = 32 << 20
     """All request bodies of one tenant that a front holds at a time; one beyond is refused with 503. One body
     of `max_body_bytes` is always possible."""
-    max_front_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 << 20
+    max_front_body_bytes: _Bytes = 64 << 20
     """All request bodies that a front holds at a time; one beyond is refused with 503."""
-    stream_comment_interval_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
+    stream_comment_interval_s: _Seconds = 5.0
     """A stream that waits for its first token gets a comment (a line that clients skip) this often, so that
     proxies keep its connection; its headers are sent after half a second at most. 0: no comments, and the
     headers are sent with the first token."""
@@ -107,11 +113,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a front treats requests with an `Idempotency-Key`."""
 
-    keep_s: Annotated[float, msgspec.Meta(ge=0)] = 600.0
+    keep_s: _Seconds = 600.0
     """For how long the answer of a run that ended is kept."""
-    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
-    """For how long a run goes on that nobody waits for."""
-    max_bytes: Annotated[int, msgspec.Meta(ge=0)] = 64 << 20
+    grace_s: _Seconds = 30.0
+    """How long a run continues after its last client has left."""
+    max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
     """The most memory for answers, in each front."""
 
 
@@ -381,8 +387,8 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
     """Prompts and answers of a request that ran, to be kept as its tenant's log policy says. One file
-    descriptor travels with it: a memfd with a list of `KeptPart` in msgpack, so that nobody reads texts who
-    only passes them on."""
+    descriptor travels with it: a memfd with a list of `KeptPart` in msgpack. The core passes it on without
+    reading it."""
 
     request_id: str
     identity: Identity
@@ -426,6 +432,8 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Connections since the start that were closed, or answered 503, because no place was free."""
     evicted_connections: int = 0
     """Connections without a valid key since the start that were closed to make room for others."""
+    cut_off_connections: int = 0
+    """Connections since the start that were closed because their clients did not take the answers."""
     refused_bodies: int = 0
     """Requests since the start that were refused because bodies of too many bytes were under way."""
     streams: int
@@ -449,9 +457,9 @@ class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True)
     """Of models whose chat templates exceeded their bounds since the start: how often, and what the latest
     exceeded. Such a model is served none the less."""
     log_dropped_lines: int = 0
-    """Lines of the log that were dropped since the start because nobody read standard error."""
+    """Lines of the log that were dropped since the start because standard error was not read."""
     configured: int = 0
-    """`serial` of the last `Configure` that holds for whoever asks this front."""
+    """`serial` of the last `Configure` that this front has applied."""
 
 
 CoreToFront = (

@@ -30,8 +30,8 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
 
     `option` is the command-line option that names another directory; `service` are users whom another
     directory of the service has shown to be trusted. Raises UntrustedError for a symbolic
-    link, a directory that other users can write, and an owner who is not trusted. Of a directory that does
-    not exist nobody can answer: root and the caller are trusted.
+    link, a directory that other users can write, and an owner who is not trusted. No process can listen
+    in a directory that does not exist: then root and the caller are trusted.
     """
     uids = _given_uids() | service
     try:
@@ -58,8 +58,8 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
 
 
 def check_file(path: Path, uids: frozenset[int]) -> None:
-    """Raise UntrustedError if `path` exists and is not a regular file of one of these users that nobody else
-    can write."""
+    """Raise UntrustedError if `path` exists and is not a regular file of one of these users that no other
+    user can write."""
     try:
         found = path.lstat()
     except OSError:
@@ -120,8 +120,8 @@ def _uid_of(name: str) -> int:
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:
     """Whether only these users can have put `path` where it is: every directory above belongs to one of them,
-    and nobody else can write there. /tmp is not such a directory, although its sticky bit protects what is in
-    it: anybody may have been the first."""
+    and no other user can write there. /tmp is not such a directory: its sticky bit protects existing entries,
+    but any user may have created them."""
     for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
         try:
             found = parent.stat()

@@ -35,6 +35,8 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     """Connections since the front started that were refused because no place was free."""
     evicted_connections: int = 0
     """Connections without a valid key that were closed, since the front started, to make room for others."""
+    cut_off_connections: int = 0
+    """Connections since the front started that were closed because their clients did not take the answers."""
     refused_bodies: int = 0
     """Requests since the front started that were refused because too many bytes of bodies were under way."""
     streams: int = 0
@@ -52,7 +54,7 @@ class FrontStatus(msgspec.Struct, kw_only=True):
     dropped_texts: int = 0
     """Requests since the front started whose texts were not kept, because too much waited."""
     log_dropped_lines: int = 0
-    """Lines of its log that were dropped since it started because nobody read standard error."""
+    """Lines of its log that were dropped since it started because standard error was not read."""
     problems: dict[str, str] = {}
     """Why it cannot serve a model, by the model's name."""
     restarts: int = 0
@@ -111,7 +113,7 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     generated_tokens: int = 0
     log_dropped_lines: int = 0
-    """Lines of rank 0's log that were dropped since it started because nobody read standard error."""
+    """Lines of rank 0's log that were dropped since it started because standard error was not read."""
     last_report_s: float | None = None
     """Seconds since the last report."""
     restarts: int = 0
@@ -197,7 +199,7 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float
-    """Of a request that comes now, by the measured rates; 0 where nobody knows."""
+    """Of a request that comes now, by the measured rates; 0 where they are not known."""
     target_s: float | None
     """None for P3."""
 
@@ -327,7 +329,7 @@ class Status(msgspec.Struct, kw_only=True):
     databases: list[DatabaseStatus]
     audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
     log_dropped_lines: int = 0
-    """Lines of the core's log that were dropped since the start because nobody read standard error."""
+    """Lines of the core's log that were dropped since the start because standard error was not read."""
     current_problems: list[CurrentProblem] = []
     """What is wrong now; `doctor` reports the same list."""
     problems: list[Problem]

@@ -35,14 +35,21 @@ class RefusalWatch:
         if report.refused_connections > (last.refused_connections if last else 0):
             yield (
                 "connections",
-                f"connections are refused: all {report.max_connections:,} are in use; raise "
-                f"limits.max_connections, the number of fronts, or the limit of open files (ulimit -n)",
+                f"connections are refused: all {report.max_connections:,}, or all that one tenant may have, "
+                f"are in use; raise limits.max_connections, the number of fronts, or the limit of open files "
+                f"(ulimit -n)",
             )
         if report.evicted_connections > (last.evicted_connections if last else 0):
             yield (
                 "evictions",
                 "connections without a valid key reached limits.max_unauthenticated_connections: the oldest "
                 "are closed",
+            )
+        if report.cut_off_connections > (last.cut_off_connections if last else 0):
+            yield (
+                "cut off",
+                "connections were closed because their clients did not take the answers: the front's log "
+                "names addresses",
             )
         if report.refused_bodies > (last.refused_bodies if last else 0):
             yield (

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from engine.launch import ReplicaGroup, module_command, module_environment
 from engine.messages import Cancel, Output, StepFrame, Submit
+from engine.process_memory import return_freed_memory
 from engine.wire import MAX_BACKLOG_BYTES, Channel, socketpair
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ReplicaGroup",
     "module_command",
     "module_environment",
+    "return_freed_memory",
     "socketpair",
 ]
 

@@ -34,6 +34,16 @@ class LaunchedStep(Protocol):
         ...
 
 
+class PlanChannels(Protocol):
+    """Sends plans to the other ranks (`engine.plan_channel.PlanSender`)."""
+
+    def send(self, plan: StepPlan) -> None:
+        """Hand a plan over to every other rank without waiting. Raises RankLost if a rank is lost."""
+
+    def flush(self, step: int) -> None:
+        """Wait until the plans up to `step` are written. Raises RankLost if a rank is lost."""
+
+
 class StepRunner(Protocol):
     """Executes plans strictly in the order in which they are launched."""
 
@@ -50,6 +60,8 @@ class StepTiming:
     idle_us: float
     """Time for which the device was idle before the step while a sequence waited for it. 0 if every sequence
     of the step arrived after the previous step was planned: the device may then have had nothing to do."""
+    plan_us: float = 0.0
+    """Time that the step loop spent to send the plan to the other ranks, waits included."""
 
     @property
     def mixed(self) -> bool:
@@ -78,6 +90,7 @@ class _InFlight:
     scheduled: ScheduledStep
     launched: LaunchedStep
     began: float
+    plan_us: float
 
 
 class EngineCore:
@@ -85,11 +98,19 @@ class EngineCore:
 
     Submissions are added to and cancelled on `scheduler` directly. With `overlap`, each step is launched
     before the tokens of the previous one are read, so that the device has work while the host reads, plans
-    and sends.
+    and sends. With several ranks, `plans` sends each plan to the other ranks.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        *,
+        overlap: bool = True,
+        plans: PlanChannels | None = None,
+    ) -> None:
         self.scheduler = scheduler
+        self.plans = plans
         self.before_wait: Callable[[StepPlan], None] | None = None
         """Called with the plan of each step before the loop waits for its end."""
         self._runner = runner
@@ -113,8 +134,9 @@ class EngineCore:
         if scheduled is not None:
             # The step begins with its first kernel: launching a step with prompts takes the host 15 to 20 ms.
             began = time.perf_counter()
+            plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)
-            self._in_flight.append(_InFlight(scheduled, launched, began))
+            self._in_flight.append(_InFlight(scheduled, launched, began, plan_us))
         timing = None
         if self._in_flight and (scheduled is None or len(self._in_flight) > self._steps_ahead):
             oldest = self._in_flight.popleft()
@@ -125,7 +147,21 @@ class EngineCore:
         before, self._credits = self._credits, self._granted()
         return StepResult(self._collected, outputs, finished, self._credits != before, timing)
 
+    def _send(self, plan: StepPlan) -> float:
+        """Send a plan to the other ranks. Returns the µs that this took."""
+        if self.plans is None:
+            return 0.0
+        began = time.perf_counter()
+        self.plans.send(plan)
+        return 1e6 * (time.perf_counter() - began)
+
     def _collect(self, oldest: _InFlight) -> StepTiming:
+        plan_us = oldest.plan_us
+        if self.plans is not None:
+            # The other ranks cannot finish the step without the whole plan.
+            began = time.perf_counter()
+            self.plans.flush(oldest.scheduled.plan.step)
+            plan_us += 1e6 * (time.perf_counter() - began)
         tokens = oldest.launched.wait()
         now = time.perf_counter()
         step_ms = 1e3 * (now - max(oldest.began, self._collected_at))
@@ -133,7 +169,7 @@ class EngineCore:
         self._collected = oldest.scheduled.plan.step
         self.scheduler.collect(oldest.scheduled, tokens)
         idle_us = oldest.launched.host_gap_us if oldest.scheduled.had_work else 0.0
-        return StepTiming(oldest.scheduled.plan, step_ms, idle_us)
+        return StepTiming(oldest.scheduled.plan, step_ms, idle_us, plan_us)
 
     def _granted(self) -> tuple[int, int]:
         return self.scheduler.accounting.credit_seqs, self.scheduler.accounting.credit_tokens

@@ -1,11 +1,14 @@
-"""The whole engine in one process, without channels, for tests and benchmarks."""
+"""The whole engine without channels to a core and fronts, for tests and benchmarks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core import EngineCore, StepResult, StepTiming
+from engine.assembly import build_core
+from engine.core import StepResult, StepTiming
+from engine.launch import RANK_ENVIRONMENT
 from engine.messages import (
     Finished,
     FinishReason,
@@ -15,10 +18,10 @@ from engine.messages import (
     Submit,
     TokenLogprob,
 )
-from engine.parallel import single
+from engine.other_ranks import OtherRanks
+from engine.parallel import RankLost
 from engine.progress import ProgressCallback
-from engine.runner import ModelRunner
-from engine.scheduling.scheduler import Scheduler
+from engine.replica import build_runner
 
 _ORIGIN = "generate"
 
@@ -36,24 +39,32 @@ class GeneratedSample:
 
 
 class LocalEngine:
-    """A replica of one rank, on the calling thread; on a CPU, steps run on the runner's thread.
+    """A replica whose rank 0 runs on the calling thread; on a CPU, steps run on the runner's thread.
 
-    Raises the exceptions of `engine.runner.ModelRunner`.
+    The other ranks, if there are any, run in the same processes as those of a served replica.
+
+    Raises the exceptions of `engine.runner.ModelRunner`; with several ranks also OSError if a process cannot
+    be started, and RankLost if a rank ends.
     """
 
     def __init__(self, spec: ReplicaSpec, progress: ProgressCallback = lambda stage, fraction: None) -> None:
-        self.runner = ModelRunner(spec, single(), progress)
-        self.info = self.runner.info()
-        self.scheduler = Scheduler(
-            max_num_seqs=self.info.max_num_seqs,
-            max_num_batched_tokens=self.info.max_num_batched_tokens,
-            max_mixed_tokens=spec.max_mixed_tokens,
-            max_model_len=self.info.max_model_len,
-            vocab_size=self.info.vocab_size,
-            blocks=self.info.kv_blocks,
-            prefix_cache=spec.prefix_cache,
-        )
-        self.core = EngineCore(self.scheduler, self.runner, overlap=spec.overlap)
+        self.others: OtherRanks | None = None
+        if spec.tensor_parallel_size > 1:
+            os.environ |= {**RANK_ENVIRONMENT, **os.environ}
+            self.others = OtherRanks(spec)
+            spec = self.others.spec
+        try:
+            self.runner = build_runner(spec, 0, progress)
+            self.info = self.runner.info()
+            self.core = build_core(spec, self.info, self.runner, self.others.plans if self.others else [])
+        except BaseException as error:
+            if self.others is not None:
+                cause = self.explain(error) if isinstance(error, RankLost) else ""
+                self.others.stop()
+                if cause:
+                    raise RankLost(cause) from error
+            raise
+        self.scheduler = self.core.scheduler
         self.finished: list[Finished] = []
         """Final counts of all calls."""
         self.timings: list[StepTiming] = []
@@ -90,8 +101,17 @@ class LocalEngine:
             self._take(self.core.step(), answers)
         return list(answers.values())
 
+    def explain(self, error: Exception) -> str:
+        """Return why a rank was lost, for an exception that may be a consequence of the loss."""
+        return str(error) if self.others is None else self.others.explain(error)
+
     def close(self) -> None:
-        """Stop the runner's thread."""
+        """Stop the other ranks and the runner's thread."""
+        if self.others is not None:
+            self.others.stop()
+            if self.info.backend == "cuda":
+                # NCCL closes a group only if all ranks take part, and the other ranks have exited.
+                return
         self.runner.close()
 
     def _take(self, result: StepResult, answers: dict[int, list[GeneratedSample]]) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -27,6 +28,14 @@ are killed. Peers that exit by themselves first end the waiting of their GPU's k
 _STOP_CHECK_S = 1.0
 """Interval at which the ranks of a group are checked for a stop (SIGSTOP). A rank that is stopped at two
 checks in a row is killed, because its peers wait for it."""
+
+RANK_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    # NVLink multicast is off unless the environment of the service enables it.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+"""Environment variables of every rank, unless the environment already sets them."""
 
 OnMessage = Callable[[int, RankOutbound], None]
 OnEnd = Callable[[str], None]
@@ -43,6 +52,45 @@ def module_command(module: str) -> list[str]:
 def module_environment() -> dict[str, str]:
     """Return this process's environment with its import path, so that a child imports the same modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+
+def spawn_rank(module: str) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
+    """Start `python -m module` as the process of a rank, and return it with the channel to it.
+
+    The rank asks the kernel to kill it when the calling thread ends. Raises OSError if the process cannot be
+    started.
+    """
+    ours, theirs = socketpair()
+    try:
+        process = subprocess.Popen(
+            [*module_command(module), "--channel", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env={**RANK_ENVIRONMENT, **module_environment()},
+            start_new_session=True,
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, Channel(ours, RankOutbound)
+
+
+def new_rendezvous() -> str:
+    """Return the path of a file, not yet existing, in a new folder, through which ranks find each other."""
+    return os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
+
+
+def remove_rendezvous(spec: ReplicaSpec) -> None:
+    """Remove the file through which the ranks of a replica found each other, and its folder if it is
+    empty."""
+    if spec.rendezvous:
+        path = Path(spec.rendezvous)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
 
 
 class _Rank:
@@ -132,8 +180,7 @@ class ReplicaGroup:
         size = self.spec.tensor_parallel_size
         spec = self.spec
         if size > 1 and not spec.rendezvous:
-            meeting = os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
-            spec = self.spec = msgspec.structs.replace(spec, rendezvous=meeting)
+            spec = self.spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous())
         plan_pairs = [socketpair() for _ in range(size - 1)]
         try:
             for rank in range(size):
@@ -156,26 +203,7 @@ class ReplicaGroup:
             asyncio.get_running_loop().call_later(_STOP_CHECK_S, self._check_stopped)
 
     def _spawn(self, number: int) -> _Rank:
-        ours, theirs = socketpair()
-        environment = module_environment()
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # NVLink multicast is off unless the environment of the service enables it.
-        environment.setdefault("NCCL_NVLS_ENABLE", "0")
-        environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        try:
-            process = subprocess.Popen(
-                [*module_command(self._module), "--channel", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        channel: Channel[RankOutbound] = Channel(ours, RankOutbound)
+        process, channel = spawn_rank(self._module)
         rank = _Rank(number, process, channel)
         channel.listen(lambda message: self._on_message(number, message), lambda: self._closed(rank))
         asyncio.get_running_loop().add_reader(rank.pidfd, self._exited, rank)
@@ -198,7 +226,7 @@ class ReplicaGroup:
         rank.returncode = rank.process.wait()
         os.close(rank.pidfd)
         rank.channel.close()
-        reason = f"rank {rank.rank} (pid {rank.process.pid}) {_describe_exit(rank.returncode)}"
+        reason = f"rank {rank.rank} (pid {rank.process.pid}) {describe_exit(rank.returncode)}"
         self._first_exit = self._first_exit or reason
         # The cause of an exit may be the death of another rank: a rank that loses a peer exits by itself, and
         # on a busy machine its exit may be noticed first.
@@ -207,7 +235,7 @@ class ReplicaGroup:
         asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
         if all(other.returncode is not None for other in self._ranks) and not self._ended.is_set():
             self._ended.set()
-            self._forget_rendezvous()
+            remove_rendezvous(self.spec)
             self._on_end(self._reason or self._first_exit)
 
     def _check_stopped(self) -> None:
@@ -222,13 +250,6 @@ class ReplicaGroup:
             # The others notice this death, and exit by themselves.
             signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
 
-    def _forget_rendezvous(self) -> None:
-        if self.spec.rendezvous:
-            with contextlib.suppress(OSError):
-                os.unlink(self.spec.rendezvous)
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(self.spec.rendezvous))
-
 
 def _is_stopped(rank: _Rank) -> bool:
     """Return whether a signal has stopped the process of a rank, and nothing has continued it."""
@@ -239,7 +260,8 @@ def _is_stopped(rank: _Rank) -> bool:
     return stop is not None
 
 
-def _describe_exit(returncode: int) -> str:
+def describe_exit(returncode: int) -> str:
+    """Return how a process ended, as the end of a sentence about it."""
     if returncode < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

@@ -78,7 +78,6 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes: int
     kv_blocks: int
-    block_tokens: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -99,6 +98,11 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int
     """Memory use measured after loading."""
     torch_version: str
+    least_step_s: float = 0.0
+    """Lower bound of the time of a decode step, from the bytes that it reads and the device's peak rates; 0
+    if these are not known."""
+    least_prompt_token_s: float = 0.0
+    """Lower bound of the time that a prompt token takes; 0 if not known."""
 
 
 # ── requests, from a front ──────────────────────────────────────────────────────────────────────

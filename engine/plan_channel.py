@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from engine.config import UnsupportedError
-from engine.core import LaunchedStep, StepRunner
 from engine.messages import BLOCK_TOKENS
 from engine.plan import StepPlan
-from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel
+from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel, encode_frame
+
+PLAN_TIMEOUT_S = 30.0
+"""How long a peer may leave plans unread. A peer does not read while it launches a step, which takes at most
+as long as a step of a long prompt."""
 
 MAX_PLAN_BYTES = MAX_BACKLOG_BYTES
 """Maximum size of a plan's frame. Both ends are ranks of one replica, so it may exceed the limit for
@@ -25,7 +34,7 @@ _ENTRY_BYTES = 1 + 3 * _NUMBER_BYTES
 
 
 def plan_channel(descriptor: int) -> Channel[Any]:
-    """Return an end of the channel from rank 0 to another rank."""
+    """Return the receiving end of the channel from rank 0 to another rank."""
     return Channel(socket.socket(fileno=descriptor), StepPlan, MAX_PLAN_BYTES)
 
 
@@ -65,19 +74,92 @@ def check_plan_size(
 
 
 class PlanSender:
-    """A runner that sends each plan to the other ranks before it launches the step. peers: channels to those
-    ranks."""
+    """Sends plans to the other ranks without waiting for them.
 
-    def __init__(self, runner: StepRunner, peers: list[Channel[Any]]) -> None:
-        self._runner = runner
-        self._peers = peers
+    A plan is encoded once. What a peer's socket does not accept at once is written by a thread, in order. A
+    peer is lost if its end is closed, or if it has not read anything for `timeout_s` while plans are waiting.
+    """
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def __init__(self, sockets: Sequence[socket.socket], timeout_s: float = PLAN_TIMEOUT_S) -> None:
+        """sockets: the ends of the plan channels to ranks 1 to N-1, in this order."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._peers = [_Peer(rank, sock, timeout_s) for rank, sock in enumerate(sockets, 1)]
+
+    def send(self, plan: StepPlan) -> None:
+        """Hand the plan over to every peer. Raises RankLost if a peer is lost."""
+        frame = encode_frame(self._encoder, plan)
         for peer in self._peers:
-            peer.send(plan)
-        # The whole plan must be sent before this rank can block in the step: a peer that has received only
-        # part of the plan would wait for the rest, while this rank's collectives wait for the peer. The peer
-        # can always receive, because everything that it runs before was already launched here.
+            peer.send(plan.step, frame)
+
+    def flush(self, step: int) -> None:
+        """Wait until the plans up to `step` are written. Raises RankLost if a peer is lost.
+
+        Must be called before this rank waits for the results of the step, because a peer that has only a part
+        of the plan does not run the step.
+        """
         for peer in self._peers:
-            peer.drain()
-        return self._runner.launch(plan)
+            peer.flush(step)
+
+
+class _Peer:
+    """The plans for one peer that its socket has not accepted yet."""
+
+    def __init__(self, rank: int, sock: socket.socket, timeout_s: float) -> None:
+        sock.setblocking(False)
+        self._rank, self._sock, self._timeout_s = rank, sock, timeout_s
+        self._unsent: deque[tuple[int, memoryview]] = deque()
+        self._lost = ""
+        self._changed = threading.Condition()
+        """Protects all fields. Notified when a plan is written or the peer is lost."""
+
+    def send(self, step: int, frame: bytes) -> None:
+        with self._changed:
+            busy = bool(self._unsent)
+            self._unsent.append((step, memoryview(frame)))
+            if not busy:
+                self._write()
+                if self._unsent:
+                    threading.Thread(target=self._write_all, name="engine-plans", daemon=True).start()
+            self._check()
+
+    def flush(self, step: int) -> None:
+        with self._changed:
+            while not self._lost and self._unsent and self._unsent[0][0] <= step:
+                self._changed.wait()
+            self._check()
+
+    def _check(self) -> None:
+        if self._lost:
+            from engine.parallel import RankLost  # imported here because it loads torch
+
+            raise RankLost(f"rank {self._rank} {self._lost}; restart the whole replica")
+
+    def _write(self) -> None:
+        """Write as much as the socket accepts."""
+        try:
+            while self._unsent:
+                step, view = self._unsent[0]
+                sent = self._sock.send(view)
+                if sent < len(view):
+                    self._unsent[0] = (step, view[sent:])
+                else:
+                    self._unsent.popleft()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._lost = f"closed its plan channel ({error.strerror})"
+
+    def _write_all(self) -> None:
+        """Write plans until none is left; on a thread."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while True:
+            writable = poll.poll(1e3 * self._timeout_s)
+            with self._changed:
+                if writable:
+                    self._write()
+                else:
+                    self._lost = f"did not read a plan for {self._timeout_s:g} s"
+                self._changed.notify_all()
+                if self._lost or not self._unsent:
+                    return

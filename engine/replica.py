@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engine.garbage import settle_garbage
 from engine.logs import LineFormatter, log_to_stderr
-from engine.messages import Fatal, Progress, RankInbound, Ready, Start, Stop
+from engine.messages import Fatal, Progress, RankInbound, Ready, ReplicaSpec, Start, Stop
 from engine.peer_watch import PeerWatch
-from engine.plan_channel import PlanSender, check_plan_size, plan_channel
+from engine.plan_channel import plan_channel
+from engine.process_memory import bound_kernel_caches
+from engine.progress import ProgressCallback
 from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
@@ -51,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m engine.replica", description=__doc__.split("\n")[0])
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the core")
     arguments = parser.parse_args()
+    bound_kernel_caches()
     _die_with_parent()
     # Only the core ends a rank, with Stop or by closing the channel. A signal to the whole process group,
     # from Ctrl-C or systemd, must not interrupt requests that the core still lets finish.
@@ -61,12 +64,11 @@ def main() -> None:
     ranks = start.spec.tensor_parallel_size
     name = start.spec.replica + (f" rank {start.rank}" if ranks > 1 else "")
     log_to_stderr(LineFormatter(name.replace("%", "%%")))
-    peers: list[Channel[Any]] = [
-        plan_channel(control.take_fd()) for _ in range(ranks - 1 if start.rank == 0 else 1) if ranks > 1
-    ]
     code = 0
     try:
-        runner = _build_runner(start, control)
+        runner = build_runner(start.spec, start.rank, lambda *stage: control.send(Progress(*stage)))
+        count = ranks - 1 if start.rank == 0 else min(1, ranks - 1)
+        peers = [socket.socket(fileno=control.take_fd()) for _ in range(count)]
         _watch_peers(start.rank, peers, runner.ranks)
         code = _serve(start, control, peers, runner)
     except Exception as error:
@@ -84,16 +86,18 @@ def main() -> None:
 
 
 def _serve(
-    start: Start, control: Channel[RankInbound], peers: list[Channel[Any]], runner: ModelRunner
+    start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
 ) -> int:
-    """Serve as a rank until the core sends Stop or disappears. Returns the exit code."""
+    """Serve as a rank until the core sends Stop or disappears. Returns the exit code. peers: this rank's ends
+    of its plan channels."""
     from engine.parallel import RankLost
 
     try:
         if start.rank == 0:
             _lead(start, control, peers, runner)
         else:
-            follow(control, peers[0], runner)
+            settle_garbage()
+            follow(control, plan_channel(peers[0].detach()), runner)
     except RankLost as error:
         # No Fatal: the core knows how the lost rank ended, which is the cause.
         log.error("%s", error)
@@ -101,7 +105,7 @@ def _serve(
     return 0
 
 
-def _watch_peers(rank: int, peers: list[Channel[Any]], ranks: Ranks) -> None:
+def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
     """Exit if a peer ends: rank 0 if any other rank ends, and the others if rank 0 ends."""
 
     def leave(name: str) -> None:
@@ -118,31 +122,14 @@ def _watch_peers(rank: int, peers: list[Channel[Any]], ranks: Ranks) -> None:
 
 
 def _lead(
-    start: Start, control: Channel[RankInbound], peers: list[Channel[Any]], runner: ModelRunner
+    start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
 ) -> None:
-    """Serve as rank 0. peers: the plan channels to the other ranks."""
-    from engine.core import EngineCore
+    """Serve as rank 0. peers: ends of the plan channels to the other ranks."""
+    from engine.assembly import build_core
     from engine.leader import LeaderLoop
-    from engine.scheduling.scheduler import Scheduler
 
     info = runner.info()
-    if peers:
-        check_plan_size(
-            max_num_seqs=info.max_num_seqs,
-            max_model_len=info.max_model_len,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            kv_blocks=info.kv_blocks,
-        )
-    scheduler = Scheduler(
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        max_mixed_tokens=start.spec.max_mixed_tokens,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        blocks=info.kv_blocks,
-        prefix_cache=start.spec.prefix_cache,
-    )
-    engine = EngineCore(scheduler, PlanSender(runner, peers), overlap=start.spec.overlap)
+    engine = build_core(start.spec, info, runner, peers)
     config = runner.config
     forecast = StepForecast(
         parameters=info.parameters,
@@ -172,20 +159,20 @@ def follow(control: Channel[RankInbound], plans: Channel[Any], runner: StepRunne
             unread.popleft().wait()
 
 
-def _build_runner(start: Start, control: Channel[RankInbound]) -> ModelRunner:
+def build_runner(spec: ReplicaSpec, rank: int, progress: ProgressCallback) -> ModelRunner:
+    """Return a rank of a replica, connected to the other ranks and loaded.
+
+    Raises RankLost if the other ranks do not arrive, and the exceptions of `engine.runner.ModelRunner`.
+    """
     from engine import parallel
     from engine.device import select_device
     from engine.runner import ModelRunner
 
-    def progress(stage: str, fraction: float) -> None:
-        control.send(Progress(stage, fraction))
-
     progress("starting", 0.0)
-    spec = start.spec
     size = spec.tensor_parallel_size
-    device = select_device(spec.device, start.rank, size)
+    device = select_device(spec.device, rank, size)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    ranks = parallel.join(size, start.rank, spec.rendezvous, backend, timeout_seconds=RANKS_TIMEOUT_S)
+    ranks = parallel.join(size, rank, spec.rendezvous, backend, timeout_seconds=RANKS_TIMEOUT_S)
     return ModelRunner(spec, ranks, progress)
 
 
@@ -194,11 +181,15 @@ def _await_start(control: Channel[RankInbound]) -> Start:
     selector.register(control, selectors.EVENT_READ)
     while True:
         selector.select()
-        for message in control.read():
+        messages = control.read()
+        # A second read notices that the core has ended since it sent Start. A core that ends later kills this
+        # process (`_die_with_parent`).
+        messages += control.read()
+        if control.closed:
+            os._exit(0)
+        for message in messages:
             if isinstance(message, Start):
                 return message
-        if control.closed:
-            os._exit(0)  # the core ended before it sent Start
 
 
 def _die_with_parent() -> None:

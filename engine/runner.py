@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engine import memory
+from engine.ceilings import least_times
 from engine.config import ModelConfig
 from engine.core import LaunchedStep
 from engine.device import device_name, select_device
@@ -316,6 +317,8 @@ class ModelRunner:
         """Return the properties of the loaded replica. Byte counts are sums over its ranks."""
         size = self.ranks.size
         predicted = self._predict(self.kv_blocks)
+        devices = [device_name(self.device.type, rank) for rank in range(size)]
+        least = least_times(self.config, devices[0], self.weights, size)
         return ReplicaInfo(
             replica=self.spec.replica,
             model_type=self.config.model_type,
@@ -323,7 +326,6 @@ class ModelRunner:
             weight_bytes=predicted.weight_bytes * size,
             kv_bytes=predicted.kv_bytes * size,
             kv_blocks=self.kv_blocks,
-            block_tokens=BLOCK_TOKENS,
             max_num_seqs=self.spec.max_num_seqs,
             max_num_batched_tokens=self.spec.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -332,12 +334,14 @@ class ModelRunner:
             weights=self.weights,
             kv_cache_dtype=self.kv_cache_dtype,
             backend=self.device.type,
-            devices=[device_name(self.device.type, rank) for rank in range(size)],
+            devices=devices,
             tensor_parallel_size=size,
             load_seconds=self._load_seconds,
             predicted_bytes=predicted.total_bytes * size,
             used_bytes=self._used_bytes,
             torch_version=str(torch.__version__),
+            least_step_s=least.step_s,
+            least_prompt_token_s=least.prompt_token_s,
         )
 
 

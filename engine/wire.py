@@ -46,6 +46,12 @@ def socketpair() -> tuple[socket.socket, socket.socket]:
     return pair
 
 
+def encode_frame(encoder: msgspec.msgpack.Encoder, message: Any) -> bytes:
+    """Return the frame of a message: its length and its msgpack."""
+    payload = encoder.encode(message)
+    return len(payload).to_bytes(_HEADER, "little") + payload
+
+
 class Channel(Generic[Inbound]):
     """One end of a channel. `inbound` is the union of structs that it accepts, in frames of at most
     `max_frame_bytes`.
@@ -89,8 +95,7 @@ class Channel(Generic[Inbound]):
         """
         if self.closed:
             return
-        payload = self._encoder.encode(message)
-        frame = len(payload).to_bytes(_HEADER, "little") + payload
+        frame = encode_frame(self._encoder, message)
         self._out.append((memoryview(frame), [os.dup(fd) for fd in fds]))
         self._out_bytes += len(frame)
         if not self._writing:

@@ -46,23 +46,23 @@ def main() -> int:
 
 
 def wait_until_ready(service: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
-    """Return when `/health/ready` says so, telling what the service is doing meanwhile."""
-    import httpx
+    """Wait until `/health/ready` reports that the service is ready, and show its log."""
+    import httpx2
 
     started = time.monotonic()
-    told = 0
+    shown = 0
     while time.monotonic() - started < START_TIMEOUT_S:
-        for line in log.read_text().splitlines()[told:]:
+        for line in log.read_text().splitlines()[shown:]:
             print(f"  | {line}", flush=True)
-            told += 1
+            shown += 1
         if service.poll() is not None:
             raise SystemExit(f"the service ended with exit code {service.returncode}; its log is {log}")
         try:
-            with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=5) as client:
+            with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(socket)), timeout=5) as client:
                 if client.get("http://appliance/health/ready").status_code == 200:
                     print(f"ready after {time.monotonic() - started:.1f} s", flush=True)
                     return
-        except httpx.TransportError:
+        except httpx2.TransportError:
             pass
         time.sleep(0.1)
     raise SystemExit(f"the service was not ready after {START_TIMEOUT_S} s; its log is {log}")

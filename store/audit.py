@@ -221,14 +221,6 @@ def head(connection: sqlite3.Connection) -> Head:
     return Head(0, GENESIS_HASH) if row is None else Head(*row)
 
 
-def rows(connection: sqlite3.Connection, after: int = 0, limit: int = 1000) -> list[AuditRow]:
-    """The first `limit` rows with a seq above `after`, oldest first."""
-    found = connection.execute(
-        f"SELECT {_COLUMNS} FROM audit WHERE seq > ? ORDER BY seq LIMIT ?", (after, limit)
-    )
-    return [AuditRow(*row) for row in found]
-
-
 def rows_of(connection: sqlite3.Connection, action: str) -> list[AuditRow]:
     """All rows of an action, oldest first."""
     found = connection.execute(f"SELECT {_COLUMNS} FROM audit WHERE action = ? ORDER BY seq", (action,))

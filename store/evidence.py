@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from store import audit, exports
-from store.audit import INTENT, AuditRow, Entry, Head, Verdict
+from store.audit import INTENT, Entry, Head, Verdict
 from store.database import reading
 from store.errors import StoreError, explain_os
 from store.heads import (
@@ -60,13 +60,6 @@ class Findings(NamedTuple):
     def ok(self) -> bool:
         """Whether nothing is wrong."""
         return not self.problems
-
-
-def read_audit(path: Path, after: int = 0, limit: int = 1000) -> list[AuditRow]:
-    """Audit rows with a seq above `after`, oldest first, through a read-only connection. Raises a
-    `StoreError`."""
-    with reading(path, CONTROL) as connection:
-        return audit.rows(connection, after, limit)
 
 
 class ActionRecord(NamedTuple):

@@ -1,4 +1,4 @@
-"""What operators see and decide about tenants, keys and users of the box."""
+"""Operators' view of tenants, keys and mapped users, and the actions that change them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _REVOKED = "its key was revoked"
 
 
 class Decisions:
-    """Effective at once: fronts hear of each before the operator does."""
+    """Changes take effect at once: the fronts are told before the operator is answered."""
 
     def __init__(self, control: ControlStore, switchboard: Switchboard) -> None:
         self._control = control
@@ -91,7 +91,7 @@ class Decisions:
     # ── doing ──
 
     async def perform(self, actor: Actor, parameters: msgspec.Struct) -> msgspec.Struct | None:
-        """Do it, record it and tell the fronts; None for an action about something else.
+        """Perform and record the action, and tell the fronts; None for an action about something else.
 
         Raises ValueError, or a StoreError.
         """
@@ -112,13 +112,13 @@ class Decisions:
             case SuspendTenant(name=name, cancel=cancel):
                 await _done(control.suspend_tenant(actor=actor, name=name))
                 ended = self._end(lambda identity: identity.tenant == name, _SUSPENDED) if cancel else None
-                return Done(message=f"tenant {name} is suspended{_said(ended)}")
+                return Done(message=f"tenant {name} suspended{_effect(ended)}")
             case ResumeTenant(name=name):
                 await _done(control.resume_tenant(actor=actor, name=name))
-                return Done(message=f"tenant {name} is served")
+                return Done(message=f"tenant {name} resumed")
             case DeleteTenant(name=name):
                 await _done(control.delete_tenant(actor=actor, name=name))
-                return Done(message=f"tenant {name} is gone")
+                return Done(message=f"tenant {name} deleted")
             case CreateKey():
                 return _new_key(await self._create_key(actor, parameters))
             case SetKey(id=key_id):
@@ -135,15 +135,15 @@ class Decisions:
             case RevokeKey(id=key_id, cancel=cancel):
                 key = await _done(control.revoke_key(actor=actor, key_id=key_id))
                 ended = self._end(lambda identity: identity.key_id == key_id, _REVOKED) if cancel else None
-                return Done(message=f"key {key.id} ({key.name}) is worthless now{_said(ended)}")
+                return Done(message=f"key {key.id} ({key.name}) revoked{_effect(ended)}")
             case MapPeer(peer=peer, tenant=tenant):
                 kind, number = parse_peer(peer)
                 await _done(control.map_peer(actor=actor, kind=kind, number=number, tenant=tenant))
-                return Done(message=f"{kind} {number} stands for tenant {tenant}")
+                return Done(message=f"{kind} {number} mapped to tenant {tenant}")
             case UnmapPeer(peer=peer):
                 kind, number = parse_peer(peer)
                 await _done(control.unmap_peer(actor=actor, kind=kind, number=number))
-                return Done(message=f"{kind} {number} is not mapped any more")
+                return Done(message=f"{kind} {number} unmapped")
         return None
 
     async def _create_key(self, actor: Actor, asked: CreateKey) -> CreatedKey:
@@ -206,16 +206,17 @@ async def _done(change: Future[T]) -> T:
     await asyncio.wait([waiting], timeout=_LONGEST_CHANGE_S)
     if not waiting.done():
         raise OutcomeUnknownError(
-            f"control.db has not answered for {_LONGEST_CHANGE_S:.0f} s: whether the change is made is not "
-            "known yet; look at the disk, then see: appliance audit list"
+            f"control.db has not answered for {_LONGEST_CHANGE_S:.0f} s: the outcome of the change is "
+            "unknown; check the disk, then see: appliance audit list"
         )
     return waiting.result()
 
 
-def _said(ended: int | None) -> str:
+def _effect(ended: int | None) -> str:
+    """Say what becomes of the requests under way: None where they are not ended."""
     if ended is None:
-        return "; what runs goes on"
-    return f"; {ended} request{' is' if ended == 1 else 's are'} being ended"
+        return "; its running requests continue"
+    return f"; ending {ended} request{'' if ended == 1 else 's'}"
 
 
 def _new_key(created: CreatedKey, former: KeyRecord | None = None) -> NewKey:

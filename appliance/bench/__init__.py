@@ -1,4 +1,6 @@
-"""The service's benchmark: load on any OpenAI-compatible server, every token streamed, and how it bore it.
+"""The load generator behind `appliance bench`: sends requests to any OpenAI-compatible server and streams
+every token.
 
-Worker processes send the requests and note when each chunk came; the parent plans, watches and reckons.
+Client processes (`worker`) send the requests and record when each chunk arrived. The parent process plans the
+runs (`session`), starts the client processes (`processes`) and computes the statistics (`results`, `rates`).
 """

@@ -1,7 +1,8 @@
-"""The HTTP client: connections that are used again, and one request's way over one of them.
+"""An HTTP client for streamed completions, on httptools.
 
-A stream costs no task switch per chunk: what a chunk means is noted where it is read, and only the end of a
-request wakes anybody.
+Nothing is scheduled per chunk: the protocol callback records the arrival time, and the task that sent the
+request continues only at the end of the response. A general HTTP client costs more CPU per token than fast
+servers do.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import ssl
 import time
 from typing import Any
 
+import httptools
 import msgspec
 
-from appliance.bench.http import EventSplitter, ProtocolError, ResponseParser
-from appliance.bench.messages import Record, Target
+from appliance.bench.load import Record, Target
 from appliance.ownership import UntrustedError, check_peer
 
-_MOST_ERROR_BYTES = 64 << 10
-_MOST_PLAIN_BYTES = 16 << 20
+_MAX_BODY_BYTES = 16 << 20
 _CONNECT_AGAIN_S = 0.002
 
 
@@ -43,137 +43,110 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class Exchange:
-    """A request on its way. `done` is set once: at the response's end, or with a failure."""
+    """A request and what its response brought. `done` resolves at the end of the response or at a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, streamed: bool) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
         self.failure = ""
         self.message = ""
-
-    def on_body(self, piece: bytes, response: ResponseParser) -> None:
-        """Some of the body came."""
-        raise NotImplementedError
-
-    def on_end(self, response: ResponseParser) -> None:
-        """The response is complete."""
-        raise NotImplementedError
+        self.body = bytearray()
+        """The body of a response that is not streamed."""
+        self.first_at: float | None = None
+        self.ended_at = 0.0
+        self.gaps_s: list[float] = []
+        self.chunks = 0
+        self.usage = _Usage()
+        self._streamed = streamed
+        self._last_at = 0.0
+        self._rest = b""
 
     def fail(self, kind: str, message: str) -> None:
-        """It ends here."""
+        """End with a failure."""
         if not self.done.done():
             self.failure, self.message = kind, message
             self.done.set_result(None)
 
-    def finish(self) -> None:
-        """It ended well, or was refused."""
-        if not self.done.done():
-            self.done.set_result(None)
+    def retry(self) -> None:
+        """Forget a failure, so that the request can be sent again."""
+        self.failure = self.message = ""
+        self.done = asyncio.get_running_loop().create_future()
 
-
-class Plain(Exchange):
-    """A request whose whole answer is wanted at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = bytearray()
-
-    def on_body(self, piece: bytes, response: ResponseParser) -> None:
-        self.body += piece
-        if len(self.body) > _MOST_PLAIN_BYTES:
-            raise ProtocolError(f"the answer is larger than {_MOST_PLAIN_BYTES} bytes")
-
-    def on_end(self, response: ResponseParser) -> None:
-        self.status = response.status
-        self.finish()
-
-
-class Streamed(Exchange):
-    """A streamed completion: times of the chunks that carry tokens, and the server's own counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first_at: float | None = None
-        self.last_at = 0.0
-        self.ended_at = 0.0
-        self.gaps_s: list[float] = []
-        self.chunks = 0
-        self.usage: _Usage | None = None
-        self._splitter = EventSplitter()
-        self._refusal = bytearray()
-        self._is_over = False
-
-    def on_body(self, piece: bytes, response: ResponseParser) -> None:
-        if response.status != 200:
-            if len(self._refusal) < _MOST_ERROR_BYTES:
-                self._refusal += piece
+    def on_body(self, status: int, data: bytes) -> None:
+        """Take a part of the response's body."""
+        if not self._streamed or status != 200:
+            self.body += data
+            if len(self.body) > _MAX_BODY_BYTES:
+                self.fail("protocol", f"the response is longer than {_MAX_BODY_BYTES:,} bytes")
             return
         now = time.monotonic()
-        for data in self._splitter.feed(piece):
-            if data == b"[DONE]":
-                self._is_over = True
-                self.ended_at = now
-            else:
-                self._take(data, now)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            # A completion's event is one line of JSON after "data:".
+            if line.startswith(b"data:"):
+                self._on_event(line[5:].strip(), now)
 
-    def _take(self, data: bytes, now: float) -> None:
+    def on_end(self, status: int) -> None:
+        """Take the end of the response."""
+        self.status = status
+        if not self._streamed:
+            if not self.done.done():
+                self.done.set_result(None)
+        elif status != 200:
+            self.fail(f"http {status}", refusal_text(bytes(self.body)))
+        elif self.ended_at:
+            if not self.done.done():
+                self.done.set_result(None)
+        elif self.first_at is None:
+            self.fail("protocol", "no completion was streamed")
+        else:
+            self.fail("closed", "the stream ended without a finish_reason")
+
+    def _on_event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self.ended_at = now
+            return
         try:
             event = _decode_event(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"an event is not a completion's chunk ({error}): {data[:60]!r}") from None
-        if event.error is not None:
-            self.fail("error event", error_text(event.error))
+            self.fail("protocol", f"an event is not a chunk of a completion ({error}): {data[:60]!r}")
             return
-        if event.usage is not None:
-            self.usage = event.usage
+        if event.error is not None:
+            self.fail("error event", _error_text(event.error))
+            return
+        self.usage = event.usage or self.usage
         for choice in event.choices:
             if choice.finish_reason is not None:
-                self._is_over = True
                 self.ended_at = now
                 if not choice.text:
-                    continue  # the end, no token
-            # An empty text without an end is a token whose characters are not complete yet.
+                    continue  # the last chunk carries no token
+            # An empty text without a finish_reason is a token whose characters are incomplete.
             self.chunks += 1
             if self.first_at is None:
                 self.first_at = now
             else:
-                self.gaps_s.append(now - self.last_at)
-            self.last_at = now
-
-    def on_end(self, response: ResponseParser) -> None:
-        self.status = response.status
-        if response.status != 200:
-            self.fail(f"http {response.status}", refusal_text(bytes(self._refusal)))
-        elif not self._is_over:
-            kind = response.headers.get("content-type", "none")
-            self.fail(
-                "protocol" if self.first_at is None else "closed",
-                f"no completion was streamed (content-type {kind})"
-                if self.first_at is None
-                else "the stream ended without a finish_reason",
-            )
-        else:
-            self.finish()
+                self.gaps_s.append(now - self._last_at)
+            self._last_at = now
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one exchange at a time."""
+    """A connection that carries one exchange at a time. Its `on_` methods are called by httptools."""
+
+    transport: asyncio.Transport
+    _parser: Any
 
     def __init__(self) -> None:
-        self._response = ResponseParser(self._on_body, self._on_end)
-        self._exchange: Exchange | None = None
-        self.transport: asyncio.Transport
         self.is_open = False
-
-    @property
-    def begun(self) -> bool:
-        """Whether any of the last request's response came."""
-        return self._response.begun
+        self.has_response = False
+        """Whether any byte of the response to the last request arrived."""
+        self._exchange: Exchange | None = None
+        self._has_length = self._ends_at_close = False
 
     def start(self, request: bytes, exchange: Exchange) -> None:
         """Send a request."""
-        self._response.expect()
+        self._parser = httptools.HttpResponseParser(self)
         self._exchange = exchange
+        self.has_response = self._has_length = self._ends_at_close = False
         self.transport.write(request)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -181,32 +154,48 @@ class Connection(asyncio.Protocol):
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
+        if self._exchange is None:
+            self.close()  # the server sent something without a request
+            return
+        self.has_response = True
         try:
-            self._response.feed(data)
-        except ProtocolError as error:
-            self._fail("protocol", str(error))
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail("protocol", f"the response is not HTTP/1.1: {error}")
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
-        if self._exchange is not None and not self._response.closed():
-            self._fail("closed", str(exc) if exc else "the server closed the connection before the end")
+        if self._exchange is not None and self._ends_at_close:
+            self._end()
+        self._fail("closed", str(exc) if exc else "the server closed the connection before the end")
 
     def close(self) -> None:
-        """Drop it, whatever is under way."""
+        """Close the connection at once."""
         self.is_open = False
         self._exchange = None
         self.transport.abort()
 
-    def _on_body(self, piece: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.on_body(piece, self._response)
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
 
-    def _on_end(self) -> None:
+    def on_headers_complete(self) -> None:
+        self._ends_at_close = not self._has_length
+
+    def on_body(self, data: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.on_body(self._parser.get_status_code(), data)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() >= 200:  # otherwise the final response follows
+            self.is_open = self.is_open and self._parser.should_keep_alive()
+            self._end()
+
+    def _end(self) -> None:
         exchange, self._exchange = self._exchange, None
-        self.is_open = self.is_open and self._response.keeps_alive
         if exchange is not None:
-            exchange.on_end(self._response)
+            exchange.on_end(self._parser.get_status_code())
 
     def _fail(self, kind: str, message: str) -> None:
         exchange, self._exchange = self._exchange, None
@@ -215,7 +204,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Sends requests to one target; a connection that is free is used again."""
+    """Sends requests to one target over connections that are used again."""
 
     def __init__(self, target: Target, timeout_s: float) -> None:
         self.target = target
@@ -223,67 +212,56 @@ class Client:
         self._free: list[Connection] = []
         self._tls = ssl.create_default_context() if target.tls_name else None
 
-    async def complete(self, number: int, request: bytes, streamed: Streamed, due_at: float) -> Record:
-        """Send a streamed completion and note how it went. `due_at` in the past counts as waiting time."""
+    async def complete(self, request: bytes, exchange: Exchange, due_at: float) -> Record:
+        """Send a streamed completion that was due at `due_at`, and return its record."""
         sent_at = time.monotonic()
-        await self.send(request, streamed)
-        usage = streamed.usage
+        await self.send(request, exchange)
         return Record(
-            number=number,
             began_at=due_at,
             late_s=max(0.0, sent_at - due_at),
-            ended_at=time.monotonic() if streamed.failure else streamed.ended_at,
-            first_at=streamed.first_at,
-            gaps_s=streamed.gaps_s,
-            tokens=None if usage is None else usage.completion_tokens,
-            prompt_tokens=None if usage is None else usage.prompt_tokens,
-            failure=streamed.failure,
-            message=streamed.message,
+            ended_at=time.monotonic() if exchange.failure else exchange.ended_at,
+            first_at=exchange.first_at,
+            gaps_s=exchange.gaps_s,
+            tokens=exchange.usage.completion_tokens,
+            prompt_tokens=exchange.usage.prompt_tokens,
+            failure=exchange.failure,
+            message=exchange.message,
         )
 
     async def send(self, request: bytes, exchange: Exchange) -> None:
-        """Send a request and wait until `exchange` is done. Failures are the exchange's, none is raised."""
+        """Send a request and wait until `exchange` is done. A failure is recorded there, not raised."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         while not exchange.done.done():
-            connection = self._take_free()
-            used_before = connection is not None
-            if connection is None:
-                try:
-                    connection = await self._connect(deadline)
-                except (OSError, ssl.SSLError) as error:
-                    late = isinstance(error, TimeoutError)
-                    exchange.fail("timeout" if late else "connect", error.strerror or str(error))
-                    return
+            while self._free and not self._free[-1].is_open:
+                self._free.pop()
+            is_reused = bool(self._free)
+            try:
+                connection = self._free.pop() if is_reused else await self._connect(deadline)
+            except OSError as error:
+                kind = "timeout" if isinstance(error, TimeoutError) else "connect"
+                exchange.fail(kind, error.strerror or str(error) or "the connection was not accepted")
+                return
             timer = loop.call_at(deadline, exchange.fail, "timeout", f"no end within {self._timeout_s:g} s")
             try:
                 connection.start(request, exchange)
                 await exchange.done
             finally:
                 timer.cancel()
-                # Cancelled: the server is to learn that nobody waits for the answer any more.
                 if exchange.failure or exchange.done.cancelled():
-                    connection.close()
+                    connection.close()  # tells the server that nobody reads the rest
             if not exchange.failure and connection.is_open:
                 self._free.append(connection)
-            elif exchange.failure == "closed" and used_before and not connection.begun:
-                # The server had hung up on an idle connection while the request was on its way: everybody
-                # asks again then (RFC 9112, 9.3.1), on the next one.
-                exchange.failure = exchange.message = ""
-                exchange.done = loop.create_future()
+            elif exchange.failure == "closed" and is_reused and not connection.has_response:
+                # The server closed an idle connection while the request was under way. HTTP clients send
+                # such a request again (RFC 9112, section 9.3.1).
+                exchange.retry()
 
     def close(self) -> None:
-        """Drop all free connections."""
+        """Close all connections that carry no request."""
         for connection in self._free:
             connection.close()
         self._free.clear()
-
-    def _take_free(self) -> Connection | None:
-        while self._free:
-            connection = self._free.pop()
-            if connection.is_open:
-                return connection
-        return None
 
     async def _connect(self, deadline: float) -> Connection:
         loop = asyncio.get_running_loop()
@@ -293,8 +271,7 @@ class Client:
                 try:
                     if target.socket:
                         _, connection = await loop.create_unix_connection(Connection, target.socket)
-                        if target.trusted_uids:
-                            _check_peer(connection, frozenset(target.trusted_uids))
+                        _check_peer(connection, target.trusted_uids)
                     else:
                         _, connection = await loop.create_connection(
                             Connection,
@@ -305,12 +282,14 @@ class Client:
                         )
                     return connection
                 except BlockingIOError:
-                    # A Unix socket whose backlog is full: a blocking connect would wait as well.
+                    # The backlog of a Unix socket is full; a blocking connect would wait as well.
                     await asyncio.sleep(_CONNECT_AGAIN_S)
 
 
 def _check_peer(connection: Connection, uids: frozenset[int]) -> None:
     """Raise PermissionError, before anything is sent, if another user's process is behind the socket."""
+    if not uids:
+        return
     try:
         check_peer(connection.transport.get_extra_info("socket"), uids)
     except UntrustedError as error:
@@ -318,19 +297,19 @@ def _check_peer(connection: Connection, uids: frozenset[int]) -> None:
         raise PermissionError(errno.EPERM, str(error)) from error
 
 
-def error_text(error: Any) -> str:
-    """The message of an error in OpenAI's shape, or what there is of it."""
-    if isinstance(error, dict) and isinstance(error.get("message"), str):
-        return error["message"]
-    return str(error)
-
-
 def refusal_text(body: bytes) -> str:
-    """What a refusal's body says."""
+    """Return the message of an error response."""
     try:
         document = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return body[:200].decode("utf-8", "replace").strip() or "no reason was given"
     if isinstance(document, dict):
-        return error_text(document.get("error") or document.get("detail") or document)
+        return _error_text(document.get("error") or document.get("detail") or document)
     return str(document)[:200]
+
+
+def _error_text(error: Any) -> str:
+    """Return the message of an error in OpenAI's format, or the error as text."""
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        return error["message"]
+    return str(error)

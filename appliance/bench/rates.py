@@ -1,195 +1,186 @@
-"""Open loop: when requests arrive, and the search for the highest rate that a server sustains.
+"""Open loop: arrivals at a rate, whether a server sustains it, and the search for the highest such rate.
 
-Arrivals are a Poisson process, as of many independent users: they come whether or not the server keeps up,
-and a request's times count from when it was due.
+Arrivals are a Poisson process, like those of many independent users: they come whether or not the server
+keeps up, and the times of a request count from when it was due.
+
+A rate is sustainable if response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream
+Data Processing Systems", ICDE 2018). Percentiles of a short trial can be fine although the backlog grows.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from appliance.bench.backlog import RESPONSE_SHARE, Backlog
-from appliance.bench.messages import STOPPED, Record
-from appliance.bench.results import Slo, Summary, percentile
+import msgspec
+
+from appliance.bench.load import STOPPED
+from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 
 SATURATED = 0.8
-"""CPU of the busiest worker, of a core, above which the client may be what is measured."""
+"""CPU share of the busiest client process above which the client may be the bottleneck."""
 LATE_MS = 20.0
-"""Requests that leave so much later than they were due say the same."""
-MOST_REQUESTS = 2_000_000
-"""In one run: each is planned, and kept with its times, in memory."""
+"""Requests that are sent this long after they were due show the same."""
+MAX_REQUESTS = 2_000_000
+"""Of one run, whose requests are kept in memory."""
+RESPONSE_SHARE = 0.5
+"""Responses that take longer than this share of a trial do not reach a steady state within the trial."""
 TRIAL_SHARE = 1 + RESPONSE_SHARE
-"""A trial ends at latest after so many of its durations: by then each response was late, or is here."""
+"""A trial is stopped after this many durations: every response that is still open then is too slow."""
+_FIRST_SHARE = 0.25
+_MIN_ALLOWED = 3
+"""A backlog of this many requests proves nothing, however short the trial is."""
+_MISSED_SHARE = 0.01
 _PRECISION = 0.05
-"""The search ends when the rate that fails is at most this share above the one that holds."""
-_LATE_SHARE = 0.01
 SLOW = "E2E p99 >"
-_CLIENT = "the client may be what was measured, busy or late as it was: give it more --workers, or cores"
+
+
+class Search(msgspec.Struct, kw_only=True):
+    """The result of a search."""
+
+    best: Run | None
+    """The trial with the highest rate that was sustained."""
+    trials: list[Run]
+    note: str
+    """Why the search ended without an exact answer; empty otherwise."""
 
 
 class UnsettledError(Exception):
-    """The server still works on what an earlier trial left; the message says so, and what to do."""
+    """The server is still busy with requests of an earlier trial, so another trial would measure those."""
 
 
 def requests_at(rate: float, duration_s: float) -> int:
-    """Requests that arrive in so long a time, on average; at least one."""
+    """Return the mean number of requests that arrive in a time; at least one."""
     return max(1, round(rate * duration_s))
 
 
-def poisson_arrivals(requests: int, duration_s: float, seed: str) -> list[float]:
-    """Seconds after the start of so many arrivals of a Poisson process within `duration_s`, sorted.
+def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float, ...]:
+    """Return the times of `requests` arrivals of a Poisson process within `duration_s`, sorted.
 
-    Given their number, such arrivals are independent and uniform. Drawing the number as well would offer
-    another rate than the one asked for: by 10 % (one standard deviation) for 100 requests.
+    Given their number, such arrivals are independent and uniform. A random number of arrivals would change
+    the rate: for 100 requests by 10 % (one standard deviation).
     """
     draw = random.Random(f"{seed}/arrivals")
-    return sorted(draw.uniform(0.0, duration_s) for _ in range(requests))
+    return tuple(sorted(draw.uniform(0.0, duration_s) for _ in range(requests)))
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One rate, tried."""
+def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
+    """Return the backlog of a run whose requests arrived over `duration_s`.
 
-    requests: int
-    """That were to arrive."""
-    duration_s: float
-    summary: Summary
-    backlog: Backlog
-    given_up_s: float | None
-    """When it was ended, after its start: it could no longer succeed, or took too long. None where all
-    requests came to their end."""
-    reasons: Sequence[str] = ()
-    """Why the rate is not sustained, in words; empty where it is."""
+    A server that keeps up ends each request about one response time after it arrived. Requests that are open
+    for longer are behind: if a server can do a share 1 − d of the load, about d of all requests. The number
+    of Poisson arrivals in a time varies by the root of its mean; half of that is allowed, which servers with
+    a load of up to 0.9 hardly reach.
 
-    @property
-    def rate(self) -> float:
-        """Requests per second."""
-        return self.requests / self.duration_s
-
-    @property
-    def is_sustained(self) -> bool:
-        return not self.reasons
-
-    @property
-    def resolution(self) -> float:
-        """How far beyond the server's capacity, as a share of it, a rate may be and still pass: by the
-        randomness of arrivals (0.2 of 100 requests, 0.05 of 1,600), and of response times against the
-        duration."""
-        spread = self.summary.e2e
-        uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
-        return 2 / math.sqrt(self.requests) + uneven_s / self.duration_s
-
-    @property
-    def is_of_client(self) -> bool:
-        """Whether the client may be what was measured."""
-        return self.summary.busiest_worker > SATURATED or self.summary.late_p99_ms > LATE_MS
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The search's end."""
-
-    best: Trial | None
-    """The highest rate that was sustained; None where none was."""
-    trials: list[Trial]
-    note: str
-    """What kept the search from an answer, in words; mostly empty."""
-
-
-def is_late(record: Record, slo: Slo) -> bool:
-    """Whether a request waited longer for its first token than the SLO allows."""
-    if slo.ttft_p99_ms is None:
-        return False
-    until = record.ended_at if record.first_at is None else record.first_at
-    return 1000 * (until - record.began_at) > slo.ttft_p99_ms
-
-
-def is_slow(record: Record, duration_s: float) -> bool:
-    """Whether a response took longer than a trial of this duration can judge."""
-    return record.ended_at - record.began_at > RESPONSE_SHARE * duration_s
-
-
-def misses(record: Record, slo: Slo, duration_s: float) -> bool:
-    """Whether a request missed a limit of a trial: it failed, or its token or its end came too late. One that
-    was open when the trial was given up counts with the time it had waited."""
-    failed = bool(record.failure) and record.failure != STOPPED
-    return failed or is_late(record, slo) or is_slow(record, duration_s)
-
-
-def is_lost(requests: int, missed: int) -> bool:
-    """Whether a trial of so many requests, of which `missed` missed a limit, holds none for 99 % of them."""
-    return missed > _LATE_SHARE * requests
-
-
-def judge(trial: Trial, records: Sequence[Record], slo: Slo) -> list[str]:
-    """Why a trial does not sustain its rate, in words; empty where it does.
-
-    A request that failed was infinitely late. One that was still open when the trial was given up counts with
-    the time it had waited.
+    The response time is measured before a backlog can matter: the 90th percentile of the first quarter, or
+    the fastest response of that quarter if the percentile is beyond RESPONSE_SHARE.
     """
+    spans = [
+        (one.at_s, math.inf if one.failure == STOPPED else one.at_s + one.e2e_ms / 1000) for one in requests
+    ]
+    first = sorted(end - begin for begin, end in spans if begin <= _FIRST_SHARE * duration_s)
+    typical = [percentile(first, 90), first[0]] if first else [0.0]
+    response = next((one for one in typical if one <= RESPONSE_SHARE * duration_s), math.inf)
+
+    def behind(at: float) -> int:
+        return sum(begin <= at - response and at < end for begin, end in spans)
+
+    arrived = sum(begin <= duration_s - response for begin, _ in spans)
+    return Backlog(
+        response_s=response,
+        before=behind(duration_s / 2),
+        after=behind(duration_s),
+        seconds=duration_s / 2,
+        allowed=max(_MIN_ALLOWED, math.sqrt(arrived) / 2),
+    )
+
+
+def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
+    """Return the reasons why a trial does not sustain its rate; none if it does. A request that failed or was
+    stopped has missed every limit."""
+    allowed = _MISSED_SHARE * run.requests
+    failed = [one for one in run.per_request if one.failure and one.failure != STOPPED]
     reasons = []
-    requests, summary = trial.requests, trial.summary
-    failed = [record for record in records if record.failure and record.failure != STOPPED]
-    others = [record for record in records if not record.failure or record.failure == STOPPED]
-    late = len(failed) + sum(is_late(record, slo) for record in others)
-    missed = sum(misses(record, slo, trial.duration_s) for record in records)
-    if is_lost(requests, len(failed)):
-        reasons.append(f"{len(failed):,} of {requests:,} failed ({failed[0].failure})")
-    if trial.backlog.is_growing:
-        reasons.append(str(trial.backlog))
-    if summary.succeeded and summary.ttft is None:
+    if len(failed) > allowed:
+        reasons.append(f"{len(failed):,} of {run.requests:,} failed ({failed[0].failure})")
+    if run.backlog is not None and run.backlog.is_growing:
+        reasons.append(str(run.backlog))
+    if run.succeeded and run.ttft_ms is None:
         reasons.append("no answer had a token")
-    elif slo.ttft_p99_ms is not None and is_lost(requests, late):
-        limit = f"> {slo.ttft_p99_ms:,g} ms"
-        waited = sorted([*summary.ttft_ms, *([math.inf] * len(failed))])
-        p99 = percentile(waited, 99) if waited and trial.given_up_s is None else math.inf
-        known = f"TTFT p99 {p99:,.0f} {limit}"
-        reasons.append(known if p99 < math.inf else f"TTFT {limit} of {late:,} in {requests:,}")
-    if slo.itl_p99_ms is not None and summary.itl is not None and summary.itl.p99 > slo.itl_p99_ms:
-        reasons.append(f"ITL p99 {summary.itl.p99:,.1f} > {slo.itl_p99_ms:,g} ms")
-    if not reasons and is_lost(requests, missed):
-        reasons.append(f"{SLOW} {RESPONSE_SHARE * trial.duration_s:.2g} s, half a trial")
+    elif (limit := slo.ttft_p99_ms) is not None:
+        # A request that was stopped may have its first token; one that failed counts as infinitely late.
+        waits = sorted(
+            math.inf if one.ttft_ms is None or (one.failure and one.failure != STOPPED) else one.ttft_ms
+            for one in run.per_request
+        )
+        late = sum(wait > limit for wait in waits)
+        if late > allowed:
+            p99 = percentile(waits, 99)
+            known = f"{p99:,.0f} > {limit:,g} ms" if p99 < math.inf else f"> {limit:,g} ms"
+            reasons.append(f"TTFT p99 {known}")
+    if (limit := slo.itl_p99_ms) is not None and run.itl_ms is not None and run.itl_ms.p99 > limit:
+        reasons.append(f"ITL p99 {run.itl_ms.p99:,.1f} > {limit:,g} ms")
+    slow = sum(
+        bool(one.failure) or one.e2e_ms > 1000 * RESPONSE_SHARE * duration_s for one in run.per_request
+    )
+    if not reasons and slow > allowed:
+        reasons.append(f"{SLOW} {RESPONSE_SHARE * duration_s:.2g} s, half a trial")
     return reasons
 
 
-async def find_rate(attempt: Callable[[int], Awaitable[Trial]], first: int) -> Found:
-    """The highest sustained rate, in requests a trial: doubled (or halved) from `first` until it lies between
-    two, then bisected. A trial that failed, though it came to its end, is repeated once: one moment in which
-    the machine did something else is not to decide. `attempt` raises UnsettledError where no further trial
-    makes sense.
+def is_client_limited(run: Run) -> bool:
+    """Whether the client may have been the bottleneck of a run."""
+    return run.busiest_worker_cpu > SATURATED or run.late_p99_ms > LATE_MS
 
-    The search stops early where the client itself is saturated: a higher rate would measure it alone.
+
+def resolution(run: Run, duration_s: float) -> float:
+    """Return how far beyond the server's capacity, as a share of it, a rate may be and still pass: because
+    arrivals are random (0.2 for 100 requests, 0.05 for 1,600), and because response times differ."""
+    spread = run.e2e_ms
+    uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
+    return 2 / math.sqrt(run.requests) + uneven_s / duration_s
+
+
+def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
+    """Search the highest sustained number of requests per trial: double (or halve) from `first` until it lies
+    between two, then bisect. A trial that failed without being stopped is repeated once, so that one moment
+    in which the machine did something else does not decide.
+
+    `attempt` runs a trial; it raises UnsettledError if no further trial makes sense.
     """
-    trials: list[Trial] = []
-    best: Trial | None = None
-    failing: Trial | None = None
+    trials: list[Run] = []
+    best: Run | None = None
+    failing: Run | None = None
     requests = first
+
+    def found(note: str) -> Search:
+        return Search(best=best, trials=trials, note=note)
+
     while True:
         try:
-            trials.append(await attempt(requests))
-            if not trials[-1].is_sustained and trials[-1].given_up_s is None:
-                trials.append(await attempt(requests))
+            trials.append(attempt(requests))
+            if trials[-1].reasons and not trials[-1].unfinished:
+                trials.append(attempt(requests))
         except UnsettledError as error:
-            return Found(best, trials, str(error))
+            return found(str(error))
         trial = trials[-1]
-        if trial.is_sustained:
-            best = trial
-        else:
+        if trial.reasons:
             failing = trial
+        else:
+            best = trial
+        limited = "the client may have been the bottleneck: give it more --workers, or cores"
         if best is None:
             if requests == 1:
-                return Found(None, trials, f"no rate down to {trial.rate:g} requests/s is sustained")
+                return found(f"no rate down to {trial.rate:g} requests/s is sustained")
             requests //= 2
         elif failing is None:
-            if best.is_of_client:
-                return Found(best, trials, _CLIENT)
-            if 2 * requests > MOST_REQUESTS:
-                return Found(best, trials, f"a trial has at most {MOST_REQUESTS:,} requests")
+            if is_client_limited(best):
+                return found(limited)
+            if 2 * requests > MAX_REQUESTS:
+                return found(f"a trial has at most {MAX_REQUESTS:,} requests")
             requests *= 2
         elif failing.requests - best.requests <= max(1.0, _PRECISION * best.requests):
-            return Found(best, trials, _CLIENT if failing.is_of_client else "")
+            return found(limited if is_client_limited(failing) else "")
         else:
             requests = (best.requests + failing.requests) // 2

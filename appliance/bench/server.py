@@ -1,76 +1,55 @@
-"""The server before the run: where it is, which model, which token ids, and whether it answers at all."""
+"""The server before the run: its address, its model, its token ids, and whether it answers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import ssl
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from appliance.bench.bodies import completion, head
-from appliance.bench.client import Client, Exchange, Plain, Streamed, refusal_text
-from appliance.bench.messages import Prompting, Target
-from appliance.bench.workers import BenchError
+from appliance.bench.client import Client, Exchange, refusal_text
+from appliance.bench.load import Load, Target
+from appliance.bench.processes import BenchError
+from appliance.bench.workloads import Shape
 
 _ANSWER_S = 30.0
-_SAFE_VOCABULARY = 1000
-"""Every model that people serve has at least so many tokens; where nobody says how many, ids stay below."""
+_SAFE_VOCAB_SIZE = 1000
+"""Every model in common use has at least this many tokens; used if the server reports no number."""
 _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *range(0x391, 0x3CA))) + (
     " The quick brown fox jumps over the lazy dog; international organisations nevertheless reconsidered "
     "their responsibilities. def __init__(self, parameters): return [] # 1234567890 пример 例文 مثال उदाहरण"
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
+class Server(msgspec.Struct, frozen=True):
     """A server that answers."""
 
     target: Target
     model: str
-    vocabulary: int
-    """Prompts are made of ids below."""
-    vocabulary_from: str
-    """Who said so, in words."""
-    max_model_len: int | None
-    """Longest prompt and output together; None where the server does not say."""
+    vocab_size: int
+    vocab_size_source: str
+    """Where the number comes from, as shown to the operator."""
+    max_model_len: int | None = None
+    """Maximum length of prompt and output together; None if the server reports none."""
 
-    def prompting(
-        self, prompt_tokens: int, output_tokens: int, seed: str, temperature: float, top_p: float
-    ) -> Prompting:
-        """Requests of one shape. Raises BenchError where the model is too short for them."""
-        wanted = prompt_tokens + output_tokens
+    def check_length(self, shape: Shape) -> None:
+        """Raise BenchError if the model is too short for a request."""
+        wanted = shape.prompt_tokens + shape.output_tokens
         if self.max_model_len is not None and wanted > self.max_model_len:
             raise BenchError(
-                f"{prompt_tokens} prompt tokens and {output_tokens} output tokens are {wanted}, but "
-                f"{self.model!r} takes {self.max_model_len} in all: ask for less, or serve it longer"
+                f"{shape.prompt_tokens} prompt tokens and {shape.output_tokens} output tokens are {wanted}, "
+                f"but {self.model!r} takes {self.max_model_len} in all: use fewer, or serve it with a larger "
+                f"max_model_len"
             )
-        return Prompting(
-            model=self.model,
-            vocabulary=self.vocabulary,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            seed=seed,
-            temperature=temperature,
-            top_p=top_p,
-        )
 
 
-def target_of(base_url: str | None, socket: str | None, api_key: str | None) -> Target:
-    """The target that options name: one of an URL, as the `openai` client takes it (`/v1` is added where it
-    has no path), or a Unix socket. Raises BenchError."""
-    if api_key and not (api_key.isascii() and api_key.isprintable()):
-        raise BenchError("--api-key has characters that no header can carry: check what was pasted")
-    if socket is not None:
-        # The path as the operator wrote it: a relative one may be what fits into a socket's 107 bytes.
-        if len(socket.encode()) > 107:
-            raise BenchError(f"--socket {socket!r} is longer than a socket's path can be (107 bytes)")
-        return Target(socket=socket, api_key=api_key or "")
-    url = urlsplit(base_url or "")
+def parse_url(base_url: str, api_key: str | None) -> Target:
+    """Return the target of a URL, written as for the `openai` client (`/v1` is added if it has no path).
+    Raises BenchError."""
+    url = urlsplit(base_url)
     try:
         port = url.port
     except ValueError:
@@ -86,156 +65,138 @@ def target_of(base_url: str | None, socket: str | None, api_key: str | None) -> 
         tls_name=url.hostname if is_tls else "",
         authority=url.netloc.rpartition("@")[2],
         prefix=url.path.rstrip("/") or "/v1",
-        api_key=api_key or "",
+        api_key=_checked_key(api_key),
     )
 
 
-async def find_server(target: Target, model: str | None, vocabulary: int | None) -> Server:
-    """Ask the server what it has, and for two tokens. Raises BenchError, in words for the operator."""
-    target = await _resolved(target)
+def socket_target(
+    path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
+) -> Target:
+    """Return the target of a Unix socket. Raises BenchError."""
+    # The path is kept as it was written: a relative path may be short enough where the absolute one is not.
+    if len(path.encode()) > 107:
+        raise BenchError(f"--socket {path!r} is too long: the path of a socket has at most 107 bytes")
+    if not Path(path).exists():
+        raise BenchError(f"there is no socket {path}: check that the server runs")
+    return Target(socket=path, api_key=_checked_key(api_key), trusted_uids=trusted_uids)
+
+
+def find_server(target: Target, model: str | None, vocab_size: int | None) -> Server:
+    """Ask the server for its models and its vocabulary, and send it a request of two tokens. Raises
+    BenchError."""
+    return asyncio.run(_find_server(target, model, vocab_size))
+
+
+def _checked_key(api_key: str | None) -> str:
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise BenchError("--api-key has characters that no header can carry: check what was pasted")
+    return api_key or ""
+
+
+async def _find_server(target: Target, model: str | None, vocab_size: int | None) -> Server:
     client = Client(target, _ANSWER_S)
     try:
-        served = await _models(client, target)
+        served = await _models(client)
         chosen = _choose(served, model, target)
-        if vocabulary is None:
-            vocabulary, source = await _vocabulary(client, target, served.get(chosen, {}), chosen)
+        if vocab_size is None:
+            vocab_size, source = await _vocab_size(client, served.get(chosen, {}), chosen)
         else:
             source = "--vocab-size"
         length = served.get(chosen, {}).get("max_model_len")
-        server = Server(target, chosen, vocabulary, source, length if isinstance(length, int) else None)
+        server = Server(target, chosen, vocab_size, source, length if isinstance(length, int) else None)
         await _try(client, server)
     finally:
         client.close()
     return server
 
 
-def name_of(target: Target) -> str:
-    """The target for people."""
-    if target.socket:
-        return target.socket
-    return f"{'https' if target.tls_name else 'http'}://{target.authority}{target.prefix}"
-
-
-async def _resolved(target: Target) -> Target:
-    """The target with an address that answers instead of its host's name, so that no request of the run waits
-    for a resolver. Raises BenchError when nobody is there."""
-    if target.socket and not Path(target.socket).exists():
-        raise BenchError(f"there is no socket {target.socket}: is the server running?")
-    loop = asyncio.get_running_loop()
-    context = ssl.create_default_context() if target.tls_name else None
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            if target.socket:
-                transport, _ = await loop.create_unix_connection(asyncio.Protocol, target.socket)
-            else:
-                transport, _ = await loop.create_connection(
-                    asyncio.Protocol,
-                    target.host,
-                    target.port,
-                    ssl=context,
-                    server_hostname=target.tls_name or None,
-                )
-    except TimeoutError:
-        raise BenchError(f"{name_of(target)} did not take a connection within {_ANSWER_S:g} s") from None
-    except ssl.SSLError as error:
-        raise BenchError(f"{name_of(target)} does not speak TLS that can be trusted: {error}") from None
-    except PermissionError:
-        raise BenchError(
-            f"{name_of(target)} may not be opened by this user: use the service's user, or root"
-        ) from None
-    except OSError as error:
-        raise BenchError(
-            f"nobody answers at {name_of(target)} ({error.strerror or error}): is the server running, and is "
-            f"this its address?"
-        ) from None
-    peer = transport.get_extra_info("peername")
-    transport.abort()
-    if target.socket:
-        return target
-    return msgspec.structs.replace(target, host=peer[0])
-
-
-async def _models(client: Client, target: Target) -> dict[str, dict[str, Any]]:
-    """What /v1/models lists, by id; empty where there is no such route."""
+async def _models(client: Client) -> dict[str, dict[str, Any]]:
+    """Return what /v1/models lists, by id; empty if there is no such route."""
+    target = client.target
     status, body = await _ask(client, "GET", f"{target.prefix}/models")
     if status == 404:
         return {}
     if status in (401, 403):
-        raise BenchError(_unauthorised(target, status, body))
+        raise _unauthorised(target, status, refusal_text(body))
     if status != 200:
-        raise BenchError(f"{name_of(target)}/models answers {status}: {refusal_text(body)}")
+        raise BenchError(f"{target}/models answers {status}: {refusal_text(body)}")
     try:
         return {str(model["id"]): model for model in json.loads(body)["data"]}
     except (ValueError, KeyError, TypeError):
-        raise BenchError(
-            f"{name_of(target)} is not an OpenAI-compatible API: it has no list of models"
-        ) from None
+        raise BenchError(f"{target} is not an OpenAI-compatible API: it has no list of models") from None
 
 
 def _choose(served: dict[str, dict[str, Any]], model: str | None, target: Target) -> str:
     if model is not None:
         if served and model not in served:
-            raise BenchError(f"--model {model!r} is not served: there are {', '.join(sorted(served))}")
+            raise BenchError(
+                f"--model {model!r} is not served; available models: {', '.join(sorted(served))}"
+            )
         return model
     if not served:
         raise BenchError(
-            f"{name_of(target)}/models lists no model: check the address (most end in /v1), or say which "
-            f"with --model"
+            f"{target}/models lists no model: check the address (most end in /v1), or name one with --model"
         )
     return next(iter(served))
 
 
-async def _vocabulary(
-    client: Client, target: Target, document: dict[str, Any], model: str
-) -> tuple[int, str]:
-    """Ids that the model surely has: what the server tells, or the highest id of a text of many scripts."""
+async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> tuple[int, str]:
+    """Return a number below which the model has all token ids: what the server reports, or the highest id in
+    a text of many scripts."""
     meta = document.get("meta")
     for place in (document, meta if isinstance(meta, dict) else {}):
         for name in ("vocab_size", "n_vocab"):
             if isinstance(place.get(name), int) and place[name] > 0:
                 return place[name], "the server's list of models"
     body = json.dumps({"model": model, "prompt": _SAMPLE, "content": _SAMPLE}).encode()
-    root = target.prefix.removesuffix("/v1")
-    status, answer = await _ask(client, "POST", f"{root}/tokenize", body)
+    status, answer = await _ask(client, "POST", f"{client.target.prefix.removesuffix('/v1')}/tokenize", body)
     if status == 200:
         try:
             return max(json.loads(answer)["tokens"]) + 1, "the server's tokenizer"
         except (ValueError, KeyError, TypeError):
             pass
-    return _SAFE_VOCABULARY, "a guess, as the server does not say: see --vocab-size"
+    return _SAFE_VOCAB_SIZE, "a guess, since the server reports none: see --vocab-size"
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Ask for two tokens as the run will, so that what is wrong is said once and before it starts."""
-    streamed = Streamed()
-    request = completion(server.target, server.prompting(4, 2, "try", 0.0, 1.0), 0)
-    await client.send(request, streamed)
-    if not streamed.failure:
+    """Send a request like those of the run, so that a problem is reported once and before the run."""
+    load = Load(
+        target=server.target,
+        model=server.model,
+        vocab_size=server.vocab_size,
+        prompt_tokens=4,
+        output_tokens=2,
+        seed="try",
+        requests=1,
+    )
+    exchange = Exchange(streamed=True)
+    await client.send(load.body(0), exchange)
+    kind, message = exchange.failure, exchange.message
+    if not kind:
         return
-    kind, message = streamed.failure, streamed.message
-    where = f"{name_of(server.target)}/completions"
     if kind in ("http 401", "http 403"):
-        raise BenchError(_unauthorised(server.target, int(kind[5:]), message.encode()))
+        raise _unauthorised(server.target, exchange.status, message)
     remedy = ""
     if kind == "http 404":
-        remedy = f" (is there a model {server.model!r}, and a completions route?)"
+        remedy = f" (check that there is a model {server.model!r} and a completions route)"
     elif "token" in message.lower() and "id" in message.lower():
-        remedy = f" (prompts are token ids below {server.vocabulary}: see --vocab-size)"
-    raise BenchError(f"{where} does not answer a request of two tokens: {kind}: {message}{remedy}")
+        remedy = f" (prompts are token ids below {server.vocab_size}: see --vocab-size)"
+    raise BenchError(f"{server.target}/completions fails for two tokens: {kind}: {message}{remedy}")
 
 
-def _unauthorised(target: Target, status: int, body: bytes) -> str:
-    how = "check --api-key" if target.api_key else "give a key with --api-key, or $OPENAI_API_KEY"
-    return f"{name_of(target)} wants another key (status {status}: {refusal_text(body)}): {how}"
+def _unauthorised(target: Target, status: int, message: str) -> BenchError:
+    remedy = "check --api-key" if target.api_key else "give a key with --api-key, or $OPENAI_API_KEY"
+    return BenchError(f"{target} rejects the key (status {status}: {message}): {remedy}")
 
 
 async def _ask(client: Client, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    exchange = Plain()
-    await client.send(head(client.target, method, path, len(body)) + body, exchange)
-    _raise_failure(exchange, f"{name_of(client.target)}: {method} {path}")
-    return exchange.status, bytes(exchange.body)
-
-
-def _raise_failure(exchange: Exchange, what: str) -> None:
+    exchange = Exchange(streamed=False)
+    await client.send(client.target.request(method, path, body), exchange)
+    if exchange.failure == "connect":
+        raise BenchError(
+            f"cannot connect to {client.target} ({exchange.message}): check the address, and that the server "
+            f"runs"
+        )
     if exchange.failure:
-        raise BenchError(f"{what} got no answer ({exchange.failure}: {exchange.message})")
+        raise BenchError(f"{method} {path} at {client.target} failed: {exchange.failure}: {exchange.message}")
+    return exchange.status, bytes(exchange.body)

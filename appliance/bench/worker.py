@@ -1,190 +1,124 @@
-"""`python -m appliance.bench.worker --channel FD`: one process that sends requests as its parent plans them.
-
-It ends when the channel does.
-"""
+"""`python -m appliance.bench.worker FD`: a client process. It receives a load over the pipe FD, reports when
+it is ready, receives the start time, sends its part of the requests and reports what happened."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import resource
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
-from appliance.bench.bodies import completion
-from appliance.bench.client import Client, Streamed
-from appliance.bench.messages import STOPPED, Done, Go, Plan, Progress, Ready, Record, ToWorker
-from engine.client import Channel
+from appliance.bench.client import Client, Exchange
+from appliance.bench.load import STOPPED, Load, Progress, Record
 
 PROGRESS_S = 0.2
-_MADE_AHEAD = 4096
-"""Requests whose bytes are ready before the start; later ones are made when they are sent."""
-_MADE_AHEAD_TOKENS = 16 << 20
-"""Of those together: a token takes about six bytes."""
+_MAX_PREPARED = 4096
+_MAX_PREPARED_TOKENS = 16 << 20
+"""Limits of the requests that are encoded before the start; a token takes about six bytes. Later requests are
+encoded when they are sent."""
 
 
-class Run:
-    """One plan, carried out."""
+class Sender:
+    """Sends the requests of one worker."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._client = Client(plan.target, plan.timeout_s)
-        ahead = min(_MADE_AHEAD, _MADE_AHEAD_TOKENS // plan.prompting.prompt_tokens)
-        self._ahead = [self._body(number) for number in plan.requests[:ahead]]
-        self._running: dict[int, tuple[float, Streamed]] = {}
+    def __init__(self, load: Load, worker: int, workers: int) -> None:
+        self._load = load
+        self._numbers = load.numbers(worker, workers)
+        self._streams = len(range(worker, load.streams, workers))
+        prepared = min(_MAX_PREPARED, _MAX_PREPARED_TOKENS // load.prompt_tokens)
+        self._bodies = {number: load.body(number) for number in self._numbers[:prepared]}
+        self._running: set[Exchange] = set()
         self._records: list[Record] = []
         self._chunks = 0
 
-    async def carry_out(self, start: float) -> None:
-        """Send everything, beginning at `start`; cancel to give up."""
-        await asyncio.sleep(max(0.0, start - time.monotonic()))
-        try:
-            if self._plan.arrivals:
-                await self._open_loop(start)
-            else:
-                await self._closed_loop()
-        finally:
-            self._client.close()
-
-    def progress(self) -> Progress:
-        """What happened since the last time."""
-        records, self._records = self._records, []
-        now = time.monotonic()
-        first_since, end_since = now - self._plan.ttft_limit_s, now - self._plan.e2e_limit_s
-        return Progress(
-            records=records,
-            running=len(self._running),
-            chunks=self._chunks + sum(streamed.chunks for _, streamed in self._running.values()),
-            overdue=sum(
-                began < end_since or (streamed.first_at is None and began < first_since)
-                for began, streamed in self._running.values()
-            ),
-        )
-
-    async def _closed_loop(self) -> None:
-        requests = enumerate(self._plan.requests)
-        async with asyncio.TaskGroup() as streams:
-            for _ in range(min(self._plan.concurrency, len(self._plan.requests))):
-                streams.create_task(self._one_after_another(requests))
-
-    async def _one_after_another(self, requests: Iterator[tuple[int, int]]) -> None:
-        for index, number in requests:
-            body = self._take_body(index, number)
-            await self._send(number, body, time.monotonic())
-
-    async def _open_loop(self, start: float) -> None:
-        async with asyncio.TaskGroup() as streams:
-            for index, (number, arrival) in enumerate(
-                zip(self._plan.requests, self._plan.arrivals, strict=True)
-            ):
-                body = self._take_body(index, number)
-                # At least once, however late we are: what was sent must be read, and Stop be heard.
-                await asyncio.sleep(max(0.0, start + arrival - time.monotonic()))
-                while (wait := start + arrival - time.monotonic()) > 0:
-                    await asyncio.sleep(wait)
-                streams.create_task(self._send(number, body, start + arrival))
-
-    async def _send(self, number: int, body: bytes, due_at: float) -> None:
-        streamed = Streamed()
-        self._running[number] = (due_at, streamed)
-        try:
-            record = await self._client.complete(number, body, streamed, due_at)
-            self._records.append(record)
-        except asyncio.CancelledError:
-            self._records.append(
-                Record(number, due_at, 0.0, time.monotonic(), streamed.first_at, failure=STOPPED)
-            )
-            raise
-        finally:
-            del self._running[number]
-            self._chunks += streamed.chunks
-
-    def _take_body(self, index: int, number: int) -> bytes:
-        if index < len(self._ahead):
-            body, self._ahead[index] = self._ahead[index], b""
-            return body
-        return self._body(number)
-
-    def _body(self, number: int) -> bytes:
-        return completion(self._plan.target, self._plan.prompting, number)
-
-
-class Worker:
-    """Carries out plan after plan, until the parent closes the channel."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._channel: Channel[ToWorker] = Channel(sock, ToWorker)
-        self._over = asyncio.Event()
-        self._run: Run | None = None
-        self._work: asyncio.Task[None] | None = None
-
-    async def serve(self) -> None:
-        """Do as the parent says, to the end. A mistake of ours is raised: a worker that dies is noticed, a
-        run that lacks requests might not be."""
-        self._channel.listen(self._hear, self._over.set)
-        await self._over.wait()
-        if self._work is not None and self._work.done():
-            self._work.result()
-
-    def _hear(self, message: ToWorker) -> None:
-        if isinstance(message, Plan):
-            self._run = Run(message)
-            self._channel.send(Ready())
-        elif isinstance(message, Go) and self._run is not None:
-            self._work = asyncio.create_task(self._carry_out(self._run, message.at))
-            self._work.add_done_callback(self._worked)
-        elif self._work is not None:
-            self._work.cancel()
-
-    def _worked(self, work: asyncio.Task[None]) -> None:
-        if work.exception() is not None:
-            self._over.set()
-
-    async def _carry_out(self, run: Run, start: float) -> None:
+    async def run(self, start: float, pipe: Connection) -> None:
+        """Send everything from `start` on and report over the pipe."""
         cpu, wall = time.process_time(), time.monotonic()
-        gc.freeze()
-        reporter = asyncio.create_task(self._report(run))
+
+        def report(is_done: bool) -> None:
+            records, self._records = self._records, []
+            chunks = self._chunks + sum(exchange.chunks for exchange in self._running)
+            share = (time.process_time() - cpu) / max(time.monotonic() - wall, 1e-9)
+            pipe.send(Progress(records, len(self._running), chunks, share, is_done))
+
+        async def report_regularly() -> None:
+            while True:
+                await asyncio.sleep(PROGRESS_S)
+                report(is_done=False)
+
+        reporter = asyncio.create_task(report_regularly())
+        client = Client(self._load.target, self._load.timeout_s)
         try:
-            await run.carry_out(start)
-        except asyncio.CancelledError:
-            pass  # Stop: what was cut off is on record
+            async with asyncio.timeout(start + self._load.stop_after_s - time.monotonic()):
+                await asyncio.sleep(max(0.0, start - time.monotonic()))
+                await (self._open_loop(client, start) if self._load.arrivals else self._closed_loop(client))
+        except TimeoutError:
+            pass  # `_send` has recorded the open requests as stopped
         finally:
             reporter.cancel()
-            gc.unfreeze()
-        self._channel.send(run.progress())
-        self._channel.send(Done(time.process_time() - cpu, time.monotonic() - wall))
+            client.close()
+        report(is_done=True)
 
-    async def _report(self, run: Run) -> None:
-        while True:
-            await asyncio.sleep(PROGRESS_S)
-            self._channel.send(run.progress())
+    async def _closed_loop(self, client: Client) -> None:
+        numbers = iter(self._numbers)
+
+        async def stream(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                body = self._body(number)
+                await self._send(client, body, time.monotonic())
+
+        async with asyncio.TaskGroup() as streams:
+            for _ in range(self._streams):
+                streams.create_task(stream(numbers))
+
+    async def _open_loop(self, client: Client, start: float) -> None:
+        async with asyncio.TaskGroup() as streams:
+            for number in self._numbers:
+                body, due_at = self._body(number), start + self._load.arrivals[number]
+                await asyncio.sleep(0)  # also when the client is late: received chunks must be read
+                while (wait := due_at - time.monotonic()) > 0:
+                    await asyncio.sleep(wait)
+                streams.create_task(self._send(client, body, due_at))
+
+    async def _send(self, client: Client, body: bytes, due_at: float) -> None:
+        exchange = Exchange(streamed=True)
+        self._running.add(exchange)
+        try:
+            record = await client.complete(body, exchange, due_at)
+            self._records.append(record)  # `report` may have replaced the list in the meantime
+        except asyncio.CancelledError:
+            self._records.append(Record(due_at, 0.0, time.monotonic(), exchange.first_at, failure=STOPPED))
+            raise
+        finally:
+            self._running.discard(exchange)
+            self._chunks += exchange.chunks
+
+    def _body(self, number: int) -> bytes:
+        return self._bodies.pop(number, b"") or self._load.body(number)
 
 
-async def _serve(sock: socket.socket) -> None:
-    await Worker(sock).serve()
-
-
-def main() -> int:
-    """Become a worker."""
-    parser = argparse.ArgumentParser(prog="python -m appliance.bench.worker", description=__doc__)
-    parser.add_argument("--channel", type=int, required=True, help="descriptor of the channel to the parent")
-    arguments = parser.parse_args()
-    # Ctrl-C reaches the whole group; the parent decides when a worker ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def main() -> None:
+    """Run one load as a client process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     import uvloop
 
-    # Chunks make no cycles; the default looks for them every 700 objects.
-    gc.set_threshold(50_000, 20, 100)
-    uvloop.run(_serve(socket.socket(fileno=arguments.channel)))
-    return 0
+    pipe = Connection(int(sys.argv[1]))
+    try:
+        sender = Sender(*pipe.recv())
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 100)  # chunks create no cycles; the default runs every 700 objects
+        pipe.send(None)
+        uvloop.run(sender.run(pipe.recv(), pipe))
+    except (EOFError, BrokenPipeError):
+        pass  # the parent has ended
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

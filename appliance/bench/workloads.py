@@ -1,8 +1,5 @@
-"""What is asked for: the workloads by name, and what every figure is called.
-
-Those of `engine.bench` bear the same names and numbers here (a test holds them together: this package loads
-no torch, which the engine's table does); those named `http…` exist only over HTTP.
-"""
+"""The named workloads. Those of `engine.bench` have the same names, numbers and metrics here (a test compares
+them, since this package does not import the engine's benchmark); the names with `http` exist only here."""
 
 from __future__ import annotations
 
@@ -11,12 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One request: `prompt_tokens` random tokens in, exactly `output_tokens` out."""
+    """A request of `prompt_tokens` random tokens that generates exactly `output_tokens` tokens."""
 
     prompt_tokens: int
     output_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
+
+    def __str__(self) -> str:
+        sampled = f", temperature {self.temperature:g}, top-p {self.top_p:g}" if self.temperature else ""
+        return f"{self.prompt_tokens:,} tokens in, {self.output_tokens:,} out{sampled}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +27,21 @@ class Workload:
     requests: int
     concurrency: int
     shape: Shape
-    figure: str = "output_tok_s"
-    """What it is judged by: "output_tok_s" or "prompt_tok_s" (all tokens ÷ whole time), "p99_ms" or "ms"
-    (end to end; the median)."""
+    metric: str = "output_tok_s"
+    """"output_tok_s" or "prompt_tok_s" (all tokens divided by the whole time), "p99_ms" or "ms" (time from
+    end to end: the 99th percentile, the median)."""
 
     @property
     def unit(self) -> str:
-        return {"p99_ms": "ms p99", "ms": "ms"}.get(self.figure, "tok/s")
+        return {"p99_ms": "ms p99", "ms": "ms"}.get(self.metric, "tok/s")
 
     @property
-    def less_is_better(self) -> bool:
-        return self.figure in ("p99_ms", "ms")
+    def lower_is_better(self) -> bool:
+        return self.metric in ("p99_ms", "ms")
 
 
-def _at_once(requests: int, prompt_tokens: int, output_tokens: int, figure: str = "output_tok_s") -> Workload:
-    return Workload(requests, requests, Shape(prompt_tokens, output_tokens), figure)
+def _at_once(requests: int, prompt_tokens: int, output_tokens: int, metric: str = "output_tok_s") -> Workload:
+    return Workload(requests, requests, Shape(prompt_tokens, output_tokens), metric)
 
 
 WORKLOADS: dict[str, Workload] = {

@@ -44,7 +44,8 @@ def confirm(action: Action, what: str, *, yes: bool) -> None:
         return
     if not is_terminal(sys.stdin):
         raise CommandLineError(
-            f"'{action.title} {what}' needs --yes: standard input is not a terminal, so nobody can be asked"
+            f"'{action.title} {what}' needs --yes: standard input is not a terminal, so the command "
+            "cannot ask for confirmation"
         )
     print(f"{action.title} {what}? ", end="", flush=True, file=sys.stderr)
     print("Type its name: " if action.danger == "typed" else "[y/N] ", end="", flush=True, file=sys.stderr)

@@ -1,24 +1,21 @@
-"""`appliance bench`: load on an OpenAI-compatible server, ours or another's, and how it bore it."""
+"""`appliance bench`: measure an OpenAI-compatible server under load."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import sys
-from dataclasses import dataclass
+import time
 from pathlib import Path
 
+import msgspec
 import typer
-from msgspec import structs
 
-from appliance.bench.document import document
-from appliance.bench.messages import Target
-from appliance.bench.rates import MOST_REQUESTS, Found
+from appliance.bench.load import Target
+from appliance.bench.processes import BenchError
+from appliance.bench.rates import MAX_REQUESTS, Search
 from appliance.bench.results import Slo
-from appliance.bench.server import Server, find_server, name_of, target_of
+from appliance.bench.server import Server, find_server, parse_url, socket_target
 from appliance.bench.session import Result, Session
-from appliance.bench.workers import BenchError, Workers
 from appliance.bench.workloads import WORKLOADS, Shape, Workload
 from appliance.cli.bench_report import ProgressBar, Report
 from appliance.cli.failure import Failure, told
@@ -32,29 +29,25 @@ _INTERRUPTED = 130
 _DEFAULT_SHAPE = Shape(prompt_tokens=512, output_tokens=128)
 _DEFAULT_CONCURRENCY = 16
 _DEFAULT_DURATION_S = 30.0
-_WAVES = 4
-"""Requests a stream, where their number is not given."""
+_REQUESTS_PER_STREAM = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The command line; None where an option was not given."""
 
-    workloads: list[str]
+    workloads: list[str] | None
     base_url: str | None
     socket: str | None
     run_dir: str | None
     api_key: str | None
     model: str | None
-    vocabulary: int | None
+    vocab_size: int | None
     concurrency: int | None
     requests: int | None
     prompt_tokens: int | None
     output_tokens: int | None
-    temperature: float | None
-    top_p: float | None
     rate: float | None
-    duration_s: float | None
+    duration: float | None
     find_rate: bool
     ttft_p99_ms: float | None
     itl_p99_ms: float | None
@@ -62,164 +55,152 @@ class Options:
     warm_up: bool
     workers: int | None
     seed: int | None
-    timeout_s: float
     json: str | None
 
+    @property
+    def is_open_loop(self) -> bool:
+        return self.find_rate or self.rate is not None
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What the options come to."""
+    @property
+    def duration_s(self) -> float:
+        return self.duration or _DEFAULT_DURATION_S
 
-    workloads: dict[str, Workload]
-    """To run one after another; empty for open loop."""
-    shape: Shape
-    """Of open loop's requests."""
+
+class Document(msgspec.Struct, kw_only=True):
+    """What --json writes. Times are milliseconds where the name ends in `_ms`, and seconds where it ends in
+    `_s`; null stands where nothing was measured."""
+
+    appliance: str
+    at: str
+    target: str
+    model: str
+    vocab_size: int
+    seed: str
+    slo: Slo
+    results: list[Result]
+    search: Search | None
 
 
 def bench(options: Options) -> int:
-    """Run the benchmark and print it; 1 where a request failed or no rate was sustained. Raises Failure, and
-    typer's error for options that contradict each other."""
-    _check_length(options)
-    work = _work(options)
+    """Run the benchmark and print it. Returns 1 if a request failed or no rate was sustained. Raises Failure,
+    and typer's error for options that contradict each other."""
+    workloads = _workloads(options)
     slo = Slo(options.ttft_p99_ms, options.itl_p99_ms)
     if options.find_rate and not slo.is_set:
         raise typer.BadParameter("--find-rate needs a limit: give --ttft-p99-ms, --itl-p99-ms or both")
-    with told(BenchError):
-        target = _target(options)
     report = Report(sys.stderr if options.json == "-" else sys.stdout)
     _check_writable(options.json)
     seed = str(int.from_bytes(os.urandom(4), "big") if options.seed is None else options.seed)
     try:
         with told(BenchError):
-            server, results, found = asyncio.run(_run(options, work, slo, target, seed, report))
+            server = find_server(_target(options), options.model, options.vocab_size)
+            report.wrapped(
+                f"{printable(server.model)} at {server.target} · prompts of ids below {server.vocab_size:,} "
+                f"({server.vocab_size_source}) · seed {seed}",
+                "dim",
+            )
+            results, search = _run(options, workloads, slo, server, seed, report)
     except KeyboardInterrupt:
         report.line()
         print("appliance: interrupted", file=sys.stderr)
         return _INTERRUPTED
     if len(results) > 1:
         report.comparison(results)
+    if search is not None:
+        report.search(search, options.duration_s)
     if options.json is not None:
-        _write(options.json, document(server, seed, slo, results, found, product_version()))
-    failed = any(run.summary.failures for result in results for run in result.runs)
-    return int(failed or (found is not None and found.best is None))
+        _write(options.json, _document(server, seed, slo, results, search))
+    failed = any(run.failures for result in results for run in result.runs)
+    return int(failed or (search is not None and search.best is None))
 
 
-async def _run(
-    options: Options, work: _Work, slo: Slo, target: Target, seed: str, report: Report
-) -> tuple[Server, list[Result], Found | None]:
-    server = await find_server(target, options.model, options.vocabulary)
-    report.wrapped(
-        f"{printable(server.model)} at {name_of(target)} · prompts of ids below {server.vocabulary:,} "
-        f"({server.vocabulary_from}) · seed {seed}",
-        "dim",
+def _run(
+    options: Options,
+    workloads: dict[str, Workload],
+    slo: Slo,
+    server: Server,
+    seed: str,
+    report: Report,
+) -> tuple[list[Result], Search | None]:
+    session = Session(
+        server,
+        seed,
+        show=ProgressBar().show,
+        workers=options.workers,
+        slo=slo,
+        warm_up=options.warm_up,
     )
-    results: list[Result] = []
-    found: Found | None = None
-    progress = ProgressBar()
-    async with Workers() as pool:
-        session = Session(
-            server,
-            pool,
-            progress.show,
-            seed=seed,
-            workers=options.workers,
-            timeout_s=options.timeout_s,
-            slo=slo,
-        )
-        shape, duration = work.shape, options.duration_s or _DEFAULT_DURATION_S
-        runs = options.runs or 1
+    if options.find_rate or options.rate is not None:
+        shape = next(iter(workloads.values())).shape
+        search = None
         if options.find_rate:
-            found, held = await session.search(shape, options.rate or 1.0, duration, options.warm_up)
-            results += [held] if held is not None else []
-        elif options.rate is not None:
-            results.append(
-                await session.open("open loop", shape, options.rate, duration, runs, options.warm_up)
-            )
-        for name, workload in work.workloads.items():
-            results.append(await session.closed(name, workload, runs, options.warm_up))
-            report.result(results[-1])
-    if not work.workloads:
-        for result in results:
+            search, result = session.search(shape, options.rate or 1.0, options.duration_s)
+        else:
+            result = session.open(shape, options.rate or 1.0, options.duration_s, options.runs or 1)
+        if result is not None:
             report.result(result)
-    if found is not None:
-        report.search(found)
-    return server, results, found
+        return [result] if result is not None else [], search
+    results = []
+    for name, workload in workloads.items():
+        results.append(session.closed(name, workload, options.runs or 1))
+        report.result(results[-1])
+    return results, None
 
 
-def _check_length(options: Options) -> None:
-    """Refuse a run of more requests than can be kept. Raises typer's error."""
-    duration = options.duration_s or _DEFAULT_DURATION_S
-    if options.rate is not None and options.rate * duration > MOST_REQUESTS:
-        raise typer.BadParameter(
-            f"--rate {options.rate:g} for --duration {duration:g} are more than {MOST_REQUESTS:,} "
-            f"requests: give less of either"
-        )
-
-
-def _work(options: Options) -> _Work:
-    """The options' meaning. Raises typer's error where they contradict each other."""
-    open_loop = options.find_rate or options.rate is not None
-    for name in options.workloads:
+def _workloads(options: Options) -> dict[str, Workload]:
+    """Return the workloads that the options describe; in open loop only the shape of the first counts.
+    Raises typer's error if the options contradict each other."""
+    names = options.workloads or []
+    for name in names:
         if name not in WORKLOADS:
-            raise typer.BadParameter(f"there is no workload {name!r}: there are {', '.join(WORKLOADS)}")
-    own = [
-        flag
-        for flag, value in (
-            ("--concurrency", options.concurrency),
-            ("--requests", options.requests),
-            ("--prompt-tokens", options.prompt_tokens),
-            ("--output-tokens", options.output_tokens),
-            ("--temperature", options.temperature),
-            ("--top-p", options.top_p),
-        )
-        if value is not None
-    ]
-    if options.workloads and own:
+            raise typer.BadParameter(
+                f"unknown workload {name!r}; available workloads: {', '.join(WORKLOADS)}"
+            )
+    given = {
+        "--concurrency": options.concurrency,
+        "--requests": options.requests,
+        "--prompt-tokens": options.prompt_tokens,
+        "--output-tokens": options.output_tokens,
+        "--duration": options.duration,
+        "--runs": options.runs,
+    }
+    conflicts = (
+        (bool(names), list(given)[:4], "workloads have their own"),
+        (options.is_open_loop, list(given)[:2], "requests arrive at --rate for --duration"),
+        (not options.is_open_loop, ["--duration"], "it needs --rate or --find-rate"),
+        (options.find_rate, ["--runs"], "--find-rate repeats trials as needed"),
+    )
+    for applies, flags, reason in conflicts:
+        for flag in flags:
+            if applies and given[flag] is not None:
+                raise typer.BadParameter(f"remove {flag}: {reason}")
+    if options.is_open_loop and len(names) > 1:
+        raise typer.BadParameter("--rate and --find-rate take the shape of one workload: name only one")
+    if options.rate is not None and options.rate * options.duration_s > MAX_REQUESTS:
         raise typer.BadParameter(
-            f"workload {options.workloads[0]!r} has its own {own[0]}: leave one of the two away"
+            f"--rate {options.rate:g} for --duration {options.duration_s:g} are more than {MAX_REQUESTS:,} "
+            f"requests: reduce either"
         )
-    if open_loop and (options.concurrency is not None or options.requests is not None):
-        raise typer.BadParameter(
-            "--concurrency and --requests do not go with --rate and --find-rate: requests arrive at the "
-            "rate, for --duration"
-        )
-    if options.find_rate and options.runs is not None:
-        raise typer.BadParameter("--runs does not go with --find-rate, which decides itself what to repeat")
-    if not open_loop and options.duration_s is not None:
-        raise typer.BadParameter(
-            "--duration goes with --rate or --find-rate: other runs last as long as their requests take"
-        )
-    if open_loop and len(options.workloads) > 1:
-        raise typer.BadParameter("--rate and --find-rate take the shape of one workload at most")
-    if options.workloads:
-        named = {name: WORKLOADS[name] for name in options.workloads}
-        return _Work({} if open_loop else named, next(iter(named.values())).shape)
+    if names:
+        return {name: WORKLOADS[name] for name in names}
     shape = Shape(
         options.prompt_tokens or _DEFAULT_SHAPE.prompt_tokens,
         options.output_tokens or _DEFAULT_SHAPE.output_tokens,
-        options.temperature or 0.0,
-        1.0 if options.top_p is None else options.top_p,
     )
-    if open_loop:
-        return _Work({}, shape)
     concurrency = options.concurrency or min(_DEFAULT_CONCURRENCY, options.requests or _DEFAULT_CONCURRENCY)
-    requests = options.requests or _WAVES * concurrency
-    return _Work({"custom": Workload(requests, min(concurrency, requests), shape)}, shape)
+    requests = options.requests or _REQUESTS_PER_STREAM * concurrency
+    return {"custom": Workload(requests, min(concurrency, requests), shape)}
 
 
 def _target(options: Options) -> Target:
-    """The server that is meant: the one named, or the service of the run directory. Raises Failure."""
-    if options.base_url is not None and options.socket is not None:
-        raise typer.BadParameter("--base-url and --socket name two servers: leave one away")
-    if options.run_dir is not None and (options.base_url is not None or options.socket is not None):
-        raise typer.BadParameter(
-            "--run-dir names our service, --base-url and --socket another server: leave one away"
-        )
+    """Return the server that is named, or the service of the run directory. Raises Failure and BenchError."""
+    if len([one for one in (options.base_url, options.socket, options.run_dir) if one is not None]) > 1:
+        raise typer.BadParameter("--base-url, --socket and --run-dir each name a server: give one of them")
     if options.base_url is not None:
-        # The variable is for servers on the network; a socket that knows its peer would refuse its key.
-        return target_of(options.base_url, None, options.api_key or os.environ.get("OPENAI_API_KEY"))
+        # The variable is for servers on the network; a service that knows its peer would reject the key.
+        return parse_url(options.base_url, options.api_key or os.environ.get("OPENAI_API_KEY"))
     if options.socket is not None:
-        return target_of(None, options.socket, options.api_key)
+        return socket_target(options.socket, options.api_key)
     run_dir = find_run_dir(options.run_dir)
     socket = run_dir / "api.sock"
     uids = trusted_directory(run_dir, "--run-dir")
@@ -228,12 +209,30 @@ def _target(options: Options) -> Target:
             f"no service is running at {socket}: name another server with --base-url or --socket, or "
             f"{start_remedy(run_dir)}"
         )
-    return structs.replace(target_of(None, str(socket), options.api_key), trusted_uids=sorted(uids))
+    return socket_target(str(socket), options.api_key, uids)
+
+
+def _document(server: Server, seed: str, slo: Slo, results: list[Result], search: Search | None) -> Document:
+    if search is not None:  # the requests of the best trial are among the results
+        trials = [msgspec.structs.replace(trial, per_request=[]) for trial in search.trials]
+        best = search.best and msgspec.structs.replace(search.best, per_request=[])
+        search = Search(best=best, trials=trials, note=search.note)
+    return Document(
+        appliance=product_version(),
+        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        target=str(server.target),
+        model=server.model,
+        vocab_size=server.vocab_size,
+        seed=seed,
+        slo=slo,
+        results=results,
+        search=search,
+    )
 
 
 def _check_writable(path: str | None) -> None:
-    """Find out before the run, not after it; where there is no file, a run that fails leaves none. Raises
-    Failure."""
+    """Raise Failure before the run if the file cannot be written. A file that did not exist is removed again,
+    so that a run that fails leaves none."""
     if path is None or path == "-":
         return
     file = Path(path)
@@ -243,18 +242,17 @@ def _check_writable(path: str | None) -> None:
         with file.open("a"):
             pass
         if is_new:
-            # A link to no file stays one: what was made is the file that it names.
-            file.resolve().unlink()
+            file.resolve().unlink()  # behind a symbolic link, which stays
     except OSError as error:
         raise Failure(f"--json {path!r} cannot be written: {error.strerror}") from error
 
 
-def _write(path: str, made: dict[str, object]) -> None:
-    text = json.dumps(made, separators=(",", ":"), allow_nan=False) + "\n"
+def _write(path: str, document: Document) -> None:
+    encoded = msgspec.json.encode(document) + b"\n"
     if path == "-":
-        print(text, end="")
+        print(encoded.decode(), end="")
         return
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_bytes(encoded)
     except OSError as error:
         raise Failure(f"--json {path!r} cannot be written: {error.strerror}") from error

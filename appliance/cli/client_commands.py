@@ -10,13 +10,13 @@ import typer
 from appliance.cli.options import RunDir, number, whole_number
 
 MAX_REQUESTS = 2_000_000
-"""As `appliance.bench.rates.MOST_REQUESTS`, which takes long to import."""
+"""The value of `appliance.bench.rates.MAX_REQUESTS`, which takes long to import."""
 TOKENS = whole_number(1, 10_000_000)
 MILLISECONDS = number(0.001, 86_400_000)
 
 BENCH_EPILOG = (
-    "Workloads: http1, http256, http1024 (so many streams at once, 512 in, 256 out), and the "
-    "engine's: b1_50tok, b1_decode, b8_decode, b64_decode, n1024, n1024_sampled, prefill, long, ttft8k. "
+    "Workloads: http1, http256, http1024 (1, 256 and 1,024 streams, 512 in, 256 out), and those of the "
+    "engine: b1_50tok, b1_decode, b8_decode, b64_decode, n1024, n1024_sampled, prefill, long, ttft8k. "
     "Exit code 1 where a request failed."
 )
 
@@ -75,7 +75,9 @@ def bench(
     vocab_size: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Prompts are random ids below N. Default: the server's word.", parser=TOKENS
+            metavar="N",
+            help="Prompts are random ids below N. Default: what the server reports.",
+            parser=TOKENS,
         ),
     ] = None,
     concurrency: Annotated[
@@ -87,7 +89,10 @@ def bench(
     requests: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="In all (4 a stream).", show_default=False, parser=whole_number(1, MAX_REQUESTS)
+            metavar="N",
+            help="In total (4 per stream).",
+            show_default=False,
+            parser=whole_number(1, MAX_REQUESTS),
         ),
     ] = None,
     prompt_tokens: Annotated[
@@ -97,13 +102,6 @@ def bench(
     output_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", help="Of each request (128).", show_default=False, parser=TOKENS),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(metavar="T", help="0 is greedy, the default; up to 2.", parser=number(0, 2)),
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="0 to 1; 1 is off, the default.", parser=number(0, 1))
     ] = None,
     rate: Annotated[
         float | None,
@@ -125,7 +123,7 @@ def bench(
     find_rate: Annotated[
         bool,
         typer.Option(
-            "--find-rate", help="Search the highest rate that keeps the limits below, beginning at --rate."
+            "--find-rate", help="Search the highest rate that keeps the limits below, starting at --rate."
         ),
     ] = False,
     ttft_p99_ms: Annotated[
@@ -158,17 +156,14 @@ def bench(
         int | None,
         typer.Option(
             metavar="N",
-            help="Of prompts and arrivals. Default: a new one, so no cache knows them.",
+            help="Of prompts and arrivals. Default: random, so that no prompt is cached.",
             parser=whole_number(0, 2**63 - 1),
         ),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="S", help="Of one request.", parser=number(0.1, 86_400))
-    ] = 600.0,
     run_dir: RunDir = None,
     json: Annotated[
         str | None,
-        typer.Option("--json", metavar="FILE", help="Raw figures into FILE; - is standard output."),
+        typer.Option("--json", metavar="FILE", help="Write all measurements to FILE; - is standard output."),
     ] = None,
 ) -> None:
     """Measure a server under load: TTFT, ITL, E2E, throughput, goodput.
@@ -177,35 +172,7 @@ def bench(
     random token ids, and answers have a fixed length (ignore_eos). Goodput counts requests that keep
     --ttft-p99-ms, and --itl-p99-ms in the mean of their gaps.
     """
+    options = locals()
     from appliance.cli.bench import Options, bench
 
-    raise typer.Exit(
-        bench(
-            Options(
-                workloads=workloads or [],
-                base_url=base_url,
-                socket=socket,
-                run_dir=run_dir,
-                api_key=api_key,
-                model=model,
-                vocabulary=vocab_size,
-                concurrency=concurrency,
-                requests=requests,
-                prompt_tokens=prompt_tokens,
-                output_tokens=output_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                rate=rate,
-                duration_s=duration,
-                find_rate=find_rate,
-                ttft_p99_ms=ttft_p99_ms,
-                itl_p99_ms=itl_p99_ms,
-                runs=runs,
-                warm_up=warm_up,
-                workers=workers,
-                seed=seed,
-                timeout_s=timeout,
-                json=json,
-            )
-        )
-    )
+    raise typer.Exit(bench(Options(**options)))

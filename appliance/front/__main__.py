@@ -36,7 +36,9 @@ def main() -> int:
 
     from appliance.front.process import run_front
     from appliance.logs import configure_logging
+    from engine.client import return_freed_memory
 
+    return_freed_memory()
     configure_logging(arguments.log_level, arguments.name)
     # Per-token work makes no cycles; the default looks for them every 700 objects.
     gc.set_threshold(50_000, 20, 100)

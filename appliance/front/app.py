@@ -17,12 +17,13 @@ from appliance.front.body import ClientLeft
 from appliance.front.box import Box
 from appliance.front.call import Call, call_of
 from appliance.front.cors import Cors
-from appliance.front.errors import ApiError, drop_frames, forbidden
+from appliance.front.errors import ApiError, forbidden
 from appliance.front.gate import Gate
 from appliance.front.generation import CLIENT_LEFT
 from appliance.front.health import health_routes
 from appliance.front.routes import api_routes
 from appliance.front.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from appliance.http import drop_frames
 from appliance.scopes import OPEN, InsufficientScopeError, check_routes
 
 _BODIES = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
@@ -69,7 +70,6 @@ def build_app(box: Box) -> tuple[FastAPI, ASGIApp]:
 def _refuse(box: Box, request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         refusal = error
-        drop_frames(error)
     elif isinstance(error, HTTPException):
         refusal = _refused_by_router(request, error)
     elif isinstance(error, InsufficientScopeError):
@@ -77,8 +77,10 @@ def _refuse(box: Box, request: Request, error: Exception) -> Response:
     elif isinstance(error, ClientLeft):
         refusal = ApiError(CLIENT_LEFT, "the client left before its request was whole")
     else:
-        # The HTTP server logs the traceback.
+        # The HTTP server logs the traceback, and then drops the frames.
         refusal = ApiError(500, "the front failed to answer; its journal says why", code="internal")
+    if isinstance(error, ApiError | ClientLeft):
+        drop_frames(error)
     call: Call | None = request.scope["state"].get("call")
     if call is not None and not call.admitted:
         box.reject(call_of(request), refusal)

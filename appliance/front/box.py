@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from appliance.background import Background
 from appliance.front.body_budget import BodyBudget
-from appliance.front.denials import DenialLog
 from appliance.front.errors import ApiError
 from appliance.front.identity import Directory
 from appliance.front.keeping import Keeper
 from appliance.front.models import Catalog
 from appliance.front.replicas import Replicas
 from appliance.front.retries import Retries
+from appliance.http import CountedLog
 from appliance.messages import Admitted, FrontToCore, HandOver, Keep, Limits, Refused, Rejected
 from appliance.text.fair_queue import TextMemory, WorkPool
 
@@ -48,7 +48,7 @@ class Box:
         """With the descriptors that belong to the message, which stay the caller's."""
         self.keeper = Keeper(hand_over)
         self.bodies = BodyBudget()
-        self.denials = DenialLog()
+        self.denials = CountedLog("requests without a valid key or user were denied")
         self.catalog = Catalog()
         self.directory = Directory()
         self.replicas = Replicas()

@@ -92,13 +92,3 @@ def model_not_found(name: str) -> ApiError:
 
 def _shown(name: str) -> str:
     return name if len(name) <= 80 else name[:80] + "…"
-
-
-def drop_frames(error: BaseException) -> None:
-    """Let go of the frames that `error`, and the errors behind it, were raised through, which hold the
-    request's body and texts. A future among them holds the error too: without this, such a cycle of some
-    megabytes stays until the garbage collector looks, which a front seldom does."""
-    known: BaseException | None = error
-    while known is not None:
-        known.__traceback__ = None
-        known = known.__context__

@@ -76,7 +76,7 @@ class Gate:
         state["call"] = call
         state["scopes"] = granted(identity.scopes)
         try:
-            if not state["connection"].authenticate():
+            if not state["connection"].authenticate(identity.tenant):
                 raise _no_place()
             if identity.suspended:
                 raise forbidden(
@@ -98,7 +98,8 @@ class Gate:
 def _no_place() -> ApiError:
     return ApiError(
         503,
-        "all connections of this server are in use: try again in a moment, or raise limits.max_connections",
+        "all connections of this server, or all that one tenant may have, are in use: try again in a moment, "
+        "or raise limits.max_connections",
         code="too_many_connections",
         retry_after_s=1.0,
         headers={"connection": "close"},

@@ -110,12 +110,12 @@ class Generation:
         self.settle(CLIENT_LEFT, "the client left")
 
     def too_slow(self) -> None:
-        """The client does not take what is made for it: hang up."""
+        """End the request and close the connection: the client does not take its answer."""
         self.left = True
         self._drop()
         self._end()
         self.settle(CLIENT_LEFT, "the client read too slowly")
-        self.call.connection.abort()
+        self.call.connection.cut_off()
 
     # ── from the core ──
 

@@ -20,13 +20,13 @@ from starlette.types import Receive, Scope, Send
 from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.comments import send_comments
-from appliance.front.errors import ApiError, drop_frames
+from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_LEFT
 from appliance.front.job import Job
 from appliance.front.recording import Follower
 from appliance.front.respond import GenerationResponse
 from appliance.front.retries import Record
-from appliance.http import Connection
+from appliance.http import Connection, drop_frames
 from appliance.memory_files import new_memory
 from appliance.messages import HandOver, Retried
 from store.policies import INTERACTIVE
@@ -42,8 +42,14 @@ _OF_ITS_TIME = b"x-ratelimit-"
 PrepareJob = Callable[[], Awaitable[Job]]
 
 
-async def answer(box: Box, request: Request, call: Call, body: bytes, prepare: PrepareJob) -> Response:
-    """The response to a generation request, whose job `prepare` makes if it is to run. Raises `ApiError`."""
+def has_key(request: Request) -> bool:
+    """Return whether the request has an `Idempotency-Key`; only then `answer` needs the request's body."""
+    return any(name == HEADER for name, _ in request.scope["headers"])
+
+
+async def answer(box: Box, request: Request, call: Call, body: bytearray, prepare: PrepareJob) -> Response:
+    """Return the response to a generation request, whose job `prepare` makes if it is to run. Raises
+    `ApiError`."""
     key = _key(request)
     if key is None:
         return GenerationResponse(box, call, await prepare())
@@ -88,8 +94,9 @@ async def _run(box: Box, call: Call, record: Record, prepare: PrepareJob) -> Non
         record.status = error.status
         box.reject(call, error)
         await error.response()(scope, _nothing, recording.send)
-    except Exception:
+    except Exception as error:
         log.exception("request %s failed", call.request_id)
+        drop_frames(error)
         recording.abort()
     finally:
         box.retries.ended(record, good)
@@ -182,7 +189,7 @@ class RecordedResponse(Response):
 class MovedResponse(Response):
     """Another front has the run: the client's connection goes there, with the request as it came."""
 
-    def __init__(self, box: Box, call: Call, scope: bytes, body: bytes) -> None:
+    def __init__(self, box: Box, call: Call, scope: bytes, body: bytearray) -> None:
         super().__init__()
         self._box = box
         self._call = call
@@ -230,11 +237,12 @@ def _key(request: Request) -> bytes | None:
     return key
 
 
-def _digest(*parts: str | bytes) -> bytes:
+def _digest(*parts: str | bytes | bytearray) -> bytes:
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
-        digest.update(b"%d:" % len(data) + data)
+        digest.update(b"%d:" % len(data))
+        digest.update(data)
     return digest.digest()
 
 
@@ -248,7 +256,7 @@ def _conflict() -> ApiError:
     )
 
 
-def _as_it_came(scope: Scope, body: bytes) -> bytes:
+def _as_it_came(scope: Scope, body: bytearray) -> bytes:
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%b %b HTTP/%b" % (scope["method"].encode(), target, scope["http_version"].encode())]
     lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _UNSAID]

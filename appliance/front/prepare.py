@@ -35,6 +35,9 @@ MOST_SEQUENCES = 1024
 MAX_PROMPT_LOGPROBS = 131_072
 """Log probabilities of prompts in one answer with `prompt_logprobs`: to decode so many takes the event loop
 40 ms."""
+MAX_ANSWER_LOGPROBS = 262_144
+"""Log probabilities of generated tokens in one answer that is not streamed: it is held until it is complete,
+and each of them takes about 200 bytes."""
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
 """Token ids of prompts in one answer with `return_token_ids`."""
 MAX_SENT_NUMBERS = 262_144
@@ -46,7 +49,7 @@ _MARK_DIGITS = 20
 
 MAX_SENT_BIASES = 65_536
 """Prompts times entries of `logit_bias`: each prompt is sent to the replica with a copy of its biases."""
-MAX_ECHOED = 262_144
+MAX_ECHOED = 131_072
 """Tokens of prompts in one answer, or their log probabilities."""
 MAX_TOKENS_SHOWN = 524_288
 """Tokens in the answer of /tokenize."""
@@ -431,6 +434,8 @@ async def _job(
     n = body.n or 1
     best_of = best_of or n
     prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    if logprobs is not None and not body.stream:
+        _limit_answer_logprobs(prompts, best_of * (1 + logprobs), may_lower, chat)
     _check_prompt_logprobs(body, prompt_tokens * (1 if chat else n))
     if body.return_token_ids and prompt_tokens * (1 if chat else n) > MAX_RETURNED_PROMPT_TOKENS:
         raise invalid(
@@ -486,6 +491,23 @@ async def _job(
         may_lower=may_lower and not body.min_tokens,
         asked=asked if call.identity.log_policy != "metadata" else [],
     )
+
+
+def _limit_answer_logprobs(prompts: list[Prompt], each: int, may_lower: bool, chat: bool) -> None:
+    """Bound the log probabilities of an answer that is not streamed and has `each` of them for a token of
+    each prompt's output. Where the client gave no limit of tokens, the default is lowered. Raises a 400."""
+    total = each * sum(prompt.max_tokens for prompt in prompts)
+    most = MAX_ANSWER_LOGPROBS // (each * len(prompts))
+    if total <= MAX_ANSWER_LOGPROBS:
+        return
+    if not may_lower or not most:
+        raise invalid(
+            "top_logprobs" if chat else "logprobs",
+            f"the answer could have {total} log probabilities (samples × max_tokens × (1 + alternatives)); "
+            f"without stream it may have {MAX_ANSWER_LOGPROBS}: stream it, or lower one of the three",
+        )
+    for prompt in prompts:
+        prompt.max_tokens = min(prompt.max_tokens, most)
 
 
 def _check_prompt_logprobs(body: GenerationRequest, prompt_tokens: int) -> None:

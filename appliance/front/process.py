@@ -194,6 +194,7 @@ class Front:
                 taken_connections=self._taken,
                 refused_connections=server.refused,
                 evicted_connections=server.unknown_pool.evicted,
+                cut_off_connections=server.cut_off.total,
                 refused_bodies=box.bodies.refused,
                 streams=box.streams,
                 requests=box.requests,

@@ -96,6 +96,9 @@ class Recording:
         self.broken = True
         self.end()
 
+    def cut_off(self) -> None:
+        """A recording takes everything at once, so it is never cut off."""
+
     async def send(self, message: Message) -> None:
         """Take a part of the response, as ASGI's `send`."""
         if message["type"] == "http.response.start":
@@ -241,8 +244,8 @@ class Follower:
         self.recording.leave(self)
 
     def cut_off(self) -> None:
-        """The client reads too slowly."""
-        self.connection.abort()
+        """Close the connection: the client reads too slowly."""
+        self.connection.cut_off()
         self._lost()
 
     def _complete(self) -> None:

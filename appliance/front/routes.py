@@ -16,7 +16,7 @@ from appliance.front.body import parse_body, read_body, receive_body
 from appliance.front.box import Box
 from appliance.front.call import call_of
 from appliance.front.errors import invalid
-from appliance.front.idempotency import answer
+from appliance.front.idempotency import answer, has_key
 from appliance.front.job import Job
 from appliance.front.models import allows
 from appliance.front.prepare import (
@@ -123,6 +123,9 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         body = parse_body(data, kind, box.limits.max_body_bytes, call)
         if model is not None:
             body.model = model
+        if not has_key(request):
+            # Two megabytes at most, which would otherwise be held until the prompt is encoded.
+            data.clear()
         found = named_model(box, call, body)
         return await answer(box, request, call, data, lambda: make_job(box, found, call, body))
 

@@ -6,9 +6,19 @@ connections that a client can occupy, and a direct way to write a stream (`Conne
 """
 
 from appliance.http.connection import Connection
-from appliance.http.errors import error_document
+from appliance.http.counted_log import CountedLog
+from appliance.http.errors import drop_frames, error_document
 from appliance.http.headers import bearer
 from appliance.http.peers import Peer, unix_peer
 from appliance.http.server import HttpServer
 
-__all__ = ["Connection", "HttpServer", "Peer", "bearer", "error_document", "unix_peer"]
+__all__ = [
+    "Connection",
+    "CountedLog",
+    "HttpServer",
+    "Peer",
+    "bearer",
+    "drop_frames",
+    "error_document",
+    "unix_peer",
+]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import select
 import socket
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class Connection(asyncio.BufferedProtocol):
         self.on_lost: Callable[[], None] | None = None
         """Called once when the connection is gone. Both belong to the response under way."""
         self._address = address
+        self._tenant = ""
         self._peer: Peer | None = None
         self.pool: Pool | None = None
         """The pool that has a place for this connection; the server sets it."""
@@ -72,6 +74,8 @@ class Connection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._half_closed_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
+        """What the transport held when the write timer was started."""
 
     # ── for a response under way ──
 
@@ -108,11 +112,19 @@ class Connection(asyncio.BufferedProtocol):
         """Close now, dropping what was not sent."""
         self.transport.abort()
 
-    def authenticate(self) -> bool:
-        """Give the connection a place among those of known clients: its request has a valid identity. Return
-        False if every one of these places belongs to a connection whose request is being answered."""
-        if not self.authenticated:
-            self.authenticated = self.server.promote(self)
+    def cut_off(self) -> None:
+        """Close now, because the client does not take its answer."""
+        self.server.cut_off.note(self._peer)
+        self.transport.abort()
+
+    def authenticate(self, tenant: str = "") -> bool:
+        """Give the connection a place among those of known clients, as one of `tenant`: its request has a
+        valid identity. Return False if every place that it could have belongs to a connection whose request
+        is being answered."""
+        if not self.authenticated or self._tenant != tenant:
+            if not self.server.promote(self, tenant):
+                return False
+            self.authenticated, self._tenant = True, tenant
             if self.pool is not None and self._exchange is not None and self._exchange.request_complete:
                 self.pool.mark_busy(self)
         return self.authenticated
@@ -363,15 +375,18 @@ class Connection(asyncio.BufferedProtocol):
 
     def _linger_over(self) -> None:
         if self.transport.get_write_buffer_size():
-            self._arm(self.server.write_timeout_s, self.transport.abort)
+            self._watch_unsent()
+            self._arm(LINGER_S, self._linger_over)
         else:
             self.transport.abort()
 
     def _close_now(self) -> None:
         if self.transport.is_closing():
             return
-        # A close waits until the peer has taken everything.
-        self._arm(self.server.write_timeout_s, self.transport.abort)
+        # A close waits until the client has taken everything.
+        self._disarm()
+        if self.transport.get_write_buffer_size():
+            self._watch_unsent()
         self.transport.close()
 
     # ── half-closed clients ──
@@ -420,7 +435,9 @@ class Connection(asyncio.BufferedProtocol):
         if self._reader.begun:
             self.refuse(RequestError(408, "the request's header did not arrive in time", "header_timeout"))
         elif self.transport.get_write_buffer_size():
-            self.transport.abort()
+            # The client still reads the last answer; the write timer judges whether it does.
+            self._watch_unsent()
+            self._arm(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
         else:
             self._close_now()
 
@@ -448,19 +465,32 @@ class Connection(asyncio.BufferedProtocol):
     # ── writing, within a time limit ──
 
     def pause_writing(self) -> None:
-        """The transport's buffer is full: the peer has a time limit to take something."""
+        """The transport's buffer is full: the client has a time limit to take a part of it."""
         self._writable.clear()
-        if self._write_timer is None:
-            loop = asyncio.get_running_loop()
-            self._write_timer = loop.call_later(self.server.write_timeout_s, self.transport.abort)
+        self._watch_unsent()
         self.server.congested(self)
 
     def resume_writing(self) -> None:
         """The transport takes bytes again."""
         self._writable.set()
         self.server.relieved(self)
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+        # The client has taken something, so the time that the timer measures begins anew.
+        self._unsent_bytes = sys.maxsize
         if self.on_writable is not None:
             self.on_writable()
+
+    def _watch_unsent(self) -> None:
+        """Start the write timer, if it is not running."""
+        if self._write_timer is None:
+            self._unsent_bytes = self.transport.get_write_buffer_size()
+            loop = asyncio.get_running_loop()
+            self._write_timer = loop.call_later(self.server.write_timeout_s, self._unsent_late)
+
+    def _unsent_late(self) -> None:
+        """Cut off a client that has taken nothing since the timer was started."""
+        self._write_timer = None
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and unsent >= self._unsent_bytes:
+            self.cut_off()
+        elif unsent:
+            self._watch_unsent()

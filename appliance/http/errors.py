@@ -19,3 +19,13 @@ def error_document(message: str, kind: str, param: str | None, code: str | None)
     """Return an error in OpenAI's shape, as JSON."""
     error = {"message": message, "type": kind, "param": param, "code": code}
     return json.dumps({"error": error}, ensure_ascii=False).encode()
+
+
+def drop_frames(error: BaseException) -> None:
+    """Release the frames that `error`, and the errors behind it, were raised through. They hold the request's
+    body and texts, and where a future among them holds the error too, such a cycle of some megabytes stays
+    until the garbage collector runs, which is seldom."""
+    known: BaseException | None = error
+    while known is not None:
+        known.__traceback__ = None
+        known = known.__context__

@@ -8,7 +8,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from appliance.http.errors import RequestError, error_document
+from appliance.http.errors import RequestError, drop_frames, error_document
 from appliance.http.heads import RequestHead
 
 if TYPE_CHECKING:
@@ -96,8 +96,9 @@ class Exchange:
         }
         try:
             await app(scope, self.receive, self.send)
-        except Exception:
+        except Exception as error:
             log.exception("the application failed on %s %r", head.method, head.path[:100])
+            drop_frames(error)
         if self._disconnected or self.complete:
             return
         if self.started:

@@ -9,14 +9,14 @@ from email.utils import formatdate
 from typing import Any
 
 from appliance.http.connection import Connection
+from appliance.http.counted_log import CountedLog
 from appliance.http.exchange import Exchange
 from appliance.http.peers import Peer
 from appliance.http.pools import Pool
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
-"""A peer that takes nothing for this long, while more than the transport's high-water mark waits, is cut
-off."""
+"""A client that takes no part of its answer for this long is cut off."""
 MAX_UNSENT_BYTES = 64 << 20
 """Answers that clients do not take, of all connections together. Beyond, the connection whose client has kept
 its answer waiting longest is cut off."""
@@ -44,6 +44,7 @@ class HttpServer:
         self.unknown_pool = Pool()
         self.refused = 0
         """Connections that were closed, or answered with 503, because no place was free."""
+        self.cut_off = CountedLog("connections were closed because their clients did not take the answers")
         self.limits = limits or Limits()
         self.write_timeout_s = write_timeout_s
         self.read_buffer = memoryview(bytearray(READ_BYTES))
@@ -140,16 +141,20 @@ class HttpServer:
         self._connections.add(connection)
         return True
 
-    def promote(self, connection: Connection) -> bool:
-        """Give a connection whose request has a valid identity a place among those of known clients. Return
-        False if none is free."""
-        if not self.known_pool.add(connection):
-            self.refused += 1
-            return False
-        if connection.pool is not None:
-            connection.pool.remove(connection)
-        connection.pool = self.known_pool
-        return True
+    def promote(self, connection: Connection, tenant: str) -> bool:
+        """Give a connection whose request has a valid identity a place among those of known clients, as one
+        of the identity's tenant. Return False if none is free."""
+        former = connection.pool
+        if former is self.known_pool:
+            if self.known_pool.assign(connection, tenant):
+                return True
+        elif self.known_pool.add(connection, tenant):
+            if former is not None:
+                former.remove(connection)
+            connection.pool = self.known_pool
+            return True
+        self.refused += 1
+        return False
 
     def forget(self, connection: Connection) -> None:
         """Free a closed connection's place."""
@@ -168,7 +173,7 @@ class HttpServer:
                 return
             total -= size
             del self._congested[one]
-            one.abort()
+            one.cut_off()
 
     def relieved(self, connection: Connection) -> None:
         """The client of the connection has taken its answer."""

@@ -286,6 +286,7 @@ class Replica:
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._foreseen, self.failure = 0, ""
         self.account = CreditAccount(self.name, self.model, ", ".join(info.devices))
+        self.account.rates.predict(info.least_step_s, info.least_prompt_token_s)
         log.info(
             "%s is ready in %.1f s: %s on %s, %d rows, %d blocks of KV cache",
             self.name,

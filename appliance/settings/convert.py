@@ -117,7 +117,10 @@ def _remedy(said: str) -> str:
     def named(kinds: re.Match[str]) -> str:
         return " or ".join(_KINDS.get(kind, kind) for kind in kinds[1].split(" | ") if kind != "null")
 
+    if said.startswith("Number out of range"):  # more digits than a float can hold
+        return "write a smaller number"
     expected = re.sub(r"`([^`]+)`", named, said.partition(", got ")[0]).replace("Expected ", "write ", 1)
+    expected = re.sub(r"([<>]=?) (\d[\d.]*)", lambda bound: f"{bound[1]} {float(bound[2]):.15g}", expected)
     return expected.replace(">=", "≥").replace("<=", "≤")
 
 

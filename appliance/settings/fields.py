@@ -15,9 +15,13 @@ from appliance.messages import KeepRules, Limits, RetryRules
 from appliance.traffic.rules import QueueRules
 from engine.messages import ReplicaSpec
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
-PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
+# Every number has an upper bound, so that a mistyped one is refused when the file is read.
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
+Processes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Days = Annotated[float, msgspec.Meta(ge=0, le=36_525)]
+UserId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 SocketMode = Annotated[str, msgspec.Meta(pattern="^0?[0-7]{3}$")]
 
@@ -30,7 +34,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     folder: str
     """Folder of a Hugging Face checkpoint; relative to the settings file (or, by flag, to where you are)."""
-    replicas: Positive = 1
+    replicas: Processes = 1
     """Running copies."""
     pinned: bool = True
     """Whether the service counts as started only when this model answers: systemd's `start` waits for it."""
@@ -42,7 +46,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Of the layers' matrices: "auto" is as the checkpoint has them, "fp8" quantises them while they load."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Of the KV cache: "auto" is the model's, "fp8" halves it."""
-    tensor_parallel_size: Positive = 1
+    tensor_parallel_size: Processes = 1
     """Ranks (GPUs) that hold one replica together."""
     max_model_len: Positive | None = None
     """Longest sequence in tokens, prompt and output together; without it, the checkpoint's."""
@@ -61,7 +65,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """"dummy" makes random weights: for measuring speed without a checkpoint's files."""
     prefix_cache: bool = True
     """Whether equal beginnings of prompts are computed once."""
-    threads: Positive | None = None
+    threads: Processes | None = None
     """CPU threads per rank; without it, the cores divided by the ranks."""
 
     def spec(self, replica: str) -> ReplicaSpec:
@@ -89,7 +93,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Who may use the sockets in the run directory."""
 
-    uids: Literal["owner", "any"] | list[int] = "owner"
+    uids: Literal["owner", "any"] | list[UserId] = "owner"
     """Who may ask on `api.sock`: "owner" (the service's own user, and root), "any" (whoever the file mode
     lets in), or a list of numeric user ids (besides the owner and root)."""
     api_mode: SocketMode = "0660"
@@ -102,9 +106,9 @@ class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
 class AdminSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Operators, who may see and do everything on `admin.sock`, besides the service's own user and root."""
 
-    uids: list[int] = []
+    uids: list[UserId] = []
     """Users, by number."""
-    groups: list[str | int] = msgspec.field(default_factory=lambda: ["appliance"])
+    groups: list[str | UserId] = msgspec.field(default_factory=lambda: ["appliance"])
     """Groups whose members are operators, by name or number; `admin.sock` belongs to the first that there
     is."""
 
@@ -122,9 +126,9 @@ class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     """The request log. What is kept of prompts and answers, if anything, is each tenant's log policy
     (`appliance tenants set --log-policy`)."""
 
-    days: Annotated[float, msgspec.Meta(ge=0)] = 90.0
+    days: Days = 90.0
     """Requests that ended are removed after so many days; 0: never."""
-    contents_days: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    contents_days: Days = 30.0
     """Prompts, answers and their hashes are removed after so many days, unless their tenant has its own
     `log_days`; 0: never."""
 
@@ -158,7 +162,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     listen: str | None = None
     """HOST:PORT (an IP address or localhost) for TCP, where a bearer key is needed; without it there are only
     the Unix socket and what systemd listens on for the service."""
-    fronts: Positive = 1
+    fronts: Processes = 1
     """Front processes: more for more streamed tokens per second."""
     run_dir: str = ""
     """Where the sockets are; `$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR/appliance` or `/tmp/appliance-UID`."""

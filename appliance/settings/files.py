@@ -135,6 +135,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
         raise fault("it is not TOML", f"{what[:1].lower()}{what[1:]}", line) from error
     except UnicodeDecodeError as error:
         raise fault(f"it is not UTF-8 text ({error})", "TOML files are") from error
+    except ValueError as error:
+        raise fault(f"it has a number with too many digits ({error})", "write a smaller number") from error
     except OSError as error:
         raise fault(f"it cannot be read ({error.strerror})", "let the service's user read it") from error
 

@@ -1,7 +1,10 @@
-"""How fast a replica was measured to be, learned from its reports.
+"""The speed of a replica, predicted at first and then learned from its reports.
 
-All figures are decaying sums over what it did lately, so none depends on how often it reports. Nothing is
-known before it has worked for a moment; until then nothing is predicted, and so nothing refused.
+All measurements are decaying sums over recent steps, so none depends on how often the replica reports. The
+first steps of a replica are not learned, because they can take many times as long as later ones. Until enough
+steps are learned, the engine's prediction counts. It is a lower bound of the time, so a request that is
+refused because of it would be refused with measured rates too. Without a prediction no rate is known, and no
+request is refused because of its waiting time.
 """
 
 from __future__ import annotations
@@ -9,11 +12,14 @@ from __future__ import annotations
 from engine.messages import Report
 
 _HALF_LIFE_S = 2.0
-"""Of busy time: how fast what was measured is forgotten."""
+"""Busy time after which the weight of a measurement has halved."""
 _ENOUGH_S = 0.1
-"""Busy time after which a figure counts as known."""
+"""Learned busy time after which the measurements replace the prediction."""
+FIRST_STEPS = 16
+"""Steps of each kind at the start of a replica that are not learned: kernels are loaded, memory is taken from
+the system, and caches are empty."""
 _SPREAD_ROWS = 2.0
-"""Variance of the batch above which the steps tell what one more row costs."""
+"""Variance of the batch size above which the time of one more sequence can be learned."""
 
 
 class DecayingMean:
@@ -26,7 +32,7 @@ class DecayingMean:
         self.weight = 0.0
 
     def add(self, value: float, weight: float, keep: float) -> None:
-        """Count one more, and of those before it `keep` (0 to 1)."""
+        """Add a value, and multiply the weight of all earlier values by `keep` (0 to 1)."""
         self.value = self.value * keep + value
         self.weight = self.weight * keep + weight
 
@@ -36,8 +42,21 @@ class DecayingMean:
         return self.value / self.weight if self.weight > 0 else 0.0
 
 
+class _FirstSteps:
+    """Finds the reports that contain any of the first steps of one kind."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def contains(self, steps: int) -> bool:
+        """Return whether the next report, about so many steps, contains any of the first steps."""
+        first = self._seen < FIRST_STEPS
+        self._seen += steps
+        return first
+
+
 class ReplicaRates:
-    """What one replica does in a second.
+    """The time that one replica takes for steps and prompt tokens.
 
     `step_s` is the mean time of a step, prompts computed in it included: what a running sequence waits for
     each token. `prompt_token_s` is what a prompt's token adds to a step.
@@ -45,9 +64,12 @@ class ReplicaRates:
 
     def __init__(self) -> None:
         self.busy_s = 0.0
-        """Since its start."""
+        """Time of the learned steps since the replica's start."""
         self.rows = 0
-        """Sequences that ran at the last report."""
+        """Number of sequences that ran at the last report."""
+        self._predicted_step_s = 0.0
+        self._predicted_prompt_token_s = 0.0
+        self._first_decodes, self._first_mixed = _FirstSteps(), _FirstSteps()
         self._steps = DecayingMean()
         self._decode = DecayingMean()
         self._rows = DecayingMean()
@@ -59,53 +81,66 @@ class ReplicaRates:
         self._prompt_tokens = 0
         self._cached_tokens = 0
 
+    def predict(self, step_s: float, prompt_token_s: float) -> None:
+        """Set lower bounds of the time of a step and of a prompt token, which count until steps are learned;
+        0 if not known."""
+        self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
+
     @property
     def known(self) -> bool:
-        """Whether it has worked long enough to be predicted."""
+        """Whether the rates are measured or predicted."""
+        return self._measured or self._predicted_step_s > 0
+
+    @property
+    def _measured(self) -> bool:
         return self.busy_s >= _ENOUGH_S
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, of late."""
-        return self._steps.ratio
+        """Mean time of recent steps."""
+        return self._steps.ratio if self._measured else self._predicted_step_s
 
     @property
     def prompt_token_s(self) -> float:
-        """Seconds that a computed prompt token costs; 0 while none has been."""
-        return self._prompts.ratio
+        """Time that a computed prompt token adds to a step; 0 if not known."""
+        return self._prompts.ratio or self._predicted_prompt_token_s
 
     @property
     def computed_share(self) -> float:
-        """Part of the prompts' tokens that had to be computed: the others were in the prefix cache."""
+        """Fraction of prompt tokens that had to be computed because they were not in the prefix cache."""
         return 1.0 - min(1.0, self._cached.ratio)
 
     def step_at(self, rows: float) -> float:
-        """Seconds of a step with so many rows: what is measured now, scaled by what steps of other batches
-        took."""
+        """Return the time of a step with `rows` sequences: the recent mean, scaled by the measured times of
+        other batch sizes."""
         now = self.decode_s(self.rows)
         return self.step_s * max(1.0, self.decode_s(rows) / now) if now > 0 else self.step_s
 
     def learn(self, report: Report) -> None:
-        """Take in what a report says about the steps since the one before."""
+        """Learn the steps since the previous report."""
         self.rows = report.running
-        decode_s = report.decode_steps * report.step_ms / 1e3
-        mixed_s = report.mixed_steps * report.mixed_step_ms / 1e3
         computed = report.computed_tokens - self._computed_tokens
         started = report.prompt_tokens - self._prompt_tokens
         found = report.cached_tokens - self._cached_tokens
         self._computed_tokens = report.computed_tokens
         self._prompt_tokens, self._cached_tokens = report.prompt_tokens, report.cached_tokens
+        learn_decodes = not self._first_decodes.contains(report.decode_steps)
+        learn_mixed = not self._first_mixed.contains(report.mixed_steps)
+        decode_steps = report.decode_steps if learn_decodes else 0
+        mixed_steps = report.mixed_steps if learn_mixed else 0
+        decode_s = decode_steps * report.step_ms / 1e3
+        mixed_s = mixed_steps * report.mixed_step_ms / 1e3
         busy_s = decode_s + mixed_s
         self.busy_s += busy_s
         keep = _keep(busy_s)
-        self._steps.add(busy_s, report.decode_steps + report.mixed_steps, keep)
+        self._steps.add(busy_s, decode_steps + mixed_steps, keep)
         self._cached.add(found, started, keep)
-        if report.decode_steps:
-            self._learn_decode(report.decode_steps, decode_s, report.running)
-        if computed or mixed_s:
-            # What a step with prompts takes longer than one that only decodes. Its tokens count from when it
-            # is planned, its time from when it has ended: often in another report.
-            extra_s = mixed_s - report.mixed_steps * self.decode_s(report.running)
+        if decode_steps:
+            self._learn_decode(decode_steps, decode_s, report.running)
+        if learn_mixed and (computed or mixed_s):
+            # The time of a mixed step beyond that of a decode-only step. Tokens count when a step is planned,
+            # and its time when it has ended, often in a later report.
+            extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
     def _learn_decode(self, steps: int, seconds: float, rows: int) -> None:
@@ -116,7 +151,10 @@ class ReplicaRates:
         self._rows_by_s.add(rows * seconds, steps, keep)
 
     def decode_s(self, rows: float) -> float:
-        """Seconds of a step that only decodes, by a straight line through what was measured; 0 if nothing."""
+        """Return the time of a decode-only step with `rows` sequences, by linear regression over the learned
+        steps; the prediction if none was learned."""
+        if not self._decode.weight:
+            return self._predicted_step_s
         mean_s, mean_rows = self._decode.ratio, self._rows.ratio
         spread = self._rows_squared.ratio - mean_rows * mean_rows
         if spread < _SPREAD_ROWS:

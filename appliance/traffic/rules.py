@@ -6,9 +6,9 @@ from typing import Annotated
 
 import msgspec
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0)]
-_Factor = Annotated[float, msgspec.Meta(gt=0)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Factor = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 _Weight = Annotated[float, msgspec.Meta(gt=0, le=1000)]
 _Part = Annotated[float, msgspec.Meta(ge=0, le=0.5)]
 

@@ -2,11 +2,14 @@
 
     python -m engine.bench --shape llama-3.1-8b
     python -m engine.bench --shape llama-3.1-8b b1_decode prefill --runs 3 --json out.json
+    python -m engine.bench --shape llama-3.1-70b --tensor-parallel-size 4 --fp8 --kv-fp8
 
 The model has a public shape and random weights, unless --model is given. The table shows the run with the
 median result. For decode-only steps and for steps with prefill ("mixed") it has the number of steps, their
 mean time, the fraction of it in which the device waited for the host ("idle"), and the largest such fraction
-of all runs ("max").
+of all runs ("max"). With several ranks, this process is rank 0 of a replica, the limit counts bytes and
+operations of one GPU without communication, and a second line per workload has the mean time in which rank 0
+encodes and sends the plan of a step.
 
 Needs torch, numpy and msgspec, and triton on a GPU. Needs no service and downloads nothing.
 """
@@ -24,51 +27,61 @@ from typing import Any
 
 import msgspec
 
-from engine.bench.limits import ceilings, limit
-from engine.bench.start import FAILURES, add_options, start
-from engine.bench.table import HEADING, line, median_run
-from engine.bench.workloads import WORKLOADS, run
+from engine.bench.limits import limit
+from engine.bench.start import FAILURES, add_options, devices_text, leave, started
+from engine.bench.table import HEADING, line, median_run, plans_line
+from engine.bench.workloads import WORKLOADS, EngineWorkload, run
+from engine.ceilings import ceilings
+from engine.generate import LocalEngine
 from engine.messages import ReplicaInfo
 from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Run the chosen workloads and print a table. Returns 1 if the engine cannot start or --json cannot be
-    written."""
+    """Run the chosen workloads and print a table. Returns 1 if the engine cannot start, a rank is lost, or
+    --json cannot be written."""
     arguments = _arguments()
+    chosen = {name: WORKLOADS[name] for name in arguments.workloads or WORKLOADS}
     with tempfile.TemporaryDirectory(prefix="engine-bench-") as scratch:
-        chosen = {name: WORKLOADS[name] for name in arguments.workloads or WORKLOADS}
         began = time.perf_counter()
         try:
             check_writable("--json", arguments.json)
-            engine = start(arguments, Path(scratch), chosen)
+            with started(arguments, Path(scratch), chosen) as engine:
+                _measure(engine, arguments, chosen, time.perf_counter() - began)
         except (UnwritableError, *FAILURES) as error:
             print(error, file=sys.stderr)
             return 1
-        info = engine.info
-        start_s = time.perf_counter() - began
-        print(f"{arguments.model or arguments.shape}: {_describe(info, start_s)}", flush=True)
-        device = ceilings(info.devices[0])
-        print(HEADING)
-        results: dict[str, Any] = {"info": msgspec.structs.asdict(info), "start_s": start_s, "workloads": {}}
-        for name, workload in chosen.items():
-            warm = replace(workload, output_tokens=min(workload.output_tokens, 4))
-            run(engine, warm, seed=-1)  # warm-up: kernels are compiled before the measurement
-            runs = [run(engine, workload, seed) for seed in range(arguments.runs)]
-            upper_bound = None
-            if device is not None:
-                upper_bound = limit(engine.runner.config, workload, device, info.weights, info.kv_cache_dtype)
-            print(line(name, workload, runs, upper_bound), flush=True)
-            results["workloads"][name] = {
-                "result": median_run(workload, runs).result,
-                "unit": workload.unit,
-                "limit": upper_bound,
-                "runs": [asdict(one) for one in runs],
-            }
-            if arguments.json:  # after each workload, since a run may be interrupted
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-        engine.close()
     return 0
+
+
+def _measure(
+    engine: LocalEngine, arguments: argparse.Namespace, chosen: dict[str, EngineWorkload], start_s: float
+) -> None:
+    """Run the workloads, print the table, and write --json."""
+    info = engine.info
+    print(f"{arguments.model or arguments.shape}: {_describe(info, start_s)}", flush=True)
+    device = ceilings(info.devices[0])
+    print(HEADING)
+    results: dict[str, Any] = {"info": msgspec.structs.asdict(info), "start_s": start_s, "workloads": {}}
+    for name, workload in chosen.items():
+        warm = replace(workload, output_tokens=min(workload.output_tokens, 4))
+        run(engine, warm, seed=-1)  # warm-up: kernels are compiled before the measurement
+        runs = [run(engine, workload, seed) for seed in range(arguments.runs)]
+        upper_bound = None
+        if device is not None:
+            config, ranks = engine.runner.config, info.tensor_parallel_size
+            upper_bound = limit(config, workload, device, info.weights, info.kv_cache_dtype, ranks)
+        print(line(name, workload, runs, upper_bound), flush=True)
+        if info.tensor_parallel_size > 1:
+            print(plans_line(workload, runs), flush=True)
+        results["workloads"][name] = {
+            "result": median_run(workload, runs).result,
+            "unit": workload.unit,
+            "limit": upper_bound,
+            "runs": [asdict(one) for one in runs],
+        }
+        if arguments.json:  # after each workload, since a run may be interrupted
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
@@ -95,7 +108,7 @@ def _arguments() -> argparse.Namespace:
 def _describe(info: ReplicaInfo, start_s: float) -> str:
     gib = 2**30
     return (
-        f"{info.dtype} (weights {info.weights}, KV {info.kv_cache_dtype}) on {info.devices[0]}, "
+        f"{info.dtype} (weights {info.weights}, KV {info.kv_cache_dtype}) on {devices_text(info)}, "
         f"ready in {start_s:.1f} s; weights {info.weight_bytes / gib:.1f} GiB, "
         f"KV {info.kv_bytes / gib:.1f} in {info.kv_blocks} blocks, "
         f"all {info.used_bytes / gib:.1f}, predicted {info.predicted_bytes / gib:.1f}"
@@ -103,4 +116,4 @@ def _describe(info: ReplicaInfo, start_s: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

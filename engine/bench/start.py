@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import torch
 
 from engine.bench.shapes import SHAPES, write_config
 from engine.bench.workloads import EngineWorkload
+from engine.ceilings import device_model
 from engine.config import DTYPE_BYTES, CheckpointError, UnsupportedError
 from engine.device import DeviceError
 from engine.families import read_config
 from engine.garbage import settle_garbage
 from engine.generate import LocalEngine
-from engine.messages import ReplicaSpec
+from engine.messages import ReplicaInfo, ReplicaSpec
+from engine.parallel import RankLost
 
-FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError)
-"""Exceptions of `start` that are reported by their message, without a traceback."""
+FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError, RankLost)
+"""Exceptions of an engine that are reported by their message, without a traceback."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `start` reads."""
+    """Add the options that `started` reads."""
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), default="llama-3.1-8b", help="default: %(default)s"
     )
@@ -32,6 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", choices=["safetensors", "dummy"], help="dummy means random weights")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="split the model over N GPUs, or N processes on a CPU (%(default)s)",
+    )
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
     parser.add_argument("--kv-fp8", action="store_true", help="quantise the KV cache")
     parser.add_argument("--gpu-memory-utilization", type=float, help="fraction of the device's memory to use")
@@ -45,15 +57,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-blocks", type=int, help="default: as many as fit into memory")
 
 
-def start(
+@contextmanager
+def started(
     arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
-) -> LocalEngine:
+) -> Iterator[LocalEngine]:
     """Start an engine with the options of `add_options`, configured like a replica, for the sequences of
-    `workloads`.
+    `workloads`, and close it at the end of the context.
 
     Progress is shown on standard error if that is a terminal. scratch: folder for the configuration of a
     shape. Raises FAILURES.
     """
+    with closed_at_end(_start(arguments, scratch, workloads)) as engine:
+        yield engine
+
+
+@contextmanager
+def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
+    """Close the engine at the end of the context. A RankLost of the context's body is raised again with the
+    cause, as far as it is known."""
+    try:
+        yield engine
+    except RankLost as error:
+        raise RankLost(engine.explain(error)) from error
+    finally:
+        engine.close()
+
+
+def leave(code: int) -> NoReturn:
+    """Exit at once: a normal exit can block on threads of torch.distributed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def devices_text(info: ReplicaInfo) -> str:
+    """Name the devices of a replica, e.g. "cuda:0 NVIDIA H200" or "2 × NVIDIA H200"."""
+    if info.tensor_parallel_size == 1:
+        return info.devices[0]
+    return f"{info.tensor_parallel_size} × {device_model(info.devices[0])}"
+
+
+def _start(
+    arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
+) -> LocalEngine:
     model = arguments.model or write_config(arguments.shape, scratch)
     spec = ReplicaSpec(
         replica="bench-0",
@@ -67,6 +113,7 @@ def start(
         kv_blocks=arguments.kv_blocks,
         quantization="fp8" if arguments.fp8 else "auto",
         kv_cache_dtype="fp8" if arguments.kv_fp8 else "auto",
+        tensor_parallel_size=arguments.tensor_parallel_size,
     )
     if arguments.gpu_memory_utilization is not None:
         spec = msgspec.structs.replace(spec, gpu_memory_utilization=arguments.gpu_memory_utilization)
@@ -90,7 +137,9 @@ def _max_model_len(
             f"--max-model-len is {given} tokens, but {longest_text}: "
             "raise it, leave it out, or choose other workloads"
         )
-    limit = read_config(model).context_limit
+    config = read_config(model)
+    config.check_parallel(arguments.tensor_parallel_size)
+    limit = config.context_limit
     if limit < needed:
         model_name = arguments.model or arguments.shape
         raise UnsupportedError(

@@ -33,5 +33,13 @@ def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], li
     return f"{name:14}{run.result:>11,.1f}{workload.unit:>8}{limit_text:>9}{fraction:>7}{decode}{mixed}"
 
 
+def plans_line(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> str:
+    """Format what rank 0 spent in a step of the median run to send the plan to the other ranks."""
+    run = median_run(workload, runs)
+    kinds = [(name, steps) for name, steps in (("decode", run.decode), ("mixed", run.mixed)) if steps.count]
+    spent = ", ".join(f"{steps.plan_us:.0f} µs per {name} step" for name, steps in kinds)
+    return f"{'':14}  plans to the other ranks: {spent}"
+
+
 def _steps(steps: StepStats, max_idle: float, width: int) -> str:
     return f"{steps.count:>{width}}{steps.ms:>8.2f}{steps.idle_fraction:>7.1%}{max_idle:>7.1%}"

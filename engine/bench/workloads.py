@@ -63,6 +63,8 @@ class StepStats:
     ms: float
     idle_us: float
     idle_fraction: float
+    plan_us: float = 0.0
+    """Mean time that rank 0 spent to send the plan to the other ranks."""
 
 
 @dataclass(slots=True)
@@ -115,7 +117,8 @@ def _steps(timings: list[StepTiming]) -> StepStats:
         return StepStats(0, 0.0, 0.0, 0.0)
     ms = sum(timing.ms for timing in timings) / count
     idle_us = sum(timing.idle_us for timing in timings) / count
-    return StepStats(count, ms, idle_us, idle_us / (1e3 * ms) if ms else 0.0)
+    plan_us = sum(timing.plan_us for timing in timings) / count
+    return StepStats(count, ms, idle_us, idle_us / (1e3 * ms) if ms else 0.0, plan_us)
 
 
 def _generate(engine: LocalEngine, prompts: list[list[int]], workload: EngineWorkload, seed: int) -> None:

@@ -2,10 +2,12 @@
 
     python -m engine.profile --shape llama-3.1-8b --workload b8_decode --trace trace.json
     python -m engine.profile --shape llama-3.1-8b --fp8 --kv-fp8 --workload n1024 --kind mixed
+    python -m engine.profile --shape llama-3.1-70b --tensor-parallel-size 4 --workload b1_decode
 
 Runs a workload of `engine.bench` on a public shape with random weights (or with --model, on a checkpoint) and
 prints a table. --trace also writes the Chrome trace, for chrome://tracing or ui.perfetto.dev. On a CPU the
-table shows torch's operations. Needs the same packages as `engine.bench`.
+table shows torch's operations. With several ranks, this process is rank 0 of a replica and the table shows
+its device. Needs the same packages as `engine.bench`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from engine.bench.limits import ceilings
-from engine.bench.start import FAILURES, add_options, start
+from engine.bench.start import FAILURES, add_options, devices_text, leave, started
 from engine.bench.workloads import WORKLOADS, run
+from engine.ceilings import ceilings
 from engine.profile.report import idle_gaps, kernel_rows, lines
-from engine.profile.steps import Kind, record
+from engine.profile.steps import Kind, NoSuchStepsError, record
 from engine.profile.trace import read_timeline
 from engine.profile.work import label_gemms, work_by_kernel
 from kernels.writable import UnwritableError, check_writable
@@ -36,21 +38,17 @@ def main() -> int:
         trace = arguments.trace or Path(scratch) / "trace.json"
         try:
             check_writable("--trace", arguments.trace)
-            engine = start(arguments, Path(scratch), {arguments.workload: workload})
-        except (UnwritableError, *FAILURES) as error:
+            with started(arguments, Path(scratch), {arguments.workload: workload}) as engine:
+                info, config = engine.info, engine.runner.config
+                model_name = arguments.model or arguments.shape
+                dtypes = f"weights {info.weights}, KV {info.kv_cache_dtype}"
+                on = devices_text(info)
+                print(f"{model_name}: {arguments.workload}, {kind} steps; {dtypes} on {on}", flush=True)
+                run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)  # warm
+                shapes = record(engine, workload, kind, arguments.steps, arguments.skip, trace)
+        except (UnwritableError, NoSuchStepsError, *FAILURES) as error:
             print(error, file=sys.stderr)
             return 1
-        info, config = engine.info, engine.runner.config
-        model_name = arguments.model or arguments.shape
-        dtypes = f"weights {info.weights}, KV {info.kv_cache_dtype}"
-        print(f"{model_name}: {arguments.workload}, {kind} steps; {dtypes} on {info.devices[0]}")
-        run(engine, replace(workload, output_tokens=min(workload.output_tokens, 4)), seed=-1)  # warm
-        try:
-            shapes = record(engine, workload, kind, arguments.steps, arguments.skip, trace)
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
-            return 1
-        engine.close()
         timeline = read_timeline(trace)
     device = ceilings(info.devices[0])
     names = [call.name for call in timeline.calls]
@@ -101,4 +99,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

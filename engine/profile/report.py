@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from engine.bench.limits import Ceilings
+from engine.ceilings import Ceilings
 from engine.profile.trace import TraceTimeline
 from engine.profile.work import KernelWork
 

@@ -20,6 +20,11 @@ from engine.plan import StepPlan
 Kind = Literal["decode", "mixed"]
 """Decode-only steps, or steps with prefill."""
 
+
+class NoSuchStepsError(RuntimeError):
+    """The workload has no steps of the wanted kind."""
+
+
 _ORIGIN = "profile"
 _SETTLE: dict[Kind, int] = {"decode": 3, "mixed": 0}
 """Default number of skipped steps before the recording. Some workloads have a single mixed step."""
@@ -99,7 +104,7 @@ def record(
 
     `skip` steps of this kind are skipped first (None: a default for the kind). The recording is shorter if a
     step of the other kind follows or the workload ends. The requests of the workload are sent at once (a
-    single one if it sends one at a time) and cancelled after the recording. Raises RuntimeError if the
+    single one if it sends one at a time) and cancelled after the recording. Raises NoSuchStepsError if the
     workload has no such steps.
     """
     gpu = engine.runner.device.type == "cuda"
@@ -107,7 +112,7 @@ def record(
     recorder = _Recorder(engine.runner, kind, skip, profile(**_options(gpu)), gpu)
     # On a CPU the runner cannot be synchronised, so steps must not overlap: each ends before the recording
     # can.
-    core = EngineCore(engine.scheduler, recorder, overlap=gpu)
+    core = EngineCore(engine.scheduler, recorder, overlap=gpu, plans=engine.core.plans)
     for submit in _submits(workload, engine.info.vocab_size):
         engine.scheduler.add(_ORIGIN, submit)
     while core.has_work and not recorder.ended and len(recorder.shapes) < steps:
@@ -117,7 +122,7 @@ def record(
     while core.has_work:
         core.step()
     if not recorder.shapes:
-        raise RuntimeError(_no_steps(kind, skip, recorder.most_in_a_row))
+        raise NoSuchStepsError(_no_steps(kind, skip, recorder.most_in_a_row))
     trace.parent.mkdir(parents=True, exist_ok=True)
     recorder.recording.export_chrome_trace(str(trace))
     return recorder.shapes

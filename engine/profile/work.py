@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.bench.limits import Ceilings
+from engine.ceilings import Ceilings
 from engine.config import DTYPE_BYTES, ModelConfig
 from engine.messages import BLOCK_TOKENS, ReplicaInfo
 from engine.profile.steps import StepShape
@@ -77,7 +77,7 @@ def work_by_kernel(
     norms: float | None = None,
     hopper: bool = False,
 ) -> dict[str, KernelWork]:
-    """Return the work of each kernel or labelled GEMM in all `shapes` together, for a single rank.
+    """Return the work of each kernel or labelled GEMM in all `shapes` together, on rank 0.
 
     norms: kernel launches for norms per step, fewer than norms if GEMMs fuse some; None: one launch per norm.
     hopper: whether long prompts use the Hopper attention kernel. Two approximations: captured passes, which
@@ -85,11 +85,24 @@ def work_by_kernel(
     as if it was expanded.
     """
     made: dict[str, KernelWork] = {}
+    config = _of_rank(config, info.tensor_parallel_size)
     for shape in shapes:
         of_tokens = 2 * config.layers if norms is None else norms - bool(shape.logit_rows)
         for name, work in _of_step(config, info, shape, device, of_tokens, hopper).items():
             made[name] = made[name] + work if name in made else work
     return made
+
+
+def _of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
+    """Return the sizes of rank 0's part of a model."""
+    shard = config.shard(max(1, ranks), 0)
+    return replace(
+        config,
+        heads=shard.heads,
+        kv_heads=shard.kv_heads,
+        intermediate_size=shard.intermediate,
+        vocab_size=shard.vocab,
+    )
 
 
 def _of_step(

@@ -10,7 +10,7 @@ from tests.cli.conftest import _own_environment, cli, run_dir  # noqa: F401
 
 @pytest.fixture
 def fake() -> Iterator[FakeServer]:
-    """An OpenAI-compatible server on a TCP port, with times that the test sets."""
+    """An OpenAI-compatible server on a TCP port, whose response times the test sets."""
     server = FakeServer()
     yield server
     server.close()

@@ -14,29 +14,29 @@ from typing import Any
 
 @dataclass
 class Behaviour:
-    """What the server does with a completion; times in seconds."""
+    """How the server answers completions; times are seconds."""
 
     ttft_s: Callable[[int], float] = lambda number: 0.0
-    """Of the n-th completion, from 0 (the one that the benchmark tries the server with)."""
+    """Time to the first token of completion n; completion 0 is the probe before the run."""
     gap_s: float = 0.0
     tokens_per_chunk: int = 1
     most_tokens: int = 1 << 30
-    """Answers end there, whatever was asked for."""
+    """Answers end after so many tokens, even if more were asked for."""
     sends_usage: bool = True
     keeps_alive: bool = True
     status: Callable[[int], int] = lambda number: 200
     breaks_after: int | None = None
-    """The connection closes after so many chunks."""
+    """The server closes the connection after so many chunks."""
     error_event_after: int | None = None
     hangs_after: int | None = None
     hangs_up_idle: bool = False
-    """Without a word, a keep-alive connection closes when its next request comes."""
+    """The server closes a keep-alive connection without an answer when its next request arrives."""
     streams: bool = True
     api_key: str = ""
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "fake", "max_model_len": 10_000}])
     tokenizes: bool = False
     at_once: int | None = None
-    """Completions beyond wait."""
+    """The number of completions that run at once; others wait."""
 
 
 class FakeServer:
@@ -45,12 +45,12 @@ class FakeServer:
     def __init__(self, socket: str = "") -> None:
         self.behaviour = Behaviour()
         self.bodies: list[dict[str, Any]] = []
-        """Of completions, in order of arrival."""
+        """The bodies of completion requests, in order of arrival."""
         self.connections = 0
         self.left = 0
-        """Clients that closed their connection in the middle of an answer."""
+        """The number of clients that disconnected during an answer."""
         self.busy_s = 0.0
-        """Time that the places of `at_once` were taken, together."""
+        """The total time of the completions that ran under `at_once`."""
         self._done = 0
         self.port = 0
         self._socket = socket
@@ -67,8 +67,14 @@ class FakeServer:
 
     @property
     def capacity(self) -> float:
-        """Completions a second that `at_once` places allow, as measured while they were taken."""
+        """Completions per second that `at_once` allows, with the measured time of a completion."""
         return self._done * (self.behaviour.at_once or 1) / self.busy_s
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "the condition did not come true"
+            time.sleep(0.01)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -118,13 +124,13 @@ class FakeServer:
     ) -> None:
         behaviour = self.behaviour
         if behaviour.api_key and headers.get("authorization") != f"Bearer {behaviour.api_key}":
-            self._plain(writer, 401, {"error": {"message": "who are you?"}})
+            self._plain(writer, 401, {"error": {"message": "unknown key"}})
         elif path == "/v1/models":
             self._plain(writer, 200, {"object": "list", "data": behaviour.models})
         elif path == "/tokenize" and behaviour.tokenizes:
             self._plain(writer, 200, {"tokens": [3, 4711, 12], "count": 3})
         elif path != "/v1/completions":
-            self._plain(writer, 404, {"error": {"message": "there is no such route"}})
+            self._plain(writer, 404, {"error": {"message": "unknown route"}})
         else:
             request = json.loads(body)
             number = len(self.bodies)
@@ -173,7 +179,7 @@ class FakeServer:
                 self.left += 1
                 return
             if chunk == behaviour.error_event_after:
-                _event(writer, {"error": {"message": "the engine fell over"}})
+                _event(writer, {"error": {"message": "the engine failed"}})
                 break
             _event(writer, {"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
             await writer.drain()

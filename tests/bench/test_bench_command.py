@@ -1,4 +1,4 @@
-"""`appliance bench` as people type it."""
+"""`appliance bench` from its command line to its output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cli.test_help import loaded_by
 SMALL = ("--concurrency", "2", "--requests", "4", "--prompt-tokens", "8", "--output-tokens", "4")
 
 
-def test_a_run_prints_a_table_and_writes_its_raw_figures(cli: Run, fake: FakeServer, tmp_path: Path) -> None:
+def test_a_run_prints_a_table_and_writes_its_measurements(cli: Run, fake: FakeServer, tmp_path: Path) -> None:
     fake.behaviour.ttft_s = lambda number: 0.02
     outcome = cli(
         "bench", "--base-url", fake.url, *SMALL, "--seed", "7", "--json", tmp_path / "new" / "out.json"
@@ -31,7 +31,7 @@ def test_a_run_prints_a_table_and_writes_its_raw_figures(cli: Run, fake: FakeSer
     assert "fake at http://127.0.0.1:" in outcome.out and "seed 7" in outcome.out
     assert "4 of 4 requests" in outcome.out and "client" in outcome.out
     assert re.search(r"^ms +p50 +p90 +p99 +max$", outcome.out, re.MULTILINE)
-    assert re.search(r"^TTFT +\d", outcome.out, re.MULTILINE) and "█" in outcome.out
+    assert re.search(r"^TTFT +\d", outcome.out, re.MULTILINE)
     assert all(len(line) <= 80 for line in outcome.out.splitlines()[1:])
     assert "\x1b" not in outcome.out
     made = json.loads((tmp_path / "new" / "out.json").read_text())
@@ -39,11 +39,10 @@ def test_a_run_prints_a_table_and_writes_its_raw_figures(cli: Run, fake: FakeSer
     (run,) = result["runs"]
     assert made["model"] == "fake" and made["seed"] == "7"
     assert run["output_tokens"] == 16 and run["ttft_ms"]["p50"] >= 20
-    assert result["figure"] == pytest.approx(run["output_tok_s"], rel=0.01)
-    assert (result["requests"], result["concurrency"], result["rate"]) == (4, 2, None)
+    assert (result["metric"], result["unit"]) == ("output_tok_s", "tok/s")
+    assert (run["requests"], run["rate"]) == (4, None)
     assert len(run["per_request"]) == 4 and run["per_request"][0]["tokens"] == 4
-    assert sum(second["output_tokens"] for second in run["per_second"]) == 16
-    # One to try the server, two to warm up, four that count.
+    # One request as a probe, two as a warm-up, four that count.
     assert len(fake.bodies) == 7
 
 
@@ -58,7 +57,7 @@ def test_named_workloads_are_compared_in_one_table(cli: Run, fake: FakeServer) -
     assert [line.split()[0] for line in table] == ["workload", "b1_decode", "ttft8k"]
 
 
-def test_json_to_standard_output_is_all_there_is(cli: Run, fake: FakeServer) -> None:
+def test_json_on_standard_output_is_the_only_output_there(cli: Run, fake: FakeServer) -> None:
     outcome = cli("bench", "--base-url", fake.url, *SMALL, "--json", "-")
     assert json.loads(outcome.out)["results"][0]["runs"][0]["succeeded"] == 4
     assert "4 of 4 requests" in outcome.err
@@ -70,9 +69,8 @@ def test_arrivals_at_a_rate_report_goodput(cli: Run, fake: FakeServer, tmp_path:
     outcome = cli("bench", "--base-url", fake.url, *flags, "--output-tokens", "2", "--json", tmp_path / "j")
     assert outcome.code == 0 and "goodput" in outcome.out and "20 requests/s (Poisson)" in outcome.out
     (result,) = json.loads((tmp_path / "j").read_text())["results"]
-    assert (result["requests"], result["rate"], result["duration_s"]) == (20, 20, 1)
-    assert result["concurrency"] is None
     (run,) = result["runs"]
+    assert (run["requests"], run["rate"]) == (20, 20)
     assert 0.3 < run["goodput"] / run["requests_s"] < 0.7
 
 
@@ -84,7 +82,7 @@ def test_arrivals_at_a_rate_report_goodput(cli: Run, fake: FakeServer, tmp_path:
         ("--requests 4", 4),
     ],
 )
-def test_every_mode_warms_up_unless_told_not_to(
+def test_every_mode_warms_up_unless_no_warm_up_is_given(
     cli: Run, fake: FakeServer, tmp_path: Path, words: str, warm_up: int
 ) -> None:
     def asked(*more: str) -> int:
@@ -106,25 +104,21 @@ def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_p
     outcome = cli("bench", "--base-url", fake.url, *words.split(), "--json", tmp_path / "j")
     search = json.loads((tmp_path / "j").read_text())["search"]
     assert outcome.code == 0 and "highest sustained rate" in outcome.out
-    assert search["rate"] <= 80 * (1 + search["resolution"])
-    # The simulated servers are held to more: here others may use the machine as well, and what they leave of
-    # it is what is found.
-    assert fake.capacity <= 80 and search["rate"] > 0 and search["goodput"] > 0
+    rate, arrived = search["best"]["rate"], search["best"]["requests"]
+    # The simulated servers are tested for more: here, what other processes leave of the machine is found.
+    assert rate <= 80 * (1 + 2 / arrived**0.5 + 0.1) and fake.capacity <= 80
+    assert rate > 0 and search["best"]["goodput"] > 0
     for trial in search["trials"]:
-        assert trial["given_up_after_s"] is None or trial["unfinished"]
-        assert trial["backlog"]["growing"] == any("backlog" in reason for reason in trial["reasons"])
-    growing = [trial for trial in search["trials"] if trial["backlog"]["growing"]]
-    assert len(re.findall(r"no: backlog (grew: \d+ → \d+ in|of \d+)", outcome.out)) == len(growing)
+        growing = trial["backlog"]["after"] > trial["backlog"]["allowed"]
+        assert growing == any("backlog" in reason for reason in trial["reasons"])
     # The last trial of a rate decides.
-    held = {trial["rate"]: trial["sustained"] for trial in search["trials"]}
-    sustained = [rate for rate, holds in held.items() if holds]
-    failed = [rate for rate, holds in held.items() if not holds]
-    one_more = search["rate"] + 1 / 0.6
-    assert search["rate"] == max(sustained)
-    if not failed:  # the machine's others made the client late, and so ended the search
+    reasons = {trial["rate"]: trial["reasons"] for trial in search["trials"]}
+    failed = [tried for tried in reasons if reasons[tried]]
+    assert rate == max(tried for tried in reasons if not reasons[tried])
+    if not failed:  # other processes made the client late, which ended the search
         assert "client" in search["note"]
         return
-    assert search["rate"] < min(failed) <= max(1.05 * search["rate"], one_more) + 1e-9
+    assert rate < min(failed) <= max(1.05 * rate, rate + 1 / 0.6) + 1e-9
     assert "no: " in outcome.out
 
 
@@ -134,48 +128,50 @@ def not_json(constant: str) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "reason"),
-    [("--ttft-p99-ms", "TTFT > 10 ms of 1 in 1"), ("--itl-p99-ms", "E2E p99 > 0.1 s, half a trial")],
+    [("--ttft-p99-ms", "TTFT p99 > 10 ms"), ("--itl-p99-ms", "E2E p99 > 0.1 s, half a trial")],
 )
-def test_a_hopeless_trial_is_given_up_and_no_rate_that_holds_is_a_failure(
+def test_a_hopeless_trial_is_stopped_and_a_search_without_a_sustained_rate_fails(
     cli: Run, fake: FakeServer, tmp_path: Path, limit: str, reason: str
 ) -> None:
     fake.behaviour.ttft_s = lambda number: 200.0 if number else 0.0
     began = time.monotonic()
-    # By this seed its one request comes in the first quarter, which says what a response takes.
+    # With this seed, the one request arrives in the first quarter, in which the response time is measured.
     words = "--find-rate --rate 5 --duration 0.2 --output-tokens 1 --no-warm-up --seed 8"
     outcome = cli("bench", "--base-url", fake.url, *words.split(), limit, "10", "--json", tmp_path / "j")
     assert outcome.code == 1 and "no rate down to 5 requests/s" in outcome.out
     assert f"no: {reason}" in outcome.out
     made = json.loads((tmp_path / "j").read_text(), parse_constant=not_json)
     (trial,) = made["search"]["trials"]
-    assert trial["backlog"]["response_ms"] is None
-    assert (trial["due"], trial["unfinished"], trial["succeeded"]) == (1, 1, 0)
-    assert trial["given_up_after_s"] == pytest.approx(trial["seconds"]) and trial["reasons"] == [reason]
+    assert trial["backlog"]["response_s"] is None
+    assert (trial["requests"], trial["unfinished"], trial["succeeded"]) == (1, 1, 0)
+    assert trial["reasons"] == [reason]
     assert time.monotonic() - began < 150
 
 
-def test_answers_that_end_early_are_counted_as_they_came(cli: Run, fake: FakeServer) -> None:
+def test_answers_that_end_early_count_the_tokens_received(cli: Run, fake: FakeServer) -> None:
     fake.behaviour.most_tokens = 3
     outcome = cli("bench", "--base-url", fake.url, *SMALL)
     assert outcome.code == 0
     said = " ".join(outcome.out.split())
     assert "4 of 4 answers have fewer than the 4 tokens asked for" in said
-    assert "does not honour ignore_eos" in said and "the 12 tokens that came" in said
+    assert "ignores ignore_eos" in said and "the 12 tokens that were received" in said
 
 
-def test_chunks_of_several_tokens_are_said(cli: Run, fake: FakeServer) -> None:
+def test_chunks_of_several_tokens_are_noted(cli: Run, fake: FakeServer) -> None:
     fake.behaviour.tokens_per_chunk = 2
     assert "a chunk carries 2.00 tokens" in cli("bench", "--base-url", fake.url, *SMALL).out
 
 
-def test_failed_requests_are_told_with_an_example_and_exit_1(cli: Run, fake: FakeServer) -> None:
+def test_failed_requests_are_shown_with_an_example_and_exit_1(cli: Run, fake: FakeServer) -> None:
     fake.behaviour.status = lambda number: 503 if number > 3 else 200
     outcome = cli("bench", "--base-url", fake.url, *SMALL)
     assert outcome.code == 1
     assert "failed: 3 × http 503: no, 503" in outcome.out
 
 
-def test_prompts_stay_below_what_the_server_or_the_operator_says(cli: Run, fake: FakeServer) -> None:
+def test_prompts_stay_below_the_vocabulary_size_of_the_server_or_the_option(
+    cli: Run, fake: FakeServer
+) -> None:
     def said(*words: str) -> str:
         return " ".join(cli("bench", "--base-url", fake.url, *SMALL, "--no-warm-up", *words).out.split())
 
@@ -189,29 +185,29 @@ def test_prompts_stay_below_what_the_server_or_the_operator_says(cli: Run, fake:
     assert all(max(body["prompt"]) < 5 for body in fake.bodies[before:])
 
 
-def test_a_key_is_sent_and_its_lack_is_named(
+def test_a_key_is_sent_and_a_missing_key_is_reported(
     cli: Run, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.behaviour.api_key = "secret"
     refused = cli("bench", "--base-url", fake.url, *SMALL)
     assert refused.code == 1 and "401" in refused.err and "--api-key" in refused.err
-    assert "who are you?" in refused.err
+    assert "unknown key" in refused.err
     assert cli("bench", "--base-url", fake.url, *SMALL, "--api-key", "secret").code == 0
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     assert cli("bench", "--base-url", fake.url, *SMALL).code == 0
 
 
-def test_what_is_wrong_is_said_before_the_run(cli: Run, fake: FakeServer, run_dir: Path) -> None:
+def test_problems_are_reported_before_the_run(cli: Run, fake: FakeServer, run_dir: Path) -> None:
     (run_dir / "file").write_text("")
     for words, expected in (
-        (("--base-url", "http://127.0.0.1:1"), "nobody answers at http://127.0.0.1:1/v1"),
+        (("--base-url", "http://127.0.0.1:1"), "cannot connect to http://127.0.0.1:1/v1"),
         (("--base-url", "localhost:8080"), "not the address of an API"),
         (("--base-url", fake.url + "/nowhere"), "lists no model"),
-        (("--base-url", fake.url, "--model", "other"), "'other' is not served: there are fake"),
+        (("--base-url", fake.url, "--model", "other"), "'other' is not served; available models: fake"),
         (("--base-url", fake.url, "--output-tokens", "9999"), "takes 10000 in all"),
         (("--base-url", fake.url, "--json", run_dir / "file" / "below"), "cannot be written"),
         (("--socket", run_dir / "none.sock"), "there is no socket"),
-        (("--socket", run_dir / "file"), "nobody answers at"),
+        (("--socket", run_dir / "file"), "cannot connect to"),
         (("--run-dir", run_dir), "no service is running at"),
     ):
         outcome = cli("bench", *words)
@@ -219,10 +215,10 @@ def test_what_is_wrong_is_said_before_the_run(cli: Run, fake: FakeServer, run_di
         assert expected in outcome.err and outcome.err.count("\n") == 1, outcome.err
     fake.behaviour.status = lambda number: 400
     outcome = cli("bench", "--base-url", fake.url)
-    assert outcome.code == 1 and "does not answer a request of two tokens: http 400: no, 400" in outcome.err
+    assert outcome.code == 1 and "fails for two tokens: http 400: no, 400" in outcome.err
 
 
-def test_a_run_that_fails_leaves_the_file_for_its_figures_as_it_was(cli: Run, tmp_path: Path) -> None:
+def test_a_run_that_fails_leaves_the_json_file_unchanged(cli: Run, tmp_path: Path) -> None:
     new, kept, link = tmp_path / "new.json", tmp_path / "kept.json", tmp_path / "link.json"
     kept.write_text("{}")
     link.symlink_to(tmp_path / "none.json")
@@ -261,10 +257,9 @@ def test_options_that_contradict_each_other_are_a_wrong_command_line(
     ("flag", "value"),
     [
         *itertools.product(
-            ("--rate", "--duration", "--ttft-p99-ms", "--itl-p99-ms", "--timeout"),
+            ("--rate", "--duration", "--ttft-p99-ms", "--itl-p99-ms"),
             ("inf", "-inf", "nan", "0", "-1"),
         ),
-        *itertools.product(("--temperature", "--top-p"), ("inf", "nan", "-1", "2.1")),
         *itertools.product(
             ("--concurrency", "--requests", "--runs", "--workers", "--vocab-size"),
             ("0", "-1", "1" + 18 * "0"),
@@ -273,7 +268,7 @@ def test_options_that_contradict_each_other_are_a_wrong_command_line(
     ],
     ids=" ".join,
 )
-def test_a_number_that_cannot_be_is_refused_with_what_can(cli: Run, flag: str, value: str) -> None:
+def test_a_number_out_of_range_is_refused_with_the_range(cli: Run, flag: str, value: str) -> None:
     outcome = cli("bench", "--base-url", "http://127.0.0.1:1", flag, value)
     said = " ".join(outcome.err.split())
     assert outcome.code == 2 and outcome.out == ""
@@ -281,13 +276,13 @@ def test_a_number_that_cannot_be_is_refused_with_what_can(cli: Run, flag: str, v
     assert re.search(expected, said), said
 
 
-def test_more_requests_than_memory_holds_are_refused(cli: Run) -> None:
+def test_more_requests_than_fit_into_memory_are_refused(cli: Run) -> None:
     outcome = cli("bench", "--base-url", "http://127.0.0.1:1", "--rate", "90000", "--duration", "500")
     assert outcome.code == 2 and "more than 2,000,000 requests" in " ".join(outcome.err.split())
 
 
 def on_a_terminal(*words: str, **environment: str) -> str:
-    """What the command writes to a terminal of 80 columns."""
+    """Return what the command writes to a terminal of 80 columns."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "appliance.cli", *words],
@@ -306,28 +301,17 @@ def on_a_terminal(*words: str, **environment: str) -> str:
     return written.decode()
 
 
-def test_a_terminal_shows_progress_and_colour_only_where_wanted(fake: FakeServer) -> None:
+def test_a_terminal_shows_progress_and_colour_unless_no_color_is_set(fake: FakeServer) -> None:
     fake.behaviour.ttft_s = lambda number: 0.3
     words = ("bench", "--base-url", fake.url, *SMALL, "--no-warm-up")
     shown = on_a_terminal(*words)
-    assert re.search(r"\rcustom \[[#.]{16}\] \d/4", shown) and "running" in shown
+    assert re.search(r"\rcustom 1/1 \[[#.]{16}\] \d/4", shown) and "running" in shown
     assert "\x1b[1m" in shown
     plain = on_a_terminal(*words, NO_COLOR="1")
     assert not re.search(r"\x1b\[\d*m", plain)
 
 
-def test_a_stream_without_blocks_gets_ascii(fake: FakeServer) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "appliance.cli", "bench", "--base-url", fake.url, *SMALL],
-        capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        timeout=60,
-        check=True,
-    )
-    assert b"####" in done.stdout and b"\\u2588" not in done.stdout
-
-
-def test_help_says_the_workloads_and_loads_nothing_of_them(cli: Run) -> None:
+def test_help_lists_the_workloads_without_loading_the_benchmark(cli: Run) -> None:
     outcome = cli("bench", "--help")
     assert outcome.code == 0
     for word in ("http256", "n1024_sampled", "--find-rate", "--run-dir", "--socket"):

@@ -1,78 +1,82 @@
-"""Responses and events come out the same, wherever the network cuts them."""
+"""A response gives the same exchange wherever the network cuts it, and what is not HTTP is a failure."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.bench.http import EventSplitter, ProtocolError, ResponseParser
+from appliance.bench.client import Connection, Exchange
 
-CHUNKED = (
-    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    b"7\r\ndata: a\r\n4;ext=1\r\n\n\nda\r\n7\r\nta: b\n\n\r\n0\r\nTrailer: x\r\n\r\n"
+EVENTS = (
+    b': comment\r\ndata: {"choices": [{"text": "a"}]}\r\n\r\n'
+    b'event: x\ndata:{"choices": [{"text": ""}]}\n\n'
+    b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'
+    b'data: {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}\n\ndata: [DONE]\n\n'
 )
-PLAIN = b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nwrong"
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = (
+    HEAD
+    + b"Transfer-Encoding: chunked\r\n\r\n"
+    + b"".join(b"%x;ext=1\r\n%b\r\n" % (len(part), part) for part in (EVENTS[:30], EVENTS[30:]))
+    + b"0\r\nTrailer: x\r\n\r\n"
+)
+UNTIL_CLOSE = HEAD + b"\r\n" + EVENTS
+REFUSED = b'HTTP/1.1 404 Not Found\r\nContent-Length: 31\r\n\r\n{"error": {"message": "wrong"}}'
 
 
-class Seen:
-    """A parser, and what it said."""
+class Transport(asyncio.Transport):
+    def write(self, data: Any) -> None: ...
 
-    def __init__(self) -> None:
-        self.body = b""
-        self.ends = 0
-        self.parser = ResponseParser(self._on_body, self._on_end)
-        self.parser.expect()
-
-    def _on_body(self, piece: bytes) -> None:
-        self.body += piece
-
-    def _on_end(self) -> None:
-        self.ends += 1
+    def abort(self) -> None: ...
 
 
-def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
-    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+def received(*pieces: bytes, closes: bool = False) -> tuple[Exchange, Connection]:
+    """The exchange of a request whose response arrives in these pieces."""
+
+    async def run() -> tuple[Exchange, Connection]:
+        connection, exchange = Connection(), Exchange(streamed=True)
+        connection.connection_made(Transport())
+        connection.start(b"", exchange)
+        for piece in pieces:
+            connection.data_received(piece)
+        if closes:
+            connection.connection_lost(None)
+        return exchange, connection
+
+    return asyncio.run(run())
+
+
+def cut(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(place % (len(data) + 1) for place in cuts), len(data)]
     return [data[low:high] for low, high in itertools.pairwise(edges) if low < high]
 
 
-@given(st.lists(st.integers(0, 500)))
-def test_a_chunked_response_is_the_same_however_it_is_cut(cuts: list[int]) -> None:
-    seen = Seen()
-    for piece in pieces(CHUNKED, cuts):
-        seen.parser.feed(piece)
-    assert (seen.body, seen.ends) == (b"data: a\n\ndata: b\n\n", 1)
-    assert seen.parser.status == 200 and seen.parser.keeps_alive
+@given(st.lists(st.integers(0, 1000)), st.sampled_from([CHUNKED, UNTIL_CLOSE]))
+def test_a_streamed_completion_is_the_same_however_it_is_cut(cuts: list[int], response: bytes) -> None:
+    exchange, connection = received(*cut(response, cuts), closes=response is UNTIL_CLOSE)
+    assert exchange.done.done() and exchange.failure == ""
+    assert (exchange.chunks, len(exchange.gaps_s)) == (2, 1)
+    assert (exchange.usage.prompt_tokens, exchange.usage.completion_tokens) == (7, 2)
+    assert connection.is_open == (response is CHUNKED)
 
 
-@given(st.lists(st.integers(0, 500)))
-def test_one_connection_carries_responses_of_both_kinds(cuts: list[int]) -> None:
-    seen = Seen()
-    for piece in pieces(b"HTTP/1.1 100 Continue\r\n\r\n" + PLAIN, cuts):
-        seen.parser.feed(piece)
-    assert (seen.parser.status, seen.body, seen.ends) == (404, b"wrong", 1)
-    seen.parser.expect()
-    seen.parser.feed(CHUNKED)
-    assert seen.ends == 2
+@given(st.lists(st.integers(0, 200)))
+def test_a_refusal_after_an_interim_response_is_the_same_however_it_is_cut(cuts: list[int]) -> None:
+    exchange, connection = received(*cut(b"HTTP/1.1 100 Continue\r\n\r\n" + REFUSED, cuts))
+    assert (exchange.failure, exchange.message) == ("http 404", "wrong")
+    assert connection.is_open
 
 
-def test_a_response_without_length_ends_with_its_connection() -> None:
-    seen = Seen()
-    seen.parser.feed(b"HTTP/1.1 200 OK\r\n\r\nab")
-    seen.parser.feed(b"c")
-    assert seen.ends == 0
-    assert seen.parser.closed()
-    assert (seen.body, seen.ends, seen.parser.keeps_alive) == (b"abc", 1, False)
-
-
-def test_a_connection_that_closes_amid_a_response_is_no_end() -> None:
-    for amount in range(len(CHUNKED) - 1):
-        seen = Seen()
-        seen.parser.feed(CHUNKED[:amount])
-        assert not seen.parser.closed() and seen.ends == 0
-        assert seen.parser.begun == (amount > 0)
+def test_a_connection_that_closes_during_a_response_is_a_failure() -> None:
+    for length in range(len(CHUNKED) - 1):
+        exchange, connection = received(*cut(CHUNKED[:length], []), closes=True)
+        assert exchange.failure == "closed"
+        assert connection.has_response == (length > 0)
 
 
 @pytest.mark.parametrize(
@@ -82,20 +86,15 @@ def test_a_connection_that_closes_amid_a_response_is_no_end() -> None:
         b"HTTP/1.1 OK\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc",
-        PLAIN + b"more",
-        b"HTTP/1.1 " + b"x" * 100_000,
+        b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n\0",
+        HEAD + b"Content-Length: 15\r\n\r\ndata: no JSON\n\n",
     ],
 )
-def test_what_is_no_http_is_refused(wrong: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        Seen().parser.feed(wrong)
+def test_what_is_not_a_completion_over_http_is_a_protocol_failure(wrong: bytes) -> None:
+    exchange, _ = received(wrong)
+    assert exchange.failure == "protocol" and exchange.message
 
 
-@given(st.lists(st.integers(0, 500)))
-def test_events_are_the_same_however_they_are_cut(cuts: list[int]) -> None:
-    stream = b': hello\r\ndata: {"a": 1}\r\n\r\ndata:two\ndata: lines\n\nevent: x\nid: 1\n\n'
-    stream += b"data: [DONE]\n\ndata: cut off"
-    splitter = EventSplitter()
-    events = [event for piece in pieces(stream, cuts) for event in splitter.feed(piece)]
-    assert events == [b'{"a": 1}', b"two\nlines", b"[DONE]"]
+def test_what_follows_a_complete_response_closes_the_connection() -> None:
+    exchange, connection = received(REFUSED, b"more")
+    assert exchange.failure == "http 404" and not connection.is_open

@@ -1,26 +1,23 @@
-"""Records in, figures out: each number from its definition."""
+"""The statistics of a run follow from its records by their definitions."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
+from collections.abc import Callable
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
-from appliance.bench.messages import STOPPED, Record
-from appliance.bench.results import Slo, distribution, percentile, summarize
-from appliance.bench.server import Server, target_of
+from appliance.bench.load import STOPPED, Load, Record, Target
+from appliance.bench.processes import RawRun
+from appliance.bench.results import Run, Slo, percentile, summarize
+from appliance.bench.server import Server
 from appliance.bench.session import Session
-from appliance.bench.workers import Load, Raw, Watch
 from appliance.bench.workloads import WORKLOADS
 
 START = 1000.0
 
 
-def record(number: int = 0, **fields: object) -> Record:
-    """A request of 4 tokens: sent at 0 s, tokens at 100, 110, 120 and 150 ms, over at 151 ms."""
+def record(**fields: object) -> Record:
+    """A request of 4 tokens: sent at 0 s, tokens at 100, 110, 120 and 150 ms, ended at 151 ms."""
     known: dict[str, object] = {
         "began_at": START,
         "late_s": 0.0,
@@ -31,33 +28,32 @@ def record(number: int = 0, **fields: object) -> Record:
         "prompt_tokens": 8,
         **fields,
     }
-    return Record(number, **known)  # type: ignore[arg-type]
+    return Record(**known)  # type: ignore[arg-type]
 
 
-def raw(*records: Record) -> Raw:
-    return Raw(START, list(records), workers=1, busiest_worker=0.1)
+def summary(*records: Record, output_tokens: int = 4, slo: Slo | None = None, duration_s: float = 0.0) -> Run:
+    load = Load(
+        target=Target(),
+        model="m",
+        vocab_size=10,
+        prompt_tokens=8,
+        output_tokens=output_tokens,
+        seed="",
+        requests=len(records),
+    )
+    return summarize(RawRun(START, 1, list(records)), load, slo or Slo(), duration_s)
 
 
 def test_one_request_gives_its_own_times() -> None:
-    summary = summarize(raw(record()), 4, 8, Slo())
-    assert summary.ttft and summary.itl and summary.tpot and summary.e2e
-    assert summary.ttft.p50 == pytest.approx(100)
-    assert (summary.itl.p50, summary.itl.max) == pytest.approx((10, 30))
-    assert summary.tpot.p50 == pytest.approx(50 / 3)
-    assert summary.e2e.p99 == pytest.approx(151)
-    assert summary.output_tok_s == pytest.approx(4 / 0.151)
-    assert summary.prompt_tok_s == pytest.approx(8 / 0.151)
-    assert summary.goodput is None and summary.short_answers == 0
-
-
-class Timed:
-    """Instead of worker processes: runs of one request, which take these times."""
-
-    def __init__(self, seconds: list[float]) -> None:
-        self._seconds = iter(seconds)
-
-    async def run(self, load: Load, workers: int, watch: Watch) -> Raw:
-        return raw(record(ended_at=START + next(self._seconds)))
+    run = summary(record())
+    assert run.ttft_ms and run.itl_ms and run.tpot_ms and run.e2e_ms
+    assert run.ttft_ms.p50 == pytest.approx(100)
+    assert (run.itl_ms.p50, run.itl_ms.max) == pytest.approx((10, 30))
+    assert run.tpot_ms.p50 == pytest.approx(50 / 3)
+    assert run.e2e_ms.p99 == pytest.approx(151)
+    assert run.output_tok_s == pytest.approx(4 / 0.151)
+    assert run.prompt_tok_s == pytest.approx(8 / 0.151)
+    assert run.goodput is None and run.short_answers == 0
 
 
 @pytest.mark.parametrize(
@@ -71,49 +67,52 @@ class Timed:
         ("b1_decode", [0.2, 0.3], 0.3),
     ],
 )
-def test_of_an_even_number_of_runs_the_worse_of_the_two_in_the_middle_is_told(
+def test_of_an_even_number_of_runs_the_worse_of_the_middle_two_is_shown(
     name: str, seconds: list[float], typical: float
 ) -> None:
-    server = Server(target_of("http://127.0.0.1:1", None, None), "fake", 1000, "", None)
-    session = Session(server, Timed(seconds), lambda aim, standing: None, seed="1")  # type: ignore[arg-type]
-    result = asyncio.run(session.closed(name, WORKLOADS[name], len(seconds), warm_up=False))
-    assert result.typical.summary.seconds == pytest.approx(typical)
+    times = iter(seconds)
+
+    def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
+        """One request that takes the next of the times, instead of client processes."""
+        return RawRun(START, 1, [record(ended_at=START + next(times))])
+
+    session = Session(Server(Target(), "fake", 1000, ""), "1", warm_up=False, run_load=run_load)
+    result = session.closed(name, WORKLOADS[name], len(seconds))
+    assert result.typical.seconds == pytest.approx(typical)
 
 
 def test_several_tokens_a_chunk_count_per_token_in_tpot_and_per_chunk_in_itl() -> None:
-    summary = summarize(raw(record(tokens=8)), 8, 8, Slo())
-    assert summary.tokens_per_chunk == 2
-    assert summary.itl and summary.tpot
-    assert summary.itl.p50 == pytest.approx(10)
-    assert summary.tpot.p50 == pytest.approx(50 / 7)
-    assert sum(second.output_tokens for second in summary.series) == pytest.approx(8)
+    run = summary(record(tokens=8), output_tokens=8)
+    assert (run.output_tokens, run.chunks) == (8, 4)
+    assert run.itl_ms and run.tpot_ms
+    assert run.itl_ms.p50 == pytest.approx(10)
+    assert run.tpot_ms.p50 == pytest.approx(50 / 7)
 
 
-def test_tokens_are_chunks_where_the_server_does_not_count() -> None:
-    summary = summarize(raw(record(tokens=None, prompt_tokens=None)), 4, 8, Slo())
-    assert (summary.output_tokens, summary.prompt_tokens, summary.tokens_counted_by_us) == (4, 8, True)
+def test_tokens_are_chunks_if_the_server_does_not_count() -> None:
+    run = summary(record(tokens=None, prompt_tokens=None))
+    assert (run.output_tokens, run.prompt_tokens, run.tokens_counted_by_client) == (4, 8, True)
 
 
 def test_failures_count_by_kind_and_their_tokens_not_at_all() -> None:
-    failed = [record(number, failure="http 503", message="full") for number in range(3)]
-    summary = summarize(raw(record(), *failed, record(failure="timeout")), 4, 8, Slo())
-    assert {kind: one.count for kind, one in summary.failures.items()} == {"http 503": 3, "timeout": 1}
-    assert summary.failures["http 503"].example == "full"
-    assert (summary.requests, summary.succeeded, summary.output_tokens) == (5, 1, 4)
+    failed = [record(failure="http 503", message="full") for _ in range(3)]
+    run = summary(record(), *failed, record(failure="timeout"))
+    assert {kind: one.count for kind, one in run.failures.items()} == {"http 503": 3, "timeout": 1}
+    assert run.failures["http 503"].example == "full"
+    assert (run.requests, run.succeeded, run.output_tokens) == (5, 1, 4)
 
 
-def test_requests_that_were_open_when_we_gave_up_are_unfinished_and_have_no_times() -> None:
-    given_up = record(failure=STOPPED, ended_at=START + 9)
-    summary = summarize(raw(record(), given_up), 4, 8, Slo(ttft_p99_ms=101))
-    assert (summary.requests, summary.succeeded, summary.unfinished, summary.failures) == (2, 1, 1, {})
-    assert summary.seconds == pytest.approx(9) and summary.output_tokens == 4
-    assert summary.e2e and summary.e2e.max == pytest.approx(151)
-    assert summary.goodput == pytest.approx(1 / 9)
+def test_requests_that_were_open_when_a_run_was_stopped_are_unfinished_and_have_no_times() -> None:
+    run = summary(record(), record(failure=STOPPED, ended_at=START + 9), slo=Slo(ttft_p99_ms=101))
+    assert (run.requests, run.succeeded, run.unfinished, run.failures) == (2, 1, 1, {})
+    assert run.seconds == pytest.approx(9) and run.output_tokens == 4
+    assert run.e2e_ms and run.e2e_ms.max == pytest.approx(151)
+    assert run.goodput == pytest.approx(1 / 9)
 
 
 def test_in_open_loop_time_without_arrivals_counts() -> None:
-    # One request in a window of 2 s is 0.5 a second, however soon it came and ended.
-    assert summarize(raw(record()), 4, 8, Slo(), duration_s=2.0).requests_s == pytest.approx(0.5)
+    # One request within 2 s is 0.5 per second, however early it arrived and ended.
+    assert summary(record(), duration_s=2.0).requests_s == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -127,43 +126,9 @@ def test_in_open_loop_time_without_arrivals_counts() -> None:
     ],
 )
 def test_goodput_counts_requests_within_every_limit(slo: Slo, good: int) -> None:
-    summary = summarize(raw(record(), record(failure="timeout")), 4, 8, slo)
-    assert summary.good == good
-    assert summary.goodput == pytest.approx(good / 0.151)
-
-
-def test_the_series_says_what_came_in_which_second() -> None:
-    late = record(1, began_at=START + 1.5, first_at=START + 2.1, ended_at=START + 2.2, gaps_s=[0.0] * 3)
-    series = summarize(raw(record(), late), 4, 8, Slo()).series
-    assert [second.output_tokens for second in series] == [4, 0, 4]
-    assert [second.running for second in series] == [0, 1, 0]
-    assert [second.first_tokens for second in series] == [1, 0, 1]
-
-
-def test_the_series_lasts_as_long_as_the_run_and_counts_what_fails_as_running() -> None:
-    failed = record(1, failure="timeout", ended_at=START + 2.5)
-    series = summarize(raw(record(), failed), 4, 8, Slo(), duration_s=4.0).series
-    assert [second.running for second in series] == [1, 1, 0, 0, 0]
-    assert [second.ended for second in series] == [1, 0, 0, 0, 0]
-    assert sum(second.output_tokens for second in series) == 4
+    assert summary(record(), record(failure="timeout"), slo=slo).goodput == pytest.approx(good / 0.151)
 
 
 @pytest.mark.parametrize(("percent", "value"), [(50, 50), (90, 90), (99, 99), (100, 100), (1, 1)])
 def test_percentiles_are_nearest_rank(percent: float, value: float) -> None:
     assert percentile([float(number) for number in range(1, 101)], percent) == value
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
-@example([0.0, 5e-324])
-@example([1e-320, 1e-300, 1e-12])
-@example([3.0, 3.0 + 1e-12])
-def test_every_value_is_in_the_bin_that_says_so(values: list[float]) -> None:
-    ordered = sorted(values)
-    bins = distribution(ordered)
-    assert sum(one.count for one in bins) == len(ordered)
-    assert len(bins) <= 12
-    assert all(low.high == high.low for low, high in itertools.pairwise(bins))
-    for index, one in enumerate(bins):
-        last = index == len(bins) - 1
-        inside = sum(one.low <= value < one.high or (last and value == one.high) for value in ordered)
-        assert inside == one.count

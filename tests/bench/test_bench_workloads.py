@@ -1,4 +1,4 @@
-"""The engine's benchmark and the service's mean the same by a name."""
+"""A workload has the same numbers in the benchmarks of the engine and of the service."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def test_a_workload_of_the_engine_has_the_same_numbers_here(name: str) -> None:
         theirs.output_tokens,
     )
     assert (ours.shape.temperature, ours.shape.top_p) == (theirs.temperature, theirs.top_p)
-    assert (ours.figure, ours.unit, ours.less_is_better) == (
-        theirs.figure,
+    assert (ours.metric, ours.unit, ours.lower_is_better) == (
+        theirs.metric,
         theirs.unit,
-        theirs.less_is_better,
+        theirs.lower_is_better,
     )
 
 
-def test_only_workloads_over_http_are_ours_alone() -> None:
+def test_only_workloads_with_http_in_their_name_are_missing_in_the_engine() -> None:
     assert set(WORKLOADS) - set(engine.WORKLOADS) == {"http1", "http256", "http1024"}
     for name, streams in (("http1", 1), ("http256", 256), ("http1024", 1024)):
         workload = WORKLOADS[name]

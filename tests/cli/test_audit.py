@@ -20,8 +20,8 @@ from store.audit import Actor
 from store.backup import Backup, back_up
 from store.control import ControlStore
 from store.errors import StoreError
-from store.evidence import read_audit
 from store.heads import SigningKey, read_key
+from tests.audit_trail import read_audit
 from tests.cli.conftest import Run
 from tests.cli.servers import AdminService
 

@@ -61,9 +61,12 @@ class Speed(NamedTuple):
     step_s: float = 0.005
     row_s: float = 0.020 / 1024
     prompt_token_s: float = 1 / 40_000
+    first_steps: int = 0
+    """Number of steps at the start that each take `first_step_s` longer."""
+    first_step_s: float = 0.0
 
     def of(self, plan: StepPlan) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step that is not one of the first."""
         rows = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
         prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
         return self.step_s + self.row_s * rows + self.prompt_token_s * prompts
@@ -149,12 +152,16 @@ class _Device:
     def __init__(self, box: Box, speed: Speed) -> None:
         self._box, self.speed = box, speed
         self._busy_until = 0.0
+        self._launched = 0
         self.waited_until = 0.0
         self.step_s = 0.0
         self.busy_s = 0.0
 
     def launch(self, plan: StepPlan) -> _Step:
         seconds = self.speed.of(plan)
+        if self._launched < self.speed.first_steps:
+            seconds += self.speed.first_step_s
+        self._launched += 1
         begins = max(self._box.now, self._busy_until)
         self._busy_until = begins + seconds
         self.busy_s += seconds

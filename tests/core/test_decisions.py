@@ -3,6 +3,7 @@ recorded of it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -35,9 +37,12 @@ from appliance.actions import (
     SuspendTenant,
     UnmapPeer,
 )
+from appliance.admin import decisions
 from appliance.client import AdminClient, AdminError
 from appliance.protocol import Done, NewKey, Tenant
-from store.evidence import read_audit
+from store.control import ControlStore
+from store.errors import OutcomeUnknownError
+from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system
@@ -82,7 +87,7 @@ def test_what_is_decided_is_shown_and_survives_a_restart(service: Service) -> No
     admin.act(SetKey(id=key.id, models=None, name="renamed"))
     rotated = admin.act(RotateKey(id=key.id, overlap_s=60.0))
     assert isinstance(rotated, NewKey) and rotated.replaces == key.id and rotated.replaced_until is not None
-    assert message(admin.act(MapPeer(peer="uid:4242", tenant="acme"))) == "uid 4242 stands for tenant acme"
+    assert message(admin.act(MapPeer(peer="uid:4242", tenant="acme"))) == "uid 4242 mapped to tenant acme"
 
     def check() -> None:
         tenant = next(tenant for tenant in admin.tenants() if tenant.name == "acme")
@@ -103,7 +108,7 @@ def test_what_is_decided_is_shown_and_survives_a_restart(service: Service) -> No
     admin.act(UnmapPeer(peer="uid:4242"))
     for known in (key, rotated):
         admin.act(RevokeKey(id=known.id))
-    assert message(admin.act(DeleteTenant(name="acme"))) == "tenant acme is gone"
+    assert message(admin.act(DeleteTenant(name="acme"))) == "tenant acme deleted"
     assert [tenant.name for tenant in admin.tenants()] == ["default", "local"]
 
 
@@ -212,12 +217,15 @@ def test_what_runs_goes_on_unless_it_is_to_be_ended(service: Service) -> None:
     service.admin.act(CreateTenant(name="t"))
     running = service.connect("m 100000")
     wait_until(lambda: [request.state for request in service.admin.in_flight()] == ["running"])
-    assert message(service.admin.act(SuspendTenant(name="t"))) == "tenant t is suspended; what runs goes on"
+    assert (
+        message(service.admin.act(SuspendTenant(name="t")))
+        == "tenant t suspended; its running requests continue"
+    )
     time.sleep(0.2)
     assert len(service.admin.in_flight()) == 1
     service.admin.act(ResumeTenant(name="t"))
     ended = service.admin.act(SuspendTenant(name="t", cancel=True))
-    assert message(ended) == "tenant t is suspended; 1 request is being ended"
+    assert message(ended) == "tenant t suspended; ending 1 request"
     assert read_answer(running)[-1] == "front-0 aborted its tenant was suspended"
     wait_until(lambda: service.admin.in_flight() == [])
 
@@ -293,6 +301,31 @@ print(sock.recv(1000).split()[1].decode())
     assert status_for(4002, 4002, [7]) == 403
     assert status_for(4002, 4002, [7], key.key) == 200
     assert "no such group" in service.log.read_text()
+
+
+def test_of_a_change_that_the_disk_does_not_finish_the_outcome_is_unknown_and_shown_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decisions, "_LONGEST_CHANGE_S", 0.2)
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    begun, disk_answers = threading.Event(), threading.Event()
+
+    def apply(connection: sqlite3.Connection) -> None:
+        begun.set()
+        assert disk_answers.wait(60)
+
+    async def change() -> None:
+        await decisions._done(control.change(actor="test", action="keys.create", params={}, apply=apply))
+
+    with pytest.raises(OutcomeUnknownError, match=r"whether the change is made is not known yet.*audit list"):
+        asyncio.run(change())
+    assert begun.is_set()
+    disk_answers.set()
+    control.close()
+    with closing(sqlite3.connect(control.path)) as connection:
+        rows = connection.execute("SELECT action, result FROM audit").fetchall()
+    assert rows == [("keys.create", "ok")]
 
 
 def test_somebody_does_every_action_of_the_registry(shared: Service) -> None:

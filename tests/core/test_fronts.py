@@ -127,7 +127,7 @@ def test_refusals_are_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> Non
     watch = RefusalWatch()
     assert not list(watch.problems(report()))
     (told,) = watch.problems(report(refused_connections=1, max_connections=40))
-    assert "all 40 are in use" in told
+    assert "all 40," in told
     assert not list(watch.problems(report(refused_connections=9)))
     assert not list(watch.problems(report(refused_connections=9, unauthenticated=99)))
     (told,) = watch.problems(report(refused_connections=9, unauthenticated=100))
@@ -136,3 +136,8 @@ def test_refusals_are_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not list(watch.problems(report(refused_connections=9, unauthenticated=150)))
     (told,) = watch.problems(report(refused_connections=10, unauthenticated=150))
     assert "connections are refused" in told
+    (told,) = watch.problems(report(refused_connections=10, unauthenticated=150, cut_off_connections=3))
+    assert "did not take the answers" in told
+    assert not list(
+        watch.problems(report(refused_connections=10, unauthenticated=150, cut_off_connections=4))
+    )

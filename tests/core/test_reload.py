@@ -21,7 +21,7 @@ from appliance.client import AdminError
 from appliance.protocol import Reloaded, ReplicaStatus
 from appliance.reload import AT_RESTART, BY_THEMSELVES, Reloader, check_still_there
 from appliance.settings import Loaded, Settings, SettingsError
-from store.evidence import read_audit
+from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system

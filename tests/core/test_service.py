@@ -19,7 +19,8 @@ import pytest
 from appliance.client import AdminError
 from appliance.protocol import ModelStatus, Status
 from appliance.rundir import last_holder
-from store.evidence import read_audit, verify_audit
+from store.evidence import verify_audit
+from tests.audit_trail import read_audit
 from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
 
 pytestmark = pytest.mark.system

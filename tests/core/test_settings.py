@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from appliance.settings import (
@@ -211,6 +214,63 @@ def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None
         ]
     )
     assert f"{main}:1: fronts = 0 cannot be used: write a whole number ≥ 1" in str(error.value).splitlines()
+
+
+def numbers_of(kind: Any, path: str = "", around: str = "{}") -> Iterator[tuple[str, str, Any]]:
+    """Yield the path of every number in a type, text that puts a number there, and the number's type."""
+    match kind:
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+            yield path, around, kind
+        case msgspec.inspect.StructType():
+            for field in kind.fields:
+                yield from numbers_of(field.type, f"{path}.{field.encode_name}".lstrip("."))
+        case msgspec.inspect.DictType():
+            yield from numbers_of(kind.value_type, f"{path}.m")
+        case msgspec.inspect.UnionType():
+            for each in kind.types:
+                yield from numbers_of(each, path, around)
+        case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType():
+            yield from numbers_of(kind.item_type, path, around.format("[{}]"))
+        case msgspec.inspect.TupleType():
+            for number, each in enumerate(kind.item_types):
+                items = ["1"] * len(kind.item_types)
+                items[number] = "{}"
+                yield from numbers_of(each, path, around.format(f"[{', '.join(items)}]"))
+
+
+NUMBERS = list(numbers_of(msgspec.inspect.type_info(Settings)))
+
+
+@pytest.mark.parametrize(
+    ("path", "around", "kind"), NUMBERS, ids=[f"{path} = {around}" for path, around, _ in NUMBERS]
+)
+def test_every_number_has_an_upper_bound_that_its_error_names(
+    tmp_path: Path, path: str, around: str, kind: Any
+) -> None:
+    folder = f'models.m.folder = "{demo_model_folder()}"\n' if path.startswith("models.m.") else ""
+    assert kind.le is not None
+    load(tmp_path, f"{folder}{path} = {around.format(int(kind.le))}\n" if kind.le >= 1 else folder)
+    for number in (10**20, int(kind.le) + 1):
+        with pytest.raises(SettingsError) as caught:
+            load(tmp_path, f"{folder}{path} = {around.format(number)}\n")
+        fault = caught.value.faults[0]
+        assert fault.field == path and str(number) in fault.what
+        assert f"≤ {kind.le:.15g}" in fault.remedy
+    if isinstance(kind, msgspec.inspect.FloatType):
+        for word in ("inf", "nan", "1" + "0" * 400):
+            with pytest.raises(SettingsError, match=f"{path} = "):
+                load(tmp_path, f"{folder}{path} = {around.format(word)}\n")
+
+
+def test_the_walk_finds_the_numbers_of_every_table() -> None:
+    paths = {path for path, _, _ in NUMBERS}
+    assert len(paths) >= 40
+    assert paths >= {"fronts", "models.m.replicas", "queue.targets_ms", "limits.max_body_bytes", "unix.uids"}
+
+
+def test_a_number_with_thousands_of_digits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="number with too many digits"):
+        load(tmp_path, "fronts = 1" + "0" * 5000)
 
 
 def test_an_origin_is_written_without_a_path(tmp_path: Path) -> None:

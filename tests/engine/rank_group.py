@@ -14,16 +14,15 @@ from typing import Any
 import torch
 
 from engine import parallel
-from engine.core import EngineCore
+from engine.assembly import build_core
 from engine.device import select_device
 from engine.generate import LocalEngine
 from engine.messages import RankInbound, ReplicaSpec
 from engine.parallel import Ranks
 from engine.peer_watch import PeerWatch
-from engine.plan_channel import PlanSender, plan_channel
+from engine.plan_channel import plan_channel
 from engine.replica import follow
 from engine.runner import ModelRunner
-from engine.scheduling.scheduler import Scheduler
 from engine.wire import Channel, socketpair
 
 START_TIMEOUT_S = 180.0
@@ -32,18 +31,10 @@ START_TIMEOUT_S = 180.0
 class RankEngine(LocalEngine):
     """Rank 0 of a group whose other ranks execute `follow_rank_0`."""
 
-    def __init__(self, spec: ReplicaSpec, runner: ModelRunner, peers: list[Channel[Any]]) -> None:
-        self.runner, self.info, self.peers = runner, runner.info(), peers
-        self.scheduler = Scheduler(
-            max_num_seqs=self.info.max_num_seqs,
-            max_num_batched_tokens=self.info.max_num_batched_tokens,
-            max_mixed_tokens=spec.max_mixed_tokens,
-            max_model_len=self.info.max_model_len,
-            vocab_size=self.info.vocab_size,
-            blocks=self.info.kv_blocks,
-            prefix_cache=spec.prefix_cache,
-        )
-        self.core = EngineCore(self.scheduler, PlanSender(runner, peers), overlap=spec.overlap)
+    def __init__(self, spec: ReplicaSpec, runner: ModelRunner, peers: list[socket.socket]) -> None:
+        self.runner, self.info, self.peers, self.others = runner, runner.info(), peers, None
+        self.core = build_core(spec, self.info, runner, peers)
+        self.scheduler = self.core.scheduler
         self.finished, self.timings, self._handles = [], [], 0
 
     def release_peers(self) -> None:
@@ -77,7 +68,7 @@ class Member:
     def follow_rank_0(self, runner: ModelRunner) -> None:
         """Execute the plans of rank 0 until it closes the channel."""
         core, ours = socketpair()
-        follow(Channel[RankInbound](ours, RankInbound), self.peers[0], runner)
+        follow(Channel[RankInbound](ours, RankInbound), plan_channel(self.peers[0].detach()), runner)
         core.close()
 
     def watch(self) -> PeerWatch:
@@ -85,21 +76,21 @@ class Member:
         channels = {f"peer {number}": peer.fileno() for number, peer in enumerate(self.peers)}
         return PeerWatch(channels, lambda name: self.ranks.abandon(f"{name} has ended"))
 
-    def _connect(self) -> list[Channel[Any]]:
+    def _connect(self) -> list[socket.socket]:
         path = str(self.folder / "plans")
         if self.rank == 0:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(path + ".new")
                 listener.listen()
                 os.rename(path + ".new", path)
-                return [plan_channel(listener.accept()[0].detach()) for _ in range(self.size - 1)]
+                return [listener.accept()[0] for _ in range(self.size - 1)]
         deadline = time.monotonic() + START_TIMEOUT_S
         while not os.path.exists(path):
             assert time.monotonic() < deadline, "rank 0 does not listen"
             time.sleep(0.01)
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(path)
-        return [plan_channel(connection.detach())]
+        return [connection]
 
 
 Work = Callable[..., Any]

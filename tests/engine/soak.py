@@ -7,8 +7,9 @@ slots, blocks and credits are free, and that memory use has not grown. Requests 
 between (`soak_known`).
 
 On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`, and for FP8 with
-`--spec quantization=fp8 --spec kv_cache_dtype=fp8`. With --fill, one wave of long sequences takes every block
-of a pool sized from memory (`soak_fill`).
+`--spec quantization=fp8 --spec kv_cache_dtype=fp8`. `--spec tensor_parallel_size=4` splits the model over
+four ranks. With --fill, one wave of long sequences takes every block of a pool sized from memory
+(`soak_fill`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import msgspec
 import torch
 
 from engine.bench.shapes import SHAPES, write_config
-from engine.bench.start import FAILURES
+from engine.bench.start import FAILURES, closed_at_end, devices_text, leave
 from engine.generate import LocalEngine
 from engine.memory import resident_bytes
 from engine.messages import ReplicaSpec, SamplingParams, Submit
@@ -310,21 +311,11 @@ def main(given: list[str] | None = None) -> int:
     arguments = _arguments(given)
     with tempfile.TemporaryDirectory(prefix="engine-soak-") as folder:
         try:
-            engine = build(arguments, Path(folder))
+            with closed_at_end(build(arguments, Path(folder))) as engine:
+                info, figures = _run(engine, arguments)
         except FAILURES as error:
             print(error, file=sys.stderr)
             return 1
-        info = msgspec.to_builtins(engine.info)
-        print(f"{arguments.shape} on {info['devices'][0]}, {info['dtype']}: {info['kv_blocks']} blocks, "
-              f"{info['max_num_seqs']} slots, "
-              f"{info['max_num_batched_tokens']} tokens/step", flush=True)  # fmt: skip
-        if arguments.fill:
-            from tests.engine.soak_fill import fill
-
-            figures = fill(engine)
-        else:
-            figures = soak(engine, arguments)
-        engine.close()
     report = {"command": " ".join(sys.argv[1:]), "torch": str(torch.__version__), "info": info, **figures}
     print(json.dumps({name: value for name, value in report.items() if name != "memory"}))
     if arguments.json is not None:
@@ -333,8 +324,23 @@ def main(given: list[str] | None = None) -> int:
     return 0 if figures["wrong"] is None else 1
 
 
+def _run(engine: LocalEngine, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the properties of the engine and the statistics of the run."""
+    info: dict[str, Any] = msgspec.to_builtins(engine.info)
+    print(
+        f"{arguments.shape} on {devices_text(engine.info)}, {info['dtype']}: {info['kv_blocks']} blocks, "
+        f"{info['max_num_seqs']} slots, {info['max_num_batched_tokens']} tokens per step",
+        flush=True,
+    )
+    if arguments.fill:
+        from tests.engine.soak_fill import fill
+
+        return info, fill(engine)
+    return info, soak(engine, arguments)
+
+
 def soak(engine: LocalEngine, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Yield rounds until the time or the number of rounds is reached."""
+    """Run rounds until the time or the number of rounds is reached."""
     draw = random.Random(arguments.seed)
     running = Soak(engine, draw, arguments.near_tie)
     wrong = None
@@ -391,4 +397,4 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -23,18 +23,25 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     longest_prompt: int
+    ranks: int = 1
 
     @property
     def poison(self) -> int:
-        """The last token of the vocabulary, which occurs in no prompt by chance."""
-        return self.vocab - 1
+        """The last token of the vocabulary's first part, which rank 0 holds. Prompts contain only smaller
+        tokens, so it occurs in none by chance."""
+        return self.vocab // self.ranks - 1
 
     @classmethod
     def of(cls, info: ReplicaInfo) -> Limits:
         """Maximum length of a prompt: it may take several steps and leaves room for some output tokens."""
         longest = min(info.max_model_len - 40, 5 * info.max_num_batched_tokens // 2)
         return cls(
-            info.vocab_size, info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len, longest
+            info.vocab_size,
+            info.max_num_seqs,
+            info.max_num_batched_tokens,
+            info.max_model_len,
+            longest,
+            info.tensor_parallel_size,
         )
 
 

@@ -15,10 +15,11 @@ import pytest
 
 from engine.bench import __main__ as bench
 from engine.bench import start
-from engine.bench.limits import CEILINGS, ceilings, limit
+from engine.bench.limits import limit
 from engine.bench.shapes import SHAPES, write_config
-from engine.bench.table import HEADING, line, median_run
-from engine.bench.workloads import WORKLOADS, StepStats, WorkloadResult
+from engine.bench.table import HEADING, line, median_run, plans_line
+from engine.bench.workloads import WORKLOADS, EngineWorkload, StepStats, WorkloadResult
+from engine.ceilings import CEILINGS, LeastTimes, ceilings, least_times
 from engine.families import read_config
 from engine.profile import __main__ as profile
 from kernels.writable import check_writable
@@ -69,13 +70,63 @@ def test_fp8_weights_do_not_change_the_limits_of_cache_and_attention(tmp_path: P
     [
         ("cuda:0 NVIDIA H200", True),
         ("cuda:7 NVIDIA H200", True),
+        ("cuda:1 NVIDIA H100 80GB HBM3", True),
         ("cuda:0 NVIDIA H200 NVL", False),
-        ("cuda:0 NVIDIA H100 80GB HBM3", False),
+        ("cuda:0 NVIDIA H100 PCIe", False),
         ("cpu", False),
     ],
 )
-def test_only_measured_devices_have_limits(device: str, known: bool) -> None:
-    assert ceilings(device) == (H200 if known else None)
+def test_only_known_devices_have_limits(device: str, known: bool) -> None:
+    assert (ceilings(device) is not None) == known
+
+
+def test_no_measured_result_on_an_h100_exceeds_its_limit(tmp_path: Path) -> None:
+    """The results are those of docs/performance.md, 2026-11-22."""
+    config = read_config(write_config("llama-3.1-8b", tmp_path))
+    measured = {
+        "bfloat16": {"b1_decode": 185, "b8_decode": 1_299, "b64_decode": 5_989, "prefill": 43_360},
+        "fp8": {"b1_decode": 305, "b8_decode": 2_028, "b64_decode": 9_513, "prefill": 71_088},
+    }
+    for dtype, results in measured.items():
+        for workload, result in results.items():
+            upper = limit(config, WORKLOADS[workload], CEILINGS["NVIDIA H100 80GB HBM3"], dtype, dtype)
+            assert 0.5 * upper < result < upper, (dtype, workload)
+
+
+@pytest.mark.parametrize(
+    ("workload", "bf16", "fp8"),
+    [
+        ("b1_decode", 123, 245),
+        ("prefill", 20_000, 37_000),
+        # 68.5 G parameters × 2 × 8192 / 4 at 700 and 1,320 TFLOP/s, and 22 TFLOP of attention at 700.
+        ("ttft8k", 432, 244),
+    ],
+)
+def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_values(
+    tmp_path: Path, workload: str, bf16: float, fp8: float
+) -> None:
+    config = read_config(write_config("llama-3.1-70b", tmp_path))
+    for dtype, expected in (("bfloat16", bf16), ("fp8", fp8)):
+        assert limit(config, WORKLOADS[workload], H200, dtype, dtype, 4) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
+def test_the_least_times_of_steps_agree_with_the_limits(tmp_path: Path, weights: str) -> None:
+    config = read_config(write_config("llama-3.1-70b", tmp_path))
+    least = least_times(config, "cuda:0 NVIDIA H200", weights, 4)
+    one = limit(config, EngineWorkload(1, 1, 1000, "output_tok_s"), H200, weights, weights, 4)
+    assert 0.97 / one < least.step_s < 1 / one
+    prompts = limit(config, WORKLOADS["prefill"], H200, weights, weights, 4)
+    assert 0.9 / prompts < least.prompt_token_s < 1 / prompts
+    assert least_times(config, "cpu", "float32", 4) == LeastTimes()
+
+
+def test_ranks_that_share_a_kv_head_each_read_its_whole_cache(tmp_path: Path) -> None:
+    config = read_config(write_config("llama-3.1-8b", tmp_path))  # 8 KV heads
+    reading = EngineWorkload(1024, 8192, 1024, "output_tok_s")
+    eight, sixteen = (limit(config, reading, H200, "fp8", "bfloat16", ranks) for ranks in (8, 16))
+    assert eight == pytest.approx(8 * limit(config, reading, H200, "fp8", "bfloat16"))
+    assert sixteen < 1.5 * eight
 
 
 def measured(figure: float, idle: float) -> WorkloadResult:
@@ -109,6 +160,16 @@ def test_the_table_shows_the_steps_of_the_median_run(
     assert said[1] == f"{median_figure:,.1f}"
     assert decode == ["255", f"{median_figure:.2f}", f"{idle[median_figure]:.1%}", f"{most:.1%}"]
     assert mixed == ["1", "7.00", f"{idle[median_figure] / 2:.1%}", f"{most / 2:.1%}"]
+
+
+def test_several_ranks_show_what_a_step_spends_on_plans() -> None:
+    run = WorkloadResult(
+        10.0, 1.0, None, StepStats(255, 10.0, 1.0, 0.0, 31.6), StepStats(1, 7.0, 0.0, 0.0, 104.0)
+    )
+    said = plans_line(WORKLOADS["b8_decode"], [run]).strip()
+    assert said == "plans to the other ranks: 32 µs per decode step, 104 µs per mixed step"
+    run.decode = StepStats(0, 0.0, 0.0, 0.0)
+    assert plans_line(WORKLOADS["prefill"], [run]).endswith("ranks: 104 µs per mixed step")
 
 
 def test_a_device_without_limits_has_an_empty_column() -> None:
@@ -231,16 +292,11 @@ def test_an_unwritable_file_is_reported_before_anything_runs(
         )
 
 
-@pytest.mark.parametrize(
-    "script",
-    [["measure_start.py", "--device", "cpu", "--shape", "llama-3.2-1b"], ["test_gpu"]],
-    ids=lambda it: it[0],
-)
-def test_a_script_reports_an_unwritable_file_before_long_work(script: list[str], tmp_path: Path) -> None:
+def test_the_gpu_tests_report_an_unwritable_file_before_they_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "out.json"
     done = subprocess.run(
-        [sys.executable, f"scripts/{script[0]}", *script[1:], "--json", str(out)],
+        [sys.executable, "scripts/test_gpu", "--json", str(out)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

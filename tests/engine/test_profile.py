@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.bench.limits import CEILINGS
 from engine.bench.shapes import SHAPES, write_config
+from engine.ceilings import CEILINGS
 from engine.config import ModelConfig
 from engine.families import read_config
 from engine.messages import ReplicaInfo

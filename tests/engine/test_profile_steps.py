@@ -162,6 +162,7 @@ def test_on_a_gpu_only_the_recorded_steps_run_during_the_recording(
     limits = {"max_model_len": 200, "vocab_size": VOCAB, "blocks": 40}
     scheduler = Scheduler(max_num_seqs=ROWS, max_num_batched_tokens=BUDGET, **limits)
     info = SimpleNamespace(vocab_size=VOCAB)
-    engine: Any = SimpleNamespace(runner=Told(events), scheduler=scheduler, info=info)
+    core = SimpleNamespace(plans=None)
+    engine: Any = SimpleNamespace(runner=Told(events), core=core, scheduler=scheduler, info=info)
     record(engine, workload, kind, asked, None, tmp_path / "trace.json")
     assert events == expected.split()

@@ -28,6 +28,7 @@ from engine.messages import (
     Stop,
     Submit,
 )
+from engine.parallel import RankLost
 from engine.plan import Chunk, StepPlan, StepTokens
 from engine.plan_channel import PlanSender
 from engine.replica import follow
@@ -109,7 +110,7 @@ class Together:
 
     def wait(self) -> StepTokens:
         assert self._other.wait(WAIT_S), "the other rank never ran the step"
-        return StepTokens([], None, {})
+        return StepTokens([7], None, {})
 
 
 def narrow_pair() -> tuple[socket.socket, socket.socket]:
@@ -120,31 +121,112 @@ def narrow_pair() -> tuple[socket.socket, socket.socket]:
     return pair
 
 
-def test_a_plan_larger_than_the_socket_buffer_is_sent_completely_before_rank_0_waits() -> None:
+def large_plan(step: int) -> StepPlan:
+    """Return a plan that is many times as large as the buffer of a narrow socket."""
+    return StepPlan(step, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
+
+
+def all_received(channel: Channel[Any], plans: int) -> list[StepPlan]:
+    received: list[StepPlan] = []
+    deadline = time.monotonic() + WAIT_S
+    while len(received) < plans:
+        assert time.monotonic() < deadline, f"{len(received)} of {plans} plans arrived"
+        select.select([channel], [], [], 1.0)
+        received += channel.read()
+    return received
+
+
+def test_rank_0_does_not_wait_for_a_peer_that_reads_slowly() -> None:
+    left, right = narrow_pair()
+    sender = PlanSender([left])
+    small = StepPlan(3, [], [], [], [0, 1], [])
+    sending = Outcome(lambda: [sender.send(plan) for plan in (large_plan(1), large_plan(2), small)])
+    sending.thread.join(WAIT_S)
+    assert not sending.thread.is_alive() and sending.error is None
+    # The peer reads only now. All plans arrive whole and in order.
+    received = all_received(Channel(right, StepPlan), 3)
+    assert received == [large_plan(1), large_plan(2), small]
+
+
+def test_rank_0_waits_for_the_plan_of_a_step_and_not_for_later_plans() -> None:
+    left, right = narrow_pair()
+    sender = PlanSender([left])
+    small = StepPlan(1, [], [], [], [0], [])
+    sender.send(small)
+    sender.send(large_plan(2))
+    flushing = Outcome(sender.flush, 1)
+    flushing.thread.join(WAIT_S)
+    assert not flushing.thread.is_alive() and flushing.error is None
+    flushing = Outcome(sender.flush, 2)
+    flushing.thread.join(0.2)
+    assert flushing.thread.is_alive(), "most of the second plan is not written"
+    assert all_received(Channel(right, StepPlan), 2) == [small, large_plan(2)]
+    flushing.thread.join(WAIT_S)
+    assert not flushing.thread.is_alive() and flushing.error is None
+
+
+def test_a_plan_is_encoded_once_for_all_peers() -> None:
+    pairs = [socketpair() for _ in range(3)]
+    sender = PlanSender([left for left, _ in pairs])
+    encoded = []
+
+    class Counting:
+        def encode(self, message: Any) -> bytes:
+            encoded.append(message)
+            return msgspec.msgpack.encode(message)
+
+    sender._encoder = Counting()  # type: ignore[assignment]
+    plan = StepPlan(1, [], [], [], [0], [])
+    sender.send(plan)
+    assert encoded == [plan]
+    assert [all_received(Channel(right, StepPlan), 1) for _, right in pairs] == [[plan]] * 3
+
+
+def test_a_peer_that_does_not_read_for_long_is_lost() -> None:
+    left, right = narrow_pair()
+    sender = PlanSender([left], timeout_s=0.2)
+    sender.send(large_plan(1))
+    with pytest.raises(RankLost, match=r"rank 1 did not read a plan for 0\.2 s; restart the whole replica"):
+        sender.flush(1)
+    with pytest.raises(RankLost, match="rank 1 did not read"):
+        sender.send(large_plan(2))
+    right.close()
+
+
+def test_a_peer_that_dies_during_a_plan_is_lost() -> None:
+    left, right = narrow_pair()
+    sender = PlanSender([left])
+    sender.send(large_plan(1))
+    flushing = Outcome(sender.flush, 1)
+    right.close()
+    flushing.thread.join(WAIT_S)
+    assert isinstance(flushing.error, RankLost)
+    assert "rank 1 closed its plan channel (Broken pipe)" in str(flushing.error)
+
+
+def test_a_step_with_a_large_plan_runs_on_both_ranks() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
     left, right = narrow_pair()
     arrived, launched = threading.Event(), threading.Event()
     following = Outcome(follow, control, Channel(right, StepPlan), Together(arrived, launched))
-    leader = PlanSender(Together(launched, arrived), [Channel(left, RankInbound)])  # type: ignore[arg-type]
-    plan = StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
-    leading = Outcome(lambda: leader.launch(plan).wait())
+    scheduler = Scheduler(
+        max_num_seqs=1, max_num_batched_tokens=50_000, max_model_len=60_000, vocab_size=VOCAB, blocks=1000
+    )
+    engine = EngineCore(scheduler, Together(launched, arrived), plans=PlanSender([left]))
+    scheduler.add("front", submit(1, 1, prompt=50_000))
+    timings = []
+
+    def lead() -> None:
+        while engine.has_work:
+            timings.append(engine.step().timing)
+
+    leading = Outcome(lead)
     leading.thread.join(2 * WAIT_S)
     assert leading.error is None and not leading.thread.is_alive()
+    assert any(timing and timing.plan_us > 0 for timing in timings)
     core.close()
     following.thread.join(WAIT_S)
     assert following.error is None
-
-
-def test_a_rank_that_dies_during_a_plan_does_not_block_the_leader() -> None:
-    left, right = narrow_pair()
-    launched = threading.Event()
-    leader = PlanSender(Together(launched, launched), [Channel(left, RankInbound)])  # type: ignore[arg-type]
-    plan = StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
-    leading = Outcome(lambda: leader.launch(plan).wait())
-    assert not launched.wait(0.1), "the plan was not handed over"
-    right.close()
-    leading.thread.join(WAIT_S)
-    assert leading.error is None and not leading.thread.is_alive()
 
 
 def a_forecast() -> StepForecast:

@@ -240,6 +240,8 @@ class Harness:
         self.refused: set[str] = set()
         self.rejected: list[Rejected] = []
         self.reports: list[FrontReport] = []
+        self.serial = 0
+        """Of the last configuration that was sent."""
         self.claimed: list[Claim] = []
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
@@ -363,8 +365,15 @@ class Harness:
             reason=reason,
             retries=retries,
             keeping=keeping,
+            serial=self.serial + 1,
         )
+        self.serial += 1
         self.call(lambda: self.channel.send(configure))
+
+    def reconfigure(self, **changes: Any) -> None:
+        """As `configure`, and wait until the front has loaded the models and reports so."""
+        self.configure(**changes)
+        self.wait_for(lambda: bool(self.reports) and self.reports[-1].configured == self.serial)
 
     def identify(self, **changes: Any) -> None:
         """Send the table of identities; by default one key, and this process's uid."""

@@ -26,12 +26,10 @@ def configured(front: Harness) -> Iterator[Any]:
     """Gives the front other limits until the test's end."""
 
     def configure(**limits: Any) -> None:
-        front.configure(limits=msgspec.structs.replace(Limits(), **limits))
-        front.report()
+        front.reconfigure(limits=msgspec.structs.replace(Limits(), **limits))
 
     yield configure
-    front.configure()
-    front.report()
+    front.reconfigure()
 
 
 # ── health ───────────────────────────────────────────────────────────────────────────────────────
@@ -81,15 +79,13 @@ def test_one_idempotency_key_for_two_deployments_is_no_answer_of_the_other_one(f
         )
         for name in names
     ]
-    front.configure()
-    front.report()
+    front.reconfigure()
     body = {"messages": chat()["messages"]}
     key = {"Idempotency-Key": "deployments"}
     paths = [f"/openai/deployments/{name}/chat/completions" for name in names]
     first, second = (ask(front, "POST", path, body, key) for path in paths)
     front.models = []
-    front.configure()
-    front.report()
+    front.reconfigure()
     assert (first.status, first.json["model"]) == (200, names[0])
     assert (second.status, second.error["code"]) == (422, "idempotency_key_reused")
 

@@ -318,6 +318,25 @@ def test_too_many_log_probabilities_of_prompts_are_refused(front: Harness) -> No
     assert "131072" in answer.error["message"]
 
 
+def test_too_many_log_probabilities_of_an_answer_are_refused_where_it_is_not_streamed(front: Harness) -> None:
+    body = chat(n=100, max_tokens=200, logprobs=True, top_logprobs=20)
+    answer = post(front, CHAT, body)
+    assert (answer.status, answer.error["param"]) == (400, "top_logprobs")
+    assert "420000 log probabilities" in answer.error["message"] and "262144" in answer.error["message"]
+    body = {"model": "demo", "prompt": ["x"] * 40, "n": 4, "max_tokens": 200, "logprobs": 20}
+    answer = post(front, COMPLETION, body)
+    assert (answer.status, answer.error["param"]) == (400, "logprobs")
+    assert not front.admits
+
+
+def test_without_max_tokens_an_answer_with_many_log_probabilities_is_shorter(front: Harness) -> None:
+    answer = post(front, CHAT, chat(n=100, logprobs=True, top_logprobs=20))
+    assert answer.status == 200, answer.body
+    assert submitted(front).sampling.max_tokens == 262_144 // (100 * 21)
+    chunks(front, CHAT, chat(logprobs=True, n=100, top_logprobs=20))
+    assert submitted(front).sampling.max_tokens > 400
+
+
 def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
     """Of a model whose length is not known yet: others cannot have so long prompts."""
     front.models = [
@@ -325,13 +344,11 @@ def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
             name="long", folder=str(front.folder), version="v1", created=0, max_model_len=0, vocab_size=400
         )
     ]
-    front.configure()
-    front.report()
+    front.reconfigure()
     body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}
     answer = post(front, COMPLETION, body)
     front.models = []
-    front.configure()
-    front.report()
+    front.reconfigure()
     assert (answer.status, answer.error["param"]) == (400, "return_token_ids")
     assert "1048576" in answer.error["message"]
 

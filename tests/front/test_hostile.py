@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from appliance.messages import Limits
-from tests.front.harness import Harness
+from tests.front.harness import KEY, Harness
 from tests.front.raw import Answer, ask, chat, connect, head, read_answer
 
 MEGABYTE = 1 << 20
@@ -105,7 +105,6 @@ def send_slowly(sock: socket.socket, data: bytes) -> threading.Thread:
 
 @pytest.mark.parametrize("tcp", [False, True])
 def test_a_body_of_100_megabytes_is_refused_by_its_length(front: Harness, tcp: bool) -> None:
-    from tests.front.harness import KEY
 
     headers = {"Content-Length": str(100 * MEGABYTE), "Authorization": f"Bearer {KEY}"}
     request = head("POST", "/v1/chat/completions", headers)
@@ -246,6 +245,21 @@ def test_over_the_limit_the_connection_that_waited_longest_makes_room(
     for sock in (waiting, *streaming):
         sock.close()
     own.wait_for(lambda: ask(own, "GET", "/v1/models").status == 200)
+
+
+def test_one_tenant_cannot_take_all_places_of_a_front(own_front: Callable[..., Harness]) -> None:
+    own = own_front(Limits(max_connections=8))
+    own.endless()
+    body = json.dumps(chat(stream=True)).encode()
+    streams = [connect(own) for _ in range(7)]
+    for sock in streams:
+        sock.sendall(head("POST", "/v1/chat/completions", {"Content-Length": str(len(body))}) + body)
+    own.wait_for(lambda: own.reports[-1].busy_connections == 7)
+    refused = ask(own, "GET", "/v1/models")
+    assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+    assert ask(own, "GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status == 200
+    for sock in streams:
+        sock.close()
 
 
 def test_a_client_that_leaves_while_sending_is_forgotten(front: Harness) -> None:

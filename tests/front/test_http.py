@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -75,10 +78,73 @@ def test_a_peer_that_never_takes_its_answer_is_cut_off(tmp_path: Path) -> None:
                 await asyncio.sleep(0)
             while server.connections:
                 await asyncio.sleep(0.02)
+        assert server.cut_off.total == 1
         writer.close()
         await server.stop(0.1)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("uvloop", [False, True])
+@pytest.mark.parametrize("ending", ["", "Connection: close\r\n"])
+def test_a_peer_that_takes_its_answer_slowly_is_not_cut_off(
+    tmp_path: Path, uvloop: bool, ending: str
+) -> None:
+    timeout_s = 2.0
+
+    async def run() -> None:
+        server = HttpServer(APP, Limits(), write_timeout_s=timeout_s)
+        await server.listen(listening(tmp_path / "s"))
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"), limit=1024)
+        writer.write(f"GET /big HTTP/1.1\r\nHost: x\r\n{ending}\r\n".encode())
+        received, began = 0, time.monotonic()
+        async with asyncio.timeout(60):
+            while time.monotonic() < began + 3 * timeout_s:
+                received += len(await reader.read(64 << 10))
+                assert server.connections == 1
+                await asyncio.sleep(0.1)
+            assert received < 8 << 20
+            while received < 8 << 20:
+                piece = await reader.read(1 << 20)
+                assert piece, "the connection was cut off"
+                received += len(piece)
+        assert server.cut_off.total == 0
+        writer.close()
+        await server.stop(0.1)
+
+    if uvloop:
+        import uvloop as loops
+
+        loops.run(run())
+    else:
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("uvloop", [False, True])
+@pytest.mark.parametrize("taken", [0, 2 << 20])
+def test_a_peer_that_stops_taking_the_last_answer_is_cut_off(
+    tmp_path: Path, uvloop: bool, taken: int
+) -> None:
+    async def run() -> None:
+        server = HttpServer(APP, Limits(), write_timeout_s=0.2)
+        await server.listen(listening(tmp_path / "s"))
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"), limit=1024)
+        writer.write(b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await reader.readexactly(taken)
+        async with asyncio.timeout(30):
+            while not server.cut_off.total:
+                await asyncio.sleep(0.02)
+            while server.connections:
+                await asyncio.sleep(0.02)
+        writer.close()
+        await server.stop(0.1)
+
+    if uvloop:
+        import uvloop as loops
+
+        loops.run(run())
+    else:
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("uvloop", [False, True])
@@ -120,6 +186,39 @@ def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Pa
         loops.run(run())
     else:
         asyncio.run(run())
+
+
+def test_an_application_that_fails_keeps_no_memory_of_its_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frames of an error hold the request's body; here they hold the error, too."""
+    # pytest keeps the frames of errors that are logged.
+    monkeypatch.setattr("appliance.http.exchange.log.exception", lambda *arguments: None)
+    bodies: list[weakref.ref[set[int]]] = []
+
+    async def fail(request: Request) -> PlainTextResponse:
+        body = set(range(1000))
+        bodies.append(weakref.ref(body))
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.set_exception(RuntimeError("a mistake"))
+        await future
+        return PlainTextResponse(str(body))
+
+    async def run() -> None:
+        server = HttpServer(Starlette(routes=[Route("/", fail)]))
+        await server.listen(listening(tmp_path / "s"))
+        request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        gc.disable()
+        try:
+            assert b"500 Internal Server Error" in await exchange(tmp_path / "s", request)
+            async with asyncio.timeout(30):
+                while bodies[0]() is not None:
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+        await server.stop(0.1)
+
+    asyncio.run(run())
 
 
 def test_a_stop_cuts_off_what_outlives_its_grace(tmp_path: Path) -> None:

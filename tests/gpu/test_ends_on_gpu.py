@@ -38,7 +38,7 @@ def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
         runner.decoder.forward(first.forward, runner.steps.kv)
         runner.steps.tables.advance(first.sampling, torch.tensor([5, 6, 7], device=runner.device))
         batch = runner.steps.tables.step_batch(now)
-        whole = replace(batch.forward, ends=None)
+        whole = replace(batch.forward, logits_attention=None)
         expected = runner.decoder.forward(whole, runner.steps.kv)[[0, 1, *chunk_results(whole)]].float()
         cache = [tensor.clone() for pool in runner.steps.kv for tensor in pool.tensors()]
         found = runner.decoder.forward(batch.forward, runner.steps.kv)[:4].float()  # padding comes after

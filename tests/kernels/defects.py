@@ -577,5 +577,28 @@ _DECODE_STEP = [
         "sampled",
     ),
 ]
+_ALL_REDUCE = [
+    Defect(
+        "every call uses the same half of a region",
+        "all_reduce.py",
+        "half = (program.to(gl.int64) * 2 + (call & 1)) *",
+        "half = (program.to(gl.int64) * 2) *",
+        "sum_in_rank_order or used_again",
+    ),
+    Defect(
+        "the reserved value is sent as payload",
+        "all_reduce.py",
+        "words = gl.where(words == _EMPTY, 0, words)\n        at =",
+        "at =",
+        "sum_in_rank_order",
+    ),
+    Defect(
+        "two-shot: the last rank receives no result of its peers",
+        "all_reduce.py",
+        "if place % WORLD != RANK:\n                at = received",
+        "if place % WORLD != RANK and RANK < WORLD - 1:\n                at = received",
+        "sum_in_rank_order",
+    ),
+]
 
-DEFECTS = [*_DECODE, *_PREFILL, *_PREFILL_HOPPER, *_FUSED, *_LINEAR, *_SAMPLING, *_DECODE_STEP]
+DEFECTS = [*_DECODE, *_PREFILL, *_PREFILL_HOPPER, *_FUSED, *_LINEAR, *_SAMPLING, *_DECODE_STEP, *_ALL_REDUCE]

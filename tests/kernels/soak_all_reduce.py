@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 from tests.kernels.peer_machine import PeerMachine
-from tests.kernels.test_all_reduce import calls_of, check
+from tests.kernels.test_triton_all_reduce import calls_of, check
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ import pytest
 from store import audit
 from store.control import ControlStore, read_policies
 from store.errors import StorageFaultError, UnknownKeyError
-from store.evidence import read_audit, read_audit_head, verify_audit
+from store.evidence import read_audit_head, verify_audit
+from tests.audit_trail import read_audit
 
 ROOT = Path(__file__).resolve().parents[2]
 

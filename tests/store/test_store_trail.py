@@ -15,9 +15,9 @@ from store import audit, evidence, heads
 from store.audit import Actor, AuditRow, Head, outcome
 from store.control import ControlStore
 from store.errors import NotWritableError, StorageFaultError, UnknownTenantError
-from store.evidence import read_audit
 from store.heads import heads_in, read_key
 from store.spool import RESERVED_BYTES, Spool, SpoolFile
+from tests.audit_trail import read_audit
 
 ROOT = Actor("uid:0", "box")
 

@@ -299,9 +299,13 @@ def line_of(row: Row) -> str:
 
 
 @contextmanager
-def attacked_service() -> Iterator[tuple[Target, str]]:
-    """A service with two fronts and all sockets, warm, and the key of the attackers' tenant."""
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder, target(Path(folder), fronts=2) as attacked:
+def attacked_service(*flags: str) -> Iterator[tuple[Target, str]]:
+    """A service with two fronts and all sockets, warm, and the key of the attackers' tenant. `flags` are
+    options of `appliance serve`."""
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-") as folder,
+        target(Path(folder), fronts=2, flags=flags) as attacked,
+    ):
         attacked.running.command("tenants", "create", "attacker")
         made = attacked.running.command("keys", "create", "--name", "attacker", "--tenant", "attacker")
         latencies_of(attacked, 40, 20.0)

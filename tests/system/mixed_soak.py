@@ -1,7 +1,10 @@
 """Mixed traffic beside every attack at a low rate: `scripts/soak --mixed --minutes 30`.
 
-Nothing is killed meanwhile, so in the second half no process may use more and more memory, descriptors or
-threads. Afterwards every request that the clients sent has exactly one row in the request log.
+No process is killed, so in the second half no process may use more and more memory, descriptors or threads.
+Afterwards every request that the clients sent has exactly one row in the request log.
+
+A CPU replica's KV cache takes memory when a block is used for the first time, and unused blocks are taken
+first. The service runs with a KV cache that this traffic fills within the first minutes.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ CLIENT = "clients"
 """The tenant whose requests are accounted for."""
 ATTACK_PAUSE_S = 3.0
 ATTACK_CONNECTIONS = 2
+KV_BLOCKS = 400
+"""250 MiB for the demo model; the default of a CPU replica, 2 GiB, is full after 3 to 20 minutes."""
 MAX_RSS_GROWTH_MB = 0.1
 """A minute."""
 
@@ -135,7 +140,7 @@ def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[
 def run(seconds: float, count: int, every_s: float) -> dict[str, Any]:
     """All of it; the result, in which `failures` lists what should hold and does not."""
     tally = Tally()
-    with attacked_service() as (attacked, key):
+    with attacked_service("--kv-blocks", str(KV_BLOCKS)) as (attacked, key):
         orders = [
             replace(
                 orders_of(flood, attacked, seconds, key),

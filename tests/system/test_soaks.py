@@ -16,7 +16,7 @@ pytestmark = pytest.mark.system
 def test_floods_neither_stall_another_tenants_requests_nor_keep_memory() -> None:
     # The bounds on time are for slow machines: before connections were bounded, requests stalled for 20 s
     # beside pipelining, and the fronts grew to 2.3 GB.
-    plan = Plan(requests=20, rate=5.0, idle_s=10.0, min_bound_s=8.0, max_latency_s=10.0, max_left_mb=60.0)
+    plan = Plan(requests=20, rate=10.0, idle_s=3.0, min_bound_s=8.0, max_latency_s=10.0, max_left_mb=60.0)
     floods = [one for one in FLOODS if one.name in ("pipelining, tcp", "huge bodies with a key, tcp")]
     rows = list(run(floods, plan))
     assert len(rows) == 2
@@ -26,7 +26,7 @@ def test_floods_neither_stall_another_tenants_requests_nor_keep_memory() -> None
 
 
 def test_mixed_traffic_with_attacks_loses_no_request() -> None:
-    result = run_mixed(seconds=15.0, count=3, every_s=0.2)
+    result = run_mixed(seconds=10.0, count=3, every_s=0.2)
     # Memory still grows after the start: only the long form judges it.
     assert [failure for failure in result["failures"] if "grows by" not in failure] == []
     assert result["requests"] > 3

@@ -144,7 +144,7 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         "TimeoutStopSec=2s\n"  # shorter than a drain: the service asks for more
         f"{shown_to_the_sandbox()}",
         "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
-        "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 60\n",
+        "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 120\n",
     }
     with contextlib.ExitStack() as held:
         try:
@@ -209,7 +209,8 @@ def test_start_returns_when_the_models_answer(booted: Machine) -> None:
     assert box.unit()["StatusText"].startswith("ready: 1 model, ")
     over_tcp = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8080/health/ready').status)"
     assert booted.run("/opt/appliance/bin/python", "-c", over_tcp).stdout.strip() == "200"
-    assert len(booted.processes("appliance")) == 3
+    # The core, a front, the front's renderer of chat templates and a rank.
+    assert len(booted.processes("appliance")) == 4
     cache = booted.root / "var/cache/appliance"  # for kernels that are compiled at run time
     assert cache.stat().st_uid == booted.processes("appliance")[0].uids().real
 
@@ -258,7 +259,7 @@ def test_a_stalled_rank_is_the_cores_to_kill(box: Box) -> None:
     box.inside.run("kill", "-STOP", *map(str, ranks))
     assert box.complete() == 200  # once the core has noticed, and another rank has loaded
     assert box.replica()["pids"] != ranks
-    assert "no sign of life" in box.replica()["last_error"]
+    assert "did not report for" in box.replica()["last_error"]
     now = box.unit()
     assert (now["ActiveState"], now["MainPID"], now["NRestarts"]) == (
         "active",
@@ -302,11 +303,11 @@ def test_commands_find_the_units_service_and_nothing_in_tmp(box: Box) -> None:
 
 
 def test_stop_drains_and_leaves_nothing(box: Box) -> None:
-    stream = Stream(box, max_tokens=1500)
+    stream = Stream(box, max_tokens=600)
     assert stream.begun.wait(60)
     assert stream.is_alive()
     box.inside.systemctl("stop", SERVICE)
-    stream.join(60)
+    stream.join(120)
     assert stream.error is None
     assert stream.lines[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in "".join(stream.lines)

@@ -219,6 +219,11 @@ class Families:
             "Connections without a valid key that were closed to make room for others.",
             "front",
         )
+        self.front_cut_off_connections = _counter(
+            "appliance_front_cut_off_connections_total",
+            "Connections that were closed because their clients did not take the answers.",
+            "front",
+        )
         self.front_refused_bodies = _counter(
             "appliance_front_refused_bodies_total",
             "Requests that were refused because too many bytes of bodies were under way.",
@@ -269,7 +274,7 @@ class Families:
 
         self.log_dropped_lines = _counter(
             "appliance_log_dropped_lines_total",
-            "Lines of the log that were dropped because nobody read standard error.",
+            "Lines of the log that were dropped because standard error was not read.",
             "process",
         )
         self.process_cpu = _counter("process_cpu_seconds_total", "CPU time of the core.")

@@ -170,6 +170,7 @@ class Scraper:
             families.front_unauthenticated_connections.set(status.unauthenticated_connections, name)
             families.front_refused_connections.set(status.refused_connections, name)
             families.front_evicted_connections.set(status.evicted_connections, name)
+            families.front_cut_off_connections.set(status.cut_off_connections, name)
             families.front_refused_bodies.set(status.refused_bodies, name)
             families.front_streams.set(status.streams, name)
             families.front_requests.set(status.requests, name)

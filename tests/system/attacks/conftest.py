@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -50,14 +50,15 @@ class Target(NamedTuple):
 
 
 @contextmanager
-def target(folder: Path, limits: str = "", fronts: int = 1) -> Iterator[Target]:
-    """A service with TCP, metrics, and these lines in the table [limits] of its settings."""
+def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str] = ()) -> Iterator[Target]:
+    """A service with TCP, metrics, these lines in the table [limits] of its settings, and these options of
+    `appliance serve`."""
     settings = folder / "appliance.toml"
     settings.write_text(
         f'listen = "127.0.0.1:{free_port()}"\nfronts = {fronts}\n[metrics]\n'
         f'listen = "127.0.0.1:{free_port()}"\n[limits]\n{limits}\n'
     )
-    with service("--config", str(settings)) as running:
+    with service("--config", str(settings), *flags) as running:
         running.command("tenants", "create", "acme")
         key = running.command("keys", "create", "--name", "k", "--tenant", "acme")["key"]
         yield Target(running, tcp_address(running), tcp_address(running, "metrics"), key)

@@ -85,7 +85,7 @@ def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
         lambda: running.replica()["restarts"] == 1 and running.ready(), 60, "new processes, ready to serve"
     )
     assert all(answer(running) for _ in range(5))
-    problem(running, "log", "nobody has read standard error")
+    problem(running, "log", "standard error has not been read")
     assert any("standard error" in text for text in doctor(running))
     assert "logged" not in running.text
     running.reading.set()

@@ -1,0 +1,141 @@
+"""What a client process is asked to send, and what it reports. All times are seconds of `time.monotonic`,
+which is the same clock in all processes of a machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import msgspec
+
+STOPPED = "stopped"
+"""The failure of requests that were still open when the run reached `Load.stop_after_s`."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Where requests are sent: an address, or a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    tls_name: str = ""
+    """The name that the server's certificate must have; empty: no TLS."""
+    socket: str = ""
+    """A Unix socket; empty: `host` and `port`."""
+    trusted_uids: frozenset[int] = frozenset()
+    """If not empty, the users as whom the process behind the socket may run (`appliance.ownership`)."""
+    authority: str = "bench"
+    """Value of the Host header."""
+    prefix: str = "/v1"
+    api_key: str = ""
+
+    def __str__(self) -> str:
+        if self.socket:
+            return self.socket
+        return f"{'https' if self.tls_name else 'http'}://{self.authority}{self.prefix}"
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """Return an HTTP request as bytes."""
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            f"Host: {self.authority}",
+            "User-Agent: appliance-bench",
+            "Accept: text/event-stream, application/json",
+        ]
+        if self.api_key:
+            lines.append(f"Authorization: Bearer {self.api_key}")
+        if body:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of one run. With `arrivals`, request i is sent `arrivals[i]` seconds after the start
+    (open loop); otherwise `concurrency` streams send one request after another (closed loop)."""
+
+    target: Target
+    model: str
+    vocab_size: int
+    """Prompts are random token ids below this number."""
+    prompt_tokens: int
+    output_tokens: int
+    seed: str
+    requests: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    concurrency: int = 0
+    arrivals: tuple[float, ...] = ()
+    timeout_s: float = 600.0
+    """Time limit of one request."""
+    stop_after_s: float = math.inf
+    """Time limit of the run, from its start. Requests that are open then are closed and count as stopped."""
+
+    @property
+    def streams(self) -> int:
+        """The number of requests that may run at once."""
+        return min(self.concurrency, self.requests) or self.requests
+
+    def numbers(self, worker: int, workers: int) -> list[int]:
+        """Return the requests that a worker sends: those of every `workers`-th stream."""
+        return [number for number in range(self.requests) if number % self.streams % workers == worker]
+
+    def body(self, number: int) -> bytes:
+        """Return a completion request as bytes. The seed and the number decide the prompt; different
+        numbers share no prefix that is long enough for a prefix cache."""
+        draw = random.Random(f"{self.seed}/{number}")
+        body: dict[str, object] = {
+            "model": self.model,
+            "prompt": draw.choices(range(self.vocab_size), k=self.prompt_tokens),
+            "max_tokens": self.output_tokens,
+            "temperature": self.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.top_p != 1.0:
+            body["top_p"] = self.top_p
+        encoded = json.dumps(body, separators=(",", ":")).encode()
+        return self.target.request("POST", f"{self.target.prefix}/completions", encoded)
+
+
+class Record(msgspec.Struct):
+    """A request that ended."""
+
+    began_at: float
+    """When it was sent; in open loop when it was due, even if it was sent later."""
+    late_s: float
+    """How long after it was due it was sent."""
+    ended_at: float
+    first_at: float | None = None
+    """When the first chunk with a token arrived."""
+    gaps_s: list[float] = []
+    """Times between two chunks."""
+    tokens: int | None = None
+    """Output tokens as the server counted them; None if it sent no usage."""
+    prompt_tokens: int | None = None
+    failure: str = ""
+    """connect, closed, timeout, protocol, error event, stopped, http 503, …; empty for success."""
+    message: str = ""
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks with tokens."""
+        return 0 if self.first_at is None else 1 + len(self.gaps_s)
+
+    @property
+    def output_tokens(self) -> int:
+        """The server's count of output tokens, or one for each chunk."""
+        return self.chunks if self.tokens is None else self.tokens
+
+
+class Progress(msgspec.Struct):
+    """A client process reports several times a second, and once at the end."""
+
+    records: list[Record]
+    """Requests that ended since the last report."""
+    running: int
+    chunks: int
+    """Chunks received since the start."""
+    cpu_share: float
+    """CPU time of the client process divided by elapsed time."""
+    is_done: bool

@@ -1,0 +1,39 @@
+"""Assembles the engine of rank 0 from its parts: scheduler, plan channels and runner."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from engine.core import EngineCore, StepRunner
+from engine.messages import ReplicaInfo, ReplicaSpec
+from engine.plan_channel import PlanSender, check_plan_size
+from engine.scheduling.scheduler import Scheduler
+
+
+def build_core(
+    spec: ReplicaSpec, info: ReplicaInfo, runner: StepRunner, peers: Sequence[socket.socket]
+) -> EngineCore:
+    """Return the engine of a loaded replica. peers: ends of the plan channels to the other ranks, in their
+    order.
+
+    Raises UnsupportedError if a plan for the other ranks could be too large for a channel.
+    """
+    if peers:
+        check_plan_size(
+            max_num_seqs=info.max_num_seqs,
+            max_model_len=info.max_model_len,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            kv_blocks=info.kv_blocks,
+        )
+    scheduler = Scheduler(
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        max_mixed_tokens=spec.max_mixed_tokens,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        blocks=info.kv_blocks,
+        prefix_cache=spec.prefix_cache,
+    )
+    plans = PlanSender(peers) if peers else None
+    return EngineCore(scheduler, runner, overlap=spec.overlap, plans=plans)

@@ -1,0 +1,78 @@
+"""The peak rates of known devices, and lower bounds of the time of a step that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.config import DTYPE_BYTES, ModelConfig
+from engine.sizing import FP8, parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Peak rates of one device."""
+
+    bytes_per_s: float
+    """Read bandwidth of the device's memory."""
+    gemm_per_s: float
+    """Floating-point operations of 16-bit GEMMs."""
+    fp8_gemm_per_s: float
+    attention_per_s: float
+
+    def gemm_rate(self, weights: str) -> float:
+        """Return the operations per second of GEMMs with weights of a dtype, or "fp8"."""
+        return self.fp8_gemm_per_s if weights == FP8 else self.gemm_per_s
+
+
+_H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, attention_per_s=700e12)
+
+CEILINGS: dict[str, Ceilings] = {
+    "NVIDIA H200": _H200,
+    # Not measured. Memory: the data sheet's 3.35 TB/s times the fraction that an H200 reaches of its data
+    # sheet's 4.8 TB/s. Operations: as an H200, which has the same multiprocessors and data-sheet rates.
+    "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
+}
+"""Peak rates by device name. docs/performance.md describes the measurements."""
+
+
+def device_model(device: str) -> str:
+    """Return the model of a device named as in `ReplicaInfo.devices`: the name without its number."""
+    return device.partition(" ")[2] or device
+
+
+def ceilings(device: str) -> Ceilings | None:
+    """Return the peak rates of a device named as in `ReplicaInfo.devices`; None if they are not known."""
+    return CEILINGS.get(device_model(device))
+
+
+def layer_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of the layers: all without embeddings and the output matrix."""
+    matrices = 1 if config.tie_word_embeddings else 2
+    return parameters(config) - matrices * config.vocab_size * config.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class LeastTimes:
+    """Lower bounds of the time that a replica takes; 0 if the device is not known."""
+
+    step_s: float = 0.0
+    """A decode step: every rank reads its matrices once."""
+    prompt_token_s: float = 0.0
+    """A prompt token: the GEMMs of the layers."""
+
+
+def least_times(config: ModelConfig, device: str, weights: str, ranks: int) -> LeastTimes:
+    """Return the bounds for a model on `ranks` devices named as in `ReplicaInfo.devices`.
+
+    weights: dtype of the layers' matrices, from DTYPE_BYTES or "fp8".
+    """
+    rates = ceilings(device)
+    if rates is None:
+        return LeastTimes()
+    matrices = layer_parameters(config)
+    weight_bytes = 1 if weights == FP8 else DTYPE_BYTES[weights]
+    head_bytes = 2 * config.vocab_size * config.hidden_size
+    return LeastTimes(
+        step_s=(matrices * weight_bytes + head_bytes) / ranks / rates.bytes_per_s,
+        prompt_token_s=2 * matrices / ranks / rates.gemm_rate(weights),
+    )

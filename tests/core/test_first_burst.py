@@ -1,0 +1,85 @@
+"""Tests that a burst right after the start of a replica is not refused because of slow first steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.traffic.rates import FIRST_STEPS, ReplicaRates
+from appliance.traffic.rules import QueueRules
+from engine.messages import Report
+from store.policies import TenantRecord
+from tests.core.simulated_box import Asked, Box, Shape, Speed
+
+SLOW_FIRST = Speed(step_s=0.012, first_steps=8, first_step_s=2.0)
+"""A device whose first steps take more than a hundred times as long as later ones."""
+SHAPE = Shape(512, 128, 128)
+
+
+def box() -> Box:
+    return Box(tenants=[TenantRecord(name="a", created_at=0.0)])
+
+
+def burst(on: Box, streams: int, gap_s: float = 0.0) -> list[Asked]:
+    """Send requests one after another."""
+    asked: list[Asked] = []
+    for number in range(streams):
+        on.at(on.now + number * gap_s, lambda: asked.append(on.ask("a", SHAPE)))
+    return asked
+
+
+@pytest.mark.parametrize("streams", [64, 256])
+@pytest.mark.parametrize("gap_s", [0.0, 0.05])
+@pytest.mark.parametrize("predicted", [False, True])
+def test_slow_first_steps_refuse_no_request_of_a_first_burst(
+    streams: int, gap_s: float, predicted: bool
+) -> None:
+    served = box()
+    replica = served.add_replica(rows=16, max_num_batched_tokens=2048, speed=SLOW_FIRST)
+    if predicted:
+        replica.account.rates.predict(0.010, 1 / 50_000)
+    asked = burst(served, streams, gap_s)
+    served.run(120.0)
+    refused = [one.refused.message for one in asked if one.refused is not None]
+    assert len(asked) == streams and refused == []
+    # The rates measured later justify that: the whole burst is served within the maximum wait.
+    assert all(one.ended_at is not None for one in asked)
+    waits_s = [one.admitted_at - one.arrived_at for one in asked if one.admitted_at is not None]
+    assert max(waits_s) < QueueRules().timeout_s
+
+
+def test_a_device_that_stays_slow_refuses_what_would_wait_too_long() -> None:
+    served = box()
+    served.add_replica(rows=16, max_num_batched_tokens=2048, speed=Speed(step_s=1.0))
+    asked = burst(served, 256, gap_s=0.5)
+    served.run(130.0)
+    refused = [one for one in asked if one.refused is not None and "would wait" in one.refused.message]
+    assert refused, "at one second a step, 16 sequences of 128 tokens take more than the maximum wait"
+    assert min(one.arrived_at for one in refused) > FIRST_STEPS
+
+
+def test_a_prediction_refuses_only_what_even_the_fastest_device_could_not_serve() -> None:
+    served = box()
+    replica = served.add_replica(rows=4, max_num_batched_tokens=2048, speed=Speed(step_s=0.5))
+    replica.account.rates.predict(0.4, 1 / 40_000)
+    asked = burst(served, 64)
+    served.run(1.0)
+    # Four requests at once take 128 steps of at least 0.4 s, 51 s; within the maximum wait, about ten begin.
+    refused = [one for one in asked if one.refused is not None]
+    assert 50 <= len(refused) <= 56
+    assert all("would wait" in one.refused.message for one in refused if one.refused is not None)
+
+
+def report(steps: int, ms: float) -> Report:
+    return Report(step=1, credit_seqs=1, credit_tokens=1, running=4, decode_steps=steps, step_ms=ms)
+
+
+def test_measurements_replace_the_prediction_after_the_first_steps() -> None:
+    rates = ReplicaRates()
+    assert not rates.known
+    rates.predict(0.010, 1e-5)
+    assert rates.known and rates.step_s == rates.decode_s(4) == 0.010 and rates.prompt_token_s == 1e-5
+    rates.learn(report(FIRST_STEPS, 4000.0))
+    assert rates.step_s == 0.010
+    for _ in range(20):
+        rates.learn(report(10, 20.0))
+    assert rates.step_s == pytest.approx(0.020) and rates.decode_s(4) == pytest.approx(0.020)

@@ -1,0 +1,69 @@
+"""What C libraries keep of memory that is not needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+BEGINNING = """
+import os, sys
+from engine.process_memory import bound_kernel_caches, return_freed_memory
+
+def resident_mb():
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+"""
+
+LARGE_BLOCKS = """
+if sys.argv[1] == "yes":
+    return_freed_memory()
+before = resident_mb()
+bytes(bytearray(16 << 20))  # glibc raises its threshold when such a block is freed
+large, small = [], []
+for _ in range(50):
+    large.append(b"x" * (2 << 20))
+    small.append(bytearray(4000))
+large.clear()
+print(resident_mb() - before)
+"""
+
+KERNELS = """
+if sys.argv[1] == "yes":
+    bound_kernel_caches()
+import torch
+weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(64, 64))
+for tokens in range(1, 900):
+    if tokens == 400:
+        before = resident_mb()
+    torch.ops.mkldnn._linear_pointwise(torch.randn(tokens, 64), weight, None, "none", [], "")
+print(resident_mb() - before)
+"""
+
+
+def growth_mb(program: str, bounded: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", BEGINNING + program, bounded],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={key: value for key, value in os.environ.items() if "CACHE_CAPACITY" not in key},
+    )
+    return int(done.stdout)
+
+
+def test_freed_large_blocks_return_to_the_system_although_small_ones_lie_between_them() -> None:
+    assert growth_mb(LARGE_BLOCKS, "yes") < 20
+    assert growth_mb(LARGE_BLOCKS, "no") > 50, (
+        "glibc returns them by itself: the setting is not needed any more"
+    )
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_new_numbers_of_tokens_take_no_more_memory_once_the_kernel_caches_are_full() -> None:
+    assert growth_mb(KERNELS, "yes") < 20
+    assert growth_mb(KERNELS, "no") > 40, "the caches are small by themselves: the setting is not needed"
