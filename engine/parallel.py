@@ -261,22 +261,39 @@ def join(
     return group if device is None else _connect(group, device, overlap_from)
 
 
-def _connect(group: _Group, device: torch.device, overlap_from: int | None) -> Ranks:
+def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ranks:
     """Return ranks that use peer memory if every GPU of the group can map the memory of every other one."""
-    devices = group.all_gather_stack(torch.tensor([device.index], device=device)).view(-1).tolist()
-    reached = all(
-        torch.cuda.can_device_access_peer(device.index, other) for other in devices if other != device.index
-    )
-    if not int(group.all_gather_stack(torch.tensor([int(reached)], device=device)).min()):
-        if group.rank == 0:
-            log.warning(
-                "the GPUs cannot access each other's memory: the ranks use NCCL for every message, which "
-                "makes each decode step slower; use GPUs with NVLink, or with PCIe peer access"
-            )
-        return group
     # Imported here because they load Triton, which a CPU does not need.
     from engine.peer_memory import PeerMemory
     from engine.peer_ranks import OVERLAP_FROM_TOKENS, PeerRanks
 
+    devices = group.all_gather_stack(torch.tensor([device.index], device=device)).view(-1).tolist()
+    problem, memory = "", None
+    if not all(
+        torch.cuda.can_device_access_peer(device.index, other) for other in {*devices} - {device.index}
+    ):
+        problem = "no NVLink, and no PCIe peer access"
+    if _all(group, not problem, device):
+        try:
+            memory = PeerMemory(group.rank, group.size)
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        # After this, every rank's memory is ready to receive.
+        if not _all(group, memory is not None, device):
+            memory = None
+    if memory is None:
+        reason = f" ({problem})" if problem else ""
+        log.warning(
+            "rank %d: not all GPUs of the replica can access each other's memory%s: the ranks use NCCL for "
+            "every message, which makes each decode step slower",
+            group.rank,
+            reason,
+        )
+        return group
     overlap_from = OVERLAP_FROM_TOKENS if overlap_from is None else overlap_from
-    return PeerRanks(group, PeerMemory(group.rank, group.size), overlap_from=overlap_from)
+    return PeerRanks(group, memory, overlap_from=overlap_from)
+
+
+def _all(group: Ranks, condition: bool, device: torch.device) -> bool:
+    """Return whether `condition` is true on every rank."""
+    return bool(group.all_gather_stack(torch.tensor([int(condition)], device=device)).all())

@@ -16,8 +16,8 @@ class PeerMemory:
     """One rank's arena and the addresses of its peers' arenas.
 
     Every rank of torch.distributed's default group, whose backend is NCCL, makes one at the same time, with
-    its own GPU current. Raises RuntimeError where the GPUs cannot map each other's memory. NVLink multicast
-    is not used."""
+    its own GPU current. A rank may use it only after every rank has made its own. Raises RuntimeError where
+    the GPUs cannot map each other's memory. NVLink multicast is not used."""
 
     def __init__(self, rank: int, world: int) -> None:
         import torch.distributed as dist
@@ -40,7 +40,6 @@ class PeerMemory:
         )
         self._allocated: list[tuple[torch.Tensor, Any]] = []
         torch.cuda.synchronize()
-        dist.barrier()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         """Make a buffer on every rank and return those of all ranks, mapped on this rank's device. All ranks

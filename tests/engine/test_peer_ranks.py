@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine import peer_ranks
+from engine import parallel, peer_ranks
 from engine.launch_enumeration import UnconnectedRanks, _MetaMemory
 from engine.parallel import RankLost
+from engine.peer_memory import ITEMS
 from engine.peer_ranks import PeerRanks, two_shot_bytes
+from engine.sizing import peer_bytes
 from kernels import Residual
 from kernels.triton import all_gather, all_reduce
+from kernels.triton.peer_arena import arena_words
+from tests.engine.running.thread_ranks import on_ranks
 
 
 class WatchedGroup(UnconnectedRanks):
@@ -145,6 +149,12 @@ def test_a_lost_peer_ends_the_kernels_waiting_and_every_later_check_raises() -> 
             each.check()
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_predicted_memory_of_an_arena_is_its_size(size: int) -> None:
+    assert peer_bytes(size) == 4 * arena_words(size, ITEMS)
+    assert peer_bytes(1) == 0
+
+
 def test_messages_larger_than_the_arena_are_refused() -> None:
     arena = _MetaMemory(2, 0).arena
     assert all_gather.fits(arena.max_words, arena)
@@ -168,3 +178,40 @@ def test_passes_are_not_split_unless_asked_for() -> None:
     ranks, _ = made()
     ranks.prepare_overlap(8192, 1024, torch.bfloat16, torch.device("meta"))
     assert ranks.overlap(8192) is None
+
+
+class FakeMemory(_MetaMemory):
+    """Peer memory that rank 1 of `broken` groups cannot make."""
+
+    broken = False
+
+    def __init__(self, rank: int, world: int) -> None:
+        if self.broken and rank == 1:
+            raise RuntimeError("cuMemImportFromShareableHandle failed\nwith details")
+        super().__init__(world, rank)
+
+
+@pytest.mark.parametrize(
+    ("reached", "broken", "reason"),
+    [(True, False, None), (False, False, "no NVLink, and no PCIe peer access"), (True, True, "cuMemImport")],
+    ids=["peer access", "no peer access", "no mapping"],
+)
+def test_ranks_use_nccl_on_every_rank_if_one_gpu_cannot_map_the_memory_of_another(
+    reached: bool,
+    broken: bool,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("engine.peer_memory.PeerMemory", FakeMemory)
+    monkeypatch.setattr(FakeMemory, "broken", broken)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    # Rank 1 reaches rank 0, but rank 0 may not reach rank 1.
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: mine == 1 or reached)
+    found = on_ranks(2, lambda rank: parallel._connect(rank, torch.device("cpu", rank.rank), None))
+    assert [isinstance(ranks, PeerRanks) for ranks in found] == [reason is None] * 2
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (0 if reason is None else 2)
+    assert reason is None or any(
+        f"({reason}" in line and "use NCCL for every message" in line for line in lines
+    )

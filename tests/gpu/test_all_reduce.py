@@ -42,6 +42,7 @@ def enter(rank: int, world: int, meeting: str, scenario: str) -> None:
         "nccl", store=dist.FileStore(meeting, world), rank=rank, world_size=world, device_id=device
     )
     memory = PeerMemory(rank, world)
+    dist.barrier()
     globals()[scenario](memory)
     dist.barrier()
     dist.destroy_process_group()
