@@ -318,7 +318,7 @@ def test_of_a_change_that_the_disk_does_not_finish_the_outcome_is_unknown_and_sh
     async def change() -> None:
         await decisions._done(control.change(actor="test", action="keys.create", params={}, apply=apply))
 
-    with pytest.raises(OutcomeUnknownError, match=r"whether the change is made is not known yet.*audit list"):
+    with pytest.raises(OutcomeUnknownError, match=r"the outcome of the change is unknown.*audit list"):
         asyncio.run(change())
     assert begun.is_set()
     disk_answers.set()

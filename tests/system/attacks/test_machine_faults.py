@@ -90,7 +90,7 @@ def test_jumps_of_the_clock_change_no_quota_and_remove_no_row(
         assert len(asked) >= 3
         for jump in ("+1h", "-1h", "-365d", "+365d"):
             setting.write_text(jump)
-            problem(running, "clock", "the time of day was set by")
+            problem(running, "clock", "the time of day was changed by")
             assert answer(running)
             assert ask(http, key, [7])[1].status_code == 429, "a jump of the clock refilled a quota"
         assert any("time of day" in text for text in doctor(running))
