@@ -206,8 +206,10 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     replica: str
     cache_salt: str
     priority: int
-    urgent: bool = False
-    """As `Submit.urgent`."""
+    urgency: int = 0
+    """As `Submit.urgency`."""
+    spare_slots: int = 0
+    """As `Submit.spare_slots`."""
     most_tokens: int | None = None
     """Each sample may produce so many tokens only; None: as many as it asked for."""
     rate_limits: RateLimits | None = None

@@ -84,6 +84,10 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     kv_cache_dtype: str = ""
     """As `weights`, of the KV cache."""
     tensor_parallel_size: int = 1
+    links: str = ""
+    """What links the GPUs of the ranks, e.g. "NVLink (18 links)"; empty for one GPU or if not known."""
+    collectives: str = ""
+    """What exchanges data between the ranks, e.g. "NCCL"; empty for one rank."""
     parameters: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0

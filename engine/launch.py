@@ -54,19 +54,23 @@ def module_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
-def spawn_rank(module: str) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
+def spawn_rank(
+    module: str, gpus: tuple[str, ...] = ()
+) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
     """Start `python -m module` as the process of a rank, and return it with the channel to it.
 
-    The rank asks the kernel to kill it when the calling thread ends. Raises OSError if the process cannot be
-    started.
+    gpus: UUIDs of the GPUs of all ranks, which become the only visible ones, since every rank needs access to
+    the memory of the others; empty: all GPUs stay visible. The rank asks the kernel to kill it when the
+    calling thread ends. Raises OSError if the process cannot be started.
     """
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
     try:
         process = subprocess.Popen(
             [*module_command(module), "--channel", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
-            env={**RANK_ENVIRONMENT, **module_environment()},
+            env={**RANK_ENVIRONMENT, **module_environment(), **visible},
             start_new_session=True,
         )
     except OSError:
@@ -203,7 +207,7 @@ class ReplicaGroup:
             asyncio.get_running_loop().call_later(_STOP_CHECK_S, self._check_stopped)
 
     def _spawn(self, number: int) -> _Rank:
-        process, channel = spawn_rank(self._module)
+        process, channel = spawn_rank(self._module, self.spec.gpus)
         rank = _Rank(number, process, channel)
         channel.listen(lambda message: self._on_message(number, message), lambda: self._closed(rank))
         asyncio.get_running_loop().add_reader(rank.pidfd, self._exited, rank)

@@ -45,6 +45,8 @@ class Ranks(Protocol):
 
     size: int
     rank: int
+    collectives: str
+    """Name of what exchanges data, for operators; empty for a single rank."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, bitwise equal on all of them. May overwrite `tensor`."""
@@ -94,6 +96,7 @@ class Collectives:
 
     size: int
     rank: int
+    collectives: str = ""
     _lost_reason = ""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -140,6 +143,7 @@ class _Single(Collectives):
 
     size = 1
     rank = 0
+    collectives = ""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -160,6 +164,8 @@ class _Group(Collectives):
         self.size = size
         self.rank = rank
         self._dist = torch.distributed
+        backend = torch.distributed.get_backend()
+        self.collectives = "NCCL" if backend == "nccl" else backend
         # torch 2.13 renamed all_gather_into_tensor.
         self._gather = getattr(
             torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
@@ -202,6 +208,23 @@ class _Group(Collectives):
             f"{what} failed on rank {self.rank} of {self.size}: a peer died or timed out "
             f"({str(error).splitlines()[0]}); restart the whole replica"
         )
+
+
+def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
+    """Send `tensor[i]` of `[size, ...]` to rank i of the default group, and return what this rank received,
+    stacked in rank order. All ranks must call it with equal shapes. Raises RankLost."""
+    import torch.distributed as dist
+
+    received = torch.empty_like(tensor)
+    try:
+        # As bytes, because not every backend knows every dtype.
+        dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8))
+    except RuntimeError as error:
+        raise RankLost(
+            f"all_to_all failed: a peer died or timed out ({str(error).splitlines()[0]}); "
+            "restart the whole replica"
+        ) from error
+    return received
 
 
 def single() -> Ranks:

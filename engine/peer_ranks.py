@@ -55,6 +55,7 @@ class PeerRanks(Collectives):
         overlap_from: int | None = None,
     ) -> None:
         self.size, self.rank = group.size, group.rank
+        self.collectives = f"peer memory, {group.collectives} for long messages"
         self._group = group
         self._memory = memory
         self._arena = memory.arena

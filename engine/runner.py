@@ -6,6 +6,7 @@ stream, or a worker thread on a CPU. Meanwhile the step loop reads, plans and se
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -46,6 +47,8 @@ from engine.steps import StepExecutor
 from engine.transfer import reserve_pinned
 from engine.warmup import warm_up
 from kernels import KvPool, select_backend, select_sampling
+
+log = logging.getLogger(__name__)
 
 _BYTES_PER_PROMPT_TOKEN = 4 * 8
 """Size of a prompt token in the transfer of a step: four int64 numbers."""
@@ -182,7 +185,13 @@ class ModelRunner:
             progress("generating random weights", 0.0)
             load_dummy(self.decoder, seed=0)
         else:
-            load(self.decoder, self.spec.model_path, progress)
+            exchange = self.device.type == "cuda" and self.ranks.size > 1
+            began = time.monotonic()
+            read = load(self.decoder, self.spec.model_path, progress, exchange=exchange)
+            seconds = time.monotonic() - began
+            log.info(
+                "read %.2f GB of weights in %.2f s: %.1f GB/s", read / 1e9, seconds, read / seconds / 1e9
+            )
 
     def _executor(self, kv: list[KvPool]) -> StepExecutor:
         """Return an executor over a KV pool, with device tables of its own."""
@@ -336,6 +345,7 @@ class ModelRunner:
             backend=self.device.type,
             devices=devices,
             tensor_parallel_size=size,
+            collectives=self.ranks.collectives,
             load_seconds=self._load_seconds,
             predicted_bytes=predicted.total_bytes * size,
             used_bytes=self._used_bytes,

@@ -155,7 +155,12 @@ class Sampler:
         return Logits(logits, self._real, self._first, mine), False
 
     def _best(self, variant: Variant, source: Logits, draws: Draws, whole: bool) -> torch.Tensor:
-        if variant == Variant.GREEDY:
+        if not whole and not self._real:
+            # All columns of this rank are padding, because the vocabulary is small.
+            rows = len(source.values if source.index is None else source.index)
+            values = torch.full((rows,), -torch.inf, device=source.values.device)
+            ids = torch.full((rows,), self._first, dtype=torch.int64, device=values.device)
+        elif variant == Variant.GREEDY:
             values, ids = self._ops.greedy(source)
         elif variant == Variant.PLAIN:
             values, ids = self._ops.plain(source, draws)

@@ -13,6 +13,7 @@ import msgspec
 
 from appliance.backoff import Backoff
 from appliance.messages import ServedModel
+from appliance.models.placement import GpuPlacement, numbered
 from appliance.protocol import ReplicaStatus, precision
 from appliance.rundir import new_meeting
 from appliance.settings import ModelSettings
@@ -122,6 +123,7 @@ class Replica:
         run_dir: Path,
         hang_timeout_s: float,
         load_timeout_s: float,
+        placement: GpuPlacement,
         launch: Launch = ReplicaGroup.launch,
     ) -> None:
         self.model = model
@@ -150,6 +152,9 @@ class Replica:
         self.load_timeout_s = load_timeout_s
         self._events = events
         self._run_dir = run_dir
+        self._placement = placement
+        self._gpus: list[int] = []
+        """Numbers of the GPUs of the present life, in order of ranks; empty if they are not chosen."""
         self._launch = launch
         self._backoff = Backoff()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
@@ -208,6 +213,8 @@ class Replica:
         self._events.replica_starting(self)
         try:
             spec = self.spec
+            self._gpus = self._placement.take(self.name, spec.device, spec.tensor_parallel_size)
+            spec = msgspec.structs.replace(spec, gpus=self._placement.uuids(self._gpus))
             if spec.tensor_parallel_size > 1:
                 spec = msgspec.structs.replace(spec, rendezvous=new_meeting(self._run_dir))
             self.group = self._launch(spec, self._message, self._ended)
@@ -224,6 +231,7 @@ class Replica:
             self._timer.cancel()
         if self.group is not None:
             await self.group.stop(grace_s if self.account is not None else 0.0)
+        self._placement.release(self.name)
         self.state, self.detail = "stopped", ""
 
     def kill(self, reason: str) -> None:
@@ -281,6 +289,7 @@ class Replica:
         self.detail = f"{progress.stage} {progress.fraction:.0%}"
 
     def _ready(self, info: ReplicaInfo) -> None:
+        info = msgspec.structs.replace(info, devices=numbered(info.devices, self._gpus))
         self.state, self.detail, self.fraction, self.info = "ready", "", None, info
         self._ready_at = time.monotonic()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
@@ -296,6 +305,9 @@ class Replica:
             info.max_num_seqs,
             info.kv_blocks,
         )
+        if info.tensor_parallel_size > 1:
+            links = self._placement.links(self._gpus) or "not known"
+            log.info("%s: links between the ranks: %s; collectives: %s", self.name, links, info.collectives)
         self._events.replica_ready(self)
 
     def _ended(self, reason: str) -> None:
@@ -342,6 +354,7 @@ class Replica:
         )
         if self.group is not None:
             status.last_report_s = self.silent_s
+        status.links = self._placement.links(self._gpus)
         _fill(status, self.info)
         _fill(status, self._report)
         status.steps = self._report.step if self._report else 0

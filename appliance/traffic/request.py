@@ -20,11 +20,13 @@ log = logging.getLogger(__name__)
 class OnReplica:
     """What of a request is on one replica and has not left it."""
 
-    __slots__ = ("began_each", "charged_each", "rows", "submissions", "tokens")
+    __slots__ = ("began_each", "charged_each", "level", "rows", "submissions", "tokens")
 
-    def __init__(self, admit: Admit, charged_each: float) -> None:
+    def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
         """Of `CreditAccount.generated_each`, what it was charged for or came too late for."""
+        self.level = level
+        """Of service, whose credit it uses."""
         self.submissions = admit.submissions
         self.rows = admit.rows
         self.tokens = admit.prompt_tokens

@@ -27,6 +27,7 @@ def logits_of(
     tokens: list[int],
     *,
     dummy: bool = False,
+    exchange: bool = False,
     fp8: bool = False,
     kv_fp8: bool = False,
 ) -> list[torch.Tensor]:
@@ -44,7 +45,7 @@ def logits_of(
     if dummy:
         load_dummy(decoder, seed=3)
     else:
-        load(decoder, folder, lambda stage, fraction: None)
+        load(decoder, folder, lambda stage, fraction: None, exchange=exchange)
     return teacher_forced(Driver(decoder, blocks=8), tokens, PROMPTS, CHUNK_SIZES, DECODES)
 
 
@@ -52,6 +53,10 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
     """Return the logits of every checkpoint, and of quantised variants of the first one. Every rank must call
     it."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
+    for folder in folders:
+        # The loader has the same weights if the ranks exchange columns.
+        again = logits_of(folder, ranks, tokens, exchange=True)
+        assert all(torch.equal(one, other) for one, other in zip(again, found[folder.name], strict=True))
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
     found["FP8 KV"] = logits_of(folders[0], ranks, tokens, kv_fp8=True)
     found["FP8 weights and KV"] = logits_of(folders[0], ranks, tokens, fp8=True, kv_fp8=True)

@@ -18,6 +18,8 @@ Result = TypeVar("Result")
 class ThreadRank(Collectives):
     """One of `size` ranks, which share `slots` and `barrier`."""
 
+    collectives = "threads"
+
     def __init__(self, size: int, rank: int, slots: list[torch.Tensor], barrier: threading.Barrier) -> None:
         self.size, self.rank = size, rank
         self._slots, self._barrier = slots, barrier

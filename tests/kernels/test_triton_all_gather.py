@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.kernels.test_all_reduce import calls_of, wanted
 
 from kernels.draws import BAD_TOKEN
 from kernels.triton import peer_arena
 from tests.kernels.peer_machine import AnyCall, Best, Call, Fault, Gather, PeerMachine
 from tests.kernels.test_compiling import compiled
+from tests.kernels.test_triton_all_reduce import calls_of, wanted
 
 SPECIAL = np.array([-0.0, 0.0, np.nan, np.inf, -np.inf], np.float32)
 
