@@ -99,6 +99,10 @@ class ModelRunner:
                 fp8=self.weights == FP8,
                 kv_fp8=self.kv_cache_dtype == FP8,
             )
+            # Before the KV pool is sized, which gets the memory that is left.
+            ranks.prepare_overlap(
+                spec.max_num_batched_tokens, self.config.hidden_size, self.decoder.dtype, self.device
+            )
             self._barrier()  # every rank must measure free memory before any rank fills it
             self._load(progress)
             self._sampler = Sampler(
@@ -139,12 +143,16 @@ class ModelRunner:
             results = to_host(self._run(plan, began.record))
             ended.record()
         before, self._ended_event = self._ended_event, ended
-        return StreamStep(plan, results, began, ended, before)
+        return StreamStep(plan, results, began, ended, before, self.ranks.check)
 
     def close(self) -> None:
         """Wait for the launched steps and leave the group of ranks."""
         if self._stream is not None:
             self._stream.shutdown()
+        else:
+            torch.cuda.synchronize(self.device)
+        # NCCL must not be shut down before the graphs that contain its kernels.
+        self.steps.graphs = self.steps.prompt_graphs = None
         self.ranks.close()
 
     def _enter_thread(self) -> None:
@@ -271,8 +279,7 @@ class ModelRunner:
         """Load or capture all kernels that serving launches, and reserve pinned memory, so that no request
         waits."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
-        if self.ranks.size == 1:
-            self._capture_graphs(progress)
+        self._capture_graphs(progress)
         scratch = self._executor(self.decoder.allocate_kv(1))
         warm_up(self.steps, scratch, self.max_model_len, self._padding, to_host)
 

@@ -17,7 +17,8 @@ from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.fit import Fit
-from engine.model.layers import LAYER_KINDS, LayerInput, ParameterFactory, WeightShard
+from engine.model.halves import run_in_halves, split_attention
+from engine.model.layers import LAYER_KINDS, LayerInput, ParameterFactory, WeightShard, run_layer
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
 from kernels import KvPool, Ops, Residual
@@ -96,9 +97,33 @@ class Decoder:
             assert ends.queries is not None
             last = replace(every, attention_plan=ops.plan_attention(ends), kept=ends.queries)
         next_gains = [*(layer.input_norm for layer in self.layers[1:]), None]
-        for layer, pool, next_gain in zip(self.layers, kv, next_gains, strict=True):
-            residual = layer(residual, last if next_gain is None else every, pool, next_gain)
+        calls = list(zip(self.layers, kv, next_gains, strict=True))
+        overlap = ranks.overlap(len(inputs.token_ids))
+        if overlap is not None and len(calls) > 1:
+            # The last layer, which computes only some rows, runs on the whole pass.
+            residual = run_in_halves(calls[:-1], residual, self._halves(inputs, overlap.split), overlap)
+            calls = calls[-1:]
+        for layer, pool, next_gain in calls:
+            inputs_of_layer = last if next_gain is None else every
+            residual = run_layer(layer.run(residual, inputs_of_layer, pool, next_gain), ranks)
         return residual.values
+
+    def _halves(self, inputs: ForwardInput, at: int) -> tuple[LayerInput, LayerInput]:
+        """Return the input of layers that compute the first `at` tokens, and of those that compute the
+        others."""
+        first, second = (
+            LayerInput(
+                self.ranks,
+                self.cos_sin,
+                inputs.positions[part],
+                inputs.kv_slots[part],
+                self.ops.plan_attention(attention),
+            )
+            for part, attention in zip(
+                (slice(0, at), slice(at, None)), split_attention(inputs.attention, at), strict=True
+            )
+        )
+        return first, second
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of rows of `forward`'s result, `[rows, vocabulary on this rank]` in the model's

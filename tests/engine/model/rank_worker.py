@@ -12,7 +12,7 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import RankLost, Ranks, join
-from kernels import select_backend
+from kernels import Residual, select_backend
 
 from .driver import Driver, teacher_forced
 
@@ -63,6 +63,14 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
     return found
 
 
+def _scores(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores and token ids: the last rank has the best one, a tie, a NaN on the first rank, an
+    infinity, and nothing finite."""
+    first = torch.nan if rank == 0 else 1.0
+    values = torch.tensor([float(rank), 5.0, first, torch.inf if rank == 1 else 0.0, -torch.inf])
+    return values, torch.arange(5) + 10 * rank
+
+
 def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: list[int], result: Path) -> None:
     """Run the rank. Rank 0 writes the logits, the results of collectives, and how long the death of the last
     rank went unnoticed."""
@@ -75,6 +83,8 @@ def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: lis
         ranks.all_gather_last_dim(mine),
         ranks.all_gather_stack(mine),
         ranks.all_reduce(torch.ones(3, dtype=torch.bfloat16)).float(),
+        ranks.add_sum(Residual(torch.full((1, 2), 0.5)), mine.clone(), torch.ones(2)).values,
+        ranks.best(*_scores(rank)),
     ]
     if rank == size - 1:
         os._exit(0)
