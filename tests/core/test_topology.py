@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import msgspec
 import pytest
 
 from appliance.cli.status import replica_devices
@@ -138,7 +139,7 @@ def test_the_doctor_warns_of_gpus_without_peer_access() -> None:
 def test_the_status_names_links_and_collectives_of_ranks() -> None:
     devices = ["cuda:4 NVIDIA H200", "cuda:5 NVIDIA H200"]
     status = ReplicaStatus(name="m-0", state="ready", devices=devices, dtype="bfloat16")
-    status.links, status.collectives = "NVLink (18 links)", "NCCL"
+    status = msgspec.structs.replace(status, links="NVLink (18 links)", collectives="NCCL")
     assert "cuda:5 NVIDIA H200 (NVLink (18 links), NCCL), " in replica_devices(status)
-    status.links = status.collectives = ""
+    status = msgspec.structs.replace(status, links="", collectives="")
     assert "cuda:5 NVIDIA H200, " in replica_devices(status)
