@@ -62,9 +62,6 @@ _HIDE_INLINE_CHARACTERS = 4096
 _NO_LIMIT = 1 << 20
 """Tokens to generate where the model's length is not known yet: the engine ends an answer at its own."""
 
-MAX_USER_CHARS = 256
-"""Of `user`, what the request log keeps."""
-
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
 
@@ -72,7 +69,7 @@ def named_model(box: Box, call: Call, body: GenerationRequest) -> LoadedModel:
     """The model that the request names. Raises `ApiError` if there is none, or it is not for this caller."""
     call.model = body.model[:200]
     call.stream = bool(body.stream)
-    call.user = (body.user or "")[:MAX_USER_CHARS]
+    call.user = body.user or ""
     return box.catalog.get(body.model, call.identity)
 
 

@@ -475,14 +475,20 @@ def test_an_assistants_message_may_have_no_content_and_others_may_not(
 
 def test_the_user_is_told_to_the_log_whether_the_request_runs_or_not(front: Harness) -> None:
     assert post(front, CHAT, chat(user="somebody")).status == 200
-    assert post(front, CHAT, chat(user="s" * 1000) | {"model": "no"}).status == 404
+    assert post(front, CHAT, chat(user="s" * 512) | {"model": "no"}).status == 404
     front.wait_for(lambda: bool(front.rejected))
-    assert (front.admits[0].user, front.rejected[0].user) == ("somebody", "s" * 256)
+    assert (front.admits[0].user, front.rejected[0].user) == ("somebody", "s" * 512)
     key = {"Idempotency-Key": "k"}
     for _ in range(2):
         assert post(front, CHAT, chat(user="somebody"), **key).status == 200
     front.wait_for(lambda: bool(front.retried))
     assert front.retried[0].user == "somebody"
+
+
+def test_a_user_that_is_too_long_is_refused(front: Harness) -> None:
+    error = post(front, CHAT, chat(user="s" * 513)).error
+    assert (error["param"], error["code"]) == ("user", "invalid_value")
+    assert "has 513 characters; give at most 512" in error["message"]
 
 
 def test_the_page_of_the_api_has_the_fields_that_there_are() -> None:
