@@ -76,6 +76,12 @@ class Generation:
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """For the answer: what is left of the caller's limits."""
+        self.prompt_tokens = job.prompt_tokens
+        """Over all prompts."""
+        self.completion_tokens = 0
+        """Over all samples: the tokens that the answer needs so far."""
+        self.cached_tokens = 0
+        """Over all prompts, as far as their first outputs have told."""
         self.delivered_tokens = 0
         """Kept by who answers: tokens in what was handed to the client."""
         self.first_bytes_at: float | None = None
@@ -168,6 +174,7 @@ class Generation:
         prompt = sample.prompt
         if output.cached_tokens is not None and prompt.cached_tokens is None:
             prompt.cached_tokens = output.cached_tokens
+            self.cached_tokens += output.cached_tokens
         if output.prompt_logprobs is not None:
             prompt.logprobs = output.prompt_logprobs
         if sample.finish_reason or self.failure is not None or self.left:
@@ -175,6 +182,7 @@ class Generation:
         if output.finish_reason in ("error", "cancelled"):
             self._fail(_engine_error(output, bool(self._tokens)))
             return
+        delivered = sample.delivered
         try:
             sample.take(output)
         except Exception:
@@ -182,6 +190,7 @@ class Generation:
             log.exception("request %s: an output could not be taken", self.call.request_id)
             self._fail(ApiError(500, "the front failed to answer; its journal says why", code="internal"))
             return
+        self.completion_tokens += sample.delivered - delivered
         now = time.monotonic()
         if output.token_ids:
             self._tokens += len(output.token_ids)

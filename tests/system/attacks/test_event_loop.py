@@ -110,6 +110,15 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
         CHAT,
         lambda: chat(n=128, max_tokens=200, logprobs=True, top_logprobs=20, stream=True),
     ),
+    "token counts in every event": (
+        COMPLETIONS,
+        lambda: completion(
+            prompt=[[100]] * 1024,
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        ),
+    ),
     "a long prompt": (COMPLETIONS, lambda: completion(prompt=LETTERS)),
     "many prompts": (COMPLETIONS, lambda: completion(prompt=["x " * 900] * 1024)),
     "a long prompt of tokens": (COMPLETIONS, lambda: completion(prompt=[100] * 250_000)),
