@@ -104,10 +104,13 @@ class Generation:
         self.box.active[self.call.request_id] = self
         self.call.admitted = True
         self.call.connection.on_lost = self._client_left
+        unpaid = self.call.encoded_tokens
         if self.call.connection.lost:
             self._client_left()
         else:
             self._ask()
+            unpaid -= self.job.prompt_tokens
+        self.box.charge(self.call, unpaid)
 
     def _client_left(self) -> None:
         self.left = True

@@ -293,7 +293,7 @@ def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
 
 
 def _count(call: Call, prompt_tokens: int) -> None:
-    call.prompt_tokens = prompt_tokens
+    call.prompt_tokens = call.encoded_tokens = prompt_tokens
     call.work_tokens = max(call.work_tokens, prompt_tokens)
 
 

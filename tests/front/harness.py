@@ -53,6 +53,7 @@ from appliance.messages import (
     ServedModel,
     Settle,
     StopFront,
+    Worked,
 )
 from appliance.text.tokenizer import Tokenizer
 from engine.client import Channel, socketpair
@@ -239,6 +240,7 @@ class Harness:
         self.settles: list[Settle] = []
         self.refused: set[str] = set()
         self.rejected: list[Rejected] = []
+        self.worked: list[Worked] = []
         self.reports: list[FrontReport] = []
         self.serial = 0
         """Of the last configuration that was sent."""
@@ -316,7 +318,7 @@ class Harness:
         """Forget what was recorded, and be well-behaved again."""
 
         def forget() -> None:
-            self.admits, self.settles, self.rejected = [], [], []
+            self.admits, self.settles, self.rejected, self.worked = [], [], [], []
             self.claimed, self.releases, self.retried = [], [], []
             self.kept = {}
             self.claims = lambda claim: Claimed(claim.scope, "run")
@@ -497,6 +499,8 @@ class Harness:
                 self.kept[message.request_id] = msgspec.msgpack.decode(memory.read(), type=list[KeptPart])
         elif isinstance(message, Rejected):
             self.rejected.append(message)
+        elif isinstance(message, Worked):
+            self.worked.append(message)
         elif isinstance(message, FrontReport):
             self.reports.append(message)
         elif isinstance(message, FrontReady):

@@ -485,6 +485,26 @@ def test_the_user_is_told_to_the_log_whether_the_request_runs_or_not(front: Harn
     assert front.retried[0].user == "somebody"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/v1/completions", {"prompt": "x" * 2000, "truncate_prompt_tokens": 10}, 1991),
+        ("/v1/completions", {"prompt": [300] * 2000, "truncate_prompt_tokens": 10}, 1990),
+        ("/tokenize", {"prompt": "x" * 2000}, 2001),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 2000}]}, 2004),
+        ("/detokenize", {"tokens": [300] * 2000}, 2000),
+    ],
+    ids=["truncated text", "truncated tokens", "tokens of a text", "tokens of a chat", "text of tokens"],
+)
+def test_tokens_that_no_request_pays_for_are_charged(
+    front: Harness, path: str, body: dict[str, Any], tokens: int
+) -> None:
+    assert post(front, path, {"model": "demo", "max_tokens": 1, **body}).status == 200
+    front.wait_for(lambda: bool(front.worked))
+    (worked,) = front.worked
+    assert (worked.identity.tenant, worked.tokens) == ("local", tokens)
+
+
 def test_a_user_that_is_too_long_is_refused(front: Harness) -> None:
     error = post(front, CHAT, chat(user="s" * 513)).error
     assert (error["param"], error["code"]) == ("user", "invalid_value")

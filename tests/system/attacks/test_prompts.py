@@ -134,6 +134,26 @@ def test_refused_work_counts_against_the_senders_limits(demo: Service, fields: d
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": HUGE, "truncate_prompt_tokens": 1, "max_tokens": 1}),
+        ("/tokenize", {"prompt": HUGE[:1_000_000]}),
+        ("/detokenize", {"tokens": [100] * 250_000}),
+    ],
+    ids=["a truncated prompt", "tokens of a text", "text of tokens"],
+)
+def test_work_that_is_not_part_of_a_request_counts_against_the_senders_limits(
+    demo: Service, path: str, fields: dict[str, Any]
+) -> None:
+    tenant = Caller(demo, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
+    headers = {"authorization": f"Bearer {tenant.key}"}
+    with demo.http() as http:
+        answer = http.post(path, json={"model": "demo", **fields}, headers=headers)
+        assert answer.status_code == 200, answer.text
+    tenant.wait(lambda: tenant.usage()["tokens_per_minute"].used > 100_000, "the charge")
+
+
 def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(demo: Service) -> None:
     hog = Caller(demo, "tenant")
     headers = {"authorization": f"Bearer {hog.key}"}
