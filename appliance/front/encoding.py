@@ -10,7 +10,7 @@ from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.errors import ApiError
 from appliance.text.cuts import PIECE_CHARACTERS
-from appliance.text.encoder import TooManyTokensError
+from appliance.text.encoder import TooManyTokensError, UncuttableTextError
 from appliance.text.fair_queue import TooMuchWorkError, run_steps
 
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ async def do_work(
         return await box.work.run(call.identity.tenant, steps, is_long=characters > PIECE_CHARACTERS)
     except TooMuchWorkError as error:
         raise too_much_work(error) from None
-    except TooManyTokensError as error:
+    except (TooManyTokensError, UncuttableTextError) as error:
         call.work_tokens = max(call.work_tokens, error.encoded_tokens)
         raise
 

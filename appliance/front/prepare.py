@@ -25,7 +25,7 @@ from appliance.front.schemas import (
 )
 from appliance.messages import Identity
 from appliance.text.cuts import PIECE_CHARACTERS
-from appliance.text.encoder import LoneSurrogateError, TooManyTokensError
+from appliance.text.encoder import LoneSurrogateError, TooManyTokensError, UncuttableTextError
 from appliance.text.fair_queue import TooMuchWorkError
 from appliance.text.stop import StopSet, StopStringsError
 from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
@@ -186,7 +186,7 @@ async def text_tokens(
         with text_memory(box, call, len(text)):
             steps = model.tokenizer.encode_steps([text], add_special_tokens, MAX_TOKENS_SHOWN)
             return (await do_work(box, call, steps, len(text)))[0]
-    except LoneSurrogateError as error:
+    except (LoneSurrogateError, UncuttableTextError) as error:
         raise invalid("prompt", str(error)) from None
     except TooManyTokensError:
         raise _too_many_to_show("prompt") from None
@@ -246,7 +246,7 @@ async def chat_tokens(
         raise too_much_work(error) from None
     except TemplateBoundError as error:
         raise invalid("messages", str(error), "chat_template_bound") from None
-    except (ChatTemplateError, LoneSurrogateError) as error:
+    except (ChatTemplateError, LoneSurrogateError, UncuttableTextError) as error:
         raise invalid("messages", shield.restore(str(error))) from None
     except TooManyTokensError as error:
         if context is None:
@@ -265,6 +265,8 @@ async def _encode_texts(
             return await do_work(box, call, steps, size)
     except LoneSurrogateError as error:
         raise invalid("prompt", str(error)) from None
+    except UncuttableTextError as error:
+        raise invalid(_prompt_param(error.index, texts), str(error)) from None
     except TooManyTokensError as error:
         param = _prompt_param(error.index, texts)
         if context is None:
