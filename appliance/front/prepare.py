@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from appliance.classes import service_class
 from appliance.front.box import Box
 from appliance.front.call import Call
-from appliance.front.encoding import do_work, text_memory, too_much_work
+from appliance.front.encoding import do_work, text_bytes, text_memory, too_much_work
 from appliance.front.errors import ApiError, invalid
 from appliance.front.job import Job, Prompt
 from appliance.front.keeping import Message, Text
@@ -56,6 +56,9 @@ MAX_TOKENS_SHOWN = 524_288
 MAX_VARIABLES_BYTES = 65_536
 """Of `chat_template_kwargs` as JSON."""
 
+_MESSAGE_CHARACTERS = 16
+"""What a message counts besides its text: looking for control tokens in its role and its field names takes as
+long as in so many characters."""
 _HIDE_INLINE_CHARACTERS = 4096
 """Looking for control tokens in more characters is not done on the event loop: 2.5 µs each at worst."""
 
@@ -183,7 +186,7 @@ async def text_tokens(
 ) -> list[int]:
     """The tokens of a text that is not to be answered. Raises `ApiError`."""
     try:
-        with text_memory(box, call, len(text)):
+        with text_memory(box, call, text_bytes([text])):
             steps = model.tokenizer.encode_steps([text], add_special_tokens, MAX_TOKENS_SHOWN)
             return (await do_work(box, call, steps, len(text)))[0]
     except (LoneSurrogateError, UncuttableTextError) as error:
@@ -227,12 +230,17 @@ async def chat_tokens(
     ]
     mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}" if continue_final_message else ""
     shown[-1]["content"] += mark
-    size = sum(len(message.content) + len(message.name or "") for message in messages)
+    texts = [text for message in messages for text in (message.content, message.name) if text]
+    # Messages without text take work and memory as well.
+    size, memory = (
+        len(messages) * _MESSAGE_CHARACTERS + taken for taken in (sum(map(len, texts)), text_bytes(texts))
+    )
     if variables:
-        size += _checked_size(variables)
+        variables_size = _checked_size(variables)
+        size, memory = size + variables_size, memory + variables_size
     shield = model.tokenizer.shield()
     try:
-        with text_memory(box, call, size):
+        with text_memory(box, call, memory):
             shown, variables = await do_work(
                 box, call, shield.hide([shown, variables]), size, inline=_HIDE_INLINE_CHARACTERS
             )
@@ -259,7 +267,7 @@ async def _encode_texts(
 ) -> list[list[int]]:
     size = sum(map(len, texts))
     try:
-        with text_memory(box, call, size):
+        with text_memory(box, call, text_bytes(texts)):
             max_tokens = MAX_TOKENS_SHOWN if context is None else context.max_prompt_tokens
             steps = model.tokenizer.encode_steps(texts, True, max_tokens)
             return await do_work(box, call, steps, size)

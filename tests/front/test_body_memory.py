@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from appliance.front.encoding import text_bytes
 from appliance.messages import Abort, Identity, Limits
 from tests.front.harness import Harness
 from tests.front.raw import Answer, connect, head, read_answer
@@ -59,6 +60,11 @@ def test_of_a_request_that_waits_only_its_tokens_are_held(
     # Each of these bodies takes 10 MB when it is parsed.
     front.wait_for(lambda: memory().rss - before < 60e6)
     assert all(admit.prompt_tokens == 1 for admit in front.admits)
+
+
+def test_texts_count_with_the_memory_that_they_take() -> None:
+    assert 2000 <= text_bytes(["x" * 1000] * 2) < 2500
+    assert 4000 <= text_bytes(["x" * 999 + "😀"]) < 4500
 
 
 @pytest.mark.parametrize("has_key", [False, True])

@@ -98,6 +98,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "nested template variables": (CHAT, lambda: chat(chat_template_kwargs={"a": [[]] * 15_000})),
     "text as template variable": (CHAT, lambda: chat(chat_template_kwargs={"a": LETTERS})),
     "many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": "x" * 400}] * 4096)),
+    "many empty messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": ""}] * 4096)),
     "too many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": ""}] * 16_000)),
     "many parts": (CHAT, lambda: says([{"type": "text", "text": "x"}] * 16_000)),  # type: ignore[arg-type]
     "a list as type": (CHAT, lambda: says([{"type": [[]] * 16_000, "text": ""}])),  # type: ignore[arg-type]
