@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -26,7 +26,14 @@ MOST_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
 """Before the first resubmission, doubled for each further one: the core must learn of the death too."""
 
+_MAX_BACKLOG_BYTES = 1 << 20
+"""A resubmission waits while the replica has left so much unread."""
+_BACKLOG_CHECK_S = 0.005
+
 CLIENT_LEFT = 499
+
+Submission = tuple[Submit, Callable[[Output], None]]
+"""With the function that takes its outputs."""
 
 
 class Generation:
@@ -142,7 +149,11 @@ class Generation:
         if message.most_tokens is not None:
             for prompt in self.job.prompts:
                 prompt.max_tokens = min(prompt.max_tokens, message.most_tokens)
-        for submit, sink in self._submissions(link, message):
+        submissions = self._submissions(link, message)
+        if self._attempt:
+            self.box.background.run(self._submit_in_turns(link, submissions))
+            return
+        for submit, sink in submissions:
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._lost)
 
@@ -269,7 +280,27 @@ class Generation:
             )
         )
 
-    def _submissions(self, link: Link, admitted: Admitted) -> list[tuple[Submit, Callable[[Output], None]]]:
+    async def _submit_in_turns(self, link: Link, submissions: Iterator[Submission]) -> None:
+        """Send a resubmission, which has the whole prompt once for each sample, as the replica reads it. All
+        of it is sent, since the core counts it; what belongs to a request that has ended is cancelled at
+        once.
+        """
+        attempt = self._attempt
+        for submit, sink in submissions:
+            if link.closed:
+                if self._attempt == attempt:
+                    self._lost()
+                return
+            self._handles.append(submit.handle)
+            link.submit(submit, sink, self._lost)
+            if self.ended.is_set():
+                link.cancel(submit.handle)
+                link.forget(submit.handle)
+            await asyncio.sleep(0)
+            while link.backlog_bytes > _MAX_BACKLOG_BYTES and not link.closed:
+                await asyncio.sleep(_BACKLOG_CHECK_S)
+
+    def _submissions(self, link: Link, admitted: Admitted) -> Iterator[Submission]:
         n = self.job.samples
         if not self._attempt:
             groups = [
@@ -277,7 +308,6 @@ class Generation:
             ]
         else:
             groups = [(sample.prompt, [sample]) for sample in self.samples if not sample.finish_reason]
-        submissions: list[tuple[Submit, Callable[[Output], None]]] = []
         seen: set[int] = set()
         for prompt, group in groups:
             sampling = self.job.sampling_for(prompt)
@@ -297,8 +327,7 @@ class Generation:
                 priority=admitted.priority,
                 urgent=admitted.urgent,
             )
-            submissions.append((submit, self._sink(submit.handle, group)))
-        return submissions
+            yield submit, self._sink(submit.handle, group)
 
     def _sink(self, handle: int, group: list[Sample]) -> Callable[[Output], None]:
         take = self._take

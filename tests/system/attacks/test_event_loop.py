@@ -193,6 +193,28 @@ def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Figures], name
     assert max(best) < MAX_BLOCKED_S, blocked
 
 
+def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Figures]) -> None:
+    front, figures = watched
+    samples, tries = 64, 3
+    body = completion(prompt=[300] * 130_000, n=samples, max_tokens=1000, stream=True, ignore_eos=True)
+    best = (float("inf"), float("inf"))
+    front.step_s = front.replica.step_s = 0.5
+    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock), timeout=120) as client:
+        headers = {"content-type": "application/json"}
+        with client.stream("POST", "http://front" + COMPLETIONS, content=body, headers=headers) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            next(lines)
+            for number in range(tries):
+                dying, survivor = front.replica, front.attach(f"survivor-{number}")
+                FIGURES.pack_into(figures, 0, 0.0, 0.0)
+                front.call(dying.die)
+                front.wait_for(lambda: len(survivor.submits) == samples, 120)  # noqa: B023
+                assert {submit.first_sample for submit in survivor.submits} == set(range(samples))
+                best = min(best, FIGURES.unpack_from(figures), key=max)
+    assert max(best) < MAX_BLOCKED_S, f"blocked for {best[0] * 1e3:.0f} ms"
+
+
 def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Figures]) -> None:
     front, figures = watched
     FIGURES.pack_into(figures, 0, 0.0, 0.0)
