@@ -76,6 +76,12 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
             what=f"{front.detail}: {front.last_error}",
             remedy="see the log; the service retries automatically",
         )
+    elif front.state == "starting" and front.detail:
+        yield CurrentProblem(
+            where=front.name,
+            what=front.detail,
+            remedy="see the log, and whether the disk with the models' files answers",
+        )
     elif front.state == "ready" and front.detail:
         yield CurrentProblem(
             where=front.name,

@@ -42,6 +42,9 @@ _MAX_UNTAKEN = 256
 process's descriptors: the kernel counts those that lie in a channel against the same limit."""
 _QUIET_S = 3.0
 """Fronts report twice a second: one that says nothing for this long gets no further connections for now."""
+_SLOW_START_S = 30.0
+"""A front that has been starting for longer is listed as a problem. It reads about two seconds for each
+model."""
 _DYING_S = 0.5
 
 
@@ -118,6 +121,7 @@ class Front:
         self._channel: Channel[FrontToCore] | None = None
         self._report: FrontReport | None = None
         self._kill_reason = ""
+        self._started_at = 0.0
         self._ready_at: float | None = None
         self._last_sign = 0.0
         self._given = 0
@@ -166,6 +170,11 @@ class Front:
     def _silent_s(self) -> float:
         return time.monotonic() - self._last_sign
 
+    @property
+    def _starting_s(self) -> float:
+        """How long it has been starting; 0 if it is not."""
+        return time.monotonic() - self._started_at if self.state == "starting" else 0.0
+
     # ── its life ──
 
     def start(self) -> None:
@@ -174,7 +183,7 @@ class Front:
         self.state, self.detail = "starting", ""
         self._report, self._ready_at, self._kill_reason = None, None, ""
         self._given, self._refusals = 0, RefusalWatch()
-        self._last_sign = time.monotonic()
+        self._started_at = self._last_sign = time.monotonic()
         try:
             pid = self._spawn()
         except OSError as error:
@@ -272,10 +281,13 @@ class Front:
         asyncio.get_running_loop().call_later(_DYING_S, kill, self.name)
 
     def check(self) -> None:
-        """Kill it if it hangs, be it ready, starting or about to end. To be called about once a second."""
+        """Kill it if it hangs, be it ready, starting or about to end, or if it starts for too long. To be
+        called about once a second."""
         limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
         if self._silent_s > limit_s:
             self.kill(f"it gave no sign of life for {self._silent_s:.0f} s while {self.state}")
+        elif self._starting_s > self.load_timeout_s:
+            self.kill(f"it was not ready {self._starting_s:.0f} s after its start (load_timeout_s)")
 
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()
@@ -381,6 +393,11 @@ class Front:
 
     def _explained(self, report: FrontReport | None) -> str:
         """Return the explanation of the state."""
+        if self._starting_s > _SLOW_START_S:
+            return (
+                f"starting for {self._starting_s:.0f} s: it has not loaded the models' tokenizers and chat "
+                f"templates yet; after load_timeout_s = {self.load_timeout_s:g} it is killed and restarted"
+            )
         if self.state == "ready" and self._silent_s > _QUIET_S:
             return f"silent for {self._silent_s:.0f} s: it gets no connections"
         return self.detail or (self._limits_reached(report) if report else "")

@@ -364,6 +364,14 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True, kw_only=True):
     """As `Admit.user`."""
 
 
+class Worked(msgspec.Struct, tag="worked", frozen=True):
+    """A front encoded or decoded tokens that no request pays for, such as those that `truncate_prompt_tokens`
+    removed: they count against the sender's token limits."""
+
+    identity: Identity
+    tokens: int
+
+
 class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
     """A request that was answered from another one's run: a row for the log, nothing else."""
 
@@ -414,6 +422,6 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
 CoreToFront = (
     Configure | Identities | AttachReplica | Connection | Admitted | Refused | Claimed | Abort | StopFront
 )
-AboutRequest = Admit | Settle | Rejected | Retried
+AboutRequest = Admit | Settle | Rejected | Worked | Retried
 """What a front says about a request."""
 FrontToCore = FrontReady | AboutRequest | Claim | Release | HandOver | Keep | FrontReport

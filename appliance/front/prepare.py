@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from appliance.classes import service_class
 from appliance.front.box import Box
 from appliance.front.call import Call
-from appliance.front.encoding import do_work, text_memory, too_much_work
+from appliance.front.encoding import do_work, text_bytes, text_memory, too_much_work
 from appliance.front.errors import ApiError, invalid
 from appliance.front.job import Job, Prompt
 from appliance.front.keeping import Message, Text
@@ -25,7 +25,7 @@ from appliance.front.schemas import (
 )
 from appliance.messages import Identity
 from appliance.text.cuts import PIECE_CHARACTERS
-from appliance.text.encoder import LoneSurrogateError, TooManyTokensError
+from appliance.text.encoder import LoneSurrogateError, TooManyTokensError, UncuttableTextError
 from appliance.text.fair_queue import TooMuchWorkError
 from appliance.text.stop import StopSet, StopStringsError
 from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
@@ -56,14 +56,14 @@ MAX_TOKENS_SHOWN = 524_288
 MAX_VARIABLES_BYTES = 65_536
 """Of `chat_template_kwargs` as JSON."""
 
+_MESSAGE_CHARACTERS = 16
+"""What a message counts besides its text: looking for control tokens in its role and its field names takes as
+long as in so many characters."""
 _HIDE_INLINE_CHARACTERS = 4096
 """Looking for control tokens in more characters is not done on the event loop: 2.5 µs each at worst."""
 
 _NO_LIMIT = 1 << 20
 """Tokens to generate where the model's length is not known yet: the engine ends an answer at its own."""
-
-MAX_USER_CHARS = 256
-"""Of `user`, what the request log keeps."""
 
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
@@ -72,7 +72,7 @@ def named_model(box: Box, call: Call, body: GenerationRequest) -> LoadedModel:
     """The model that the request names. Raises `ApiError` if there is none, or it is not for this caller."""
     call.model = body.model[:200]
     call.stream = bool(body.stream)
-    call.user = (body.user or "")[:MAX_USER_CHARS]
+    call.user = body.user or ""
     return box.catalog.get(body.model, call.identity)
 
 
@@ -186,10 +186,10 @@ async def text_tokens(
 ) -> list[int]:
     """The tokens of a text that is not to be answered. Raises `ApiError`."""
     try:
-        with text_memory(box, call, len(text)):
+        with text_memory(box, call, text_bytes([text])):
             steps = model.tokenizer.encode_steps([text], add_special_tokens, MAX_TOKENS_SHOWN)
             return (await do_work(box, call, steps, len(text)))[0]
-    except LoneSurrogateError as error:
+    except (LoneSurrogateError, UncuttableTextError) as error:
         raise invalid("prompt", str(error)) from None
     except TooManyTokensError:
         raise _too_many_to_show("prompt") from None
@@ -230,12 +230,17 @@ async def chat_tokens(
     ]
     mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}" if continue_final_message else ""
     shown[-1]["content"] += mark
-    size = sum(len(message.content) + len(message.name or "") for message in messages)
+    texts = [text for message in messages for text in (message.content, message.name) if text]
+    # Messages without text take work and memory as well.
+    size, memory = (
+        len(messages) * _MESSAGE_CHARACTERS + taken for taken in (sum(map(len, texts)), text_bytes(texts))
+    )
     if variables:
-        size += _checked_size(variables)
+        variables_size = _checked_size(variables)
+        size, memory = size + variables_size, memory + variables_size
     shield = model.tokenizer.shield()
     try:
-        with text_memory(box, call, size):
+        with text_memory(box, call, memory):
             shown, variables = await do_work(
                 box, call, shield.hide([shown, variables]), size, inline=_HIDE_INLINE_CHARACTERS
             )
@@ -249,7 +254,7 @@ async def chat_tokens(
         raise too_much_work(error) from None
     except TemplateBoundError as error:
         raise invalid("messages", str(error), "chat_template_bound") from None
-    except (ChatTemplateError, LoneSurrogateError) as error:
+    except (ChatTemplateError, LoneSurrogateError, UncuttableTextError) as error:
         raise invalid("messages", shield.restore(str(error))) from None
     except TooManyTokensError as error:
         if context is None:
@@ -262,12 +267,14 @@ async def _encode_texts(
 ) -> list[list[int]]:
     size = sum(map(len, texts))
     try:
-        with text_memory(box, call, size):
+        with text_memory(box, call, text_bytes(texts)):
             max_tokens = MAX_TOKENS_SHOWN if context is None else context.max_prompt_tokens
             steps = model.tokenizer.encode_steps(texts, True, max_tokens)
             return await do_work(box, call, steps, size)
     except LoneSurrogateError as error:
         raise invalid("prompt", str(error)) from None
+    except UncuttableTextError as error:
+        raise invalid(_prompt_param(error.index, texts), str(error)) from None
     except TooManyTokensError as error:
         param = _prompt_param(error.index, texts)
         if context is None:
@@ -296,7 +303,7 @@ def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
 
 
 def _count(call: Call, prompt_tokens: int) -> None:
-    call.prompt_tokens = prompt_tokens
+    call.prompt_tokens = call.encoded_tokens = prompt_tokens
     call.work_tokens = max(call.work_tokens, prompt_tokens)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
-from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Retried, Settle
+from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Rejected, Retried, Settle, Worked
 from appliance.traffic.admission import (
     Refusal,
     Waiting,
@@ -254,15 +254,22 @@ class Ledger(Books):
     def reject(self, rejected: Rejected) -> None:
         """A front refused a request by itself: a row, and a charge for the work."""
         if rejected.work_tokens:
-            identity = rejected.identity
-            self.quotas.charge(identity.tenant, identity.key_id, rejected.work_tokens)
+            self._charge_for_work(rejected.identity, rejected.work_tokens, requests=1)
         model = self._models.get(rejected.model)
         self._rows.end(rejected_row(rejected, model.version if model else None, self._unix()))
+
+    def charge_work(self, worked: Worked) -> None:
+        """A front did work that no request pays for: a charge, no row."""
+        self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:
         """A front answered a request from another one's run: a row, nothing else."""
         model = self._models.get(retried.model)
         self._rows.end(retried_row(retried, model.version if model else None, self._unix()))
+
+    def _charge_for_work(self, identity: Identity, tokens: int, requests: int) -> None:
+        key_id = self._tenants.limits_key(identity.key_id)
+        self.quotas.charge(identity.tenant, key_id, tokens, requests)
 
     def lose_front(self, front: str) -> None:
         """The front is dead. What it submitted is cancelled by the replicas, which say when that is done."""

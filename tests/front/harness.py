@@ -52,6 +52,7 @@ from appliance.messages import (
     ServedModel,
     Settle,
     StopFront,
+    Worked,
 )
 from appliance.text.tokenizer import Tokenizer
 from engine.client import Channel, socketpair
@@ -254,6 +255,7 @@ class Harness:
         self.settles: list[Settle] = []
         self.refused: set[str] = set()
         self.rejected: list[Rejected] = []
+        self.worked: list[Worked] = []
         self.reports: list[FrontReport] = []
         self.serial = 0
         """Of the last configuration that was sent."""
@@ -331,7 +333,7 @@ class Harness:
         """Forget what was recorded, and be well-behaved again."""
 
         def forget() -> None:
-            self.admits, self.settles, self.rejected = [], [], []
+            self.admits, self.settles, self.rejected, self.worked = [], [], [], []
             self.claimed, self.releases, self.retried = [], [], []
             self.kept = {}
             self.claims = lambda claim: Claimed(claim.scope, "run")
@@ -512,6 +514,8 @@ class Harness:
                 self.kept[message.request_id] = msgspec.msgpack.decode(memory.read(), type=list[KeptText])
         elif isinstance(message, Rejected):
             self.rejected.append(message)
+        elif isinstance(message, Worked):
+            self.worked.append(message)
         elif isinstance(message, FrontReport):
             self.reports.append(message)
         elif isinstance(message, FrontReady):
