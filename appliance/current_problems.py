@@ -76,8 +76,13 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
             what=f"{front.detail}: {front.last_error}",
             remedy="see the log; the service retries automatically",
         )
-    elif front.state in ("starting", "ready") and front.detail:
-        silent = front.state == "starting" or front.detail.startswith("silent")
+    elif front.state == "starting" and front.detail:
+        yield CurrentProblem(
+            where=front.name,
+            what=front.detail,
+            remedy="see the log, and whether the disk with the models' files answers",
+        )
+    elif front.state == "ready" and front.detail:
         yield CurrentProblem(
             where=front.name,
             what=front.detail,

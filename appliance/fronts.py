@@ -29,7 +29,7 @@ from appliance.messages import (
     Release,
     StopFront,
 )
-from appliance.protocol import FrontStatus
+from appliance.protocol import FrontStats, FrontStatus, ProcessState
 from appliance.refusals import RefusalWatch
 from engine.client import Channel, module_command, module_environment, socketpair
 from engine.memory_kills import count_memory_kills, memory_kill_note
@@ -43,8 +43,9 @@ _MAX_UNTAKEN = 256
 process's descriptors: the kernel counts those that lie in a channel against the same limit."""
 _QUIET_S = 3.0
 """Fronts report twice a second: one that says nothing for this long gets no further connections for now."""
-_SLOW_START_S = 15.0
-"""A front that is not ready after this time is listed among the current problems."""
+_SLOW_START_S = 30.0
+"""A front that has been starting for longer is listed as a problem. It reads about two seconds for each
+model."""
 _DYING_S = 0.5
 
 
@@ -104,7 +105,7 @@ class Front:
     ) -> None:
         self.number = number
         self.name = f"front-{number}"
-        self.state = "stopped"
+        self.state: ProcessState = "stopped"
         self.detail = ""
         self.restarts = 0
         self.last_error = ""
@@ -121,6 +122,7 @@ class Front:
         self._channel: Channel[FrontToCore] | None = None
         self._report: FrontReport | None = None
         self._kill_reason = ""
+        self._started_at = 0.0
         self._ready_at: float | None = None
         self._started_at = 0.0
         self._memory_kills = 0
@@ -171,6 +173,11 @@ class Front:
     def _silent_s(self) -> float:
         return time.monotonic() - self._last_sign
 
+    @property
+    def _starting_s(self) -> float:
+        """How long it has been starting; 0 if it is not."""
+        return time.monotonic() - self._started_at if self.state == "starting" else 0.0
+
     # ── its life ──
 
     def start(self) -> None:
@@ -180,7 +187,6 @@ class Front:
         self._report, self._ready_at, self._kill_reason = None, None, ""
         self._given, self._refusals = 0, RefusalWatch()
         self._started_at = self._last_sign = time.monotonic()
-        self._memory_kills = count_memory_kills()
         try:
             pid = self._spawn()
         except OSError as error:
@@ -278,10 +284,13 @@ class Front:
         asyncio.get_running_loop().call_later(_DYING_S, kill, self.name)
 
     def check(self) -> None:
-        """Kill it if it hangs, be it ready, starting or about to end. To be called about once a second."""
+        """Kill it if it hangs, be it ready, starting or about to end, or if it starts for too long. To be
+        called about once a second."""
         limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
         if self._silent_s > limit_s:
             self.kill(f"it gave no sign of life for {self._silent_s:.0f} s while {self.state}")
+        elif self._starting_s > self.load_timeout_s:
+            self.kill(f"it was not ready {self._starting_s:.0f} s after its start (load_timeout_s)")
 
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()
@@ -372,34 +381,33 @@ class Front:
     # ── for the status ──
 
     def status(self) -> FrontStatus:
-        """As operators see it."""
-        status = FrontStatus(
+        """Return the front's status for operators."""
+        report = self._report
+        stats = {name: getattr(report, name) for name in FrontStats.__struct_fields__} if report else {}
+        return FrontStatus(
+            **stats,
             name=self.name,
             state=self.state,
-            detail=self.detail,
+            detail=self._explained(report),
             pid=self.pid,
             restarts=self.restarts,
             last_error=self.last_error,
+            cpu_us_per_token=report.cpu_seconds * 1e6 / report.tokens if report and report.tokens else None,
         )
+
+    def _explained(self, report: FrontReport | None) -> str:
+        """Return the explanation of the state."""
+        if self._starting_s > _SLOW_START_S:
+            return (
+                f"starting for {self._starting_s:.0f} s: it has not loaded the models' tokenizers and chat "
+                f"templates yet; after load_timeout_s = {self.load_timeout_s:g} it is killed and restarted"
+            )
         if self.state == "ready" and self._silent_s > _QUIET_S:
-            status.detail = f"silent for {self._silent_s:.0f} s: it gets no connections"
-        starting_s = time.monotonic() - self._started_at
-        if self.state == "starting" and starting_s > _SLOW_START_S:
-            status.detail = f"not ready {starting_s:.0f} s after its start"
-            if self._silent_s > _QUIET_S:
-                status.detail += f", silent for {self._silent_s:.0f} s"
-        report = self._report
-        if report is not None:
-            for field in set(report.__struct_fields__) & set(status.__struct_fields__):
-                setattr(status, field, getattr(report, field))
-            if not status.detail:
-                status.detail = self._limits_reached(report)
-            if report.tokens:
-                status.cpu_us_per_token = report.cpu_seconds * 1e6 / report.tokens
-        return status
+            return f"silent for {self._silent_s:.0f} s: it gets no connections"
+        return self.detail or (self._limits_reached(report) if report else "")
 
     def _limits_reached(self, report: FrontReport) -> str:
-        """Return which limit of connections the front is at, in words."""
+        """Return which limit of connections the front has reached; empty if none."""
         if report.max_connections and report.busy_connections >= report.max_connections:
             return f"full: all {report.max_connections:,} connections are in use, others are refused"
         if 0 < report.max_connections < self.max_connections:

@@ -35,6 +35,7 @@ from appliance.messages import (
     Retried,
     ServedModel,
     Settle,
+    Worked,
 )
 from appliance.models.fleet import Fleet
 from appliance.models.replicas import Launch, Replica
@@ -348,6 +349,8 @@ class Switchboard:
             self.ledger.settle(front.name, message)
         elif isinstance(message, Retried):
             self.ledger.log_retry(message)
+        elif isinstance(message, Worked):
+            self.ledger.charge_work(message)
         else:
             self.ledger.reject(message)
 

@@ -47,6 +47,11 @@ class ReplicaClient:
         """Whether the channel to the replica is closed."""
         return self._channel.closed
 
+    @property
+    def backlog_bytes(self) -> int:
+        """Number of queued bytes that the replica's socket has not accepted yet."""
+        return self._channel.backlog_bytes
+
     def next_handle(self) -> int:
         """Return a handle that was not used on this channel."""
         self._next_handle += 1

@@ -29,16 +29,14 @@ def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Token counts of the answer as it is now."""
-    prompt_tokens = generation.job.prompt_tokens
-    completion_tokens = sum(sample.delivered for sample in generation.samples)
+    """Return the token counts of the answer as it is now. A stream may have them in each of its events, so
+    they are not counted here."""
+    prompt_tokens, completion_tokens = generation.prompt_tokens, generation.completion_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(prompt.cached_tokens or 0 for prompt in generation.job.prompts)
-        },
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
     }
 
 

@@ -54,7 +54,8 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """The bytes that one request's body takes, from its receipt until the request is prepared."""
+    """The bytes that one request's body takes, from its receipt until the request is prepared. Where the
+    tenant's log policy keeps the prompts as they came, until the request's end."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget
@@ -66,6 +67,12 @@ class BodyReservation:
         if size > self._bytes:
             self._budget.reserve(self._tenant, size - self._bytes)
             self._bytes = size
+
+    def moved(self) -> BodyReservation:
+        """Return a reservation of the same bytes. This one, which others may release, has none any more."""
+        other = BodyReservation(self._budget, self._tenant)
+        other._bytes, self._bytes = self._bytes, 0
+        return other
 
     def release(self) -> None:
         """Give everything back; further calls do nothing."""

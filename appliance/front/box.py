@@ -15,7 +15,7 @@ from appliance.front.models import Catalog
 from appliance.front.replicas import Replicas
 from appliance.front.retries import Retries
 from appliance.http import CountedLog
-from appliance.messages import Admitted, FrontToCore, HandOver, Keep, Limits, Refused, Rejected
+from appliance.messages import Admitted, FrontToCore, HandOver, Keep, Limits, Refused, Rejected, Worked
 from appliance.text.fair_queue import TextMemory, WorkPool
 
 if TYPE_CHECKING:
@@ -95,6 +95,12 @@ class Box:
                 user=call.user,
             )
         )
+
+    def charge(self, call: Call, tokens: int) -> None:
+        """Count tokens that were encoded or decoded, and that no request pays for, against the sender's token
+        limits."""
+        if tokens > 0:
+            self.to_core(Worked(call.identity, tokens))
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
         """Call `flush` once everything that lies in the channels has been taken: what piled up for a stream

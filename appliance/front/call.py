@@ -58,6 +58,8 @@ class Call:
     user: str = ""
     """The body's `user`, for the log."""
     prompt_tokens: int = 0
+    encoded_tokens: int = 0
+    """Of its prompts before `truncate_prompt_tokens` removed any."""
     work_tokens: int = 0
     """What parsing and encoding it has cost so far, in tokens. If this front refuses the request, its tenant
     is charged them."""

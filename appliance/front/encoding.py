@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.errors import ApiError
 from appliance.text.cuts import PIECE_CHARACTERS
-from appliance.text.encoder import TooManyTokensError
+from appliance.text.encoder import TooManyTokensError, UncuttableTextError
 from appliance.text.fair_queue import TooMuchWorkError, run_steps
 
 Result = TypeVar("Result")
@@ -18,6 +19,11 @@ Result = TypeVar("Result")
 _INLINE_CHARACTERS = 512
 """Up to here encoding in place (0.3 µs a character) costs less than the way to a thread and back (0.1 ms)."""
 _RETRY_AFTER_S = 2.0
+
+
+def text_bytes(texts: Iterable[str]) -> int:
+    """Return the bytes of memory that the texts take: 1 to 4 for each character."""
+    return sum(map(sys.getsizeof, texts))
 
 
 @contextmanager
@@ -44,7 +50,7 @@ async def do_work(
         return await box.work.run(call.identity.tenant, steps, is_long=characters > PIECE_CHARACTERS)
     except TooMuchWorkError as error:
         raise too_much_work(error) from None
-    except TooManyTokensError as error:
+    except (TooManyTokensError, UncuttableTextError) as error:
         call.work_tokens = max(call.work_tokens, error.encoded_tokens)
         raise
 

@@ -28,6 +28,8 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 """Of one bad word. Words are tokenized twice, see `appliance.front.bad_words`."""
+MAX_USER_CHARS = 512
+"""Of `user`, which is held as long as the request runs and is written to the request log."""
 
 
 def _error(kind: str, message: str) -> PydanticCustomError:
@@ -68,6 +70,18 @@ def _ids(value: Any) -> list[int] | None:
     if kinds <= {int, float} and all(item.is_integer() for item in value if type(item) is float):
         return list(map(int, value))
     return None
+
+
+def _user(value: str) -> str:
+    if len(value) > MAX_USER_CHARS:
+        raise _error(
+            "too_long",
+            f"has {len(value)} characters; give at most {MAX_USER_CHARS}, such as a hash of a longer name",
+        )
+    return value
+
+
+User = Annotated[str, Field(json_schema_extra={"maxLength": MAX_USER_CHARS}), AfterValidator(_user)]
 
 
 def _not_zero(value: int) -> int:

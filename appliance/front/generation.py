@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -26,7 +26,14 @@ MOST_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
 """Before the first resubmission, doubled for each further one: the core must learn of the death too."""
 
+_MAX_BACKLOG_BYTES = 1 << 20
+"""A resubmission waits while the replica has left so much unread."""
+_BACKLOG_CHECK_S = 0.005
+
 CLIENT_LEFT = 499
+
+Submission = tuple[Submit, Callable[[Output], None]]
+"""With the function that takes its outputs."""
 
 
 class Generation:
@@ -55,6 +62,7 @@ class Generation:
                     job.include_stop,
                     job.skip_special_tokens,
                     context=prompt.token_ids[-16:] if job.continues_text else (),
+                    min_tokens=job.sampling.min_tokens,
                 ),
                 wants_logprobs,
                 job.discard_output,
@@ -76,6 +84,12 @@ class Generation:
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """For the answer: what is left of the caller's limits."""
+        self.prompt_tokens = job.prompt_tokens
+        """Over all prompts."""
+        self.completion_tokens = 0
+        """Over all samples: the tokens that the answer needs so far."""
+        self.cached_tokens = 0
+        """Over all prompts, as far as their first outputs have told."""
         self.delivered_tokens = 0
         """Kept by who answers: tokens in what was handed to the client."""
         self.first_bytes_at: float | None = None
@@ -98,10 +112,13 @@ class Generation:
         self.box.active[self.call.request_id] = self
         self.call.admitted = True
         self.call.connection.on_lost = self._client_left
+        unpaid = self.call.encoded_tokens
         if self.call.connection.lost:
             self._client_left()
         else:
             self._ask()
+            unpaid -= self.job.prompt_tokens
+        self.box.charge(self.call, unpaid)
 
     def _client_left(self) -> None:
         self.left = True
@@ -133,9 +150,16 @@ class Generation:
         if message.most_tokens is not None:
             for prompt in self.job.prompts:
                 prompt.max_tokens = min(prompt.max_tokens, message.most_tokens)
-        for submit, sink in self._submissions(link, message):
+        submissions = self._submissions(link, message)
+        if self._attempt:
+            self.box.background.run(self._submit_in_turns(link, submissions))
+            return
+        for submit, sink in submissions:
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._lost)
+            if self._link is not link:
+                # The replica was found dead meanwhile: everything is submitted again elsewhere.
+                break
 
     def refused(self, message: Refused) -> None:
         """The core will not run it. Of a first attempt it has ended the row; of a later one it waits for
@@ -168,13 +192,15 @@ class Generation:
         prompt = sample.prompt
         if output.cached_tokens is not None and prompt.cached_tokens is None:
             prompt.cached_tokens = output.cached_tokens
+            self.cached_tokens += output.cached_tokens
         if output.prompt_logprobs is not None:
             prompt.logprobs = output.prompt_logprobs
         if sample.finish_reason or self.failure is not None or self.left:
             return
         if output.finish_reason in ("error", "cancelled"):
-            self._fail(_engine_error(output, bool(self._tokens)))
+            self._fail(_engine_error(output))
             return
+        delivered = sample.delivered
         try:
             sample.take(output)
         except Exception:
@@ -182,6 +208,7 @@ class Generation:
             log.exception("request %s: an output could not be taken", self.call.request_id)
             self._fail(ApiError(500, "the front failed to answer; its log says why", code="internal"))
             return
+        self.completion_tokens += sample.delivered - delivered
         now = time.monotonic()
         if output.token_ids:
             self._tokens += len(output.token_ids)
@@ -257,7 +284,27 @@ class Generation:
             )
         )
 
-    def _submissions(self, link: Link, admitted: Admitted) -> list[tuple[Submit, Callable[[Output], None]]]:
+    async def _submit_in_turns(self, link: Link, submissions: Iterator[Submission]) -> None:
+        """Send a resubmission, which has the whole prompt once for each sample, as the replica reads it. All
+        of it is sent, since the core counts it; what belongs to a request that has ended is cancelled at
+        once.
+        """
+        attempt = self._attempt
+        for submit, sink in submissions:
+            if link.closed:
+                if self._attempt == attempt:
+                    self._lost()
+                return
+            self._handles.append(submit.handle)
+            link.submit(submit, sink, self._lost)
+            if self.ended.is_set():
+                link.cancel(submit.handle)
+                link.forget(submit.handle)
+            await asyncio.sleep(0)
+            while link.backlog_bytes > _MAX_BACKLOG_BYTES and not link.closed:
+                await asyncio.sleep(_BACKLOG_CHECK_S)
+
+    def _submissions(self, link: Link, admitted: Admitted) -> Iterator[Submission]:
         n = self.job.samples
         if not self._attempt:
             groups = [
@@ -265,7 +312,6 @@ class Generation:
             ]
         else:
             groups = [(sample.prompt, [sample]) for sample in self.samples if not sample.finish_reason]
-        submissions: list[tuple[Submit, Callable[[Output], None]]] = []
         seen: set[int] = set()
         for prompt, group in groups:
             sampling = self.job.sampling_for(prompt)
@@ -283,10 +329,10 @@ class Generation:
                 sampling=sampling,
                 cache_salt=admitted.cache_salt,
                 priority=admitted.priority,
-                urgent=admitted.urgent,
+                urgency=admitted.urgency,
+                spare_slots=admitted.spare_slots,
             )
-            submissions.append((submit, self._sink(submit.handle, group)))
-        return submissions
+            yield submit, self._sink(submit.handle, group)
 
     def _sink(self, handle: int, group: list[Sample]) -> Callable[[Output], None]:
         take = self._take
@@ -388,11 +434,10 @@ class Generation:
         return ",".join(dict.fromkeys(sample.finish_reason or rest for sample in self.samples))
 
 
-def _engine_error(output: Output, begun: bool) -> ApiError:
+def _engine_error(output: Output) -> ApiError:
     message = output.error or "the engine ended this request"
     if output.finish_reason == "cancelled":
         return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)
-    if begun:
-        return ApiError(503, message, code="engine_error", retry_after_s=1.0)
-    # Nothing was generated: the engine would not take what the client asked for.
-    return ApiError(400, message, code="rejected_by_engine")
+    if output.refused:
+        return ApiError(400, message, code="rejected_by_engine")
+    return ApiError(503, message, code="engine_error", retry_after_s=1.0)

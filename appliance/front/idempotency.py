@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from appliance.front.body_budget import BodyReservation
 from appliance.front.box import Box
 from appliance.front.call import Call
 from appliance.front.comments import send_comments
@@ -69,20 +70,23 @@ async def answer(box: Box, request: Request, call: Call, body: bytearray, prepar
     if record.verdict == "elsewhere":
         return MovedResponse(box, call, scope, body)
     if first:
-        box.background.run(_run(box, call, record, prepare))
+        # The run may outlast this client, with which the caller releases the body.
+        box.background.run(_run(box, call, call.body.moved(), record, prepare))
     return RecordedResponse(box, call, record, first)
 
 
-async def _run(box: Box, call: Call, record: Record, prepare: PrepareJob) -> None:
-    """Run the request as if the recording were its client."""
+async def _run(box: Box, call: Call, body: BodyReservation, record: Record, prepare: PrepareJob) -> None:
+    """Run the request as if the recording were its client. Releases `body`, which is what `prepare` holds."""
     recording, good = record.recording, False
     scope: Scope = {"type": "http"}
     try:
         try:
             job = await prepare()
         finally:
+            # It holds the parsed body, which may be much longer than the prompts that are left of it.
+            del prepare
             record.request_class = call.request_class
-        as_client = dataclasses.replace(call, connection=recording, retry_of=record.retry_of)
+        as_client = dataclasses.replace(call, connection=recording, body=body, retry_of=record.retry_of)
         response = GenerationResponse(box, as_client, job, comments=False)
         recording.counts = response.generation
         await response(scope, _nothing, recording.send)
@@ -99,6 +103,7 @@ async def _run(box: Box, call: Call, record: Record, prepare: PrepareJob) -> Non
         drop_frames(error)
         recording.abort()
     finally:
+        body.release()
         box.retries.ended(record, good)
         recording.end()
 

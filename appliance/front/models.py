@@ -15,6 +15,7 @@ from appliance.text.tokenizer_files import TokenizerFilesError
 log = logging.getLogger(__name__)
 
 _CLOSE_AFTER_S = 60.0
+_MAX_REASON_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class LoadedModel:
 
 
 async def load_model(served: ServedModel) -> LoadedModel:
-    """Read tokenizer and chat template: about two seconds for 128 k tokens. Raises TokenizerFilesError."""
+    """Read tokenizer and chat template: about two seconds for 128 k tokens. Raises TokenizerFilesError, and
+    for a file that this code did not foresee anything else, Rust panics (BaseException) included."""
     tokenizer, template = await asyncio.to_thread(_read_model, served.folder)
     await template.compile()
     return LoadedModel(served, tokenizer, template)
@@ -47,13 +49,22 @@ def _read_model(folder: str) -> tuple[Tokenizer, TemplateProcess]:
     return tokenizer, TemplateProcess.load(folder, tokenizer.special_tokens)
 
 
+def _reason(error: BaseException) -> str:
+    """Why a model cannot be loaded, as text that every channel can carry."""
+    text = str(error)
+    if not isinstance(error, TokenizerFilesError):
+        text = f"its files cannot be read ({type(error).__name__}: {text})"
+    return text[:_MAX_REASON_CHARACTERS].encode(errors="backslashreplace").decode()
+
+
 def allows(identity: Identity, name: str) -> bool:
     """Whether the identity may name this model."""
     return identity.models is None or name in identity.models
 
 
 class Catalog:
-    """The served models by name. One whose tokenizer cannot be read stays listed, and says so when asked."""
+    """The served models by name. A model that cannot be loaded stays listed, and requests for it are refused
+    with the cause; the other models are served."""
 
     def __init__(self) -> None:
         self._models: dict[str, LoadedModel] = {}
@@ -97,10 +108,13 @@ class Catalog:
                     models[model.name] = LoadedModel(model, known.tokenizer, known.template)
                 else:
                     models[model.name] = await load_model(model)
-            except TokenizerFilesError as error:
-                broken[model.name] = str(error)
-                if self._broken.get(model.name) != str(error):
-                    log.error("model %s: %s", model.name, error)
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of the Rust extension is no Exception
+                broken[model.name] = reason = _reason(error)
+                if self._broken.get(model.name) != reason:
+                    foreseen = isinstance(error, TokenizerFilesError)
+                    log.error("model %s: %s", model.name, reason, exc_info=None if foreseen else error)
         kept = {model.template for model in models.values()}
         for old in self._models.values():
             if old.template not in kept:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from appliance.classes import service_class
 from appliance.front.box import Box
 from appliance.front.call import Call
-from appliance.front.encoding import do_work, text_memory, too_much_work
+from appliance.front.encoding import do_work, text_bytes, text_memory, too_much_work
 from appliance.front.errors import ApiError, invalid
 from appliance.front.job import Job, Prompt
 from appliance.front.keeping import Message, Text
@@ -25,7 +25,7 @@ from appliance.front.schemas import (
 )
 from appliance.messages import Identity
 from appliance.text.cuts import PIECE_CHARACTERS
-from appliance.text.encoder import LoneSurrogateError, TooManyTokensError
+from appliance.text.encoder import LoneSurrogateError, TooManyTokensError, UncuttableTextError
 from appliance.text.fair_queue import TooMuchWorkError
 from appliance.text.stop import StopSet, StopStringsError
 from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
@@ -56,14 +56,14 @@ MAX_TOKENS_SHOWN = 524_288
 MAX_VARIABLES_BYTES = 65_536
 """Of `chat_template_kwargs` as JSON."""
 
+_MESSAGE_CHARACTERS = 16
+"""What a message counts besides its text: looking for control tokens in its role and its field names takes as
+long as in so many characters."""
 _HIDE_INLINE_CHARACTERS = 4096
 """Looking for control tokens in more characters is not done on the event loop: 2.5 µs each at worst."""
 
 _NO_LIMIT = 1 << 20
 """Tokens to generate where the model's length is not known yet: the engine ends an answer at its own."""
-
-MAX_USER_CHARS = 256
-"""Of `user`, what the request log keeps."""
 
 _RESERVED_VARIABLES = frozenset(["messages", "tools", "documents", "add_generation_prompt"])
 
@@ -72,7 +72,7 @@ def named_model(box: Box, call: Call, body: GenerationRequest) -> LoadedModel:
     """The model that the request names. Raises `ApiError` if there is none, or it is not for this caller."""
     call.model = body.model[:200]
     call.stream = bool(body.stream)
-    call.user = (body.user or "")[:MAX_USER_CHARS]
+    call.user = body.user or ""
     return box.catalog.get(body.model, call.identity)
 
 
@@ -139,7 +139,7 @@ async def completion_job(box: Box, model: LoadedModel, call: Call, body: Complet
             f"has {len(body.logit_bias)} tokens for {len(body.prompt)} prompts: the product may be at most "
             f"{MAX_SENT_BIASES}; send fewer prompts in a request",
         )
-    context = _context(call.identity, model)
+    context = _context(call.identity, model, 0 if body.max_tokens == 0 else 1)
     texts = [text for text in body.prompt if isinstance(text, str)]
     if texts:
         tokens = await _encode_texts(box, model, call, texts, _encoded_context(body, context))
@@ -186,10 +186,10 @@ async def text_tokens(
 ) -> list[int]:
     """The tokens of a text that is not to be answered. Raises `ApiError`."""
     try:
-        with text_memory(box, call, len(text)):
+        with text_memory(box, call, text_bytes([text])):
             steps = model.tokenizer.encode_steps([text], add_special_tokens, MAX_TOKENS_SHOWN)
             return (await do_work(box, call, steps, len(text)))[0]
-    except LoneSurrogateError as error:
+    except (LoneSurrogateError, UncuttableTextError) as error:
         raise invalid("prompt", str(error)) from None
     except TooManyTokensError:
         raise _too_many_to_show("prompt") from None
@@ -230,12 +230,17 @@ async def chat_tokens(
     ]
     mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}" if continue_final_message else ""
     shown[-1]["content"] += mark
-    size = sum(len(message.content) + len(message.name or "") for message in messages)
+    texts = [text for message in messages for text in (message.content, message.name) if text]
+    # Messages without text take work and memory as well.
+    size, memory = (
+        len(messages) * _MESSAGE_CHARACTERS + taken for taken in (sum(map(len, texts)), text_bytes(texts))
+    )
     if variables:
-        size += _checked_size(variables)
+        variables_size = _checked_size(variables)
+        size, memory = size + variables_size, memory + variables_size
     shield = model.tokenizer.shield()
     try:
-        with text_memory(box, call, size):
+        with text_memory(box, call, memory):
             shown, variables = await do_work(
                 box, call, shield.hide([shown, variables]), size, inline=_HIDE_INLINE_CHARACTERS
             )
@@ -249,7 +254,7 @@ async def chat_tokens(
         raise too_much_work(error) from None
     except TemplateBoundError as error:
         raise invalid("messages", str(error), "chat_template_bound") from None
-    except (ChatTemplateError, LoneSurrogateError) as error:
+    except (ChatTemplateError, LoneSurrogateError, UncuttableTextError) as error:
         raise invalid("messages", shield.restore(str(error))) from None
     except TooManyTokensError as error:
         if context is None:
@@ -262,12 +267,14 @@ async def _encode_texts(
 ) -> list[list[int]]:
     size = sum(map(len, texts))
     try:
-        with text_memory(box, call, size):
+        with text_memory(box, call, text_bytes(texts)):
             max_tokens = MAX_TOKENS_SHOWN if context is None else context.max_prompt_tokens
             steps = model.tokenizer.encode_steps(texts, True, max_tokens)
             return await do_work(box, call, steps, size)
     except LoneSurrogateError as error:
         raise invalid("prompt", str(error)) from None
+    except UncuttableTextError as error:
+        raise invalid(_prompt_param(error.index, texts), str(error)) from None
     except TooManyTokensError as error:
         param = _prompt_param(error.index, texts)
         if context is None:
@@ -296,7 +303,7 @@ def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
 
 
 def _count(call: Call, prompt_tokens: int) -> None:
-    call.prompt_tokens = prompt_tokens
+    call.prompt_tokens = call.encoded_tokens = prompt_tokens
     call.work_tokens = max(call.work_tokens, prompt_tokens)
 
 
@@ -333,17 +340,20 @@ class Context(NamedTuple):
     """0: not known. Then either the model cannot be loaded, and the core refuses the request with the cause,
     or the engine knows it when the request's turn comes."""
 
+    answer_tokens: int = 1
+    """How many tokens must be left for the answer."""
+
     @property
     def max_prompt_tokens(self) -> int | None:
-        """At least one token is left for the answer. None: not known."""
-        return self.tokens - 1 if self.tokens else None
+        """None: not known."""
+        return self.tokens - self.answer_tokens if self.tokens else None
 
 
-def _context(identity: Identity, model: LoadedModel) -> Context:
+def _context(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> Context:
     longest, allowed = model.served.max_model_len, identity.context_tokens
     if allowed is not None and (not longest or allowed < longest):
-        return Context(f"tenant {identity.tenant!r}'s", allowed)
-    return Context("this model's", longest)
+        return Context(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)
+    return Context("this model's", longest, answer_tokens)
 
 
 def _too_long(context: Context, param: str, tokens: int | None) -> ApiError:
@@ -385,7 +395,7 @@ def _truncated(
     stay."""
     most = body.truncate_prompt_tokens
     if most == -1:
-        most = max(1, context.tokens - max(1, limit or 1)) if context.tokens else None
+        most = max(1, context.tokens - (1 if limit is None else limit)) if context.tokens else None
     if most is None or len(token_ids) <= most:
         return token_ids
     if keeps_first:
@@ -400,9 +410,9 @@ def _room(
     if not token_ids:
         raise invalid(param, "is empty: there is nothing to continue")
     if not context.tokens:
-        return (default or _NO_LIMIT) if asked is None else max(asked, 1)
+        return (default or _NO_LIMIT) if asked is None else max(asked, context.answer_tokens)
     left = context.tokens - len(token_ids)
-    if left < 1:
+    if left < context.answer_tokens:
         raise _too_long(context, param, len(token_ids))
     if asked is not None and asked > left:
         raise ApiError(
@@ -412,7 +422,7 @@ def _room(
             param=field,
             code="context_length_exceeded",
         )
-    return min(left, default or left) if asked is None else max(asked, 1)
+    return min(left, default or left) if asked is None else max(asked, context.answer_tokens)
 
 
 async def _job(

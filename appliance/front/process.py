@@ -55,6 +55,8 @@ class Front:
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None
         self._configured = 0
+        self._is_configured = False
+        """The first configuration has been applied."""
         self.ended = asyncio.Event()
         """It was told to stop, and has."""
 
@@ -119,28 +121,34 @@ class Front:
         return socket.socket(fileno=self._channel.take_fd())
 
     async def _configure(self) -> None:
-        """Take configurations one after the other; the first one makes the front ready."""
-        told = False
+        """Apply configurations one after the other. One that fails is logged, and the next one is applied."""
         while True:
             configure = self._latest = await self._configurations.get()
-            self._box.limits = configure.limits
-            self._limit_connections()
-            self._box.retries.rules = configure.retries
-            self._box.keeper.rules = configure.keeping
-            await self._box.catalog.replace(configure.models)
-            if self._configurations.empty():
-                self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
-                self._box.silent_models = configure.silent
-            self._configured = configure.serial
-            logging.getLogger().setLevel(configure.log_level.upper())
-            self._tell()
-            if not told:
-                told = True
-                # What is here now stays: the collector need not look at it again.
-                gc.collect()
-                gc.freeze()
-                self._channel.send(FrontReady())
-                log.info("serves %d models", len(configure.models))
+            try:
+                await self._apply(configure)
+            except Exception:
+                log.exception("configuration %d could not be applied", configure.serial)
+
+    async def _apply(self, configure: Configure) -> None:
+        """Serve what the configuration says. The first one makes the front ready."""
+        self._box.limits = configure.limits
+        self._limit_connections()
+        self._box.retries.rules = configure.retries
+        self._box.keeper.rules = configure.keeping
+        await self._box.catalog.replace(configure.models)
+        if self._configurations.empty():
+            self._box.ready, self._box.not_ready_reason = configure.ready, configure.reason
+            self._box.silent_models = configure.silent
+        self._configured = configure.serial
+        logging.getLogger().setLevel(configure.log_level.upper())
+        self._tell()
+        if not self._is_configured:
+            self._is_configured = True
+            # What is here now stays: the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
+            self._channel.send(FrontReady())
+            log.info("serves %d models", len(configure.models))
 
     async def _mend(self) -> None:
         """Configure again what was configured last, for the sake of the models that could not be read."""

@@ -26,6 +26,11 @@ class Link:
         """The replica is gone."""
         return self._client.closed
 
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes of submissions that the replica's socket has not accepted yet."""
+        return self._client.backlog_bytes
+
     def next_handle(self) -> int:
         """A handle for a submission, never used before."""
         return self._client.next_handle()

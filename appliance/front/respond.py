@@ -37,8 +37,9 @@ class GenerationResponse(Response):
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The request is prepared: its body is not held any more.
-        self._call.body.release()
+        if not self._job.asked:
+            # The request is prepared: its body is not held any more.
+            self._call.body.release()
         generation = self.generation
         error = "the front failed to answer; its log says why"
         try:
@@ -56,6 +57,7 @@ class GenerationResponse(Response):
             self._box.active.pop(self._call.request_id, None)
             if generation.is_kept and generation.ran:
                 self._box.keeper.keep(generation.said())
+            self._call.body.release()
             self._call.connection.release()
 
     async def _whole(

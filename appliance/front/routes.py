@@ -191,6 +191,7 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
             tokens = await text_tokens(
                 box, model, call, body.prompt or "", body.add_special_tokens is not False
             )
+        box.charge(call, len(tokens))
         return await tokenized(model, tokens, bool(body.return_token_strs))
 
     @router.post(
@@ -206,6 +207,7 @@ def api_routes(box: Box, describe: Callable[[], dict[str, Any]]) -> APIRouter:
         body = await read_body(request, DetokenizeRequest, box.limits.max_body_bytes)
         model = box.catalog.get(body.model, call.identity)
         token_ids = check_token_ids(model, body.tokens, "tokens")
+        box.charge(call, len(token_ids))
         return _json({"prompt": await decode(box, model, call, token_ids, skip_special=False)})
 
     return router

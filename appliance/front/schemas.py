@@ -25,6 +25,7 @@ from appliance.front.fields import (
     Stops,
     TokenIds,
     ToolChoice,
+    User,
 )
 from appliance.front.refused_fields import (
     REFUSED,
@@ -109,7 +110,7 @@ class GenerationRequest(_RefusesFields):
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1), INTEGRAL] | None = Field(
         None, description="The same seed gives the same answers; default: a random one."
     )
-    user: str | None = Field(None, description="The client's name for its end user; for the request log.")
+    user: User | None = Field(None, description="The client's name for its end user; for the request log.")
     ignore_eos: bool | None = Field(None, description="Go on after the model's end tokens; default false.")
     min_tokens: Annotated[int, Field(ge=0), INTEGRAL] | None = Field(
         None, description="No end token before this many tokens; default 0."

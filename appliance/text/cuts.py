@@ -76,6 +76,11 @@ def split_text(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
+def last_cut(text: str) -> int:
+    """Return where the last piece of `text` begins, if it is cut wherever it can be."""
+    return max((found.start() + 1 for found in _CUT.finditer(text)), default=0)
+
+
 def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None) -> int | None:
     """The most bytes of text that one token can stand for, or None where that is not known."""
     added = backend.get_added_tokens_decoder().values()

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 
 import tokenizers
 
-from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, split_text
+from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, last_cut, split_text
 
 Steps = Generator[None, None, list[list[int]]]
 """Work that is done by exhausting it, in any thread, one step at a time; returns the ids of each text."""
@@ -36,6 +36,35 @@ class TooManyTokensError(ValueError):
         """Tokens of all texts that were encoded by then."""
 
 
+MAX_UNCUT_BYTES = 512 << 10
+"""Of UTF-8 in a piece that cannot be cut, and so is encoded in one step: 0.25 s at most, measured with the
+demo model's tokenizer and random letters. A context of 131,072 tokens has as much at 4 bytes a token."""
+_SHOWN_CHARACTERS = 20
+_MAX_CHARACTER_BYTES = 4
+
+
+class UncuttableTextError(ValueError):
+    """A text has a longer piece that cannot be cut than is encoded in one step."""
+
+    def __init__(self, index: int, piece: str, position: int, can_cut: bool, encoded_tokens: int) -> None:
+        if can_cut:
+            word = last_cut(piece[:PIECE_CHARACTERS])
+            super().__init__(
+                f"has {len(piece) - word} characters without a space or punctuation behind a letter, from "
+                f"character {position + word} on ({piece[word : word + _SHOWN_CHARACTERS]!r}…); at most "
+                f"{MAX_UNCUT_BYTES} bytes of such text are encoded: divide it with spaces, or send token ids"
+            )
+        else:
+            super().__init__(
+                f"has {len(piece)} characters; this model's tokenizer cannot encode a text in parts, and at "
+                f"most {MAX_UNCUT_BYTES} bytes are encoded at once: shorten it, or send token ids"
+            )
+        self.index = index
+        """Of the text, among those that were to be encoded."""
+        self.encoded_tokens = encoded_tokens
+        """Tokens of all texts that were encoded by then."""
+
+
 class Encoder:
     """Encodes with one `tokenizers` backend. Safe to use from any thread."""
 
@@ -52,8 +81,8 @@ class Encoder:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Encode `texts`. Raises `LoneSurrogateError`, and `TooManyTokensError` as soon as one of them has
-        more than `max_tokens`: before encoding it, where its bytes say so."""
+        """Encode `texts`. Raises `LoneSurrogateError`, `UncuttableTextError`, and `TooManyTokensError` as
+        soon as one of them has more than `max_tokens`: before encoding it, where its bytes say so."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:
@@ -66,6 +95,8 @@ class Encoder:
                     (yield from self._in_pieces(group[0], add_special_tokens, first, max_tokens, total))
                 )
             else:
+                if len(group) == 1 and _is_too_long(group[0]):
+                    raise UncuttableTextError(first, group[0], 0, self.cuts_texts, total)
                 encoded += self._encode(group, add_special_tokens)
                 yield
             for index in range(first, first + len(group)):
@@ -81,6 +112,8 @@ class Encoder:
         ids = list(prefix)
         left = len(text)
         for piece in split_text(text):
+            if _is_too_long(piece):
+                raise UncuttableTextError(index, piece, len(text) - left, True, before + len(ids))
             ids += self._encode([piece], False)[0]
             left -= len(piece)
             if left and max_tokens is not None and len(ids) > max_tokens:
@@ -120,6 +153,10 @@ def _affixes(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | Non
             return None
         affixes = found
     return affixes
+
+
+def _is_too_long(piece: str) -> bool:
+    return len(piece) * _MAX_CHARACTER_BYTES > MAX_UNCUT_BYTES and _utf8_bytes(piece) > MAX_UNCUT_BYTES
 
 
 def _utf8_bytes(text: str) -> int:

@@ -101,12 +101,16 @@ class TemplateProcess:
         if self.exists and self._child is None:
             try:
                 await self._start()
-            except ChatTemplateError as error:
+            except Exception as error:
                 self.close()
-                raise TokenizerFilesError(f"{error}; fix it or take the model's own") from error
-            except OSError as error:
+                if isinstance(error, UnicodeEncodeError):
+                    raise TokenizerFilesError(
+                        "chat template or special tokens: have a lone surrogate; write valid UTF-8"
+                    ) from error
+                if isinstance(error, ChatTemplateError):
+                    raise TokenizerFilesError(f"{error}; fix it or take the model's own") from error
                 raise TokenizerFilesError(
-                    f"the process of the chat template did not start ({error})"
+                    f"the process of the chat template did not start ({type(error).__name__}: {error})"
                 ) from error
 
     async def render(

@@ -102,7 +102,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     by_text = {token.content: token for token in added.values()}
     named: dict[str, str] = {}
     special: dict[str, AddedToken] = {}
-    for name, value in _special_entries(config):
+    for name, value in _special_entries(config, path):
         token = _added_token(value, path, name)
         token = by_text.get(token.content, token)
         token.special = True
@@ -117,8 +117,9 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     )
 
 
-def _special_entries(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(name, token) for each special token of a tokenizer config; those of an unnamed list are named ""."""
+def _special_entries(config: Mapping[str, Any], path: Path) -> list[tuple[str, Any]]:
+    """Return (name, token) for each special token of a tokenizer config; those of an unnamed list are named
+    "". Raises `TokenizerFilesError`."""
     entries = [(name, config[name]) for name in NAMED_SPECIAL_TOKENS if config.get(name) is not None]
     entries += [
         (name, value)
@@ -126,7 +127,11 @@ def _special_entries(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
         if name.endswith("_token") and name not in NAMED_SPECIAL_TOKENS and isinstance(value, (str, dict))
     ]
     for name in ("additional_special_tokens", "extra_special_tokens"):
-        extra = config.get(name) or ()
+        extra = config.get(name) or []
+        if not isinstance(extra, (list, dict)):
+            raise TokenizerFilesError(
+                f"{path}: {name} must be a list or an object of tokens, found {extra!r:.80}"
+            )
         entries += extra.items() if isinstance(extra, dict) else [("", value) for value in extra]
     return entries
 

@@ -225,11 +225,12 @@ class Quotas:
             self._note(reservation)
         reservation.taken = ()
 
-    def charge(self, tenant: str, key_id: str, tokens: int) -> None:
-        """Count a request that was refused after work worth so many tokens: as much of it as is left."""
+    def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
+        """Count work on so many tokens, and so many requests, that nothing was reserved for: as much of it as
+        is left."""
         accounts, now = self._accounts_of(tenant, key_id), self._clock()
         for bucket in _refilled(accounts, now):
-            amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else 1))
+            amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))
             bucket.settle(bucket.take(amount), 0, now)
             bucket.let_go(amount)
         self._changed |= dict.fromkeys(accounts)

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
-from appliance.messages import Abort, Admit, Admitted, Refused, Rejected, Retried, Settle
+from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Rejected, Retried, Settle, Worked
 from appliance.traffic.admission import (
     Refusal,
     Waiting,
@@ -41,11 +41,10 @@ from appliance.traffic.admission import (
 from appliance.traffic.books import Books, Clock
 from appliance.traffic.checks import Checks
 from appliance.traffic.closures import Closure
-from appliance.traffic.credits import CreditAccount
+from appliance.traffic.credits import BACKGROUND, CreditAccount
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import expected_tokens
 from appliance.traffic.overload import DROP_BACKGROUND
-from appliance.traffic.queue import BACKGROUND
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request import Request, own_settle, rejected_row, retried_row, row_of
 from appliance.traffic.rules import QueueRules
@@ -255,15 +254,22 @@ class Ledger(Books):
     def reject(self, rejected: Rejected) -> None:
         """A front refused a request by itself: a row, and a charge for the work."""
         if rejected.work_tokens:
-            identity = rejected.identity
-            self.quotas.charge(identity.tenant, identity.key_id, rejected.work_tokens)
+            self._charge_for_work(rejected.identity, rejected.work_tokens, requests=1)
         model = self._models.get(rejected.model)
         self._rows.end(rejected_row(rejected, model.version if model else None, self._unix()))
+
+    def charge_work(self, worked: Worked) -> None:
+        """A front did work that no request pays for: a charge, no row."""
+        self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:
         """A front answered a request from another one's run: a row, nothing else."""
         model = self._models.get(retried.model)
         self._rows.end(retried_row(retried, model.version if model else None, self._unix()))
+
+    def _charge_for_work(self, identity: Identity, tokens: int, requests: int) -> None:
+        key_id = self._tenants.limits_key(identity.key_id)
+        self.quotas.charge(identity.tenant, key_id, tokens, requests)
 
     def lose_front(self, front: str) -> None:
         """The front is dead. What it submitted is cancelled by the replicas, which say when that is done."""
@@ -440,7 +446,7 @@ class Ledger(Books):
         """Hand out turns while somebody may have one."""
         now = self._clock()
         while (turn := model.next_turn(now)) is not None:
-            request, account = turn
+            request, account, _ = turn
             if (why := hopeless(request, model, now)) is not None:
                 self._refuse(request, why)
                 continue
@@ -448,10 +454,10 @@ class Ledger(Books):
                 request.queue_ms = (now - request.queued_at) * 1000
             self._running += not request.dispatched
             self._admitted += 1
-            urgent = model.start(request, account, now)
+            spare_slots = model.start(turn, now)
             self._unqueue(request)
             salt = self._salt(request.tenant)
-            attempt, number = request.admit.attempt, request.request_class
+            attempt = request.admit.attempt
             self._send(
                 request.front,
                 Admitted(
@@ -459,8 +465,9 @@ class Ledger(Books):
                     attempt,
                     account.replica,
                     salt,
-                    number,
-                    urgent=urgent,
+                    turn.priority,
+                    urgency=turn.urgency,
+                    spare_slots=spare_slots,
                     most_tokens=request.most_tokens,
                     rate_limits=self.quotas.rate_limits(request.tenant, request.key_id),
                 ),
@@ -475,8 +482,6 @@ class Ledger(Books):
         rows = len(finished.finish_reason)
         left.end(rows, finished.credit_tokens)
         request.count(finished)
-        if request.request_class == BACKGROUND:
-            account.background_rows -= rows
         self._preemptions += finished.preemptions
         if finished.generated_tokens:
             self._tenants.learn_output(request.tenant, finished.generated_tokens // rows, request.most_each)
@@ -488,7 +493,7 @@ class Ledger(Books):
         """What the request still has on the replica was never submitted."""
         left = request.dispatched.get(account)
         if left is not None:
-            account.refund(left.rows, left.tokens, background=request.request_class == BACKGROUND)
+            account.refund(left.level, left.rows, left.tokens)
             self._leave(request, account)
             self._dispatch(self._models[account.model])
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from appliance import fronts
+from appliance.current_problems import _front
 from appliance.fronts import Dealer, Front
 from appliance.messages import Configure, Connection, FrontReport, Limits
 from appliance.refusals import RefusalWatch
@@ -81,6 +82,34 @@ def test_a_front_that_cannot_be_started_leaves_nothing_behind_and_is_tried_again
         front.begin_stop(0.0)
         await front.ended()
         assert held() == before
+
+    asyncio.run(scenario())
+
+
+def test_a_front_that_reports_but_does_not_become_ready_is_a_problem_and_is_killed() -> None:
+    class Unconfigured(Events):
+        """Fronts are told nothing, so that they report and never become ready."""
+
+        def front_started(self, front: Front) -> None: ...
+
+    async def scenario() -> None:
+        events: Any = Unconfigured()
+        front = Front(0, events, hang_timeout_s=600, load_timeout_s=600, module="tests.core.fake_front")
+        front.start()
+        async with asyncio.timeout(60):
+            while front._report is None:
+                await asyncio.sleep(0.01)
+        assert not list(_front(front.status()))
+        front._started_at -= 100
+        (problem,) = _front(front.status())
+        assert "it has not loaded the models" in problem.what
+        front.check()
+        assert front.state == "starting"
+        front._started_at -= 600
+        front.check()
+        await front.ended()
+        assert "it was not ready" in front.last_error and front.state == "restarting"
+        front.begin_stop(0.0)
 
     asyncio.run(scenario())
 

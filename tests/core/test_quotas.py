@@ -393,6 +393,12 @@ def test_refused_work_is_charged_as_far_as_there_is_anything_left(time: Time) ->
     spent(of, 100, 100, "k")
 
 
+def test_work_that_no_request_pays_for_is_charged_to_the_token_limits_alone(time: Time) -> None:
+    of = quotas(time, tenant(requests_per_minute=3, tokens_per_minute=1200))
+    of.charge("acme", "k", 300, requests=0)
+    assert used(of) == {"requests_per_minute": 0, "tokens_per_minute": 300}
+
+
 def test_a_charge_does_not_disturb_what_running_requests_give_back(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=1000))
     held = taken(of, 100, 500)

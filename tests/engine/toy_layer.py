@@ -23,7 +23,15 @@ import triton.language as tl
 from engine import build, families, kernel_build
 from engine.config import ModelConfig, Shard
 from engine.launch_enumeration import MetaReplica
-from engine.model.layers import LAYER_KINDS, Layer, LayerInput, Linear, ParameterFactory, WeightShard
+from engine.model.layers import (
+    LAYER_KINDS,
+    Layer,
+    LayerInput,
+    LayerRun,
+    Linear,
+    ParameterFactory,
+    WeightShard,
+)
 from engine.served_model import ServedModel
 from kernels import KvPool, Residual, compiling, reference
 from kernels.cuda import CudaOps
@@ -46,10 +54,10 @@ class ToyLayer(Layer):
         self.gate_norm = factory.empty(config.hidden_size)
         self.gate = Linear(factory, config.hidden_size, config.hidden_size, bias=False)
 
-    def __call__(
+    def run(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
-    ) -> Residual:
-        residual = super().__call__(residual, inputs, kv, self.gate_norm)
+    ) -> LayerRun:
+        residual = yield from super().run(residual, inputs, kv, self.gate_norm)
         return self.ops.gated_add(residual, self.gate_norm, self.eps, self.gate.weight)  # type: ignore[attr-defined]
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:

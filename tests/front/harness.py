@@ -43,7 +43,6 @@ from appliance.messages import (
     Identity,
     Keep,
     KeepRules,
-    KeptPart,
     Limits,
     Refused,
     Rejected,
@@ -53,10 +52,12 @@ from appliance.messages import (
     ServedModel,
     Settle,
     StopFront,
+    Worked,
 )
 from appliance.text.tokenizer import Tokenizer
 from engine.client import Channel, socketpair
 from engine.messages import Cancel, DataInbound, Output, StepFrame, Submit, TokenLogprob
+from store.structs import KeptText
 
 Result = TypeVar("Result")
 
@@ -127,7 +128,9 @@ class FakeReplica:
         self.die_after: int | None = None
         """Steps until it dies of itself."""
         self.fail_with: str | None = None
-        """Refuse every submission with this error."""
+        """End every submission with this error."""
+        self.fail_refuses = True
+        """Whether the error is of what is asked for."""
         self.channel: Channel[DataInbound] = Channel(sock, DataInbound)
         self.channel.listen(self._take, lambda: None)
         self._steps = 0
@@ -149,7 +152,17 @@ class FakeReplica:
         samples = range(message.first_sample, message.first_sample + message.n)
         if self.fail_with is not None:
             self._send(
-                [Output(message.handle, sample, [], "error", error=self.fail_with) for sample in samples]
+                [
+                    Output(
+                        message.handle,
+                        sample,
+                        [],
+                        "error",
+                        error=self.fail_with,
+                        refused=self.fail_refuses,
+                    )
+                    for sample in samples
+                ]
             )
             return
         for sample in samples:
@@ -181,12 +194,15 @@ class FakeReplica:
 
     def _output(self, run: _Running) -> Output:
         submit, sampling = run.submit, run.submit.sampling
-        token_id = run.tokens[run.position % len(run.tokens)]
+        if not sampling.max_tokens:
+            token_ids, token_id = [], -1
+        else:
+            token_ids = [token_id := run.tokens[run.position % len(run.tokens)]]
         run.position += 1
         stops = not sampling.ignore_eos and token_id in sampling.stop_token_ids
         finish = "stop" if stops else "length" if run.position >= sampling.max_tokens else ""
-        output = Output(submit.handle, run.sample, [token_id], finish)
-        if sampling.logprobs is not None:
+        output = Output(submit.handle, run.sample, token_ids, finish)
+        if token_ids and sampling.logprobs is not None:
             output.logprobs = [_logprob(token_id, sampling.logprobs)]
         if run.first:
             run.first = False
@@ -239,13 +255,14 @@ class Harness:
         self.settles: list[Settle] = []
         self.refused: set[str] = set()
         self.rejected: list[Rejected] = []
+        self.worked: list[Worked] = []
         self.reports: list[FrontReport] = []
         self.serial = 0
         """Of the last configuration that was sent."""
         self.claimed: list[Claim] = []
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
-        self.kept: dict[str, list[KeptPart]] = {}
+        self.kept: dict[str, list[KeptText]] = {}
         """By request id."""
         self.moved: list[tuple[HandOver, int, int]] = []
         """With the descriptors of the connection and the request, for `give_back`."""
@@ -316,7 +333,7 @@ class Harness:
         """Forget what was recorded, and be well-behaved again."""
 
         def forget() -> None:
-            self.admits, self.settles, self.rejected = [], [], []
+            self.admits, self.settles, self.rejected, self.worked = [], [], [], []
             self.claimed, self.releases, self.retried = [], [], []
             self.kept = {}
             self.claims = lambda claim: Claimed(claim.scope, "run")
@@ -494,9 +511,11 @@ class Harness:
         elif isinstance(message, Keep):
             with open(self.channel.take_fd(), "rb") as memory:
                 memory.seek(0)
-                self.kept[message.request_id] = msgspec.msgpack.decode(memory.read(), type=list[KeptPart])
+                self.kept[message.request_id] = msgspec.msgpack.decode(memory.read(), type=list[KeptText])
         elif isinstance(message, Rejected):
             self.rejected.append(message)
+        elif isinstance(message, Worked):
+            self.worked.append(message)
         elif isinstance(message, FrontReport):
             self.reports.append(message)
         elif isinstance(message, FrontReady):

@@ -475,14 +475,40 @@ def test_an_assistants_message_may_have_no_content_and_others_may_not(
 
 def test_the_user_is_told_to_the_log_whether_the_request_runs_or_not(front: Harness) -> None:
     assert post(front, CHAT, chat(user="somebody")).status == 200
-    assert post(front, CHAT, chat(user="s" * 1000) | {"model": "no"}).status == 404
+    assert post(front, CHAT, chat(user="s" * 512) | {"model": "no"}).status == 404
     front.wait_for(lambda: bool(front.rejected))
-    assert (front.admits[0].user, front.rejected[0].user) == ("somebody", "s" * 256)
+    assert (front.admits[0].user, front.rejected[0].user) == ("somebody", "s" * 512)
     key = {"Idempotency-Key": "k"}
     for _ in range(2):
         assert post(front, CHAT, chat(user="somebody"), **key).status == 200
     front.wait_for(lambda: bool(front.retried))
     assert front.retried[0].user == "somebody"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/v1/completions", {"prompt": "x" * 2000, "truncate_prompt_tokens": 10}, 1991),
+        ("/v1/completions", {"prompt": [300] * 2000, "truncate_prompt_tokens": 10}, 1990),
+        ("/tokenize", {"prompt": "x" * 2000}, 2001),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 2000}]}, 2004),
+        ("/detokenize", {"tokens": [300] * 2000}, 2000),
+    ],
+    ids=["truncated text", "truncated tokens", "tokens of a text", "tokens of a chat", "text of tokens"],
+)
+def test_tokens_that_no_request_pays_for_are_charged(
+    front: Harness, path: str, body: dict[str, Any], tokens: int
+) -> None:
+    assert post(front, path, {"model": "demo", "max_tokens": 1, **body}).status == 200
+    front.wait_for(lambda: bool(front.worked))
+    (worked,) = front.worked
+    assert (worked.identity.tenant, worked.tokens) == ("local", tokens)
+
+
+def test_a_user_that_is_too_long_is_refused(front: Harness) -> None:
+    error = post(front, CHAT, chat(user="s" * 513)).error
+    assert (error["param"], error["code"]) == ("user", "invalid_value")
+    assert "has 513 characters; give at most 512" in error["message"]
 
 
 def test_the_page_of_the_api_has_the_fields_that_there_are() -> None:

@@ -399,7 +399,7 @@ def test_a_late_follower_of_a_long_answer_gets_all_of_it(front: Harness) -> None
 @pytest.mark.parametrize("size", [1, 300_000])
 def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: bool, size: int) -> None:
     front.claims = lambda claim: Claimed(claim.scope, "elsewhere")
-    body = chat() | {"user": "x" * size}
+    body = chat() | {"metadata": {"name": "x" * size}}
     headers = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "mine"}
     with connect(front, tcp=tcp) as sock:
         send(sock, "moving", body, **headers)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from appliance.settings import demo_model_folder
 from appliance.text import cuts
 from appliance.text.cuts import can_be_cut, longest_token_bytes, split_text
-from appliance.text.encoder import Encoder
+from appliance.text.encoder import MAX_UNCUT_BYTES, Encoder, UncuttableTextError
 from appliance.text.fair_queue import run_steps
 from appliance.text.token_table import build_token_table, id_to_token
 from tests.text.conftest import byte_fallback, byte_level
@@ -160,6 +160,26 @@ def test_a_text_without_a_place_to_cut_stays_whole_and_others_are_cut_evenly() -
     assert list(split_text("a" * 100_000)) == ["a" * 100_000]
     pieces = list(split_text("word " * 100_000))
     assert max(map(len, pieces)) < cuts.PIECE_CHARACTERS + 10 and len(pieces) > 25
+
+
+def test_a_piece_without_a_place_to_cut_is_encoded_up_to_a_bound_and_refused_by_its_place_beyond() -> None:
+    name = next(iter(BACKENDS))
+    encoder = Encoder(BACKENDS[name])
+    longest = "x" * MAX_UNCUT_BYTES
+    assert (
+        run_steps(encoder.steps([longest], False))[0]
+        == BACKENDS[name].encode(longest, add_special_tokens=False).ids
+    )
+    for text in ("a word " * 10 + longest + "x word", "a word " * 10 + "😀" * (len(longest) // 4 + 1)):
+        with pytest.raises(UncuttableTextError, match=r"from character (69|70) on") as caught:
+            run_steps(encoder.steps(["short", text], False))
+        assert caught.value.index == 1
+
+
+def test_a_tokenizer_that_cannot_cut_refuses_longer_texts() -> None:
+    encoder = Encoder(byte_fallback())
+    with pytest.raises(UncuttableTextError, match="cannot encode a text in parts"):
+        run_steps(encoder.steps(["word " * (MAX_UNCUT_BYTES // 5 + 1)], False))
 
 
 @pytest.mark.parametrize("name", [*BACKENDS, "byte_fallback"])

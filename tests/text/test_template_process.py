@@ -105,6 +105,12 @@ def test_a_template_that_does_not_compile_or_not_within_the_bounds_is_refused_at
     assert not workers()
 
 
+def test_a_template_with_a_lone_surrogate_is_refused_at_load() -> None:
+    with pytest.raises(TokenizerFilesError, match="lone surrogate"):
+        with_process("\ud800", lambda process: process.compile())
+    assert not workers()
+
+
 def test_the_process_is_started_anew_when_it_dies_and_ends_with_its_owner() -> None:
     async def killed(process: TemplateProcess) -> str:
         await process.compile()

@@ -113,6 +113,7 @@ def test_padding_and_truncation_in_the_file_do_not_shape_prompts(tmp_path):
         ("tokenizer_config.json", "[1", r"tokenizer_config.json: not readable as JSON"),
         ("tokenizer_config.json", "[]", r"tokenizer_config.json: expected a JSON object, found list"),
         ("tokenizer_config.json", '{"bos_token": 5}', r"bos_token must be a token .* found 5"),
+        ("tokenizer_config.json", '{"extra_special_tokens": 5}', r"extra_special_tokens must be a list"),
         (
             "tokenizer_config.json",
             '{"added_tokens_decoder": {"x": "y"}}',

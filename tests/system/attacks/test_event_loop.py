@@ -98,6 +98,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "nested template variables": (CHAT, lambda: chat(chat_template_kwargs={"a": [[]] * 15_000})),
     "text as template variable": (CHAT, lambda: chat(chat_template_kwargs={"a": LETTERS})),
     "many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": "x" * 400}] * 4096)),
+    "many empty messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": ""}] * 4096)),
     "too many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": ""}] * 16_000)),
     "many parts": (CHAT, lambda: says([{"type": "text", "text": "x"}] * 16_000)),  # type: ignore[arg-type]
     "a list as type": (CHAT, lambda: says([{"type": [[]] * 16_000, "text": ""}])),  # type: ignore[arg-type]
@@ -109,6 +110,15 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "many streamed samples": (
         CHAT,
         lambda: chat(n=128, max_tokens=200, logprobs=True, top_logprobs=20, stream=True),
+    ),
+    "token counts in every event": (
+        COMPLETIONS,
+        lambda: completion(
+            prompt=[[100]] * 1024,
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        ),
     ),
     "a long prompt": (COMPLETIONS, lambda: completion(prompt=LETTERS)),
     "many prompts": (COMPLETIONS, lambda: completion(prompt=["x " * 900] * 1024)),
@@ -142,7 +152,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
         COMPLETIONS,
         lambda: completion(prompt=[[100]] * 1024, logit_bias={str(n): 1 for n in range(64)}),
     ),
-    "tokens": ("/tokenize", lambda: completion(prompt="x" * 1_000_000, return_token_strs=True)),
+    "tokens": ("/tokenize", lambda: completion(prompt="x " * 250_000, return_token_strs=True)),
     "too many tokens": (
         "/tokenize",
         lambda: completion(prompt="é" * (BODY // 6 - 1000), return_token_strs=True),
@@ -181,6 +191,28 @@ def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Figures], name
     blocked = f"blocked for {best[0] * 1e3:.0f} ms, {best[1] * 1e3:.0f} ms with other threads"
     print(f"{name}: {answer.status_code}, {blocked}")
     assert max(best) < MAX_BLOCKED_S, blocked
+
+
+def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Figures]) -> None:
+    front, figures = watched
+    samples, tries = 64, 3
+    body = completion(prompt=[300] * 130_000, n=samples, max_tokens=1000, stream=True, ignore_eos=True)
+    best = (float("inf"), float("inf"))
+    front.step_s = front.replica.step_s = 0.5
+    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock), timeout=120) as client:
+        headers = {"content-type": "application/json"}
+        with client.stream("POST", "http://front" + COMPLETIONS, content=body, headers=headers) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            next(lines)
+            for number in range(tries):
+                dying, survivor = front.replica, front.attach(f"survivor-{number}")
+                FIGURES.pack_into(figures, 0, 0.0, 0.0)
+                front.call(dying.die)
+                front.wait_for(lambda: len(survivor.submits) == samples, 120)  # noqa: B023
+                assert {submit.first_sample for submit in survivor.submits} == set(range(samples))
+                best = min(best, FIGURES.unpack_from(figures), key=max)
+    assert max(best) < MAX_BLOCKED_S, f"blocked for {best[0] * 1e3:.0f} ms"
 
 
 def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Figures]) -> None:

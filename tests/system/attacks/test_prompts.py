@@ -21,6 +21,7 @@ from tests.system.test_limits import Caller
 
 pytestmark = pytest.mark.system
 HUGE = "word " * ((Limits().max_body_bytes - 1000) // 5)
+WORD = "some words " * 10 + "x" * (Limits().max_body_bytes - 1000)
 MAX_DELAY_S = 2.0
 """Of a small request beside the attack, at any time; 64 s before prompts were encoded in turns."""
 
@@ -79,8 +80,9 @@ def front_bytes(running: Service) -> int:
         ("/v1/completions", {"prompt": [HUGE[:2000]] * 1000 + [HUGE[:20_000]]}),
         ("/tokenize", {"prompt": HUGE[:1_000_000]}),
         ("/tokenize", {"messages": [{"role": "user", "content": HUGE[:1_000_000]}]}),
+        ("/tokenize", {"prompt": "x" * 500_000}),
     ],
-    ids=["a prompt", "many prompts", "tokens of a text", "tokens of a chat"],
+    ids=["a prompt", "many prompts", "tokens of a text", "tokens of a chat", "tokens of a long word"],
 )
 def test_another_tenants_small_request_is_answered_at_once_beside_huge_prompts(
     demo: Service, path: str, fields: dict[str, Any]
@@ -95,6 +97,28 @@ def test_another_tenants_small_request_is_answered_at_once_beside_huge_prompts(
     assert max(latencies) < MAX_DELAY_S, latencies
     assert grown < 200e6, grown
     assert set(statuses) <= {200, 400, 503}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": ["hi", WORD], "truncate_prompt_tokens": 1}, "prompt[1]"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": WORD}]}, "messages"),
+        ("/tokenize", {"prompt": WORD}, "prompt"),
+    ],
+    ids=["a truncated prompt", "a chat", "tokens of a text"],
+)
+def test_a_word_that_would_be_encoded_in_one_long_step_is_refused(
+    demo: Service, path: str, fields: dict[str, Any], param: str
+) -> None:
+    with demo.http() as http:
+        answer = http.post(
+            path, json={"model": "demo", "max_tokens": 1, "truncate_prompt_tokens": 1} | fields
+        )
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert "xxxxx'…)" in error["message"] and "divide it with spaces" in error["message"]
 
 
 def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alone(demo: Service) -> None:
@@ -132,6 +156,26 @@ def test_refused_work_counts_against_the_senders_limits(demo: Service, fields: d
     tenant.wait(
         lambda: tenant.ask(prompt=1000, max_tokens=1000).status_code == 429, "a limit that is reached"
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": HUGE, "truncate_prompt_tokens": 1, "max_tokens": 1}),
+        ("/tokenize", {"prompt": HUGE[:1_000_000]}),
+        ("/detokenize", {"tokens": [100] * 250_000}),
+    ],
+    ids=["a truncated prompt", "tokens of a text", "text of tokens"],
+)
+def test_work_that_is_not_part_of_a_request_counts_against_the_senders_limits(
+    demo: Service, path: str, fields: dict[str, Any]
+) -> None:
+    tenant = Caller(demo, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
+    headers = {"authorization": f"Bearer {tenant.key}"}
+    with demo.http() as http:
+        answer = http.post(path, json={"model": "demo", **fields}, headers=headers)
+        assert answer.status_code == 200, answer.text
+    tenant.wait(lambda: tenant.usage()["tokens_per_minute"].used > 100_000, "the charge")
 
 
 def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(demo: Service) -> None:

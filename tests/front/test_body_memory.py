@@ -1,0 +1,95 @@
+"""What a front holds of the bodies of requests that wait for their turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from appliance.front.encoding import text_bytes
+from appliance.messages import Abort, Identity, Limits
+from tests.front.harness import Harness
+from tests.front.raw import Answer, connect, head, read_answer
+
+COMPLETIONS = "/v1/completions"
+LONG = {"model": "demo", "prompt": [300, 301, 302, 303] * 62_000, "truncate_prompt_tokens": 1}
+
+
+@pytest.fixture
+def waiting(front: Harness) -> Iterator[contextlib.ExitStack]:
+    """Holds the connections of requests whose turn does not come."""
+    front.admit = "hold"
+    with contextlib.ExitStack() as connections:
+        yield connections
+    front.admit = "at once"
+    front.identify()
+    for admit in front.admits:
+        front.send(Abort(admit.request_id, "the test is over"))
+    front.settled(len(front.admits))
+
+
+def post(front: Harness, waiting: contextlib.ExitStack, body: object, **headers: str) -> socket.socket:
+    """Send a request; the connection stays open."""
+    data = json.dumps(body).encode()
+    sock = waiting.enter_context(connect(front))
+    sock.sendall(head("POST", COMPLETIONS, {"Content-Length": str(len(data)), **headers}) + data)
+    return sock
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_of_a_request_that_waits_only_its_tokens_are_held(
+    front: Harness, waiting: contextlib.ExitStack, has_key: bool
+) -> None:
+    memory = psutil.Process(front.process.pid).memory_info
+
+    def send(count: int) -> None:
+        for _ in range(count):
+            sent = len(front.admits)
+            headers = {"Idempotency-Key": f"long-{sent}"} if has_key else {}
+            post(front, waiting, LONG, **headers)
+            front.wait_for(lambda sent=sent: len(front.admits) == sent + 1)
+
+    send(3)
+    before = memory().rss
+    send(20)
+    # Each of these bodies takes 10 MB when it is parsed.
+    front.wait_for(lambda: memory().rss - before < 60e6)
+    assert all(admit.prompt_tokens == 1 for admit in front.admits)
+
+
+def test_texts_count_with_the_memory_that_they_take() -> None:
+    assert 2000 <= text_bytes(["x" * 1000] * 2) < 2500
+    assert 4000 <= text_bytes(["x" * 999 + "😀"]) < 4500
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_prompts_that_are_kept_count_as_bodies_until_the_requests_end(
+    front: Harness, waiting: contextlib.ExitStack, has_key: bool
+) -> None:
+    front.identify(uids={os.getuid(): Identity(tenant="local", log_policy="full")})
+    front.configure(limits=Limits(max_body_bytes=100_000, max_tenant_body_bytes=250_000))
+    body = {"model": "demo", "prompt": "x" * 90_000, "truncate_prompt_tokens": 1}
+
+    def send(number: int) -> socket.socket:
+        return post(front, waiting, body, **({"Idempotency-Key": f"kept-{number}"} if has_key else {}))
+
+    held = []
+    for number in range(2):
+        held.append(send(number))
+        front.wait_for(lambda number=number: len(front.admits) == number + 1)
+    if has_key:
+        # The run goes on without its client for a while, and holds the prompt.
+        held[0].close()
+    refused: Answer = read_answer(send(2))
+    assert (refused.status, refused.error["code"]) == (503, "too_many_body_bytes")
+    if not has_key:
+        for sock in held:
+            sock.close()
+        front.settled(2)
+        send(3)
+        front.wait_for(lambda: len(front.admits) == 3)

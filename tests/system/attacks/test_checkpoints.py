@@ -1,0 +1,66 @@
+"""A checkpoint whose files cannot be read makes its own model unusable, and no other one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.client import ServiceNotRunningError
+from appliance.settings import demo_model_folder
+from tests.system.attacks.reading import doctor, no_problem, problem
+from tests.system.service import Service, service
+
+pytestmark = pytest.mark.system
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "surrogate": ({"chat_template": "\ud800"}, "lone surrogate"),
+    "number": ({"extra_special_tokens": 5}, "extra_special_tokens must be a list"),
+    "deep": ({"bos_token": "\ud800"}, "its files cannot be read"),
+}
+"""What is written into `tokenizer_config.json`, and the cause that is reported."""
+
+
+def has_started(running: Service) -> bool:
+    """Whether the service answers operators."""
+    try:
+        return bool(running.status())
+    except ServiceNotRunningError:
+        return False
+
+
+def status_of(running: Service, model: str) -> tuple[int, str]:
+    """Status code and text of a request to the model."""
+    body = {"model": model, "prompt": "hi", "max_tokens": 1}
+    with running.http() as http:
+        answer = http.post("/v1/completions", json=body)
+    return answer.status_code, answer.text
+
+
+def test_models_with_bad_files_are_reported_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--model", f"demo={demo_model_folder()}", "--kv-blocks", "50"]
+    good = (Path(demo_model_folder()) / "tokenizer_config.json").read_text()
+    for name, (change, _) in BROKEN.items():
+        shutil.copytree(demo_model_folder(), tmp_path / name)
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(json.loads(good) | change))
+        flags += ["--model", f"{name}={tmp_path / name}"]
+    # The service does not become ready as a whole: some of its models cannot be used.
+    monkeypatch.setattr(Service, "ready", has_started)
+    with service(*flags, "--fronts", "1") as running:
+        for name, (_, cause) in BROKEN.items():
+            assert name in problem(running, "front-0", cause, 120)["what"]
+        found = "\n".join(doctor(running))
+        assert all(cause in found for _, cause in BROKEN.values()), found
+        running.wait_until(lambda: status_of(running, "demo")[0] == 200, 120, "the good model")
+        for name, (_, cause) in BROKEN.items():
+            code, text = status_of(running, name)
+            assert code == 503 and cause in text, text
+        # Later configurations are applied: the repaired models are served.
+        for name in BROKEN:
+            (tmp_path / name / "tokenizer_config.json").write_text(good)
+        no_problem(running, 120)
+        assert all(status_of(running, name)[0] == 200 for name in ("demo", *BROKEN))
