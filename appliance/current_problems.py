@@ -87,7 +87,7 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
             where=front.name,
             what=front.detail,
             remedy="wait: a front that stays silent is killed and restarted; see the log"
-            if silent
+            if front.detail.startswith("silent")
             else "raise the limit that the message names, or start more fronts",
         )
     for model, why in front.problems.items():

@@ -124,7 +124,6 @@ class Front:
         self._kill_reason = ""
         self._started_at = 0.0
         self._ready_at: float | None = None
-        self._started_at = 0.0
         self._memory_kills = 0
         self._last_sign = 0.0
         self._given = 0
@@ -187,6 +186,7 @@ class Front:
         self._report, self._ready_at, self._kill_reason = None, None, ""
         self._given, self._refusals = 0, RefusalWatch()
         self._started_at = self._last_sign = time.monotonic()
+        self._memory_kills = count_memory_kills()
         try:
             pid = self._spawn()
         except OSError as error:

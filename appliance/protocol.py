@@ -39,6 +39,8 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     """Connections that were closed because their clients did not read the answers."""
     refused_bodies: int = 0
     """Requests that were refused because the bodies in progress had too many bytes."""
+    refused_heads: int = 0
+    """Requests that were refused because the headers in progress had too many bytes."""
     streams: int = 0
     requests: int = 0
     tokens: int = 0

@@ -126,6 +126,7 @@ class ReplicaGroup:
         self._ranks: list[_Rank] = []
         self._reason = ""
         self._first_exit = ""
+        self._memory_kills = count_memory_kills()
         self._stopped: set[int] = set()
         """The ranks that were stopped at the latest check."""
         self._ended = asyncio.Event()
