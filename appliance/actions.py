@@ -1,189 +1,173 @@
-"""The one registry of operator actions (DESIGN §8).
+"""The registry of operator actions: each action is declared here, and only here.
 
-CLI commands, key bindings, confirmation dialogs and the audit record are derived from these entries. An
-action is called by `POST /actions/NAME` on the admin socket with its parameters as JSON; `appliance.admin`
-holds what each one does.
-"""
+Commands of the CLI, key bindings, confirmation dialogs and audit rows are derived from these entries. An
+action is called by `POST /actions/NAME` on the admin socket, with its parameters as JSON.
+`appliance.admin.handlers` maps each action to the code that performs it; this module stays importable without
+the service's modules."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+import inspect
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from appliance.protocol import AuditHead, Contents, Done, DrainStatus, Key, NewKey, Reloaded, Tenant
+from store.fields import Declared, declared
+from store.policies import KeyFields, Quota, TenantRecord
 
 MAX_GRACE_S = 7 * 86400.0
-"""Of a drain: a week."""
+"""Maximum grace period of a drain: a week."""
 
 Danger = Literal["none", "confirm", "typed"]
+"""What to ask before: nothing, yes or no, or the target's name typed out."""
+TargetKind = Literal["service", "model", "tenant", "key", "peer", "request"]
+Visibility = Literal["shown", "internal"]
+"""Whether people are offered the action, or a command calls it as one of its steps."""
 
 
-class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant, or a key within its tenant, may use. A field that is not given stays as it is; null
-    lifts the limit."""
-
-    requests_per_minute: float | UnsetType | None = UNSET
-    """Requests a minute."""
-    tokens_per_minute: float | UnsetType | None = UNSET
-    """Prompt and output tokens a minute."""
-    tokens_per_day: float | UnsetType | None = UNSET
-    """Prompt and output tokens a day, which refill all the time."""
-    burst_s: float | UnsetType = UNSET
-    """Seconds of the limits a minute that may be used at once."""
-    concurrent_requests: int | UnsetType | None = UNSET
-    """Requests that run at once; more wait."""
-    queued_requests: int | UnsetType | None = UNSET
-    """Requests that wait; more are refused."""
-    context_tokens: int | UnsetType | None = UNSET
-    """Longest request in tokens, prompt and output together."""
-    kv_share: float | UnsetType | None = UNSET
-    """Part of a model's KV blocks, over its replicas, that its running requests may hold, 0 to 1."""
+def _changes(record: type[msgspec.Struct]) -> Any:
+    """Return a struct of the declared fields of `record` and of `Quota`, none of which has to be given."""
+    fields = [*declared(record).values(), *declared(Quota).values()]
+    return msgspec.defstruct(
+        f"{record.__name__}Changes",
+        [(field.name, _parameter(field), UNSET) for field in fields],
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
 
 
-class TenantFields(Limits, kw_only=True):
-    """What is decided about a tenant."""
+def _parameter(field: Declared) -> Any:
+    """Return the type of a field that may be left out. `store.rules` checks values, with messages that name
+    the remedy; here they are in the schema only."""
+    plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
+    kind = plain.get(field.kind, field.type)
+    if field.optional:
+        kind = kind | None
+    schema: dict[str, Any] = {}
+    if field.kind == "choice":
+        schema["enum"] = list(field.choices)
+    elif field.kind == "list" and field.choices:
+        schema["items"] = {"enum": list(field.choices)}
+    elif field.kind in ("number", "count", "span", "class"):
+        schema.update(minimum=field.field.low, maximum=field.field.high)
+    return Annotated[
+        kind | UnsetType, msgspec.Meta(description=field.description, extra_json_schema=schema or None)
+    ]
 
-    weight: float | UnsetType = UNSET
-    """Share of service against other tenants of the same class."""
-    highest_class: int | UnsetType = UNSET
-    """The best class that its requests get, 0 to 3."""
-    default_class: int | UnsetType = UNSET
-    """Of a request that asks for none."""
-    default_max_tokens: int | UnsetType | None = UNSET
-    """Output of a request that names no max_tokens; null: what the model's length leaves."""
-    cache_group: str | UnsetType | None = UNSET
-    """Share cached prefixes with the tenants of this group."""
-    log_policy: str | UnsetType = UNSET
-    """What the request log keeps of prompts and answers: metadata, hashes or full."""
-    log_days: float | UnsetType | None = UNSET
-    """For how many days; null: the service's retention."""
+
+_TenantChanges: Any = _changes(TenantRecord)
+_KeyChanges: Any = _changes(KeyFields)
 
 
-class CreateTenant(TenantFields, kw_only=True):
-    """Make a tenant; what is not given is as for the built-in ones."""
+class CreateTenant(_TenantChanges):
+    """Create a tenant. Fields that are not given have the defaults of the built-in tenants: no limits."""
 
     name: str
-    """What it is called, for good."""
+    """The tenant's name, which cannot change."""
 
 
-class SetTenant(TenantFields, kw_only=True):
-    """Change a tenant, at once."""
+class SetTenant(_TenantChanges):
+    """Change a tenant, effective immediately. Fields that are not given stay as they are."""
 
     name: str
     """As `tenants list` shows it."""
 
 
 class SuspendTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Serve nothing of a tenant any more; what runs goes on."""
+    """Refuse new requests of a tenant. Running requests continue unless they are cancelled too."""
 
     name: str
     """As `tenants list` shows it."""
     cancel: bool = False
-    """End what runs and waits as well."""
+    """Cancel the tenant's running and queued requests."""
 
 
 class ResumeTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Serve a suspended tenant again."""
+    """Accept requests of a suspended tenant again."""
 
     name: str
     """As `tenants list` shows it."""
 
 
 class DeleteTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Remove a tenant that no valid key and no peer stands for."""
+    """Delete a tenant that has no valid key and no mapped user or group."""
 
     name: str
     """As `tenants list` shows it."""
 
 
-class KeyRights(Limits, kw_only=True):
-    """What a key opens, within what its tenant may."""
-
-    scopes: list[str] | UnsetType = UNSET
-    """Of inference (the API of models), admin (every operator action) and read (looking at the service)."""
-    models: list[str] | UnsetType | None = UNSET
-    """The only models that it opens; null: all."""
-    highest_class: int | UnsetType | None = UNSET
-    """The best class that its requests get, 0 to 3; null: the tenant's."""
-
-
-class CreateKey(KeyRights, kw_only=True):
-    """Make a bearer key."""
+class CreateKey(_KeyChanges):
+    """Create a bearer key. It is shown only once. Its limits apply within its tenant's."""
 
     name: str
-    """What or whom it is for; for people to tell keys apart."""
+    """What or whom the key is for."""
     tenant: str = "default"
-    """Who its requests are billed to."""
-    expires_at: float | None = None
-    """Unix seconds from which on it is worthless; never by default."""
+    """The tenant that is billed for its requests."""
 
 
-class SetKey(KeyRights, kw_only=True):
-    """Change what a key opens, at once."""
+class SetKey(_KeyChanges):
+    """Change a key, effective immediately. Fields that are not given stay as they are."""
 
     id: str
     """The key's id, as `keys list` shows it."""
-    name: str | UnsetType = UNSET
-    """What or whom it is for."""
-    expires_at: float | UnsetType | None = UNSET
-    """Unix seconds from which on it is worthless; null: never."""
 
 
 class RotateKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Make a key with the same rights in the place of one, which goes on for a while."""
+    """Replace a key by a new one with the same rights. The old key stays valid during an overlap."""
 
     id: str
     """The key's id, as `keys list` shows it."""
     overlap_s: float = 86400.0
-    """Seconds for which the old key goes on."""
+    """Seconds for which the old key stays valid."""
     expires_at: float | None = None
-    """Unix seconds from which on the new key is worthless; by default it is good for as long as the old one
-    was made for."""
+    """When the new key expires, as unix time. Default: it gets the lifetime that the old key was created
+    with."""
 
 
 class RevokeKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Make a key worthless, for good; what runs goes on."""
+    """Revoke a key permanently. Running requests continue unless they are cancelled too."""
 
     id: str
     """The key's id, as `keys list` shows it."""
     cancel: bool = False
-    """End what runs and waits as well."""
+    """Cancel the key's running and queued requests."""
 
 
 class MapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Let a user or group of the box use `api.sock` for a tenant."""
+    """Map a local user or group to a tenant on `api.sock`. A user's own mapping takes precedence over its
+    groups'."""
 
     peer: str
     """As uid:1000 or gid:100."""
     tenant: str
-    """Who its requests are billed to."""
+    """The tenant that is billed for the requests."""
 
 
 class UnmapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Forget for whom a user or group of the box stands."""
+    """Remove the mapping of a local user or group."""
 
     peer: str
     """As uid:1000 or gid:100."""
 
 
 class DrainService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Take nothing new, and finish what was accepted."""
+    """Accept no new requests, and finish those that were accepted."""
 
     model: str | None = None
-    """Only this model; null: the whole service."""
+    """The model to drain; null: the whole service."""
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)] = 120.0
-    """What still runs after so many seconds is ended with an error."""
+    """Requests that still run after so many seconds end with an error."""
     queue: bool = False
-    """Let new requests wait until service is resumed, instead of refusing them."""
+    """Hold new requests until service is resumed, instead of refusing them."""
 
 
 class ResumeService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Leave off or end a drain: take requests again, those that waited first."""
+    """Cancel or end a drain: accept requests again, held requests first."""
 
     model: str | None = None
-    """As it was drained."""
+    """The drained model; null: the whole service."""
 
 
 class ReloadConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -191,88 +175,113 @@ class ReloadConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CancelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """End a request now; its client gets an error."""
+    """Cancel a request. Its client gets an error."""
 
     request_id: str
     """As `requests` shows it."""
 
 
 class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Look at what is kept of a request's prompts and answers."""
+    """Show the stored prompts and answers of a request. The audit records who read them."""
 
     request_id: str
     """As `requests` shows it."""
 
 
 class BeginBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Record that a backup begins, which the command takes by itself; `EndBackup` says what came of it."""
+    """Record that the backup command starts a backup. `EndBackup` records its result."""
 
     path: str
-    """Where it goes."""
+    """Where the backup is written."""
     contents: bool = True
-    """Prompts and answers are in it."""
+    """Whether it includes prompts and answers."""
 
 
 class EndBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Record what came of a backup, as the command that took it says: complete with `rows` and `sha256`, or
-    failed with `error`."""
+    """Record the result of a backup, as the command reports it: complete with `rows` and `sha256`, or failed
+    with `error`."""
 
     path: str
-    """Where it is, or was to go."""
+    """Where the backup is, or was to be written."""
     rows: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Of the audit chain in it."""
+    """Number of rows of the audit chain in the backup."""
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
-    """Hex, of the archive; of a folder's `backup.json`, which has those of its other files."""
+    """SHA-256 (hex) of the archive, or of a folder's `backup.json`, which has the hashes of its other
+    files."""
     error: Annotated[str, msgspec.Meta(min_length=1, max_length=2000)] | None = None
-    """Why there is none."""
+    """Why the backup failed."""
 
 
 class Action(NamedTuple):
     """One thing that an operator can do."""
 
     name: str
-    """As it stands in the URL and in the audit chain."""
+    """As in the URL and in the audit chain."""
     title: str
-    """For a person, in the imperative."""
+    """For a person, in the imperative. With the target it is the question of the confirmation: "Revoke key
+    X?"."""
     danger: Danger
-    """What to ask before: nothing, yes or no, or the name typed out."""
+    target: TargetKind
     parameters: type[msgspec.Struct]
-    """Its fields are the parameters; their docstrings the help."""
+    """Its fields are the parameters; its docstring explains the action."""
     result: type[msgspec.Struct]
+    named_by: str = ""
+    """The parameter that names the target; empty: the action has one target only."""
+    visibility: Visibility = "shown"
+
+    @property
+    def description(self) -> str:
+        """What the action does, in sentences."""
+        return " ".join((inspect.getdoc(self.parameters) or "").split())
+
+    def target_name(self, parameters: msgspec.Struct) -> str:
+        """Return what the action is applied to, as a person calls it."""
+        name = getattr(parameters, self.named_by) if self.named_by else None
+        if self.target == "model":
+            return "the service" if name is None else f"model {name}"
+        return "" if name is None else str(name)
 
 
 ACTIONS: tuple[Action, ...] = (
-    Action("tenants.create", "Create tenant", "none", CreateTenant, Tenant),
-    Action("tenants.set", "Change tenant", "none", SetTenant, Tenant),
-    Action("tenants.suspend", "Suspend tenant", "confirm", SuspendTenant, Done),
-    Action("tenants.resume", "Resume tenant", "none", ResumeTenant, Done),
-    Action("tenants.delete", "Delete tenant", "typed", DeleteTenant, Done),
-    Action("keys.create", "Create key", "none", CreateKey, NewKey),
-    Action("keys.rotate", "Rotate key", "confirm", RotateKey, NewKey),
-    Action("keys.set", "Change key", "none", SetKey, Key),
-    Action("keys.revoke", "Revoke key", "confirm", RevokeKey, Done),
-    Action("peers.map", "Map peer", "none", MapPeer, Done),
-    Action("peers.unmap", "Unmap peer", "confirm", UnmapPeer, Done),
-    Action("drain", "Drain", "confirm", DrainService, DrainStatus),
-    Action("resume", "Resume", "none", ResumeService, Done),
-    Action("config.reload", "Reload settings", "none", ReloadConfig, Reloaded),
-    Action("requests.cancel", "Cancel request", "confirm", CancelRequest, Done),
-    Action("requests.show", "Show prompts and answers of request", "none", ShowContents, Contents),
-    Action("backup.begin", "Begin backup", "none", BeginBackup, AuditHead),
-    Action("backup.end", "End backup", "none", EndBackup, Done),
+    Action("tenants.create", "Create tenant", "none", "service", CreateTenant, Tenant, "name"),
+    Action("tenants.set", "Change tenant", "none", "tenant", SetTenant, Tenant, "name"),
+    Action("tenants.suspend", "Suspend tenant", "confirm", "tenant", SuspendTenant, Done, "name"),
+    Action("tenants.resume", "Resume tenant", "none", "tenant", ResumeTenant, Done, "name"),
+    Action("tenants.delete", "Delete tenant", "typed", "tenant", DeleteTenant, Done, "name"),
+    Action("keys.create", "Create key", "none", "tenant", CreateKey, NewKey, "tenant"),
+    Action("keys.rotate", "Rotate key", "confirm", "key", RotateKey, NewKey, "id"),
+    Action("keys.set", "Change key", "none", "key", SetKey, Key, "id"),
+    Action("keys.revoke", "Revoke key", "confirm", "key", RevokeKey, Done, "id"),
+    Action("peers.map", "Map peer", "none", "peer", MapPeer, Done, "peer"),
+    Action("peers.unmap", "Unmap peer", "confirm", "peer", UnmapPeer, Done, "peer"),
+    Action("drain", "Drain", "confirm", "model", DrainService, DrainStatus, "model"),
+    Action("resume", "Resume", "none", "model", ResumeService, Done, "model"),
+    Action("config.reload", "Reload settings", "none", "service", ReloadConfig, Reloaded),
+    Action("requests.cancel", "Cancel request", "confirm", "request", CancelRequest, Done, "request_id"),
+    Action(
+        "requests.show",
+        "Show prompts and answers of request",
+        "none",
+        "request",
+        ShowContents,
+        Contents,
+        "request_id",
+    ),
+    Action("backup.begin", "Begin backup", "none", "service", BeginBackup, AuditHead, visibility="internal"),
+    Action("backup.end", "End backup", "none", "service", EndBackup, Done, visibility="internal"),
 )
 
 
 def action_named(name: str) -> Action:
-    """Raises LookupError for a name that is not in the registry."""
+    """Return the action of this name. Raises LookupError if there is none."""
     for action in ACTIONS:
         if action.name == name:
             return action
-    raise LookupError(f"there is no action {name!r}: there are {', '.join(a.name for a in ACTIONS)}")
+    raise LookupError(f"no action {name!r}: the actions are {', '.join(a.name for a in ACTIONS)}")
 
 
 def action_of(parameters: msgspec.Struct) -> Action:
-    """The action whose parameters these are. Raises LookupError."""
+    """Return the action that these parameters belong to. Raises LookupError."""
     for action in ACTIONS:
         if isinstance(parameters, action.parameters):
             return action

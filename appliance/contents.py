@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from appliance.memory_files import read_memory
-from appliance.messages import Keep, KeptPart
-from appliance.protocol import Contents, KeptText
+from appliance.messages import Keep
+from appliance.protocol import Contents
 from appliance.settings import LogSettings
 from store.contents import Content, ContentLog, read_contents
 from store.policies import Policies
+from store.structs import KeptText
 from store.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class ContentKeeper:
 
     def _take(self, message: Keep, descriptor: int) -> None:
         try:
-            parts = msgspec.msgpack.decode(read_memory(descriptor, _MOST_BYTES), type=list[KeptPart])
+            parts = msgspec.msgpack.decode(read_memory(descriptor, _MOST_BYTES), type=list[KeptText])
             texts = message.identity.log_policy == "full"
             if not self._log.keep(_content(message, part, texts) for part in parts):
                 log.error(
@@ -96,7 +97,10 @@ class ContentKeeper:
             tenant=first.tenant,
             created_at=first.created_at,
             goes_at=first.created_at + days * DAY_S if days else None,
-            texts=[msgspec.convert(content, KeptText, from_attributes=True) for content in found],
+            texts=[
+                KeptText(*(getattr(content, name) for name in KeptText.__struct_fields__))
+                for content in found
+            ],
         )
 
     def _days(self, tenant: str) -> float:
@@ -118,16 +122,11 @@ class ContentKeeper:
         return {name: before(self._days(name)) for name in tenants}, before(self._rules().contents_days)
 
 
-def _content(message: Keep, part: KeptPart, texts: bool) -> Content:
+def _content(message: Keep, part: KeptText, texts: bool) -> Content:
+    kept = part if texts else msgspec.structs.replace(part, text=None)
     return Content(
         request_id=message.request_id,
-        part=part.part,
-        number=part.number,
         tenant=message.identity.tenant,
         created_at=message.created_at,
-        sha256=part.sha256,
-        bytes=part.bytes,
-        text=part.text if texts else None,
-        truncated=part.truncated,
-        redactions=part.redactions,
+        **msgspec.structs.asdict(kept),
     )

@@ -11,8 +11,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Literal, Protocol
 
+from appliance.protocol import DrainState
 from appliance.traffic.requests import Ledger
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,7 @@ class Drain:
         self.why = why
         self.grace_s = grace_s
         self.hold = hold
-        self.state = "announced"
-        """"announced" (not ready, but still taking), "draining" or "drained"."""
+        self.state: DrainState = "announced"
         self.started_at = time.time()
         self.ended = 0
         """Requests that did not finish within the grace and were ended."""
@@ -75,8 +75,8 @@ class Drain:
         return "the service" if self.model is None else f"model {self.model!r}"
 
     @property
-    def state_word(self) -> str:
-        """As operators and gateways read it: "draining" or "drained"."""
+    def state_word(self) -> Literal["draining", "drained"]:
+        """Return the state for operators and gateways, to whom an announced drain is draining."""
         return "drained" if self.state == "drained" else "draining"
 
     @property

@@ -29,7 +29,7 @@ from appliance.messages import (
     Release,
     StopFront,
 )
-from appliance.protocol import FrontStatus
+from appliance.protocol import FrontStats, FrontStatus, ProcessState
 from appliance.refusals import RefusalWatch
 from engine.client import Channel, module_command, module_environment, socketpair
 
@@ -104,7 +104,7 @@ class Front:
     ) -> None:
         self.number = number
         self.name = f"front-{number}"
-        self.state = "stopped"
+        self.state: ProcessState = "stopped"
         self.detail = ""
         self.restarts = 0
         self.last_error = ""
@@ -377,34 +377,33 @@ class Front:
     # ── for the status ──
 
     def status(self) -> FrontStatus:
-        """As operators see it."""
-        status = FrontStatus(
+        """Return the front's status for operators."""
+        report = self._report
+        stats = {name: getattr(report, name) for name in FrontStats.__struct_fields__} if report else {}
+        return FrontStatus(
+            **stats,
             name=self.name,
             state=self.state,
-            detail=self.detail,
+            detail=self._explained(report),
             pid=self.pid,
             restarts=self.restarts,
             last_error=self.last_error,
+            cpu_us_per_token=report.cpu_seconds * 1e6 / report.tokens if report and report.tokens else None,
         )
+
+    def _explained(self, report: FrontReport | None) -> str:
+        """Return the explanation of the state."""
         if self._starting_s > _SLOW_START_S:
-            status.detail = (
+            return (
                 f"starting for {self._starting_s:.0f} s: it has not loaded the models' tokenizers and chat "
                 f"templates yet; after load_timeout_s = {self.load_timeout_s:g} it is killed and restarted"
             )
-        elif self.state == "ready" and self._silent_s > _QUIET_S:
-            status.detail = f"silent for {self._silent_s:.0f} s: it gets no connections"
-        report = self._report
-        if report is not None:
-            for field in set(report.__struct_fields__) & set(status.__struct_fields__):
-                setattr(status, field, getattr(report, field))
-            if not status.detail:
-                status.detail = self._limits_reached(report)
-            if report.tokens:
-                status.cpu_us_per_token = report.cpu_seconds * 1e6 / report.tokens
-        return status
+        if self.state == "ready" and self._silent_s > _QUIET_S:
+            return f"silent for {self._silent_s:.0f} s: it gets no connections"
+        return self.detail or (self._limits_reached(report) if report else "")
 
     def _limits_reached(self, report: FrontReport) -> str:
-        """Return which limit of connections the front is at, in words."""
+        """Return which limit of connections the front has reached; empty if none."""
         if report.max_connections and report.busy_connections >= report.max_connections:
             return f"full: all {report.max_connections:,} connections are in use, others are refused"
         if 0 < report.max_connections < self.max_connections:

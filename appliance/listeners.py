@@ -18,7 +18,7 @@ from pathlib import Path
 
 from appliance.fronts import Dealer
 from appliance.messages import Connection
-from appliance.protocol import SocketStatus
+from appliance.protocol import SocketName, SocketState, SocketStatus
 from appliance.rundir import remove_socket
 from appliance.settings import Settings
 
@@ -130,7 +130,7 @@ class Listener:
     """One listening socket whose connections go to the dealer. Takes the socket over."""
 
     def __init__(
-        self, name: str, sock: socket.socket, dealer: Dealer, note: Note, *, lasting: bool = False
+        self, name: SocketName, sock: socket.socket, dealer: Dealer, note: Note, *, lasting: bool = False
     ) -> None:
         """`note` reports a problem to the operator. `lasting`: the service manager made the socket, and
         keeps it when the service ends."""
@@ -181,8 +181,8 @@ class Listener:
         self.socket.close()
 
     def status(self) -> SocketStatus:
-        """As operators see it."""
-        state = "closed" if self.closed else "accepting" if self._reading else "waiting"
+        """Return the socket's status for operators."""
+        state: SocketState = "closed" if self.closed else "accepting" if self._reading else "waiting"
         return SocketStatus(name=self.name, address=self.address, state=state, accepted=self.accepted)
 
     def _accept(self) -> None:
@@ -284,7 +284,7 @@ class Doors:
     def _own_tcp(self) -> list[Listener]:
         return [listener for listener in self.listeners if listener.name == "tcp" and not listener.lasting]
 
-    def _add(self, name: str, sock: socket.socket, *, lasting: bool = False) -> Listener:
+    def _add(self, name: SocketName, sock: socket.socket, *, lasting: bool = False) -> Listener:
         listener = Listener(name, sock, self._dealer, self._note, lasting=lasting)
         self.listeners.append(listener)
         by = " (opened by the service manager)" if lasting else ""

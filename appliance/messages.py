@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from appliance.protocol import FrontStats
 from store.policies import INTERACTIVE
 
 # ── core to front ────────────────────────────────────────────────────────────────────────────────
@@ -206,8 +207,10 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     replica: str
     cache_salt: str
     priority: int
-    urgent: bool = False
-    """As `Submit.urgent`."""
+    urgency: int = 0
+    """As `Submit.urgency`."""
+    spare_slots: int = 0
+    """As `Submit.spare_slots`."""
     most_tokens: int | None = None
     """Each sample may produce so many tokens only; None: as many as it asked for."""
     rate_limits: RateLimits | None = None
@@ -395,8 +398,8 @@ class Retried(msgspec.Struct, tag="retried", frozen=True, kw_only=True):
 
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
     """Prompts and answers of a request that ran, to be kept as its tenant's log policy says. One file
-    descriptor travels with it: a memfd with a list of `KeptPart` in msgpack. The core passes it on without
-    reading it."""
+    descriptor travels with it: a memfd with a list of `store.structs.KeptText` in msgpack, so
+    that only the process that stores them reads the texts."""
 
     request_id: str
     identity: Identity
@@ -404,70 +407,16 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
     """Unix seconds, of the request."""
 
 
-class KeptPart(msgspec.Struct, array_like=True, frozen=True):
-    """What is kept of one prompt or answer."""
-
-    part: Literal["prompt", "answer"]
-    number: int
-    """Among the request's prompts, or answers; from 0."""
-    sha256: str
-    """Hex, of `text`; of the whole text as it was where only hashes are kept: a conversation as JSON without
-    spaces, token ids as their text."""
-    bytes: int
-    """Of the whole text as it was."""
-    text: str | None = None
-    """Without its secrets; None where only hashes are kept."""
-    truncated: bool = False
-    """`text` is its beginning only."""
-    redactions: int = 0
-    """Secrets that were taken out of `text`."""
-
-
-class FrontReport(msgspec.Struct, tag="front_report", frozen=True, kw_only=True):
+class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """Every half second, and before `FrontReady`."""
 
-    connections: int
-    busy_connections: int = 0
-    """Connections of known clients whose request is being answered."""
-    max_connections: int = 0
-    """Connections of known clients that the front can hold: as its limits say, or fewer where file
-    descriptors are scarce."""
-    unauthenticated_connections: int = 0
-    """Connections that have not yet sent a request with a valid key."""
     taken_connections: int = 0
     """Connections that the front has received from the core since its start."""
-    refused_connections: int = 0
-    """Connections since the start that were closed, or answered 503, because no place was free."""
-    evicted_connections: int = 0
-    """Connections without a valid key since the start that were closed to make room for others."""
-    cut_off_connections: int = 0
-    """Connections since the start that were closed because their clients did not take the answers."""
-    refused_bodies: int = 0
-    """Requests since the start that were refused because bodies of too many bytes were under way."""
-    streams: int
-    requests: int
-    """Since the start."""
-    tokens: int
-    """Streamed since the start."""
-    unauthenticated: int
-    """Requests that were denied since the start because they had no valid key or user."""
-    cpu_seconds: float
-    """Of this process since the start."""
-    kept_answers: int = 0
-    """Runs with an `Idempotency-Key`, under way or kept."""
-    kept_bytes: int = 0
-    """What these take."""
-    dropped_texts: int = 0
-    """Requests since the start whose texts were not kept, because too much waited."""
-    problems: dict[str, str] = {}
-    """Why it cannot serve a model, by the model's name: a tokenizer that cannot be read."""
-    template_problems: dict[str, tuple[int, str]] = {}
-    """Of models whose chat templates exceeded their bounds since the start: how often, and what the latest
-    exceeded. Such a model is served none the less."""
-    log_dropped_lines: int = 0
-    """Lines of the log that were dropped since the start because standard error was not read."""
+    template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
+    """Models whose chat templates exceeded their limits since the start: how often, and what the latest
+    exceeded. Such a model is served nevertheless."""
     configured: int = 0
-    """`serial` of the last `Configure` that this front has applied."""
+    """`serial` of the last `Configure` that is in effect."""
 
 
 CoreToFront = (

@@ -1,89 +1,108 @@
-"""The admin API's types: what `admin.sock` says to the CLI and the console. JSON on the wire."""
+"""The types of the admin API, which the CLI and the console use. JSON on the wire."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from store.policies import Quota
+from engine.messages import ReplicaStats
+from store.policies import KeyFields, TenantRecord
+from store.structs import KeptText, WriterState
 
 
 def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
-    """A model's dtype and what is held in another, e.g. "bfloat16, weights fp8, KV fp8"."""
+    """Return a model's dtype and the dtypes that differ from it, e.g. "bfloat16, weights fp8, KV fp8"."""
     held = (("weights", weights), ("KV", kv_cache_dtype))
     return ", ".join([dtype, *(f"{what} {name}" for what, name in held if name != dtype)])
 
 
-class FrontStatus(msgspec.Struct, kw_only=True):
-    """One front process."""
+ProcessState = Literal["starting", "ready", "restarting", "stopping", "stopped"]
 
-    name: str
-    state: str
-    """"starting", "ready", "restarting", "stopping" or "stopped"."""
-    detail: str = ""
-    """The state in words, e.g. "restarting in 2 s"."""
-    pid: int | None = None
+
+class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front counts and measures of itself. Totals are since its start."""
+
     connections: int = 0
     busy_connections: int = 0
     """Connections of known clients (local users, or a valid key) whose request is being answered."""
     max_connections: int = 0
-    """Connections of known clients that the front can hold."""
+    """Connections of known clients that the front can hold: as its limits say, or fewer where file
+    descriptors are scarce."""
     unauthenticated_connections: int = 0
     """Connections that have not yet sent a request with a valid key."""
     refused_connections: int = 0
-    """Connections since the front started that were refused because no place was free."""
+    """Connections that were closed, or answered 503, because no place was free."""
     evicted_connections: int = 0
-    """Connections without a valid key that were closed, since the front started, to make room for others."""
+    """Connections without a valid key that were closed to make room for others."""
     cut_off_connections: int = 0
-    """Connections since the front started that were closed because their clients did not take the answers."""
+    """Connections that were closed because their clients did not read the answers."""
     refused_bodies: int = 0
-    """Requests since the front started that were refused because too many bytes of bodies were under way."""
+    """Requests that were refused because the bodies in progress had too many bytes."""
     streams: int = 0
     requests: int = 0
     tokens: int = 0
-    """Streamed since the front started."""
+    """Streamed tokens."""
     unauthenticated: int = 0
-    """Requests that were denied since the front started because they had no valid key or user."""
+    """Requests that were denied because they had no valid key or user."""
     cpu_seconds: float = 0.0
-    cpu_us_per_token: float | None = None
     kept_answers: int = 0
-    """Runs with an `Idempotency-Key`, under way or kept for retries."""
+    """Runs with an `Idempotency-Key`, in progress or kept for retries."""
     kept_bytes: int = 0
-    """What these take."""
+    """Memory of these."""
     dropped_texts: int = 0
-    """Requests since the front started whose texts were not kept, because too much waited."""
+    """Requests whose texts were not kept because too many waited."""
     log_dropped_lines: int = 0
-    """Lines of its log that were dropped since it started because standard error was not read."""
+    """Lines of its log that were dropped because standard error was not read."""
     problems: dict[str, str] = {}
-    """Why it cannot serve a model, by the model's name."""
+    """Why it cannot serve a model, by the model's name: for example, an unreadable tokenizer."""
+
+
+class FrontStatus(FrontStats, frozen=True, kw_only=True):
+    """One front process."""
+
+    name: str
+    state: ProcessState
+    detail: str = ""
+    """Explains the state, for example "restarting in 2 s"."""
+    pid: int | None = None
+    cpu_us_per_token: float | None = None
     restarts: int = 0
     last_error: str = ""
 
 
-class ReplicaStatus(msgspec.Struct, kw_only=True):
+ReplicaState = Literal[
+    "starting", "loading", "ready", "silent", "draining", "restarting", "failed", "stopped"
+]
+"""A silent replica has not reported for 3 seconds and gets no new requests; a draining one finishes what it
+has."""
+
+
+class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     """One running copy of a model."""
 
     name: str
-    state: str
-    """"starting", "loading", "ready", "silent" (it has not reported for 3 seconds and gets no new requests),
-    "draining" (finishes what it has), "restarting", "failed" or "stopped"."""
+    state: ReplicaState
     detail: str = ""
-    """The state in words, e.g. "loading weights 43%"."""
+    """Explains the state, for example "loading weights 43%"."""
     fraction: float | None = None
-    """How far loading is, 0 to 1."""
-    pids: list[int] = []
+    """Progress of loading, 0 to 1."""
+    pids: list[int] = msgspec.field(default_factory=list)
     """By rank."""
-    devices: list[str] = []
+    devices: list[str] = msgspec.field(default_factory=list)
     """By rank."""
     backend: str = ""
     dtype: str = ""
-    """What it computes in."""
+    """The dtype of computations."""
     weights: str = ""
-    """What the layers' matrices are held in: as `dtype`, or "fp8"."""
+    """The dtype of the layers' matrices: as `dtype`, or "fp8"."""
     kv_cache_dtype: str = ""
     """As `weights`, of the KV cache."""
     tensor_parallel_size: int = 1
+    links: str = ""
+    """What links the GPUs of the ranks, e.g. "NVLink (18 links)"; empty for one GPU or if not known."""
+    collectives: str = ""
+    """What exchanges data between the ranks, e.g. "NCCL"; empty for one rank."""
     parameters: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
@@ -92,32 +111,19 @@ class ReplicaStatus(msgspec.Struct, kw_only=True):
     load_seconds: float = 0.0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    running: int = 0
-    waiting: int = 0
-    """Sequences that the replica holds but does not run yet."""
-    blocks_total: int = 0
-    blocks_used: int = 0
-    blocks_cached: int = 0
+    step: int = 0
     credit_seqs: int = 0
     """Available now."""
     credit_tokens: int = 0
-    steps: int = 0
-    step_ms: float = 0.0
-    """Mean of steps that only decode, and how long the device had waited for the host before them."""
-    idle_us: float = 0.0
-    mixed_step_ms: float = 0.0
-    """The same of steps that compute prompts."""
-    mixed_idle_us: float = 0.0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    log_dropped_lines: int = 0
-    """Lines of rank 0's log that were dropped since it started because standard error was not read."""
     last_report_s: float | None = None
     """Seconds since the last report."""
     restarts: int = 0
     last_error: str = ""
+
+
+ModelState = Literal["ready", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"]
+"""Clients get answers from a ready model. Requests for a failed, draining or drained one are refused at
+once."""
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
@@ -129,18 +135,16 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     """A fingerprint of the folder's files."""
     created: int
     """Unix seconds."""
-    state: str
-    """"ready" (apps get answers), "loading", "silent", "restarting", or (apps are refused at once) "failed",
-    "draining" or "drained"."""
+    state: ModelState
     detail: str = ""
-    """The state in words; of a failed model, why."""
+    """Explains the state; of a failed model, the reason."""
     max_model_len: int = 0
     queued: int = 0
     replicas: list[ReplicaStatus] = []
 
 
 class Configuration(msgspec.Struct, kw_only=True):
-    """Settings as they hold, and where each was said."""
+    """The settings in effect, and the source of each."""
 
     files: list[str]
     """Those that were read, in order."""
@@ -154,22 +158,25 @@ class Reloaded(msgspec.Struct, kw_only=True):
     """What a reload of the settings did."""
 
     changed: list[str]
-    """Settings that are others now, with the old and the new value."""
+    """Changed settings, with the old and the new value."""
     models: list[str]
-    """What that means for models: what loads, is replaced or goes."""
+    """The resulting changes of models: loaded, replaced or removed."""
     at_restart: list[str]
-    """Settings that differ in the files and hold only after a restart."""
+    """Changed settings that take effect after a restart only."""
+
+
+DrainState = Literal["announced", "draining", "drained"]
+"""An announced drain reports not ready but still accepts requests; when it is drained, nothing runs."""
 
 
 class DrainStatus(msgspec.Struct, kw_only=True):
     """One drain, from its beginning until service is resumed."""
 
     model: str | None
-    """Of which it is; null: of the whole service."""
-    state: str
-    """"announced" (not ready, but still taking), "draining" or "drained" (nothing runs)."""
+    """The drained model; null: the whole service."""
+    state: DrainState
     grace_s: float
-    """What still runs so many seconds after it began to refuse requests is ended."""
+    """Requests that still run so many seconds after the drain began to refuse requests are ended."""
     grace_left_s: float
     """Until then."""
     queue: bool
@@ -199,18 +206,18 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float
-    """Of a request that comes now, by the measured rates; 0 where they are not known."""
+    """Of a request that comes now, by the measured rates; 0 where they are unknown."""
     target_s: float | None
     """None for P3."""
 
 
 class QueueStatus(msgspec.Struct, kw_only=True):
-    """Requests in the house."""
+    """The request queue."""
 
     waiting: int
-    """For their turn."""
+    """Requests that wait for dispatch."""
     running: int
-    """Handed to a replica and not ended."""
+    """Requests on a replica."""
     oldest_wait_s: float
     limit: int
     timeout_s: float
@@ -221,33 +228,23 @@ class QueueStatus(msgspec.Struct, kw_only=True):
     ended: int
     """Rows ended, since the start."""
     waiting_tokens: int = 0
-    """Prompt tokens of those that wait."""
+    """Prompt tokens of waiting requests."""
     preemptions: int = 0
-    """Since the start, of requests that have ended: they were computed anew to make room for others."""
+    """Preemptions of requests that have ended, since the start."""
     overload: str = ""
-    """What is overloaded, and what is done about it; empty without."""
+    """What is overloaded, and what load shedding does about it; empty if nothing is."""
     overload_step: int = 0
-    """How far up the ladder; 0 without."""
+    """The step of load shedding; 0 without overload."""
     classes: list[ClassStatus] = []
     """From P0 on."""
 
 
-class DatabaseStatus(msgspec.Struct, kw_only=True):
+class DatabaseStatus(WriterState, frozen=True, kw_only=True):
     """One of the databases and its writer."""
 
     path: str
-    lag_rows: int
-    lag_ms: float
-    failing_s: float
-    last_error: str | None
     stalled_s: float = 0.0
-    """How long the writer has been at one piece of work; a disk that does not answer."""
-    committed_rows: int
-    dropped_rows: int
-    rejected_rows: int
-    restored: str = ""
-    """What happened to the file while the service had it open (it was deleted or replaced), and what was
-    done."""
+    """How long the writer has worked on one operation: long if the disk does not answer."""
 
 
 class AuditStatus(msgspec.Struct, kw_only=True):
@@ -273,14 +270,17 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     """What is wrong; None when all is well."""
 
 
+SocketName = Literal["api", "tcp", "admin", "metrics"]
+SocketState = Literal["accepting", "waiting", "closed"]
+"""While it is waiting, no front is ready, and connections wait in the backlog."""
+
+
 class SocketStatus(msgspec.Struct, kw_only=True):
     """A listening socket."""
 
-    name: str
-    """"api", "tcp", "admin" or "metrics"."""
+    name: SocketName
     address: str
-    state: str
-    """"accepting", "waiting" (no front is ready; connections wait in the backlog) or "closed"."""
+    state: SocketState
     accepted: int = 0
 
 
@@ -304,8 +304,12 @@ class CurrentProblem(msgspec.Struct, kw_only=True):
     remedy: str
 
 
+ServiceState = Literal["starting", "ready", "degraded", "draining", "drained"]
+"""A degraded service has current problems."""
+
+
 class Status(msgspec.Struct, kw_only=True):
-    """What the service is and does."""
+    """The state of the service."""
 
     version: str
     pid: int
@@ -315,8 +319,7 @@ class Status(msgspec.Struct, kw_only=True):
     started_at: float
     """Unix seconds."""
     uptime_s: float
-    state: str
-    """"starting", "ready", "degraded" (something does not answer), "draining" or "drained"."""
+    state: ServiceState
     reason: str = ""
     """Why it is not ready."""
     config_file: str
@@ -331,18 +334,21 @@ class Status(msgspec.Struct, kw_only=True):
     log_dropped_lines: int = 0
     """Lines of the core's log that were dropped since the start because standard error was not read."""
     current_problems: list[CurrentProblem] = []
-    """What is wrong now; `doctor` reports the same list."""
+    """The same list as `doctor` reports."""
     problems: list[Problem]
-    """What went wrong lately, the most recent first."""
+    """Recent problems, the most recent first."""
     drains: list[DrainStatus] = []
+
+
+RequestState = Literal["queued", "running", "lost", "ending"]
+"""The replica of a lost request died; its front resubmits it."""
 
 
 class InFlight(msgspec.Struct, kw_only=True):
     """A request that has not ended."""
 
     request_id: str
-    state: str
-    """"queued", "running", "lost" (its replica died; the front will ask again) or "ending"."""
+    state: RequestState
     model: str
     tenant: str
     key_id: str
@@ -372,34 +378,15 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Until all of it may be used again, if nothing is. None: when the requests end."""
 
 
-class Key(msgspec.Struct, kw_only=True):
+class Key(KeyFields, frozen=True, kw_only=True):
     """A bearer key, without its secret."""
 
-    id: str
-    name: str
-    tenant: str
-    prefix: str
-    """Its first characters, to recognise it by."""
-    created_at: float
-    """Unix seconds, like the next two."""
-    expires_at: float | None = None
-    revoked_at: float | None = None
-    scopes: tuple[str, ...] = ("inference",)
-    """What it opens: "inference", "admin", "read"."""
-    models: list[str] | None = None
-    """The only models that it opens; None: all."""
-    highest_class: int | None = None
-    """0 to 3; narrows its tenant's. None: the tenant's."""
-    quota: Quota = Quota()
-    """Within its tenant's; what it does not name has no limit."""
-    replaced_by: str | None = None
-    """The key that a rotation put in its place."""
-    usage: list[LimitUsage] = []
-    """How much of its limits it uses now."""
+    usage: list[LimitUsage] = msgspec.field(default_factory=list)
+    """How much of its limits the key uses now."""
 
 
 class NewKey(msgspec.Struct, kw_only=True):
-    """A key just made: the only time its secret is shown."""
+    """A key just created. Its secret is shown only here."""
 
     id: str
     key: str
@@ -407,77 +394,36 @@ class NewKey(msgspec.Struct, kw_only=True):
     tenant: str
     expires_at: float | None = None
     replaces: str | None = None
-    """The id of the key in whose place a rotation put it."""
+    """The id of the key that this one replaces after a rotation."""
     replaced_until: float | None = None
-    """Until then (unix seconds) that one goes on."""
+    """Until when (unix seconds) the replaced key stays valid."""
 
 
-class Tenant(msgspec.Struct, kw_only=True):
-    """Who pays, and what it may use."""
+class Tenant(TenantRecord, frozen=True, kw_only=True):
+    """A tenant, with what the service knows of it now."""
 
-    name: str
     built_in: bool
-    """There from the first start; it cannot be deleted."""
-    created_at: float
-    """Unix seconds, like the next one."""
-    suspended_at: float | None
-    """Set: nothing of it is served."""
-    weight: float
-    """Share of service against other tenants of the same class."""
-    highest_class: int
-    """The best class that its requests get; 0 is P0."""
-    default_class: int
-    """Of a request that asks for none; never better than `highest_class`."""
-    default_max_tokens: int | None
-    """Output of a request that names no `max_tokens`; None: what the model's length leaves."""
-    cache_group: str | None
-    """Tenants of one group find each other's prefixes in the cache; None: only its own."""
-    log_policy: str
-    """What the request log keeps of prompts and answers: "metadata" (nothing), "hashes" or "full"."""
-    log_days: float | None
-    """For how long; None: the service's retention."""
-    quota: Quota
-    """What it does not name has no limit."""
-    usage: list[LimitUsage] = []
-    """How much of these it uses now."""
+    """Whether the tenant exists from the first start; it cannot be deleted."""
+    usage: list[LimitUsage] = msgspec.field(default_factory=list)
+    """How much of its limits the tenant uses now."""
     keys: int
-    """That are valid now."""
+    """Number of valid keys."""
     peers: int
-    """Users and groups of the box that stand for it."""
+    """Number of mapped users and groups."""
 
 
 class Peer(msgspec.Struct, kw_only=True):
-    """A user or group of the box that needs no key on `api.sock`."""
+    """A local user or group that needs no key on `api.sock`."""
 
-    kind: str
-    """"uid", "gid", or "any": every user that the socket's file mode lets in and that is not here."""
+    kind: Literal["uid", "gid", "any"]
+    """"any": every user without an own entry whom the socket's file mode lets in."""
     number: int
-    """-1 of any."""
+    """-1 for "any"."""
     tenant: str
-    """Whom it stands for."""
-    source: str
-    """"mapped" by an operator, or by the "settings": the service's own user, root and `unix.uids`."""
+    source: Literal["mapped", "settings"]
+    """Mapped by an operator, or from the settings: the service's own user, root and `unix.uids`."""
     created_at: float | None = None
-    """Unix seconds, of a mapping."""
-
-
-class KeptText(msgspec.Struct, kw_only=True):
-    """What is kept of one prompt or answer."""
-
-    part: str
-    """"prompt" or "answer"."""
-    number: int
-    """Among the request's prompts, or answers; from 0."""
-    sha256: str
-    """Of `text`; of the whole text as it was where only hashes are kept."""
-    bytes: int
-    """Of the whole text as it was."""
-    text: str | None = None
-    """Without its secrets; None where only hashes are kept."""
-    truncated: bool = False
-    """`text` is its beginning only."""
-    redactions: int = 0
-    """Secrets that were taken out of `text`."""
+    """When it was mapped, in unix seconds."""
 
 
 class Contents(msgspec.Struct, kw_only=True):
@@ -488,7 +434,7 @@ class Contents(msgspec.Struct, kw_only=True):
     created_at: float
     """Of the request, unix seconds."""
     goes_at: float | None
-    """Unix seconds from which on it is removed, by the policy as it is now; None: never."""
+    """When the texts are removed (unix seconds), by the current policy; None: never."""
     texts: list[KeptText]
 
 
@@ -500,12 +446,12 @@ class AuditHead(msgspec.Struct, kw_only=True):
 
 
 class Done(msgspec.Struct, kw_only=True):
-    """An action that has nothing else to say."""
+    """The result of an action without data."""
 
     message: str
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """What an admin call says when it fails."""
+    """The body of a failed admin call."""
 
     message: str

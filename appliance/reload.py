@@ -1,8 +1,7 @@
-"""Reading the settings again while the service runs: what changed is applied, and nothing else is touched.
+"""Reloads the settings while the service runs: applies what changed and touches nothing else.
 
-Everything that can fail comes first: files that cannot be used, a model's folder that cannot be read or an
-address that is taken refuse the whole reload, and nothing has changed.
-"""
+Everything that can fail comes first: if a file cannot be used, a model's folder cannot be read or an address
+is taken, the whole reload is refused and nothing changes."""
 
 from __future__ import annotations
 
@@ -25,55 +24,55 @@ from appliance.switchboard import Switchboard
 log = logging.getLogger(__name__)
 
 
-Applier = Callable[[Settings], None]
-"""Makes a part of the running service do what the settings say now. Must not fail."""
+ReloadHook = Callable[[Settings], None]
+"""Applies a changed setting to the running service. Must not fail."""
 
 
-class Door(Protocol):
-    """Whoever listens where the settings say."""
+class ConfiguredListener(Protocol):
+    """Listens on an address of the settings."""
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open what `settings` name anew. Raises ListenError."""
+        """Open the address of `settings` if it is new. Raises ListenError."""
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
-        """Listen there, and no more where it did. Must not fail."""
+        """Listen on the opened address instead of the former one. Must not fail."""
 
 
 AT_RESTART = frozenset({"run_dir", "state_dir"})
 """Top-level settings that a running service cannot change."""
-BY_THEMSELVES = frozenset({"models", "listen"})
-"""Those that have their own way, below; every other has an applier."""
+APPLIED_HERE = frozenset({"models", "listen"})
+"""Top-level settings that `Reloader` applies itself; every other one has a hook."""
 
 
 class ReloadError(Exception):
-    """The service is in no state to reload; the message says why."""
+    """The service cannot reload now; the message says why."""
 
 
 class Reloader:
-    """Holds what the service runs with, and replaces it."""
+    """Holds the settings in effect, and replaces them."""
 
     def __init__(
         self,
         loaded: Loaded,
         reread: Callable[[], Loaded],
         switchboard: Switchboard,
-        doors: Sequence[Door],
-        appliers: Mapping[str, Applier],
+        listeners: Sequence[ConfiguredListener],
+        hooks: Mapping[str, ReloadHook],
     ) -> None:
-        """`reread` reads the settings as they were read at the start; `appliers` are by top-level setting."""
+        """`reread` reads the settings as they were read at the start; `hooks` are by top-level setting."""
         self._loaded = loaded
         self._reread = reread
         self._switchboard = switchboard
-        self._doors = doors
-        self._appliers = appliers
+        self._listeners = listeners
+        self._hooks = hooks
         self._one_at_a_time = asyncio.Lock()
 
     def configuration(self) -> Configuration:
-        """What the service runs with, and where each setting was said."""
+        """Return the settings in effect, and the source of each."""
         return as_table(self._loaded)
 
     async def reload(self) -> Reloaded:
-        """Do it. Raises SettingsError, ListenError or ReloadError, and then nothing has changed."""
+        """Reload. Raises SettingsError, ListenError or ReloadError, and then nothing has changed."""
         async with self._one_at_a_time:
             former = self._loaded
             loaded = await asyncio.to_thread(self._reread)
@@ -84,15 +83,15 @@ class Reloader:
             loaded = _until_restart(loaded, former)
             served = await asyncio.to_thread(describe_models, loaded, former.settings)
             if self._switchboard.stopping is not None:
-                raise ReloadError(f"{STOPPING}: its settings are not read again")
+                raise ReloadError(f"{STOPPING}: its settings cannot be reloaded")
             opened = self._open(loaded.settings)
             try:
                 said = self._apply(loaded.settings, {change.path[0] for change in applied}, served)
             except BaseException:
                 _close(opened)
                 raise
-            for door, sock in zip(self._doors, opened, strict=True):
-                door.change(loaded.settings, sock)
+            for listener, sock in zip(self._listeners, opened, strict=True):
+                listener.change(loaded.settings, sock)
             self._loaded = loaded
             for line in (*map(str, applied), *said):
                 log.info("reload: %s", line)
@@ -101,8 +100,8 @@ class Reloader:
     def _open(self, wanted: Settings) -> list[socket.socket | None]:
         opened: list[socket.socket | None] = []
         try:
-            for door in self._doors:
-                opened.append(door.prepare(wanted))
+            for listener in self._listeners:
+                opened.append(listener.prepare(wanted))
         except ListenError:
             _close(opened)
             raise
@@ -111,8 +110,8 @@ class Reloader:
     def _apply(self, wanted: Settings, names: set[str], served: list[ServedModel]) -> list[str]:
         switchboard = self._switchboard
         switchboard.settings = switchboard.fleet.settings = wanted
-        for name in sorted(names - BY_THEMSELVES):
-            self._appliers[name](wanted)
+        for name in sorted(names - APPLIED_HERE):
+            self._hooks[name](wanted)
         said = switchboard.change_models(wanted.models, served)
         switchboard.tell_configuration()
         return said
@@ -124,7 +123,8 @@ def _close(opened: Sequence[socket.socket | None]) -> None:
 
 
 def check_still_there(former: Loaded, loaded: Loaded) -> None:
-    """A settings file that went away must not turn every model off. Raises SettingsError."""
+    """Check that the settings file still exists: its removal must not unload every model. Raises
+    SettingsError."""
     if not former.files or (gone := former.files[0]) in loaded.files:
         return
     if gone.parent.name == DROP_INS and loaded.files:
@@ -132,14 +132,14 @@ def check_still_there(former: Loaded, loaded: Loaded) -> None:
     raise SettingsError(
         Fault(
             place=Place(str(gone)),
-            what="the service runs with this file, and it is gone",
-            remedy="put it back, or restart the service to do without it",
+            what="the service was started with this file, which was deleted",
+            remedy="restore it, or restart the service to run without it",
         )
     )
 
 
 def _until_restart(loaded: Loaded, former: Loaded) -> Loaded:
-    """`loaded`, but what only a restart changes is as it was."""
+    """Return `loaded` with the former values of settings that only a restart changes."""
     for name in AT_RESTART:
         setattr(loaded.settings, name, getattr(former.settings, name))
     places = {path: place for path, place in loaded.places.items() if path[0] not in AT_RESTART}

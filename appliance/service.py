@@ -9,11 +9,10 @@ import signal
 import time
 from collections.abc import Callable
 
-from appliance.admin.callers import Doorkeeper, keys_of
-from appliance.admin.operations import Operations
+from appliance.admin.backend import admin_backend
+from appliance.admin.callers import Authenticator, keys_of
 from appliance.admin.server import AdminServer
-from appliance.admin.status import service_version
-from appliance.appliers import appliers
+from appliance.admin.status import audit_status, database_status, service_version, status_of
 from appliance.clock import ClockGuard
 from appliance.contents import ContentKeeper
 from appliance.housekeeping import Housekeeper
@@ -22,9 +21,10 @@ from appliance.listeners import Doors
 from appliance.models.registry import describe_models
 from appliance.models.replicas import Launch
 from appliance.notifier import Notifier
-from appliance.protocol import SocketStatus
+from appliance.protocol import SocketStatus, Status
 from appliance.quota_levels import LevelKeeper
 from appliance.reload import Reloader
+from appliance.reload_hooks import reload_hooks
 from appliance.settings import Loaded
 from appliance.state import State, cache_salts
 from appliance.switchboard import Switchboard
@@ -81,7 +81,7 @@ class Service:
         # The outside: apps, operators, monitoring, the service manager.
         self.doors = Doors(manager.sockets, settings, self.switchboard.dealer, self.switchboard.problems.note)
         held.callback(self.doors.close)
-        self.doorkeeper = Doorkeeper(settings.admin, keys_of(control))
+        self.authenticator = Authenticator(settings.admin, keys_of(control))
         self.admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, self.doors.admin)
         scrape = Scraper(
             counted,
@@ -103,18 +103,21 @@ class Service:
             reread,
             self.switchboard,
             [self.doors, self.metrics],
-            appliers(self.switchboard, identities, self.doorkeeper, self.admin, counted.tenants),
+            reload_hooks(self.switchboard, identities, self.authenticator, self.admin, counted.tenants),
         )
-        self.operations = Operations(
-            self.switchboard,
-            control,
-            [state.history, state.contents],
-            self.kept,
-            reloader,
-            self._sockets,
-            scrape,
-            started_at,
-            clock,
+
+        def status() -> Status:
+            return status_of(
+                self.switchboard,
+                sockets=self._sockets(),
+                databases=[database_status(one) for one in (control, state.history, state.contents)],
+                audit=audit_status(control.trail.state()),
+                started_at=started_at,
+                clock_jump_s=clock.jump_s,
+            )
+
+        self.backend, self.actions = admin_backend(
+            self.switchboard, control, self.kept, reloader, status, scrape
         )
         self.housekeeper = Housekeeper(
             control, state.history, self.kept, lambda: self.switchboard.settings.log, clock
@@ -126,7 +129,7 @@ class Service:
 
     async def answer_operators(self) -> None:
         """Open `admin.sock`. Raises ListenError."""
-        await self.admin.start(self.operations, self.doorkeeper)
+        await self.admin.start(self.backend, self.authenticator)
 
     def start(self) -> None:
         """Load the models and take connections."""
@@ -134,7 +137,7 @@ class Service:
         self.levels.start()
         self.notifier.start()
         self.housekeeper.start()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.operations.hang_up)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """Drain, at once when `hurry` is set; operators are answered until nothing runs any more."""

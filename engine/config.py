@@ -1,7 +1,7 @@
-"""What a checkpoint folder says about its model, checked and in our own words. No torch: sizing reads it too.
+"""The configuration of a model and its division over ranks. Does not load torch, as `engine.sizing` uses it.
 
-Every family is the same decoder (pre-norm, rotary, grouped-query attention, SiLU-gated MLP); how each one's
-`config.json` becomes a `ModelConfig` is `engine.families`.
+Every supported family is the same decoder: pre-norm, rotary embedding, grouped-query attention, SiLU-gated
+MLP. `engine.families` reads a checkpoint's `config.json` into a `ModelConfig`.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""The dtypes that weights and KV can have here, and their size in bytes."""
+"""The unquantised dtypes of weights and KV cache, and their sizes in bytes."""
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class CheckpointError(Exception):
-    """The files of a checkpoint cannot be used: the message names file, field or tensor, value and remedy."""
+    """The files of a checkpoint cannot be used. The message names file, field or tensor, value and
+    remedy."""
 
 
 class UnsupportedError(ValueError):
-    """What was asked for cannot be run (number of ranks, length, rows, a word that means nothing)."""
+    """The requested configuration cannot be run, e.g. the number of ranks or the maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding and how it is stretched beyond the trained length.
+    """The rotary position embedding and its scaling beyond the trained length.
 
-    `dynamic` (NTK-aware) is defined by transformers as a base that grows with the longest sequence seen,
-    which would make an answer depend on what ran before. Here it is frozen at the configured maximum length:
-    up to `max_position_embeddings` (where the base is the unscaled one) it equals transformers at every
-    length; with a greater `max_model_len` all positions use the base that transformers has at exactly that
-    length.
+    transformers defines `dynamic` (NTK-aware) scaling with a base that grows with the longest sequence so
+    far, so an answer depends on earlier requests. Here the base is that of the configured maximum length. Up
+    to `max_position_embeddings` it is the unscaled base and equals that of transformers at every length. With
+    a larger `max_model_len` all positions use the base that transformers has at exactly that length.
     """
 
     theta: float
@@ -39,13 +39,13 @@ class RopeConfig:
     """One of ROPE_KINDS."""
     factor: float = 1.0
     original_max_position_embeddings: int = 0
-    """The length the model was trained on before stretching; used by llama3 and yarn."""
+    """The maximum length in training, before scaling; used by llama3 and yarn."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """yarn: what cos and sin are multiplied with; None: computed from `factor` and the mscales."""
+    """yarn: the factor of cos and sin; None: computed from `factor` and the mscales."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
@@ -60,7 +60,8 @@ class Shard:
     heads: int
     first_head: int
     kv_heads: int
-    """At least one: where ranks outnumber KV heads, `size / kv_heads` neighbours hold the same one."""
+    """At least one: if there are more ranks than KV heads, `size / kv_heads` neighbouring ranks hold the same
+    head."""
     first_kv_head: int
     intermediate: int
     first_intermediate: int
@@ -73,7 +74,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder, described."""
+    """The configuration of a decoder."""
 
     model_type: str
     hidden_size: int
@@ -95,16 +96,17 @@ class ModelConfig:
     layer_kinds: tuple[str, ...]
     """The kind of each layer: a key of `engine.model.layers.LAYER_KINDS`."""
     sliding_windows: tuple[int | None, ...]
-    """One a layer: a token sees itself and the window - 1 before it; None: everything before it."""
+    """One per layer: a token attends to itself and the window - 1 tokens before it; None: to all earlier
+    tokens."""
     dtype: str
-    """The checkpoint's own, one of DTYPE_BYTES."""
+    """The checkpoint's dtype, one of DTYPE_BYTES."""
     fp8: bool
     """Whether the checkpoint's matrices are e4m3, with a scale for each output or for all."""
 
     @property
     def context_length(self) -> int:
-        """The longest sequence served unless another is asked for: `max_position_embeddings`, and with yarn
-        at least the stretched length."""
+        """The default maximum length of a sequence: `max_position_embeddings`, and with yarn at least the
+        scaled length."""
         if self.rope.kind == "yarn":
             stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
             return max(self.max_position_embeddings, stretched)
@@ -112,8 +114,8 @@ class ModelConfig:
 
     @property
     def context_limit(self) -> int:
-        """The longest `max_model_len` that may be asked for: linear and dynamic scaling reach `factor` times
-        the configured positions."""
+        """The largest allowed `max_model_len`: linear and dynamic scaling allow `factor` times the configured
+        positions."""
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.rope.factor)
         return self.context_length
@@ -143,7 +145,7 @@ class ModelConfig:
         )
 
     def resolve_length(self, requested: int | None) -> int:
-        """The longest sequence to serve, from what was asked for. Raises UnsupportedError beyond
+        """Return the maximum length of a sequence for a requested one. Raises UnsupportedError beyond
         `context_limit`."""
         if requested is None:
             return self.context_length
@@ -155,7 +157,7 @@ class ModelConfig:
         return requested
 
     def check_parallel(self, size: int) -> None:
-        """Raises UnsupportedError unless the model can be split over `size` ranks: attention heads and the
+        """Raise UnsupportedError unless the model can be split over `size` ranks: attention heads and the
         MLP divide evenly, KV heads divide or are replicated evenly. The vocabulary is padded where needed."""
         problems = []
         if size < 1:
@@ -178,7 +180,7 @@ class ModelConfig:
         return self.heads % size == 0 and kv_fits and self.intermediate_size % size == 0
 
     def shard(self, size: int, rank: int) -> Shard:
-        """The part of rank `rank` of `size`. Raises UnsupportedError as `check_parallel`."""
+        """Return the part of rank `rank` of `size`. Raises UnsupportedError as `check_parallel`."""
         self.check_parallel(size)
         if not 0 <= rank < size:
             raise UnsupportedError(

@@ -121,6 +121,13 @@ class SlotTables:
             if not self._shared:
                 staged = self._upload(np.stack((slots, indices, blocks)))
                 self.block_table[staged[0], staged[1]] = staged[2]
+        for source, count, slots in plan.shares:
+            shared = self._blocks_host[source, :count]
+            for slot in slots:
+                self._blocks_host[slot, :count] = shared
+            if not self._shared:
+                targets = self._upload(np.array(slots, dtype=np.int64))
+                self.block_table[targets, :count] = self.block_table[source, :count]
 
     # ── the input of a step ──────────────────────────────────────────────────────────────────────
 

@@ -1,6 +1,6 @@
-"""Reads a checkpoint's `config.json`, written by transformers 4 or 5, into a `ModelConfig`: every family.
+"""Reads the `config.json` of a checkpoint, written by transformers 4 or 5, into a `ModelConfig`.
 
-A family is a mapping of fields, nothing more. No torch: sizing reads configurations too.
+A model family is a mapping of fields. Does not load torch, since `engine.sizing` reads configurations too.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Fields:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How one architecture's `config.json` is read; defaults are those of its transformers class."""
+    """How the `config.json` of one architecture is read. Defaults are those of its transformers class."""
 
     architecture: str
     qkv_bias: Callable[[_Fields], bool]
@@ -105,9 +105,9 @@ class _Family:
     qk_norm: bool
     windows: Callable[[_Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None
-    """Where the file has none: this, or hidden_size / num_attention_heads."""
+    """Used if the file has no head_dim; None: hidden_size / num_attention_heads."""
     kv_heads: int | None = None
-    """Where the file has none: this, or num_attention_heads."""
+    """Used if the file has no num_key_value_heads; None: num_attention_heads."""
     max_position_embeddings: int = 2048
     layer_kind: str = "dense"
     """The kind of its layers: a key of `engine.model.layers.LAYER_KINDS`."""
@@ -134,14 +134,16 @@ def _no_windows(_fields: _Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _mistral_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
-    """One window for all layers; absent means 4096 (Mistral 7B v0.1's), null means none (v0.2 and later)."""
+    """Return one window for all layers: 4096 if the field is absent (Mistral 7B v0.1), none if it is null
+    (v0.2 and later)."""
     if "sliding_window" in fields.values and fields.get("sliding_window") is None:
         return (None,) * layers
     return (fields.integer("sliding_window", 4096),) * layers
 
 
 def _qwen_windows(fields: _Fields, layers: int) -> tuple[int | None, ...]:
-    """`layer_types` where given; else, with `use_sliding_window`, the layers from `max_window_layers` on."""
+    """Return the windows by `layer_types` if given; otherwise, with `use_sliding_window`, one window for the
+    layers from `max_window_layers` on."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     window = fields.integer("sliding_window", 4096) if in_use and not absent else None
@@ -216,7 +218,7 @@ def _from_fields(fields: _Fields) -> ModelConfig:
         )
     head_dim = fields.integer("head_dim", family.head_dim or hidden_size // heads)
     if head_dim % 2:
-        raise fields.error("head_dim", "rotary embeddings need an even one")
+        raise fields.error("head_dim", "rotary embeddings need an even number")
     rope = _rope(fields, positions)
     if rope.kind == "dynamic" and head_dim == 2:
         raise fields.error("head_dim", "dynamic rope needs at least 4")
@@ -245,7 +247,7 @@ def _from_fields(fields: _Fields) -> ModelConfig:
 
 
 def _dtype(fields: _Fields) -> str:
-    """`dtype` (transformers 5) or `torch_dtype` (4); float32 where neither is given."""
+    """Return `dtype` (transformers 5) or `torch_dtype` (4); float32 if neither is given."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.get(name)
     if value is None:
@@ -257,7 +259,7 @@ def _dtype(fields: _Fields) -> str:
 
 
 def _quantised(fields: _Fields) -> bool:
-    """Whether the checkpoint says that its matrices are FP8. Which of them really are, the tensors say."""
+    """Return whether the checkpoint declares FP8 matrices. The dtypes of its tensors tell which ones are."""
     value = fields.get("quantization_config")
     if value is None:
         return False
@@ -282,7 +284,7 @@ def _quantised(fields: _Fields) -> bool:
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without a group only the cache is meant, whose dtype is ours to choose.
+    # Without a group only the KV cache is quantised, whose dtype is a setting of the replica.
     return bool(groups)
 
 
@@ -296,7 +298,7 @@ def _expect(config: _Fields, name: str, loadable: tuple[Any, ...]) -> None:
 
 
 def _rope(fields: _Fields, positions: int) -> RopeConfig:
-    """From `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (4), which win if both."""
+    """Read `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (4), which come first."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
@@ -315,7 +317,7 @@ def _rope(fields: _Fields, positions: int) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):
         return RopeConfig(theta=theta, kind=kind, factor=_factor(rope))
-    # transformers lets the top-level field win over the one inside.
+    # In transformers the top-level field takes precedence over the inner one.
     outside = fields.get("original_max_position_embeddings") is not None
     original = (fields if outside else rope).integer("original_max_position_embeddings", positions)
     if kind == "llama3":
@@ -331,7 +333,7 @@ def _rope(fields: _Fields, positions: int) -> RopeConfig:
             high_freq_factor=high,
         )
     if theta <= 1.0:
-        raise theta_source.error("rope_theta", "yarn needs one above 1")
+        raise theta_source.error("rope_theta", "yarn needs a base above 1")
     return RopeConfig(
         theta=theta,
         kind=kind,

@@ -1,7 +1,8 @@
 """Start and stop the processes of one replica. The core calls this module, so it does not load torch.
 
 Every rank is a fresh interpreter (`python -m engine.replica`, never a fork). The launcher holds a pidfd of
-each rank. If one rank dies, the launcher kills the others, because they would wait forever in a collective.
+each rank. If one rank dies, the others exit by themselves, or the launcher kills them, because they would
+wait forever in a collective.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from engine.messages import Attach, CancelRequest, RankOutbound, ReplicaSpec, St
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
-"""How long a rank that closed its channel, and the peers of a rank that exited by itself, may take to exit
-before they are killed."""
+"""How long a rank that closed its channel, and the peers of a rank that exited, may take to exit before they
+are killed. Peers that exit by themselves first end the waiting of their GPU's kernels."""
+_STOP_CHECK_S = 1.0
+"""Interval at which the ranks of a group are checked for a stop (SIGSTOP). A rank that is stopped at two
+checks in a row is killed, because its peers wait for it."""
 
 RANK_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -50,19 +54,23 @@ def module_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
-def spawn_rank(module: str) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
+def spawn_rank(
+    module: str, gpus: tuple[str, ...] = ()
+) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
     """Start `python -m module` as the process of a rank, and return it with the channel to it.
 
-    The rank asks the kernel to kill it when the calling thread ends. Raises OSError if the process cannot be
-    started.
+    gpus: UUIDs of the GPUs of all ranks, which become the only visible ones, since every rank needs access to
+    the memory of the others; empty: all GPUs stay visible. The rank asks the kernel to kill it when the
+    calling thread ends. Raises OSError if the process cannot be started.
     """
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
     try:
         process = subprocess.Popen(
             [*module_command(module), "--channel", str(theirs.fileno())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
-            env={**RANK_ENVIRONMENT, **module_environment()},
+            env={**RANK_ENVIRONMENT, **module_environment(), **visible},
             start_new_session=True,
         )
     except OSError:
@@ -117,6 +125,8 @@ class ReplicaGroup:
         self._ranks: list[_Rank] = []
         self._reason = ""
         self._first_exit = ""
+        self._stopped: set[int] = set()
+        """The ranks that were stopped at the latest check."""
         self._ended = asyncio.Event()
 
     @classmethod
@@ -193,9 +203,11 @@ class ReplicaGroup:
             for pair in plan_pairs:
                 for end in pair:
                     end.close()
+        if size > 1:
+            asyncio.get_running_loop().call_later(_STOP_CHECK_S, self._check_stopped)
 
     def _spawn(self, number: int) -> _Rank:
-        process, channel = spawn_rank(self._module)
+        process, channel = spawn_rank(self._module, self.spec.gpus)
         rank = _Rank(number, process, channel)
         channel.listen(lambda message: self._on_message(number, message), lambda: self._closed(rank))
         asyncio.get_running_loop().add_reader(rank.pidfd, self._exited, rank)
@@ -220,16 +232,36 @@ class ReplicaGroup:
         rank.channel.close()
         reason = f"rank {rank.rank} (pid {rank.process.pid}) {describe_exit(rank.returncode)}"
         self._first_exit = self._first_exit or reason
+        # The cause of an exit may be the death of another rank: a rank that loses a peer exits by itself, and
+        # on a busy machine its exit may be noticed first.
         if rank.returncode < 0:
-            self.kill(reason)
-        else:
-            # The cause may be the death of another rank: a rank that loses a peer exits by itself, and on a
-            # busy machine its exit may be noticed first.
-            asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
+            self._reason = self._reason or reason
+        asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
         if all(other.returncode is not None for other in self._ranks) and not self._ended.is_set():
             self._ended.set()
             remove_rendezvous(self.spec)
             self._on_end(self._reason or self._first_exit)
+
+    def _check_stopped(self) -> None:
+        if self._ended.is_set():
+            return
+        asyncio.get_running_loop().call_later(_STOP_CHECK_S, self._check_stopped)
+        before = self._stopped
+        self._stopped = {rank.rank for rank in self._ranks if rank.returncode is None and _is_stopped(rank)}
+        for number in self._stopped & before:
+            rank = self._ranks[number]
+            self._reason = self._reason or f"rank {number} (pid {rank.process.pid}) was stopped by a signal"
+            # The others notice this death, and exit by themselves.
+            signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+
+
+def _is_stopped(rank: _Rank) -> bool:
+    """Return whether a signal has stopped the process of a rank, and nothing has continued it."""
+    try:
+        stop = os.waitid(os.P_PID, rank.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it has been reaped
+        return False
+    return stop is not None
 
 
 def describe_exit(returncode: int) -> str:

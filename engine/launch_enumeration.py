@@ -7,12 +7,18 @@ knows which operations a layer has.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from engine import peer_ranks
 from engine.device_tables import Padding, SlotTables
 from engine.graphs import DecodeGraphs
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import TORCH_DTYPES, Decoder
+from engine.parallel import Collectives, Overlap, Ranks, single
+from engine.peer_memory import ITEMS
+from engine.peer_ranks import PeerRanks
 from engine.prompt_graphs import PromptGraphs
 from engine.sampler import Sampler
 from engine.served_model import ServedModel
@@ -20,10 +26,12 @@ from engine.sizing import EXPANSION_BLOCKS, gemm_sizes
 from engine.steps import StepExecutor
 from engine.warmup import warm_up
 from engine.warmup_steps import largest_steps
+from kernels import Residual
 from kernels.compiling import Gpu
 from kernels.cuda import CudaOps
 from kernels.triton import sampling
 from kernels.triton.linear_table import Table
+from kernels.triton.peer_arena import PROGRAMS, Arena
 
 _META = torch.device("meta")
 _MAX_MODEL_LEN = 4096
@@ -39,9 +47,15 @@ powers of two and the largest are enumerated."""
 _ALIGNMENT = 16
 """Triton compiles a kernel anew for integers that are multiples of this."""
 
+_HOST_ADDRESS = 1 << 40
+"""An address that needs 64 bits, as those of host memory do: Triton compiles a kernel anew for integers of
+another width."""
 
-class UnconnectedRanks:
+
+class UnconnectedRanks(Collectives):
     """One rank of a group that does not exist: collectives return tensors of the right shape."""
+
+    collectives = ""
 
     def __init__(self, size: int, rank: int) -> None:
         self.size = size
@@ -50,14 +64,76 @@ class UnconnectedRanks:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor] * self.size, dim=-1)
-
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor] * self.size)
 
-    def close(self) -> None:
+
+class _MetaMemory:
+    """The peer memory of a rank on meta tensors."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        addresses = torch.empty(size, dtype=torch.int64, device=_META)
+        calls = torch.empty(PROGRAMS, dtype=torch.int32, device=_META)
+        self.arena = Arena(rank, size, addresses, calls, stop_address=_HOST_ADDRESS, items=ITEMS)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=_META)] * self.arena.world
+
+    def stop(self) -> None:
         return
+
+
+class _EveryRank(Collectives):
+    """All ranks of a group on meta tensors, seen from `rank`. A collective is launched for every rank when
+    its arguments have new shapes, because the kernels over peer memory differ between ranks."""
+
+    def __init__(self, size: int, rank: int, pdl: bool) -> None:
+        self.size, self.rank = size, rank
+        self._each = [
+            PeerRanks(
+                UnconnectedRanks(size, each),
+                _MetaMemory(size, each),
+                pdl=pdl,
+                overlap_from=peer_ranks.OVERLAP_FROM_TOKENS,
+            )
+            for each in range(size)
+        ]
+        self._launched: set[tuple[Any, ...]] = set()
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._launch("all_reduce", tensor)
+
+    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+        return self._launch("add_sum", residual, part, next_gain)
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._launch("all_gather_last_dim", tensor)
+
+    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._launch("all_gather_stack", tensor)
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self._launch("best", values, ids)
+
+    def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        for each in self._each:
+            each.prepare_overlap(tokens, hidden, dtype, device)
+
+    def overlap(self, tokens: int) -> Overlap | None:
+        found = [each.overlap(tokens) for each in self._each]
+        for overlap in found:
+            if overlap is not None:
+                overlap.barrier()
+        return found[self.rank]
+
+    def _launch(self, name: str, *arguments: Any) -> Any:
+        tensors = [each.values if isinstance(each, Residual) else each for each in arguments]
+        call = (name, *(None if each is None else (each.shape, each.dtype) for each in tensors))
+        if call not in self._launched:
+            self._launched.add(call)
+            for each in self._each:
+                getattr(each, name)(*arguments)
+        return getattr(self._each[self.rank], name)(*arguments)
 
 
 class MetaReplica:
@@ -74,7 +150,7 @@ class MetaReplica:
         length = max_model_len or min(config.context_limit, _MAX_MODEL_LEN)
         self._decoder = decoder = Decoder(
             config,
-            UnconnectedRanks(served.tensor_parallel_size, rank),
+            _ranks(served.tensor_parallel_size, rank, gpu),
             CudaOps(
                 EXPANSION_BLOCKS,
                 table,
@@ -87,6 +163,7 @@ class MetaReplica:
             fp8=served.fp8,
             kv_fp8=served.kv_fp8,
         )
+        decoder.ranks.prepare_overlap(served.max_num_batched_tokens, config.hidden_size, decoder.dtype, _META)
         self._sizes = Padding(_sizes(served.max_num_batched_tokens), _sizes(served.max_num_seqs))
         shard = decoder.shard
         self._sampler = Sampler(
@@ -115,12 +192,15 @@ class MetaReplica:
         for plan in largest_steps(length, served.max_num_seqs, budget):
             largest.run(plan)
         steps = self.steps()
-        if served.tensor_parallel_size == 1:
-            parts = steps.decoder, steps.kv, steps.tables
-            DecodeGraphs(*parts, self._sampler, served.max_num_seqs).launch()
-            PromptGraphs(*parts, budget).launch()
+        parts = steps.decoder, steps.kv, steps.tables
+        DecodeGraphs(*parts, self._sampler, served.max_num_seqs).launch()
+        PromptGraphs(*parts, budget).launch()
         warm_up(steps, self.steps(), length, self._sizes)
         return steps
+
+
+def _ranks(size: int, rank: int, gpu: Gpu) -> Ranks:
+    return single() if size == 1 else _EveryRank(size, rank, gpu.pdl)
 
 
 def _sizes(most: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -46,7 +47,8 @@ class StreamStep:
     """A step on a CUDA stream, between the events `began` and `ended`. Implements `engine.core.LaunchedStep`.
 
     previous_ended: the event at the end of the previous step; None for the first step. The gap between the
-    two steps includes the time in which the host prepares this step's input.
+    two steps includes the time in which the host prepares this step's input. check: raises an exception if
+    the results are invalid because a peer was lost.
     """
 
     def __init__(
@@ -56,13 +58,16 @@ class StreamStep:
         began: torch.cuda.Event,
         ended: torch.cuda.Event,
         previous_ended: torch.cuda.Event | None,
+        check: Callable[[], None],
     ) -> None:
         self._plan, self._results = plan, results
         self._began, self._ended, self._previous_ended = began, ended, previous_ended
+        self._check = check
         self.host_gap_us = 0.0
 
     def wait(self) -> StepTokens:
         self._ended.synchronize()
+        self._check()
         if self._previous_ended is not None:
             self.host_gap_us = max(0.0, 1e3 * self._previous_ended.elapsed_time(self._began))
             self._previous_ended = None

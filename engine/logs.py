@@ -1,9 +1,9 @@
-"""Logging that never blocks the caller: a thread of its own writes the lines to standard error.
+"""Logging that never blocks the caller: a separate thread writes the lines to standard error.
 
 A write to standard error blocks while nobody reads the pipe, the terminal is stopped or journald is stalled.
 An event loop or a step loop must not wait for that. So loggers put finished lines into a bounded queue, and a
-daemon thread writes them. Lines that find the queue full are dropped and counted. When the reader is back, a
-line says how many were dropped.
+daemon thread writes them. Lines are dropped and counted while the queue is full. When standard error can be
+written again, a line reports how many were dropped.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 MAX_QUEUED_LINES = 10_000
-"""Lines that wait for the reader of standard error: about 2 MB of usual length."""
+"""Maximum number of queued lines: about 2 MB at their usual length."""
 MAX_LINE_CHARS = 16_384
-"""Of one record, its traceback included; the rest is cut."""
+"""Maximum length of one record with its traceback; the rest is cut."""
 FLUSH_S = 1.0
-"""How long a process that ends waits for the reader to take the last lines."""
+"""How long an exiting process waits until the last lines are written."""
 STDERR = 2
 
 log = logging.getLogger(__name__)
 
 
 class LogState(NamedTuple):
-    """How the log of this process is doing."""
+    """The state of this process's log."""
 
     dropped_lines: int = 0
-    """Lines dropped since the start because standard error did not take them."""
+    """Lines dropped since the start because standard error could not be written."""
     stalled_s: float = 0.0
-    """How long the write under way has been waiting for the reader; 0 without one."""
+    """Duration of the current write so far; 0 if there is none."""
 
 
 class LineFormatter(logging.Formatter):
@@ -70,20 +70,20 @@ class LineQueue(QueueHandler):
         return line.encode("utf-8", "backslashreplace") + b"\n"
 
     def enqueue(self, record: Any) -> None:
-        """Queue a line, or count it as dropped."""
+        """Queue a line; count it as dropped if the queue is full."""
         try:
             self.queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
 
     def flush(self) -> None:
-        """Wait until the queued lines are written, `FLUSH_S` at most. `logging.shutdown` calls it at exit."""
+        """Wait at most `FLUSH_S` until the queued lines are written. `logging.shutdown` calls it at exit."""
         deadline = time.monotonic() + FLUSH_S
         while self._lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def state(self) -> LogState:
-        """Return the counters as of now."""
+        """Return the current state."""
         since = self.writer.writing_since
         return LogState(self.dropped, 0.0 if since is None else time.monotonic() - since)
 
@@ -94,13 +94,13 @@ class LineWriter(QueueListener):
     def __init__(self, lines: LineQueue, descriptor: int) -> None:
         super().__init__(lines.queue)
         self.writing_since: float | None = None
-        """`time.monotonic()` at the beginning of the write under way."""
+        """`time.monotonic()` at the beginning of the current write; None if there is none."""
         self._lines = lines
         self._descriptor = descriptor
         self._reported = 0
 
     def handle(self, record: Any) -> None:
-        """Write a line; then say how many were dropped meanwhile."""
+        """Write a line, then report how many were dropped during the write."""
         began = self.writing_since = time.monotonic()
         self._write(record)
         self.writing_since = None
@@ -114,25 +114,25 @@ class LineWriter(QueueListener):
             self._write(self._lines.prepare(report))
 
     def _write(self, line: bytes) -> None:
-        # To the descriptor, not through `sys.stderr`: a thread that is blocked inside a buffered stream holds
-        # the stream's lock, and the interpreter needs that lock to exit.
+        # Written to the descriptor, not through `sys.stderr`: a thread that is blocked inside a buffered
+        # stream holds the stream's lock, and the interpreter needs that lock to exit.
         rest = memoryview(line)
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:  # somebody who shares the descriptor made it non-blocking
+            except BlockingIOError:  # another process that shares the descriptor made it non-blocking
                 room = select.poll()
                 room.register(self._descriptor, select.POLLOUT)
                 room.poll()
-            except OSError:  # nobody can read it any more
+            except OSError:  # the reader has closed its end
                 self._lines.dropped += 1
                 self._reported += 1
                 return
 
 
 def log_to_stderr(formatter: logging.Formatter) -> None:
-    """Send this process's log to standard error, without ever waiting for its reader: Python's warnings and
-    exceptions that nobody handles included, which would otherwise be written directly."""
+    """Send this process's log to standard error without blocking, including Python's warnings and unhandled
+    exceptions, which would otherwise be written directly."""
     root = logging.getLogger()
     if (former := _line_queue()) is not None:
         former.setFormatter(formatter)
@@ -147,7 +147,7 @@ def log_to_stderr(formatter: logging.Formatter) -> None:
 
 
 def log_state() -> LogState:
-    """Return how the log of this process is doing; zeros where `log_to_stderr` was not called."""
+    """Return the state of this process's log; zeros if `log_to_stderr` was not called."""
     lines = _line_queue()
     return LogState() if lines is None else lines.state()
 

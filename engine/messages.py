@@ -19,6 +19,13 @@ output."""
 MAX_BAD_WORDS = 512
 """Maximum number of entries of `SamplingParams.bad_words`, since each is compared in every step."""
 
+CLASSES = 4
+"""`Submit.priority` is 0 to 3."""
+URGENCIES = 3
+"""`Submit.urgency` is 0 to 2."""
+LEVELS = CLASSES * URGENCIES
+"""`Submit.level` is 0 to 11."""
+
 FinishReason = Literal["", "stop", "length", "cancelled", "error"]
 """Why a sample ended: "" (it has not ended), "stop" (a stop token, which is its last token), "length"
 (`max_tokens` or the model's maximum length), "cancelled" or "error"."""
@@ -65,6 +72,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Launch step N+1 before the tokens of step N are read."""
     rendezvous: str = ""
     """Path of a file, not yet existing, through which the ranks find each other; empty for a single rank."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs, in order of ranks; empty: the first visible ones."""
     threads: int | None = None
     """Number of torch CPU threads per rank; None: cores divided by ranks."""
 
@@ -92,6 +101,8 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[str]
     """One name per rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
     tensor_parallel_size: int
+    collectives: str = ""
+    """What exchanges data between the ranks, e.g. "gloo" or "NCCL"; empty for a single rank."""
     load_seconds: float
     predicted_bytes: int
     """Memory for weights, KV cache and activations as `engine.sizing` predicted it."""
@@ -170,9 +181,18 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Opaque string: the prefix cache shares blocks only between requests with equal salts."""
     priority: int = 1
     """Class, from 0 (real-time) to 3 (background). Preemption takes the highest number first."""
-    urgent: bool = False
-    """Serve this submission before others of its class, and before running prefills of its class or a lower
-    class."""
+    urgency: int = 0
+    """Order inside the class. 2: urgent, and all prompts of the request fit into one step; 1: urgent, with
+    longer prompts; 0: not urgent."""
+    spare_slots: int = 0
+    """Number of slots that must stay free when a sample of this submission starts. They are reserved for
+    submissions of better levels."""
+
+    @property
+    def level(self) -> int:
+        """Order of service over all classes, best first: submissions of a better level are admitted and
+        computed first, and credit is counted by level."""
+        return level_of(self.priority, self.urgency)
 
     @property
     def credit_tokens(self) -> int:
@@ -185,6 +205,11 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
     handle: int
     sample: int | None = None
+
+
+def level_of(priority: int, urgency: int) -> int:
+    """Return the level of a class and an urgency, from 0 (the first to be served) to LEVELS - 1."""
+    return URGENCIES * priority + URGENCIES - 1 - urgency
 
 
 # ── outputs, to a front ───────────────────────────────────────────────────────────────────────────
@@ -215,6 +240,8 @@ class Output(msgspec.Struct, array_like=True):
     `first_sample`, and only if requested."""
     error: str | None = None
     """The reason, if `finish_reason` is "error"."""
+    refused: bool = False
+    """Whether the submission was refused because of what it asks for. Any other error is the engine's."""
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):
@@ -298,8 +325,14 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     """The last step whose tokens were read."""
     credit_seqs: int
     credit_tokens: int
+    returned_seqs: tuple[int, ...] = (0,) * LEVELS
+    """`credit_seqs` by level, without the initial credit: number of samples that ended."""
+    returned_tokens: tuple[int, ...] = (0,) * LEVELS
+    """`credit_tokens` by level, without the initial credit: prompt tokens that were computed or dropped."""
     running: int = 0
     waiting: int = 0
+    waiting_seqs: tuple[int, ...] = (0,) * LEVELS
+    """`waiting` by level."""
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
@@ -313,7 +346,24 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
 
 
-class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
+class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
+    """The engine's state, and the steps since the last report."""
+
+    decode_steps: int = 0
+    """Number of decode-only steps."""
+    step_ms: float = 0.0
+    """Mean duration of a decode-only step; 0 if there was none."""
+    idle_us: float = 0.0
+    """Mean time for which the device waited for the host before a decode-only step."""
+    mixed_steps: int = 0
+    """Number of steps with prefill; the next two fields are their means."""
+    mixed_step_ms: float = 0.0
+    mixed_idle_us: float = 0.0
+    log_dropped_lines: int = 0
+    """Lines of rank 0's log that were dropped since the start because nobody read standard error."""
+
+
+class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
     """Rank 0 to core: the state of the replica. Sent after each step that ended a submission or granted
     credit, every 100 ms while steps run, and every 500 ms otherwise, as a heartbeat. A `LongStep` announces a
     longer pause.
@@ -321,24 +371,13 @@ class Report(EngineGauges, tag="report", frozen=True, kw_only=True):
     Credits are totals granted since the start: available credit is granted credit minus spent credit.
     `credit_seqs` starts at `max_num_seqs` and grows by one for each sample that ends. `credit_tokens` starts
     with the token budget of two steps with decodes, or of one without if that is more. It grows by each
-    submission's `credit_tokens` as these are computed, found in the prefix cache or dropped.
+    submission's `credit_tokens` as these are computed, found in the prefix cache or dropped. `returned_seqs`
+    and `returned_tokens` say for which levels credit has been granted back.
     """
 
     finished: list[Finished] = []
     fronts_gone: list[str] = []
     """Fronts whose channel closed. All of their submissions have been reported in `finished`."""
-    decode_steps: int = 0
-    """Number of decode-only steps since the last report."""
-    step_ms: float = 0.0
-    """Mean duration of a decode-only step; 0 if there was none."""
-    idle_us: float = 0.0
-    """Mean time for which the device waited for the host before a decode-only step."""
-    mixed_steps: int = 0
-    """Number of steps with prefill since the last report; the next two fields are their means."""
-    mixed_step_ms: float = 0.0
-    mixed_idle_us: float = 0.0
-    log_dropped_lines: int = 0
-    """Lines of rank 0's log that were dropped since the start because nobody read standard error."""
 
 
 class LongStep(msgspec.Struct, tag="long_step", frozen=True):

@@ -1,20 +1,43 @@
 """The ranks of a replica and their collectives.
 
 A single rank needs no process group and does not load torch.distributed. Plans do not use collectives: rank 0
-sends them on a channel (`engine.plan_channel`).
+sends them on a channel (`engine.plan_channel`). Ranks on GPUs that can map each other's memory exchange small
+messages through that memory (`engine.peer_ranks`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
 import os
+import threading
 from typing import Protocol
 
 import torch
 
+from kernels import Residual
+from kernels.draws import BAD_TOKEN
+
+log = logging.getLogger(__name__)
+
 
 class RankLost(RuntimeError):
     """A collective failed because a peer died or timed out. The group cannot be used any more."""
+
+
+class Overlap(Protocol):
+    """Sums over the ranks in the background of a pass, which is computed in two halves of its tokens."""
+
+    split: int
+    """Number of tokens of the first half."""
+
+    def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
+        """Start to compute `residual` plus the sum of `part` over the ranks. May overwrite both."""
+
+    def finish(self, half: int) -> Residual:
+        """Return the result of `start` once it is there, which the second next `start` of this half may
+        overwrite."""
 
 
 class Ranks(Protocol):
@@ -22,25 +45,105 @@ class Ranks(Protocol):
 
     size: int
     rank: int
+    collectives: str
+    """Name of what exchanges data, for operators; empty for a single rank."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, bitwise equal on all of them. May overwrite `tensor`."""
 
+    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+        """Return `residual` plus the sum of `part [tokens, hidden]` over the ranks, bitwise equal on all of
+        them. May overwrite `residual.values` and `part`. With `next_gain [hidden]`, the gain of the norm that
+        reads the result next, the result may carry a deferred norm."""
+
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate `[..., n]` of each rank, in rank order, to `[..., size × n]`. Shapes must be equal."""
+        """Concatenate `[..., n]` of each rank, in rank order, to `[..., size × n]`. Shapes must be equal. The
+        sign of a floating-point zero may be lost."""
 
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stack `[...]` of each rank, in rank order, to `[size, ...]`. Shapes must be equal."""
+        """Stack `[...]` of each rank, in rank order, to `[size, ...]`. Shapes must be equal. The sign of a
+        float32 zero may be lost."""
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the id of the largest value over the ranks, `[rows]` int64; of equal values, the lowest
+        rank's.
+
+        values: [rows] float32. ids: [rows] int64 below 2³¹. The result is BAD_TOKEN in a row with a NaN, or
+        whose largest value is infinite.
+        """
+
+    def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve the memory of `overlap` for passes of up to `tokens` tokens, where it pays."""
+
+    def overlap(self, tokens: int) -> Overlap | None:
+        """Return how the ranks sum in the background of a pass, or None for a pass for which that does not
+        pay."""
+
+    def abandon(self, reason: str) -> None:
+        """End all waiting for peers, now and in every later collective: a peer was lost. Results of
+        collectives are undefined from now on, and `check` raises. May be called from any thread."""
+
+    def check(self) -> None:
+        """Raise RankLost if `abandon` was called."""
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group. CUDA graphs that contain collectives must be deleted before."""
 
 
-class _Single:
+class Collectives:
+    """Collectives that follow from `all_reduce` and `all_gather_stack` of a subclass. Implements `Ranks`
+    together with these two."""
+
+    size: int
+    rank: int
+    collectives: str = ""
+    _lost_reason = ""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+        return Residual(residual.values.add_(self.all_reduce(part)))
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        stack = self.all_gather_stack(tensor)
+        return stack.movedim(0, -2).reshape(*tensor.shape[:-1], self.size * tensor.shape[-1])
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        words = torch.stack((values.float().view(torch.int32), ids.int()))
+        stack = self.all_gather_stack(words)
+        values, ids = stack[:, 0].view(torch.float32), stack[:, 1]
+        # argmax returns the first maximum, or the first NaN.
+        winner = values.argmax(dim=0, keepdim=True)
+        finite = values.gather(0, winner)[0].isfinite()
+        return torch.where(finite, ids.gather(0, winner)[0].long(), BAD_TOKEN)
+
+    def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        return
+
+    def overlap(self, tokens: int) -> Overlap | None:
+        return None
+
+    def abandon(self, reason: str) -> None:
+        self._lost_reason = self._lost_reason or reason
+
+    def check(self) -> None:
+        if self._lost_reason:
+            raise RankLost(f"rank {self.rank} of {self.size}: {self._lost_reason}; restart the whole replica")
+
+    def close(self) -> None:
+        return
+
+
+class _Single(Collectives):
     """A single rank."""
 
     size = 1
     rank = 0
+    collectives = ""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -51,11 +154,8 @@ class _Single:
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0)
 
-    def close(self) -> None:
-        return
 
-
-class _Group:
+class _Group(Collectives):
     """One of several ranks, which use the default group of torch.distributed."""
 
     def __init__(self, size: int, rank: int) -> None:
@@ -64,6 +164,12 @@ class _Group:
         self.size = size
         self.rank = rank
         self._dist = torch.distributed
+        backend = torch.distributed.get_backend()
+        self.collectives = "NCCL" if backend == "nccl" else backend
+        # torch 2.13 renamed all_gather_into_tensor.
+        self._gather = getattr(
+            torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor
+        )
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         try:
@@ -72,21 +178,30 @@ class _Group:
             raise self._lost("all_reduce", error) from error
         return tensor
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        stack = self.all_gather_stack(tensor)
-        return stack.movedim(0, -2).reshape(*tensor.shape[:-1], self.size * tensor.shape[-1])
-
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         stack = tensor.new_empty((self.size, *tensor.shape))
         try:
-            self._dist.all_gather(list(stack.unbind()), tensor.contiguous())
+            self._gather(stack.view(-1), tensor.contiguous().view(-1))
         except RuntimeError as error:
             raise self._lost("all_gather", error) from error
         return stack
 
+    def abandon(self, reason: str) -> None:
+        super().abandon(reason)
+        if self._dist.get_backend() != "nccl":
+            return  # gloo notices the death of a peer by itself
+        # Aborting waits for kernels of NCCL to end, which wait for the lost peer until they are aborted.
+        threading.Thread(target=self._abort, name="abort-collectives", daemon=True).start()
+
     def close(self) -> None:
         if self._dist.is_initialized():
             self._dist.destroy_process_group()
+
+    def _abort(self) -> None:
+        from torch.distributed.distributed_c10d import _abort_process_group
+
+        with contextlib.suppress(Exception):  # the process ends in any case
+            _abort_process_group()
 
     def _lost(self, what: str, error: RuntimeError) -> RankLost:
         return RankLost(
@@ -95,18 +210,45 @@ class _Group:
         )
 
 
+def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
+    """Send `tensor[i]` of `[size, ...]` to rank i of the default group, and return what this rank received,
+    stacked in rank order. All ranks must call it with equal shapes. Raises RankLost."""
+    import torch.distributed as dist
+
+    received = torch.empty_like(tensor)
+    try:
+        # As bytes, because not every backend knows every dtype.
+        dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8))
+    except RuntimeError as error:
+        raise RankLost(
+            f"all_to_all failed: a peer died or timed out ({str(error).splitlines()[0]}); "
+            "restart the whole replica"
+        ) from error
+    return received
+
+
 def single() -> Ranks:
     """Return the group of a single rank, without loading torch.distributed."""
     return _Single()
 
 
-def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_seconds: float = 60.0) -> Ranks:
+def join(
+    size: int,
+    rank: int,
+    rendezvous_path: str,
+    backend: str,
+    *,
+    timeout_seconds: float = 60.0,
+    overlap_from: int | None = None,
+) -> Ranks:
     """Find the other ranks through a file and return their group; `single()` for size 1.
 
     rendezvous_path: a file that does not exist yet, the same for all ranks, on a local file system. backend:
     "gloo" (CPU; uses the loopback interface unless GLOO_SOCKET_IFNAME is set) or "nccl" (CUDA; the rank's
     device must be the current one). timeout_seconds: how long a rank waits for the others, here and in each
-    collective. gloo also notices the death of a peer at once, by its closed connection.
+    collective. gloo also notices the death of a peer at once, by its closed connection. overlap_from: the
+    number of tokens of a pass from which GPUs that can map each other's memory sum in its background; None:
+    `engine.peer_ranks.OVERLAP_FROM_TOKENS`.
 
     Raises RankLost if the other ranks do not arrive in time, ValueError for invalid arguments.
     """
@@ -125,14 +267,56 @@ def join(size: int, rank: int, rendezvous_path: str, backend: str, *, timeout_se
         # leave the machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     try:
         store = dist.FileStore(rendezvous_path, size)
         store.set_timeout(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
+        )
     except RuntimeError as error:
         raise RankLost(
             f"rank {rank} of {size} did not find the others within {timeout_seconds:g} s "
             f"through {rendezvous_path} "
             f"({str(error).splitlines()[0]})"
         ) from error
-    return _Group(size, rank)
+    group = _Group(size, rank)
+    return group if device is None else _connect(group, device, overlap_from)
+
+
+def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ranks:
+    """Return ranks that use peer memory if every GPU of the group can map the memory of every other one."""
+    # Imported here because they load Triton, which a CPU does not need.
+    from engine.peer_memory import PeerMemory
+    from engine.peer_ranks import OVERLAP_FROM_TOKENS, PeerRanks
+
+    devices = group.all_gather_stack(torch.tensor([device.index], device=device)).view(-1).tolist()
+    problem, memory = "", None
+    if not all(
+        torch.cuda.can_device_access_peer(device.index, other) for other in {*devices} - {device.index}
+    ):
+        problem = "no NVLink, and no PCIe peer access"
+    if _all(group, not problem, device):
+        try:
+            memory = PeerMemory(group.rank, group.size)
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+        # After this, every rank's memory is ready to receive.
+        if not _all(group, memory is not None, device):
+            memory = None
+    if memory is None:
+        reason = f" ({problem})" if problem else ""
+        log.warning(
+            "rank %d: not all GPUs of the replica can access each other's memory%s: the ranks use NCCL for "
+            "every message, which makes each decode step slower",
+            group.rank,
+            reason,
+        )
+        return group
+    overlap_from = OVERLAP_FROM_TOKENS if overlap_from is None else overlap_from
+    return PeerRanks(group, memory, overlap_from=overlap_from)
+
+
+def _all(group: Ranks, condition: bool, device: torch.device) -> bool:
+    """Return whether `condition` is true on every rank."""
+    return bool(group.all_gather_stack(torch.tensor([int(condition)], device=device)).all())

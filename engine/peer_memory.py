@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.triton.all_reduce import EMPTY_WORD, PROGRAMS, Arena, arena_words
+from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words
 
 ITEMS = 16
 """Items per program: messages of up to 16 MiB (1,024 rows of 8,192 16-bit numbers)."""
@@ -16,8 +16,8 @@ class PeerMemory:
     """One rank's arena and the addresses of its peers' arenas.
 
     Every rank of torch.distributed's default group, whose backend is NCCL, makes one at the same time, with
-    its own GPU current. Raises RuntimeError where the GPUs cannot map each other's memory. NVLink multicast
-    is not used."""
+    its own GPU current. A rank may use it only after every rank has made its own. Raises RuntimeError where
+    the GPUs cannot map each other's memory. NVLink multicast is not used."""
 
     def __init__(self, rank: int, world: int) -> None:
         import torch.distributed as dist
@@ -38,8 +38,21 @@ class PeerMemory:
             stop_address=self._stop.data_ptr(),
             items=ITEMS,
         )
+        self._allocated: list[tuple[torch.Tensor, Any]] = []
         torch.cuda.synchronize()
-        dist.barrier()
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Make a buffer on every rank and return those of all ranks, mapped on this rank's device. All ranks
+        must call it at the same time."""
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        own = symmetric.empty(shape, dtype=dtype, device=device)
+        assert dist.group.WORLD is not None
+        handle = symmetric.rendezvous(own, dist.group.WORLD)
+        self._allocated.append((own, handle))
+        return [handle.get_buffer(peer, shape, dtype) for peer in range(self.arena.world)]
 
     def stop(self) -> None:
         """End all waiting for peers on this rank's GPU, now and in every later call: a peer was lost. The

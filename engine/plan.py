@@ -54,10 +54,10 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
 class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """One complete step. Ranks that execute the same plans in the same order hold equal device tables.
 
-    The step applies `setups`, `blocks`, `clears` and `copies`, in this order. Then it runs the forward pass
-    over `decodes` and `chunks`, and samples for `decodes` followed by each chunk's `sample_slots`. A decode
-    feeds the slot's last sampled token at the slot's next position. Both are in the device tables, and the
-    step updates them.
+    The step applies `setups`, `blocks`, `shares`, `clears` and `copies`, in this order. Then it runs the
+    forward pass over `decodes` and `chunks`, and samples for `decodes` followed by each chunk's
+    `sample_slots`. A decode feeds the slot's last sampled token at the slot's next position. Both are in the
+    device tables, and the step updates them.
     """
 
     step: int
@@ -73,6 +73,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     clears: list[int] = []
     """Blocks to zero, because a previous sequence left NaN or infinity in them: attention multiplies masked
     values by zero, and zero times NaN is NaN."""
+    shares: list[tuple[int, int, list[int]]] = []
+    """Block table entries that samples of one prompt share: (source slot, number of leading entries, slots to
+    which these entries are copied). Applied after `blocks`, which may contain entries of the source."""
 
 
 LOWEST_LOGPROB = -9999.0

@@ -14,12 +14,14 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.garbage import settle_garbage
 from engine.logs import LineFormatter, log_to_stderr
 from engine.messages import Fatal, Progress, RankInbound, Ready, ReplicaSpec, Start, Stop
+from engine.peer_watch import PeerWatch
 from engine.plan_channel import plan_channel
 from engine.process_memory import bound_kernel_caches
 from engine.progress import ProgressCallback
@@ -28,6 +30,7 @@ from engine.wire import Channel
 
 if TYPE_CHECKING:
     from engine.core import LaunchedStep, StepRunner
+    from engine.parallel import Ranks
     from engine.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,8 @@ FAILURE_CHECK_S = 0.05
 """How often a following rank checks for a failed step while no plan arrives."""
 FATAL_TIMEOUT_S = 1.0
 """How long a failing rank waits for the core to read the reason."""
+LOSS_GRACE_S = 0.3
+"""How long a rank that has lost a peer may take to exit by itself. The launcher kills it a little later."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,12 +67,10 @@ def main() -> None:
     code = 0
     try:
         runner = build_runner(start.spec, start.rank, lambda *stage: control.send(Progress(*stage)))
-        if start.rank == 0:
-            peers = [socket.socket(fileno=control.take_fd()) for _ in range(1, ranks)]
-            _lead(start, control, peers, runner)
-        else:
-            settle_garbage()
-            follow(control, plan_channel(control.take_fd()), runner)
+        count = ranks - 1 if start.rank == 0 else min(1, ranks - 1)
+        peers = [socket.socket(fileno=control.take_fd()) for _ in range(count)]
+        _watch_peers(start.rank, peers, runner.ranks)
+        code = _serve(start, control, peers, runner)
     except Exception as error:
         kind = _kind_of(error)
         if kind == "internal":
@@ -80,6 +83,42 @@ def main() -> None:
     sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
+
+
+def _serve(
+    start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
+) -> int:
+    """Serve as a rank until the core sends Stop or disappears. Returns the exit code. peers: this rank's ends
+    of its plan channels."""
+    from engine.parallel import RankLost
+
+    try:
+        if start.rank == 0:
+            _lead(start, control, peers, runner)
+        else:
+            settle_garbage()
+            follow(control, plan_channel(peers[0].detach()), runner)
+    except RankLost as error:
+        # No Fatal: the core knows how the lost rank ended, which is the cause.
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
+    """Exit if a peer ends: rank 0 if any other rank ends, and the others if rank 0 ends."""
+
+    def leave(name: str) -> None:
+        ranks.abandon(f"{name} has ended")
+        # The main thread raises RankLost or returns, if it is not blocked in a collective or without work.
+        time.sleep(LOSS_GRACE_S)
+        log.error("%s has ended; this rank exits", name)
+        logging.shutdown()
+        os._exit(1)
+
+    if peers:
+        first = 1 if rank == 0 else 0
+        PeerWatch({f"rank {first + i}": peer.fileno() for i, peer in enumerate(peers)}, leave)
 
 
 def _lead(

@@ -6,6 +6,7 @@ stream, or a worker thread on a CPU. Meanwhile the step loop reads, plans and se
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -46,6 +47,8 @@ from engine.steps import StepExecutor
 from engine.transfer import reserve_pinned
 from engine.warmup import warm_up
 from kernels import KvPool, select_backend, select_sampling
+
+log = logging.getLogger(__name__)
 
 _BYTES_PER_PROMPT_TOKEN = 4 * 8
 """Size of a prompt token in the transfer of a step: four int64 numbers."""
@@ -96,6 +99,10 @@ class ModelRunner:
                 fp8=self.weights == FP8,
                 kv_fp8=self.kv_cache_dtype == FP8,
             )
+            # Before the KV pool is sized, which gets the memory that is left.
+            ranks.prepare_overlap(
+                spec.max_num_batched_tokens, self.config.hidden_size, self.decoder.dtype, self.device
+            )
             self._barrier()  # every rank must measure free memory before any rank fills it
             self._load(progress)
             self._sampler = Sampler(
@@ -136,12 +143,16 @@ class ModelRunner:
             results = to_host(self._run(plan, began.record))
             ended.record()
         before, self._ended_event = self._ended_event, ended
-        return StreamStep(plan, results, began, ended, before)
+        return StreamStep(plan, results, began, ended, before, self.ranks.check)
 
     def close(self) -> None:
         """Wait for the launched steps and leave the group of ranks."""
         if self._stream is not None:
             self._stream.shutdown()
+        else:
+            torch.cuda.synchronize(self.device)
+        # NCCL must not be shut down before the graphs that contain its kernels.
+        self.steps.graphs = self.steps.prompt_graphs = None
         self.ranks.close()
 
     def _enter_thread(self) -> None:
@@ -174,7 +185,13 @@ class ModelRunner:
             progress("generating random weights", 0.0)
             load_dummy(self.decoder, seed=0)
         else:
-            load(self.decoder, self.spec.model_path, progress)
+            exchange = self.device.type == "cuda" and self.ranks.size > 1
+            began = time.monotonic()
+            read = load(self.decoder, self.spec.model_path, progress, exchange=exchange)
+            seconds = time.monotonic() - began
+            log.info(
+                "read %.2f GB of weights in %.2f s: %.1f GB/s", read / 1e9, seconds, read / seconds / 1e9
+            )
 
     def _executor(self, kv: list[KvPool]) -> StepExecutor:
         """Return an executor over a KV pool, with device tables of its own."""
@@ -262,8 +279,7 @@ class ModelRunner:
         """Load or capture all kernels that serving launches, and reserve pinned memory, so that no request
         waits."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
-        if self.ranks.size == 1:
-            self._capture_graphs(progress)
+        self._capture_graphs(progress)
         scratch = self._executor(self.decoder.allocate_kv(1))
         warm_up(self.steps, scratch, self.max_model_len, self._padding, to_host)
 
@@ -329,6 +345,7 @@ class ModelRunner:
             backend=self.device.type,
             devices=devices,
             tensor_parallel_size=size,
+            collectives=self.ranks.collectives,
             load_seconds=self._load_seconds,
             predicted_bytes=predicted.total_bytes * size,
             used_bytes=self._used_bytes,

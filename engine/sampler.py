@@ -28,7 +28,7 @@ from engine.device_tables import SamplingBatch, SlotTables
 from engine.parallel import Ranks
 from engine.plan import LOWEST_LOGPROB
 from kernels import sampling
-from kernels.draws import BAD_TOKEN, Draws, Logits, SamplingOps, Variant
+from kernels.draws import Draws, Logits, SamplingOps, Variant
 
 LOGPROB_ROWS = 128
 """Number of rows whose log probabilities are computed at once: a whole chunk or batch could take
@@ -130,11 +130,12 @@ class Sampler:
         values, ids = logits.topk(min(top, self._vocab), dim=1)
         if self._ranks.size > 1:
             ids = ids + self._first
-            stack = self._ranks.all_gather_stack(torch.cat((sums, chosen, values, ids), dim=1).double())
-            sums, chosen = stack[:, :, :1].logsumexp(dim=0), stack[:, :, 1:2].amax(dim=0)
+            words = torch.cat((sums, chosen, values, ids.int().view(torch.float32)), dim=1)
+            stack = self._ranks.all_gather_stack(words)
+            sums, chosen = stack[:, :, :1].double().logsumexp(dim=0), stack[:, :, 1:2].amax(dim=0)
             k = values.shape[1]
             merged = stack[:, :, 2 : 2 + k].movedim(0, 1).flatten(1)
-            merged_ids = stack[:, :, 2 + k :].movedim(0, 1).flatten(1)
+            merged_ids = stack[:, :, 2 + k :].contiguous().view(torch.int32).movedim(0, 1).flatten(1)
             values, at = merged.topk(min(top, self._vocab_size), dim=1)
             ids = merged_ids.gather(1, at)
         logprobs = torch.cat((chosen, values), dim=1).double() - sums.double()
@@ -154,18 +155,16 @@ class Sampler:
         return Logits(logits, self._real, self._first, mine), False
 
     def _best(self, variant: Variant, source: Logits, draws: Draws, whole: bool) -> torch.Tensor:
-        if variant == Variant.GREEDY:
+        if not whole and not self._real:
+            # All columns of this rank are padding, because the vocabulary is small.
+            rows = len(source.values if source.index is None else source.index)
+            values = torch.full((rows,), -torch.inf, device=source.values.device)
+            ids = torch.full((rows,), self._first, dtype=torch.int64, device=values.device)
+        elif variant == Variant.GREEDY:
             values, ids = self._ops.greedy(source)
         elif variant == Variant.PLAIN:
             values, ids = self._ops.plain(source, draws)
         else:
             values, ids = self._ops.full(source, draws)
-        return ids if whole else self._best_of_ranks(values, ids)
-
-    def _best_of_ranks(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Choose token ids [rows] int64 from each rank's best value and its token; on ties the lowest id."""
-        stack = self._ranks.all_gather_stack(torch.stack((values.double(), ids.double())))
-        # Token ids ascend with the rank, and argmax returns the first maximum (or NaN).
-        winner = stack[:, 0].argmax(dim=0, keepdim=True)
-        values, ids = stack[:, 0].gather(0, winner)[0], stack[:, 1].gather(0, winner)[0].long()
-        return torch.where(values.isfinite(), ids, BAD_TOKEN)
+        # Token ids ascend with the rank, so of equal values the lowest id wins.
+        return ids if whole else self._ranks.best(values, ids)

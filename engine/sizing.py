@@ -33,6 +33,8 @@ _GRAPH_LAYER_BYTES = 300 << 10
 """Memory of the CUDA graphs of one batch size, per layer; see `graph_bytes`."""
 _CUDA_BYTES = 700 << 20
 """Memory that CUDA takes: context, modules and library workspaces."""
+PEER_ARENA_BYTES = 34_603_008
+"""Memory through which GPUs exchange messages, for each rank of a group (`engine.peer_memory`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,7 @@ def predict(
         activation_bytes=_activations(config, shard, dtype, max(max_num_batched_tokens, max_num_seqs))
         + (
             _workspace_on_gpu(config, shard, dtype, kv_cache_dtype, max_num_seqs, max_num_batched_tokens)
+            + peer_bytes(tensor_parallel_size)
             if on_gpu
             else _workspace_on_cpu(config, shard, dtype, weights, max_num_seqs, max_model_len)
         ),
@@ -258,6 +261,11 @@ def decode_capture_sizes(largest: int) -> list[int]:
             step *= 2
         sizes.append(min(largest, last + step))
     return sizes
+
+
+def peer_bytes(tensor_parallel_size: int) -> int:
+    """Return the bytes through which the GPUs of a group exchange messages, on each of them."""
+    return PEER_ARENA_BYTES * tensor_parallel_size if tensor_parallel_size > 1 else 0
 
 
 def _tables(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:

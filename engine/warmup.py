@@ -1,10 +1,9 @@
 """Warm-up: before a replica reports ready, it launches every kernel that serving launches.
 
-The driver loads a kernel when it is first launched, and waits for the device to be idle first: within a step
-of prompts, that stalls every decoding sequence for a tenth of a second. cuBLAS picks another kernel at many
-numbers of rows, and so does our attention. Passes with prompts are therefore padded to the numbers of tokens
-that ran here (`engine.device_tables.Padding`), and decode-only steps replay captured graphs. Only decode-only
-steps of several ranks, which have no graphs, may still meet a kernel at a number of rows between those.
+The driver loads a kernel at its first launch, after waiting until the device is idle. Within a step with
+prompts, that delays every decoding sequence by a tenth of a second. cuBLAS and the attention kernels choose
+different kernels for different numbers of rows. Therefore passes with prompts are padded to the numbers of
+tokens that were warmed up (`engine.device_tables.Padding`), and decode-only steps replay captured graphs.
 
 Which kernels are compiled follows from the same code: `engine.launch_enumeration` runs it on meta tensors.
 """
@@ -26,7 +25,7 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Numbers of rows below the first of `gemm_sizes` that kernels tell apart."""
+"""Numbers of rows below the first of `gemm_sizes` for which different kernels are chosen."""
 
 
 def warm_up(
@@ -37,7 +36,7 @@ def warm_up(
     collect: Callable[[StepResults], object] = lambda results: None,
 ) -> None:
     """Launch every kernel of steps that are not replayed from a graph: padded passes of all `sizes` on
-    `steps`, whose cache stays as it is, and one step of every kind on `apart`, whose tables are void
+    `steps`, whose cache stays unchanged, and one step of every kind on `apart`, whose tables are invalid
     afterwards. Every rank must call it.
 
     collect: called with the results of each step, to load what reading them launches.
@@ -48,14 +47,14 @@ def warm_up(
 
 
 def run_padded_passes(steps: StepExecutor, sizes: Padding) -> None:
-    """Run passes of padding alone through the layers that launch every kernel
+    """Run passes that hold only padding through the layers that launch every kernel
     (`ModelConfig.representative_layers`): passes with prompts, decode-only passes, and the logits of every
-    number of rows. Nothing waits for the device."""
+    number of rows. Does not wait for the device."""
     passes = _PaddedPasses(steps)
     largest = sizes.results[-1]
     rows = sorted({*(few for few in _FEW if few <= largest), *sizes.results}, reverse=True)
-    # The largest first: torch's allocator then has memory for all others. In rising order, each pass would
-    # allocate anew, some gigabytes together.
+    # The largest pass runs first: its memory in torch's allocator suffices for all others. In rising order
+    # each pass would allocate more memory, several gigabytes in total.
     tokens = sizes.tokens[::-1]
     for index in range(max(len(tokens), len(rows))):
         passes.run_prompts(tokens[min(index, len(tokens) - 1)], results=rows[min(index, len(rows) - 1)])
@@ -94,8 +93,8 @@ class _PaddedPasses:
         self._run(rows, self._decodes(rows), None)
 
     def run_long_prompts(self) -> None:
-        """Run a chunk far from the beginning of its prompt, if sequences get so long: a Hopper GPU has an
-        attention kernel of its own for these, which no other step need launch."""
+        """Run a chunk far from the beginning of its prompt, if the maximum length allows: Hopper GPUs have a
+        separate attention kernel for such chunks, which other steps may not launch."""
         # Imported here because a CPU does not need Triton.
         from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
 

@@ -226,6 +226,10 @@ class Ops(Protocol):
         the norm that reads the result next, the returned residual may carry a deferred norm; None: no norm
         reads the result."""
 
+    def defers_norm(self, rows: int, weight: Weight) -> bool:
+        """Return whether the result of `linear_add` with this weight would carry a deferred norm. Where ranks
+        compute parts of the result, their sum carries it."""
+
     def plan_attention(self, inputs: AttentionInput) -> Any:
         """Prepare what `attend` needs. Called once per pass; every layer uses the result."""
 

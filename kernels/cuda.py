@@ -131,6 +131,9 @@ class CudaOps:
         options |= {"next_gain": next_gain, "deferred_norm": deferred_norm, "plan": plan}
         return Residual(self._product(x, weight, **options), deferred_norm)
 
+    def defers_norm(self, rows: int, weight: Weight) -> bool:
+        return self._sharing_plan(rows, weight) is not None
+
     def _norm_product(
         self, x: Residual, norm_weight: torch.Tensor, eps: float, weight: Weight, **options: Any
     ) -> torch.Tensor:

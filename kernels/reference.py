@@ -107,6 +107,10 @@ def linear_add(
     return Residual(residual.values.add_(linear(x, weight, bias)))
 
 
+def defers_norm(rows: int, weight: Weight) -> bool:
+    return False
+
+
 def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise `x [..., n]` to e4m3 values with scales `[..., 1]` float32. The scale is the largest magnitude
     / 448, so that no value saturates. A row of zeros has scale 0."""

@@ -6,6 +6,9 @@ Writes a checkpoint of random bf16 numbers into FOLDER, which should be on the d
 rate at which threads read the files (from the page cache, or with --cold from the disk with O_DIRECT) and, on
 a GPU, the rate of copies from page-locked memory. The measurements take turns, since a shared disk is not
 equally fast at all times. The table shows medians without the first run, in which the process initialises.
+
+With --ranks N, N processes load at once, each its part of the model on its GPU, and then copy at once. The
+table shows the sum of their rates.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import json
 import mmap
 import os
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -30,22 +34,15 @@ from safetensors.torch import save_file
 from engine.bench.shapes import SHAPES, write_config
 from engine.config import ModelConfig
 from engine.families import read_config
+from engine.launch import RANK_ENVIRONMENT
 from engine.model.checkpoint import INDEX
 from engine.model.decoder import Decoder
 from engine.model.loader import load
-from engine.parallel import single
+from engine.parallel import Ranks, join, single
 from kernels import select_backend
 
 MAX_SHARD_BYTES = 4 << 30
 READ_BYTES, READ_THREADS = 16 << 20, 12
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A rank of a group, as far as the decoder needs it to choose the slices to load."""
-
-    size: int
-    rank: int = 0
 
 
 def main() -> None:
@@ -53,35 +50,94 @@ def main() -> None:
     arguments = _arguments()
     config = write_checkpoint(arguments.folder, arguments.shape, arguments.layers)
     files = sorted(arguments.folder.glob("*.safetensors"))
+    if arguments.ranks > 1:
+        measure_ranks(arguments, files)
+        return
 
     def loading() -> tuple[int, float]:
-        decoder = make_decoder(config, arguments.device, arguments.ranks, arguments.fp8)
-        if arguments.cold:
-            drop_cache(files)
-        began = time.perf_counter()
-        loaded = load(decoder, arguments.folder, lambda stage, fraction: None)
-        if arguments.device == "cuda":
-            torch.cuda.synchronize()
-        return loaded, time.perf_counter() - began
+        decoder = make_decoder(config, arguments.device, single(), arguments.fp8)
+        return load_once(decoder, arguments, files)
 
     measures: dict[str, Callable[[], tuple[int, float]]] = {
         "limit: disk" if arguments.cold else "limit: page cache": lambda: read(files, arguments.cold)
     }
     if arguments.device == "cuda":
         measures["limit: to the GPU"] = copy_to_gpu
-    measures[f"loaded, rank 0 of {arguments.ranks}"] = loading
+    measures["loaded"] = loading
     rates: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(arguments.runs + 1):
         for name, measure in measures.items():
             size, seconds = measure()
             rates[name].append(size / seconds / 1e9)
             wait_for_page_cache()
+    show(arguments, rates)
+
+
+def show(arguments: argparse.Namespace, rates: dict[str, list[float]]) -> None:
+    """Print the median rates, and write --json."""
     medians = {name: statistics.median(each[1:]) for name, each in rates.items()}
-    lowest = min(rate for name, rate in medians.items() if name.startswith("limit"))
+    lowest = min((rate for name, rate in medians.items() if name.startswith("limit")), default=None)
     for name, rate in medians.items():
-        print(f"{name:24}{rate:8.2f} GB/s{rate / lowest:8.0%} of the lowest limit")
+        fraction = "" if lowest is None else f"{rate / lowest:8.0%} of the lowest limit"
+        print(f"{name:24}{rate:8.2f} GB/s{fraction}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"arguments": vars(arguments), "gb_s": rates}, default=str))
+
+
+def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]) -> tuple[int, float]:
+    """Load the weights; return bytes and seconds."""
+    if arguments.cold:
+        drop_cache(files)
+    several = decoder.ranks.size > 1
+    began = time.perf_counter()
+    loaded = load(decoder, arguments.folder, lambda stage, fraction: None, exchange=several)
+    if arguments.device == "cuda":
+        torch.cuda.synchronize()
+    return loaded, time.perf_counter() - began
+
+
+def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
+    """Measure several ranks at once, in processes, and print a table."""
+    rates: dict[str, list[float]] = {}
+    os.environ |= {**RANK_ENVIRONMENT, **os.environ}
+    with tempfile.TemporaryDirectory() as folder:
+        results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+        torch.multiprocessing.spawn(
+            run_rank, (arguments, files, f"{folder}/rendezvous", results), nprocs=arguments.ranks
+        )
+        while not results.empty():
+            name, size, seconds = results.get()
+            rates.setdefault(name, []).append(size / seconds / 1e9)
+    show(arguments, rates)
+
+
+def run_rank(
+    rank: int, arguments: argparse.Namespace, files: list[Path], rendezvous: str, results: Any
+) -> None:
+    """Run as one of several ranks. Rank 0 reports bytes of all ranks and the seconds of the slowest."""
+    device = f"cuda:{rank}" if arguments.device == "cuda" else "cpu"
+    if arguments.device == "cuda":
+        torch.cuda.set_device(rank)
+    ranks = join(arguments.ranks, rank, rendezvous, "nccl" if arguments.device == "cuda" else "gloo")
+    config = read_config(arguments.folder)
+
+    def together(name: str, measure: Callable[[], tuple[int, float]]) -> None:
+        ranks.all_gather_stack(torch.zeros(1, device=device)).tolist()  # all ranks begin together
+        size, seconds = measure()
+        mine = torch.tensor([size, seconds], dtype=torch.float64, device=device)
+        every = ranks.all_gather_stack(mine)
+        if rank == 0:
+            results.put((name, float(every[:, 0].sum()), float(every[:, 1].max())))
+
+    for _ in range(arguments.runs + 1):
+        if arguments.device == "cuda":
+            together("limit: to the GPUs", copy_to_gpu)
+        decoder = make_decoder(config, device, ranks, arguments.fp8)
+        together(f"loaded, {arguments.ranks} ranks", partial(load_once, decoder, arguments, files))
+        del decoder
+        wait_for_page_cache()
+    if arguments.device == "cpu":
+        ranks.close()
 
 
 def write_checkpoint(folder: Path, shape: str, layers: int | None) -> ModelConfig:
@@ -94,7 +150,7 @@ def write_checkpoint(folder: Path, shape: str, layers: int | None) -> ModelConfi
     noise = torch.randn(16 << 20).bfloat16()
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    for shard in make_decoder(config, "meta", 1, False).weight_shards():
+    for shard in make_decoder(config, "meta", single(), False).weight_shards():
         elements = torch.Size(shard.shape).numel()
         if size + 2 * elements > MAX_SHARD_BYTES:
             shards.append({})
@@ -110,10 +166,9 @@ def write_checkpoint(folder: Path, shape: str, layers: int | None) -> ModelConfi
     return config
 
 
-def make_decoder(config: ModelConfig, device: str, ranks: int, fp8: bool) -> Decoder:
-    group: Any = Rank(ranks) if ranks > 1 else single()
-    ops = select_backend("cpu" if device == "meta" else device, torch.bfloat16)
-    return Decoder(config, group, ops, torch.bfloat16, torch.device(device), max_model_len=4096, fp8=fp8)
+def make_decoder(config: ModelConfig, device: str, ranks: Ranks, fp8: bool) -> Decoder:
+    ops = select_backend("cuda" if device.startswith("cuda") else "cpu", torch.bfloat16)
+    return Decoder(config, ranks, ops, torch.bfloat16, torch.device(device), max_model_len=4096, fp8=fp8)
 
 
 def drop_cache(files: list[Path]) -> None:
@@ -179,7 +234,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--ranks", type=int, default=1, help="load the slices of rank 0 of so many")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks that load at once")
     parser.add_argument("--fp8", action="store_true", help="quantise the weights while loading")
     parser.add_argument("--cold", action="store_true", help="read from the disk instead of the page cache")
     parser.add_argument("--runs", type=int, default=3)

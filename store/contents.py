@@ -18,33 +18,20 @@ import msgspec
 
 from store.database import reading
 from store.schemas import CONTENTS
+from store.structs import KeptText
 from store.writer import Writer
 
 MOST_WAITING_BYTES = 32 << 20
 """Texts that wait in memory for their commit; more are dropped, and counted."""
 
 
-class Content(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt or answer of a request. Fields are the table's columns."""
+class Content(KeptText, frozen=True, kw_only=True):
+    """One prompt or answer of a request, as a row: fields are the table's columns."""
 
     request_id: str
-    part: str
-    """"prompt" or "answer"."""
-    number: int
-    """Among the prompts, or answers, of the request; from 0."""
     tenant: str
     created_at: float
-    """Of the request, unix seconds: the retention goes by it."""
-    sha256: str
-    """Of `text`; of the whole text as it was where only hashes are kept."""
-    bytes: int
-    """Of the whole text as it was."""
-    text: str | None = None
-    """Without its secrets; None where only hashes are kept."""
-    truncated: bool = False
-    """`text` is its beginning only."""
-    redactions: int = 0
-    """Secrets that were taken out of `text`."""
+    """Of the request, unix seconds; its retention starts there."""
 
 
 _COLUMNS = Content.__struct_fields__

@@ -1,10 +1,9 @@
 """Control state in `control.db`: tenants, keys and peers. Every change goes through `ControlStore.change`,
-which puts its audit row, with the old and the new value, into the same transaction, flushed to the disk
+which writes its audit row, with the old and the new value, in the same transaction, flushed to the disk
 (`synchronous=FULL`).
 
-Reading costs no I/O: everything is in memory (`ControlStore.policies`), so a sick disk never turns a caller
-away.
-"""
+Reading needs no I/O: everything is in memory (`ControlStore.policies`), so a failing disk denies no caller
+access."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from store.audit import Actor
 from store.database import reading
 from store.errors import MissingDatabaseError, SchemaVersionError, StorageFaultError, explain_os
 from store.heads import HEADS_FILE, HeadKeeper, make_or_read_key
-from store.policies import Change, KeyRecord, PeerRecord, Policies, Quota, Record, TenantRecord
+from store.policies import Change, KeyRecord, PeerKind, PeerRecord, Policies, Record, TenantRecord
 from store.rules import check_key
 from store.schemas import CONTROL
 from store.spool import SPOOL_FILE, Spool
@@ -40,14 +39,14 @@ _UNAUDITED = frozenset({"sha256"})
 
 
 class CreatedKey(NamedTuple):
-    """A new key. `key` is the secret: shown once, kept nowhere."""
+    """A new key. `key` is the secret, which is shown once and not stored."""
 
     record: KeyRecord
     key: str
 
 
 class RotatedKey(NamedTuple):
-    """A key's successor, with its secret, and what became of the key."""
+    """A key's successor, with its secret, and the record of the replaced key."""
 
     created: CreatedKey
     former: KeyRecord
@@ -100,12 +99,12 @@ class ControlStore:
         self._writer.close(timeout_s)
 
     def state(self) -> WriterState:
-        """How the writer is doing."""
+        """Return the state of the writer."""
         return self._writer.state()
 
     @property
     def stalled_s(self) -> float:
-        """For how long the writer has been at one piece of work."""
+        """For how long the writer has worked on one operation."""
         return self._writer.stalled_s
 
     # ── reading, from memory ──
@@ -182,15 +181,15 @@ class ControlStore:
     def create_tenant(
         self, *, actor: Actor | str, name: str, changes: Mapping[str, object]
     ) -> Future[Change]:
-        """Make a tenant that differs from the default in `changes` (fields of `TenantRecord`; of a quota, a
+        """Create a tenant that differs from the default in `changes` (fields of `TenantRecord`; of a quota, a
         mapping of those that differ).
 
-        The future raises `ValueError` for a value that cannot be, `ConflictError` for a name that is taken.
-        """
+        The future raises `ValueError` for a value that cannot be used, `ConflictError` for a name that
+        exists."""
 
         def apply(connection: sqlite3.Connection) -> Change:
             plain = TenantRecord(name=name, created_at=time.time())
-            return tenants.create(connection, tenants.replaced(plain, changes, tenants.SETTABLE))
+            return tenants.create(connection, tenants.replaced(plain, changes))
 
         return self._decide(actor, "tenants.create", {"name": name}, apply)
 
@@ -204,7 +203,7 @@ class ControlStore:
         )
 
     def suspend_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Serve nothing of a tenant any more. The future raises `UnknownTenantError`."""
+        """Refuse the requests of a tenant. The future raises `UnknownTenantError`."""
         return self._decide(
             actor,
             "tenants.suspend",
@@ -213,7 +212,7 @@ class ControlStore:
         )
 
     def resume_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Serve a suspended tenant again. The future raises `UnknownTenantError`."""
+        """Accept the requests of a suspended tenant again. The future raises `UnknownTenantError`."""
         return self._decide(
             actor,
             "tenants.resume",
@@ -222,9 +221,9 @@ class ControlStore:
         )
 
     def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Remove a tenant. Its former keys and its requests keep its name.
+        """Delete a tenant. Its former keys and its requests keep its name.
 
-        The future raises `UnknownTenantError`, or `ConflictError` while a valid key or a peer stands for it.
+        The future raises `UnknownTenantError`, or `ConflictError` while it has a valid key or a peer.
         """
         return self._decide(
             actor,
@@ -233,10 +232,10 @@ class ControlStore:
             lambda connection: tenants.delete(connection, name, time.time()),
         )
 
-    # ── users and groups of the box ──
+    # ── local users and groups ──
 
-    def map_peer(self, *, actor: Actor | str, kind: str, number: int, tenant: str) -> Future[Change]:
-        """Let a user ("uid") or group ("gid") of the box stand for a tenant.
+    def map_peer(self, *, actor: Actor | str, kind: PeerKind, number: int, tenant: str) -> Future[Change]:
+        """Map a local user ("uid") or group ("gid") to a tenant.
 
         The future raises `ValueError`, or `UnknownTenantError`.
         """
@@ -249,7 +248,7 @@ class ControlStore:
         )
 
     def unmap_peer(self, *, actor: Actor | str, kind: str, number: int) -> Future[Change]:
-        """Forget for whom a user or group stands. The future raises `UnknownPeerError`."""
+        """Remove the mapping of a user or group. The future raises `UnknownPeerError`."""
         return self._decide(
             actor,
             "peers.unmap",
@@ -260,38 +259,18 @@ class ControlStore:
     # ── keys ──
 
     def create_key(
-        self,
-        *,
-        actor: Actor | str,
-        name: str,
-        tenant: str,
-        expires_at: float | None = None,
-        scopes: tuple[str, ...] = ("inference",),
-        models: tuple[str, ...] | None = None,
-        highest_class: int | None = None,
-        quota: Quota | None = None,
+        self, *, actor: Actor | str, name: str, tenant: str, **fields: object
     ) -> Future[CreatedKey]:
-        """Make a key for `tenant`. The future has the secret, which nothing can show again, or raises
-        `UnknownTenantError`.
+        """Create a key of `tenant` with these declared fields, and the defaults of the others. The future has
+        the secret, which is shown only once, or raises `UnknownTenantError`.
 
-        Raises `ValueError` for a value that cannot be: an unprintable name, an expiry in the past.
+        Raises `ValueError` for a value that cannot be used: an unprintable name, an expiry in the past.
         """
         now, secret = time.time(), keys.new_secret()
-        plain = KeyRecord(
-            id=keys.new_id(),
-            name=name,
-            tenant=tenant,
-            prefix="",
-            sha256="",
-            created_at=now,
-            expires_at=expires_at,
-            scopes=scopes,
-            models=models,
-            highest_class=highest_class,
-            quota=quota or Quota(),
-        )
-        check_key(plain, now)
-        key = keys.of_secret(plain, secret)
+        plain = KeyRecord(id=keys.new_id(), name="", tenant=tenant, prefix="", sha256="", created_at=now)
+        changed = tenants.replaced(plain, {"name": name, **fields})
+        check_key(changed, now)
+        key = keys.of_secret(changed, secret)
         return self._decide_all(
             actor,
             "keys.create",
@@ -301,7 +280,7 @@ class ControlStore:
         )
 
     def set_key(self, *, actor: Actor | str, key_id: str, changes: Mapping[str, object]) -> Future[Change]:
-        """Change fields of a key (`store.keys.SETTABLE`; of a quota, a mapping of those that differ).
+        """Change fields of a key (those declared in `KeyFields`; of a quota, a mapping of the fields to set).
 
         The future raises `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid.
         """
@@ -315,7 +294,7 @@ class ControlStore:
     def rotate_key(
         self, *, actor: Actor | str, key_id: str, overlap_s: float, expires_at: float | None = None
     ) -> Future[RotatedKey]:
-        """Make a successor with the same rights; the former key goes on for `overlap_s` seconds.
+        """Create a successor with the same rights. The old key stays valid for `overlap_s` seconds.
 
         Without `expires_at`, the successor is good for as long as the former was made for. The future raises
         `ValueError`, `UnknownKeyError`, or `ConflictError` for a key that is not valid or was rotated before.
@@ -342,7 +321,7 @@ class ControlStore:
         )
 
     def revoke_key(self, *, actor: Actor | str, key_id: str) -> Future[KeyRecord]:
-        """Make a key useless, from the moment the future resolves. Revoking again keeps the first time.
+        """Revoke a key, effective when the future resolves. Revoking it again keeps the first time.
 
         The future raises `UnknownKeyError` if there is no such key.
         """

@@ -1,4 +1,5 @@
-"""Changes of keys: each inside the caller's transaction. A key's secret is made here and kept nowhere."""
+"""Changes of keys. Each runs inside the caller's transaction. A key's secret is generated here and not
+kept."""
 
 from __future__ import annotations
 
@@ -18,31 +19,30 @@ from store.rules import check_key
 _SHOWN_PREFIX_CHARS = 8
 _SECRET = re.compile(r"ak-[A-Za-z0-9_-]{43}")
 
-SETTABLE = frozenset({"name", "scopes", "models", "highest_class", "quota", "expires_at"})
-
 
 def new_secret() -> str:
-    """A key that nobody can guess: 256 random bits."""
+    """Return a new secret of 256 random bits."""
     return "ak-" + secrets.token_urlsafe(32)
 
 
 def without_secrets(text: str) -> str:
-    """The text with no more of each key in it than lists show: people give a key where its id is meant."""
+    """Return the text with every key in it cut to the prefix that lists show. People type a key where its id
+    is meant."""
     return _SECRET.sub(lambda found: found[0][:_SHOWN_PREFIX_CHARS] + "...", text)
 
 
 def new_id() -> str:
-    """What a key is called in lists, logs and commands."""
+    """Return the id of a new key, as lists, logs and commands use it."""
     return "key_" + secrets.token_hex(8)
 
 
 def sha256(secret: str) -> str:
-    """What is kept of a secret. Of 256 random bits, a plain hash gives away nothing."""
+    """Return the hash of a secret that is kept. A plain hash of 256 random bits reveals nothing."""
     return hashlib.sha256(secret.encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def of_secret(record: KeyRecord, secret: str) -> KeyRecord:
-    """The record of a key with this secret."""
+    """Return the record with this secret's prefix and hash."""
     return msgspec.structs.replace(record, prefix=secret[:_SHOWN_PREFIX_CHARS], sha256=sha256(secret))
 
 
@@ -57,7 +57,7 @@ def alter(connection: sqlite3.Connection, key_id: str, changes: Mapping[str, obj
     """Set fields of a key that is valid at unix time `now`. Raises ValueError, UnknownKeyError,
     ConflictError."""
     before = _valid(connection, key_id, now)
-    after = tenants.replaced(before, changes, SETTABLE)
+    after = tenants.replaced(before, changes)
     check_key(after, now)
     records.update(connection, after)
     return Change(before, after)
@@ -72,10 +72,10 @@ def rotate(
     overlap_s: float,
     expires_at: float | None,
 ) -> tuple[Change, Change]:
-    """Put a key with the same rights in the place of one, which goes on for `overlap_s` at most: the changes
-    of the former and of its successor.
+    """Replace a key by a new one with the same rights. The old key stays valid for `overlap_s` at most.
+    Return the changes of the old and of the new key.
 
-    Without `expires_at` the successor is good for as long as the former was made for. Raises ValueError,
+    Without `expires_at` the new key gets the lifetime that the old one was created with. Raises ValueError,
     UnknownKeyError, and ConflictError for a key that is not valid or was rotated before.
     """
     before = _valid(connection, key_id, now)
@@ -95,7 +95,7 @@ def rotate(
 
 
 def revoke(connection: sqlite3.Connection, key_id: str, now: float) -> Change:
-    """Make a key useless from unix time `now` on; one that is keeps its time. Raises UnknownKeyError."""
+    """Revoke a key at unix time `now`. A revoked key keeps its first time. Raises UnknownKeyError."""
     before = find(connection, key_id)
     if before.revoked_at is not None:
         return Change(before, before)
@@ -105,7 +105,7 @@ def revoke(connection: sqlite3.Connection, key_id: str, now: float) -> Change:
 
 
 def find(connection: sqlite3.Connection, key_id: str) -> KeyRecord:
-    """The key with this id. Raises UnknownKeyError."""
+    """Return the key with this id. Raises UnknownKeyError."""
     key = records.find(connection, KeyRecord, key_id)
     if key is None:
         raise UnknownKeyError(f"no key has id {key_id!r}: list the keys to see theirs")

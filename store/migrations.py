@@ -62,18 +62,19 @@ def migrate(connection: sqlite3.Connection, path: Path, schema: Schema) -> list[
 
     database = Database(connection, recursive_triggers=False, execute_plugins=False)
     migrations = Migrations(schema.name)
-    for version, migration in enumerate(schema.migrations, start=1):
-        migrations(name=migration.name)(_step(version, migration.statements))
+    for migration in schema.migrations:
+        migrations(name=migration.name)(_step(migration.statements))
     names = [pending.name for pending in migrations.pending(database)]
     migrations.apply(database)
     return names
 
 
-def _step(version: int, statements: tuple[str, ...]) -> Callable[[Database], None]:
+def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
     def apply(database: Database, /) -> None:
         # Statement by statement: executescript() would commit the surrounding transaction first.
         for statement in statements:
             database.conn.execute(statement)
-        database.conn.execute(f"PRAGMA user_version = {version}")
+        # The number of applied migrations, whatever their order was in this file.
+        database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

@@ -1,45 +1,82 @@
 """What operators decide about tenants, keys and Unix peers: the records of `control.db`. Plain data.
 
-A quota is what a tenant, or a key within its tenant, may use; both hold at once, and None is no limit.
+This is the one place where a field of a tenant, a key or a quota is declared (`store.fields`). A new field of
+`TenantRecord` or `KeyFields` goes to the end of its class and has a default: the next start adds its column.
+
+A quota limits a tenant, or a key within its tenant. Both limits apply; None is no limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
+
+from store.fields import CLASSES, Field
 
 K = TypeVar("K")
 R = TypeVar("R")
 
-CLASSES = 4
-"""P0 real-time, P1 interactive, P2 batch, P3 background."""
 INTERACTIVE = 1
-SCOPES = ("inference", "admin", "read")
-"""What a key opens: the API of models; every operator action; looking without touching."""
-LOG_POLICIES = ("metadata", "hashes", "full")
-"""What the request log keeps of prompts and answers: nothing, SHA-256 of each, or their redacted text."""
+KeyScope = Literal["inference", "admin", "read"]
+SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
+"""What a key allows: the API of models, every operator action, reading the service's state."""
+LogPolicy = Literal["metadata", "hashes", "full"]
+"""What the request log keeps of prompts and answers: nothing, the SHA-256 of each, or their redacted text."""
+
+PeerKind = Literal["uid", "gid"]
+PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
+
+_MIN_RATE, _MAX_RATE = 1e-6, 1e15
+"""Above the maximum, a float no longer counts single requests or tokens."""
+_MAX_DAYS = 36525.0
+_LAST_CLASS = CLASSES - 1
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Limits of one tenant or key."""
 
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    """Prompt and output tokens together."""
-    tokens_per_day: float | None = None
-    """As `tokens_per_minute`; the day refills continuously, like every bucket."""
-    burst_s: float = 60.0
-    """Seconds of the per-minute rates that may be used at once: the size of their buckets."""
-    concurrent_requests: int | None = None
-    """Requests that run at once; more wait in the queue."""
-    queued_requests: int | None = None
-    """Requests that wait; more are refused."""
-    context_tokens: int | None = None
-    """Longest request, prompt and output together."""
-    kv_share: float | None = None
-    """Part of a model's KV blocks, over its replicas, that its running requests may hold, 0 to 1."""
+    requests_per_minute: Annotated[
+        float | None,
+        Field("Requests per minute", "requests/min", _MIN_RATE, _MAX_RATE, none="no limit"),
+    ] = None
+    tokens_per_minute: Annotated[
+        float | None,
+        Field("Prompt and output tokens per minute", "tokens/min", _MIN_RATE, _MAX_RATE, none="no limit"),
+    ] = None
+    tokens_per_day: Annotated[
+        float | None,
+        Field(
+            "Prompt and output tokens per day; refills continuously",
+            "tokens/day",
+            _MIN_RATE,
+            _MAX_RATE,
+            none="no limit",
+        ),
+    ] = None
+    burst_s: Annotated[
+        float,
+        Field("How much of the limits per minute can be used at once, as a time", "s", 1e-6, 36525 * 86400.0),
+    ] = 60.0
+    concurrent_requests: Annotated[
+        int | None, Field("Requests that run at the same time; more wait", "requests", none="no limit")
+    ] = None
+    queued_requests: Annotated[
+        int | None, Field("Requests that wait; more are refused", "requests", none="no limit")
+    ] = None
+    context_tokens: Annotated[
+        int | None, Field("Longest request, prompt and output together", "tokens", none="the model's length")
+    ] = None
+    kv_share: Annotated[
+        float | None,
+        Field(
+            "Fraction of a model's KV blocks, over its replicas, that the running requests may hold",
+            low=1e-6,
+            high=1,
+            none="no limit",
+        ),
+    ] = None
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,67 +84,101 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     created_at: float
-    weight: float = 1.0
-    """Share of service against other tenants of the same class."""
-    highest_class: int = INTERACTIVE
-    """The best class that its requests may ask for; 0 is P0."""
-    default_class: int = INTERACTIVE
-    """Of a request that asks for none; never better than `highest_class`."""
-    default_max_tokens: int | None = None
-    """Output of a request that names no `max_tokens`; None: what the model's length leaves."""
-    cache_group: str | None = None
-    """Tenants of one group find each other's prefixes in the cache; None: only its own."""
-    log_policy: str = "metadata"
-    """Of LOG_POLICIES."""
-    log_days: float | None = None
-    """Hashes and texts are removed after so many days; None: the service's retention."""
+    weight: Annotated[
+        float,
+        # The smallest weight whose share can still be measured beside others.
+        Field("Share of service relative to other tenants of the same class", low=0.001, high=1000),
+    ] = 1.0
+    highest_class: Annotated[
+        int, Field("Best class that the tenant's requests can get", "class", 0, _LAST_CLASS)
+    ] = INTERACTIVE
+    default_class: Annotated[
+        int,
+        Field(
+            "Class of requests that name none; never better than the highest class", "class", 0, _LAST_CLASS
+        ),
+    ] = INTERACTIVE
+    default_max_tokens: Annotated[
+        int | None,
+        Field("Output limit of requests that name no max_tokens", "tokens", none="the model's length"),
+    ] = None
+    cache_group: Annotated[
+        str | None,
+        Field("Tenants of the same group share cached prefixes", none="no sharing"),
+    ] = None
+    log_policy: Annotated[
+        LogPolicy,
+        Field("What is kept of prompts and answers: nothing (metadata), hashes, or redacted text (full)"),
+    ] = "metadata"
+    log_days: Annotated[
+        float | None,
+        Field("How long hashes and texts are kept", "days", 1e-6, _MAX_DAYS, none="the service's retention"),
+    ] = None
     quota: Quota = Quota()
     suspended_at: float | None = None
-    """Set: nothing of it is served."""
+    """If set, requests of the tenant are refused."""
 
 
 class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tenant a user or group of the box stands for on `api.sock`. A uid goes before its groups."""
+    """The tenant of a user or group of this machine on `api.sock`. The entry of a user takes precedence over
+    the entries of its groups."""
 
-    kind: str
-    """"uid" or "gid"."""
+    kind: PeerKind
     number: int
     tenant: str
     created_at: float
 
 
-class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without its secret. Times in unix seconds."""
+class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
+    """A key without anything secret. Times in unix seconds."""
 
     id: str
-    name: str
+    name: Annotated[str, Field("What or whom the key is for")]
     tenant: str
     prefix: str
     """The key's first characters, for people to recognise it by."""
-    sha256: str
     created_at: float
-    expires_at: float | None = None
+    expires_at: Annotated[float | None, Field("When the key expires", "unix time", none="never")] = None
     revoked_at: float | None = None
-    scopes: tuple[str, ...] = ("inference",)
-    """Of SCOPES."""
-    models: tuple[str, ...] | None = None
-    """The only models that it opens; None: all."""
-    highest_class: int | None = None
-    """Narrows its tenant's; None: the tenant's."""
+    scopes: Annotated[
+        tuple[KeyScope, ...],
+        Field(
+            "What the key allows: inference (the API of models), admin (every operator action), "
+            "read (reading the service's state)"
+        ),
+    ] = ("inference",)
+    models: Annotated[
+        tuple[str, ...] | None, Field("The only models that the key allows", none="all models")
+    ] = None
+    highest_class: Annotated[
+        int | None,
+        Field(
+            "Best class that requests with the key can get, within its tenant's",
+            "class",
+            0,
+            _LAST_CLASS,
+            none="the tenant's",
+        ),
+    ] = None
     quota: Quota = Quota()
     """Within its tenant's."""
     replaced_by: str | None = None
     """The key that a rotation put in its place."""
 
     def valid_at(self, now: float) -> bool:
-        """Whether the key opens anything at unix time `now`."""
+        """Return whether the key is valid at unix time `now`."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
+class KeyRecord(KeyFields, frozen=True, kw_only=True):
+    """A key with the hash of its secret."""
+
+    sha256: str
+
+
 class Policies:
-    """Everything that operators decided, at one moment. Never changed: a change makes another one, so that
-    any thread may read, and comparing two by `is` tells whether anything has changed.
-    """
+    """Everything that operators decided, at one moment. Immutable: a change makes a new object, so any thread
+    may read it, and comparing two with `is` tells whether anything has changed."""
 
     def __init__(
         self,
@@ -122,13 +193,13 @@ class Policies:
         self.keys_by_hash: Mapping[str, KeyRecord] = {key.sha256: key for key in self.keys.values()}
 
     def latest(self, key: KeyRecord) -> KeyRecord:
-        """The key that stands in this one's place after every rotation: its limits hold for both."""
+        """Return the key that replaced this one after all its rotations. Its limits apply to both."""
         while key.replaced_by is not None and (successor := self.keys.get(key.replaced_by)) is not None:
             key = successor
         return key
 
     def with_changes(self, *changes: Change) -> Policies:
-        """These policies after the changes."""
+        """Return these policies with the changes applied."""
         tenants, keys, peers = dict(self.tenants), dict(self.keys), dict(self.peers)
         for before, after in changes:
             match before if after is None else after:
@@ -145,7 +216,8 @@ Record = TenantRecord | KeyRecord | PeerRecord
 
 
 class Change(NamedTuple):
-    """What an operator changed: a record that was made has no `before`, one that is gone no `after`."""
+    """A record before and after an operator's change. A created record has no `before`, a deleted one no
+    `after`."""
 
     before: Record | None
     after: Record | None

@@ -1,16 +1,17 @@
-"""Policies as rows: the one place that knows how a record of `store.policies` lies in its table.
+"""Stores the records of `store.policies` in their tables.
 
-A column is a field; what SQLite has no type for (quotas, lists) is JSON text. All functions work inside the
-caller's transaction.
-"""
+Each field is a column. Quotas and lists, for which SQLite has no type, are JSON text. All functions run
+inside the caller's transaction."""
 
 from __future__ import annotations
 
 import sqlite3
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
+from store.fields import without_none
 from store.policies import KeyRecord, PeerRecord, Record, TenantRecord
 
 R = TypeVar("R", TenantRecord, KeyRecord, PeerRecord)
@@ -21,11 +22,10 @@ _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
     PeerRecord: ("peers", ("kind", "number")),
 }
 """Table and primary key."""
-_AS_JSON = frozenset({"quota", "scopes", "models"})
 
 
 def insert(connection: sqlite3.Connection, record: Record) -> None:
-    """Add a record. Raises sqlite3.IntegrityError for one that is there."""
+    """Insert a record. Raises sqlite3.IntegrityError if its primary key exists."""
     values = _values(record)
     table, _ = _TABLES[type(record)]
     marks = ", ".join("?" * len(values))
@@ -33,7 +33,7 @@ def insert(connection: sqlite3.Connection, record: Record) -> None:
 
 
 def update(connection: sqlite3.Connection, record: Record) -> None:
-    """Write every field of a record that is there."""
+    """Write every field of an existing record."""
     values = _values(record)
     table, names = _TABLES[type(record)]
     assignments = ", ".join(f"{column} = ?" for column in values)
@@ -44,7 +44,7 @@ def update(connection: sqlite3.Connection, record: Record) -> None:
 
 
 def delete(connection: sqlite3.Connection, record: Record) -> None:
-    """Remove a record."""
+    """Delete a record."""
     table, names = _TABLES[type(record)]
     connection.execute(
         f"DELETE FROM {table} WHERE {_where(names)}", [getattr(record, name) for name in names]
@@ -52,14 +52,14 @@ def delete(connection: sqlite3.Connection, record: Record) -> None:
 
 
 def find(connection: sqlite3.Connection, kind: type[R], *name: object) -> R | None:
-    """The record with this primary key; None if there is none."""
+    """Return the record with this primary key; None if there is none."""
     _, names = _TABLES[kind]
     found = select(connection, kind, _where(names), *name)
     return found[0] if found else None
 
 
 def select(connection: sqlite3.Connection, kind: type[R], where: str = "1", *values: object) -> list[R]:
-    """The records for which `where` (SQL, with a mark for each value) holds, oldest first."""
+    """Return the records for which `where` (SQL, with a placeholder for each value) is true, oldest first."""
     table, _ = _TABLES[kind]
     columns = kind.__struct_fields__
     rows = connection.execute(
@@ -72,16 +72,36 @@ def _where(names: tuple[str, ...]) -> str:
     return " AND ".join(f"{name} = ?" for name in names)
 
 
+def column_type(hint: Any) -> str:
+    """Return the SQL type of the column for a field of this type."""
+    inner = without_none(hint)
+    return {int: "INTEGER", float: "REAL"}.get(inner, "TEXT")
+
+
+def column_value(value: object) -> object:
+    """Return a field's value as SQLite stores it."""
+    if isinstance(value, tuple | msgspec.Struct):
+        return msgspec.json.encode(value, order="sorted").decode()
+    return value
+
+
 def _values(record: Record) -> dict[str, object]:
-    fields = msgspec.structs.asdict(record)
-    for name in _AS_JSON & fields.keys():
-        if fields[name] is not None:
-            fields[name] = msgspec.json.encode(fields[name], order="sorted").decode()
-    return fields
+    return {name: column_value(value) for name, value in msgspec.structs.asdict(record).items()}
 
 
 def _record(kind: type[R], fields: dict[str, object]) -> R:
-    for name in _AS_JSON & fields.keys():
+    for name in _as_json(kind):
         if isinstance(text := fields[name], str):
             fields[name] = msgspec.json.decode(text)
     return msgspec.convert(fields, kind)
+
+
+@cache
+def _as_json(kind: type[Record]) -> tuple[str, ...]:
+    """Return the fields whose columns hold JSON."""
+    found = []
+    for name, hint in get_type_hints(kind).items():
+        inner = without_none(hint)
+        if get_origin(inner) is tuple or (isinstance(inner, type) and issubclass(inner, msgspec.Struct)):
+            found.append(name)
+    return tuple(found)

@@ -1,11 +1,19 @@
-"""The tables, indexes and views of both databases. `docs/store.md` explains each column.
+"""The tables, indexes and views of the databases. `docs/store.md` explains each column.
 
-A migration that has been released never changes; append another one.
-"""
+A released migration never changes: append a new one. The columns of new fields of tenants and keys need none,
+because they are derived from the fields (`_added_fields`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import get_type_hints
+
+import msgspec
+
+from store.fields import declared, is_optional
 from store.migrations import Migration, Schema
+from store.policies import KeyFields, TenantRecord
+from store.records import column_type, column_value
 
 # Times are unix seconds; a request is open while finished_at is null.
 # sequence is the order of the last change: readers that follow the log ask for what is above the last they
@@ -123,8 +131,35 @@ FROM keys
 """,
 )
 
-# "local" stands for users of the box without a mapping of their own, "default" for keys that name no tenant.
-# Keys from before there were tenants keep the name that they had.
+_TENANT_LIST = """
+CREATE VIEW tenant_list AS
+SELECT
+    name,
+    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
+    strftime('%Y-%m-%d %H:%M:%S', suspended_at, 'unixepoch') AS suspended_utc,
+    weight,
+    'P' || highest_class AS highest_class,
+    'P' || default_class AS default_class,
+    (SELECT count(*) FROM keys WHERE keys.tenant = tenants.name AND revoked_at IS NULL) AS keys,
+    (SELECT count(*) FROM peers WHERE peers.tenant = tenants.name) AS peers,
+    cache_group, log_policy, log_days, default_max_tokens, quota{added}
+FROM tenants
+"""
+_KEY_LIST = """
+CREATE VIEW key_list AS
+SELECT
+    id, name, tenant, prefix,
+    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
+    strftime('%Y-%m-%d %H:%M:%S', expires_at, 'unixepoch') AS expires_utc,
+    strftime('%Y-%m-%d %H:%M:%S', revoked_at, 'unixepoch') AS revoked_utc,
+    scopes, models,
+    'P' || highest_class AS highest_class,
+    quota, replaced_by{added}
+FROM keys
+"""
+
+# "local" is the tenant of local users without a mapping, "default" the tenant of keys that were created
+# without naming one. Keys from before there were tenants keep their tenant's name.
 _TENANTS = (
     """
 CREATE TABLE tenants (
@@ -160,33 +195,9 @@ INSERT INTO tenants (name, created_at)
 SELECT name, CAST(strftime('%s', 'now') AS REAL)
 FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM keys)
 """,
-    """
-CREATE VIEW tenant_list AS
-SELECT
-    name,
-    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
-    strftime('%Y-%m-%d %H:%M:%S', suspended_at, 'unixepoch') AS suspended_utc,
-    weight,
-    'P' || highest_class AS highest_class,
-    'P' || default_class AS default_class,
-    (SELECT count(*) FROM keys WHERE keys.tenant = tenants.name AND revoked_at IS NULL) AS keys,
-    (SELECT count(*) FROM peers WHERE peers.tenant = tenants.name) AS peers,
-    cache_group, log_policy, log_days, default_max_tokens, quota
-FROM tenants
-""",
+    _TENANT_LIST.format(added=""),
     "DROP VIEW key_list",
-    """
-CREATE VIEW key_list AS
-SELECT
-    id, name, tenant, prefix,
-    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
-    strftime('%Y-%m-%d %H:%M:%S', expires_at, 'unixepoch') AS expires_utc,
-    strftime('%Y-%m-%d %H:%M:%S', revoked_at, 'unixepoch') AS revoked_utc,
-    scopes, models,
-    'P' || highest_class AS highest_class,
-    quota, replaced_by
-FROM keys
-""",
+    _KEY_LIST.format(added=""),
 )
 
 # AUTOINCREMENT keeps the highest seq ever given in sqlite_sequence: rows cut off the end leave a trace there.
@@ -298,6 +309,36 @@ HISTORY = Schema(
         Migration("user", _USER),
     ),
 )
+
+
+def _added_fields(
+    table: str, record: type[msgspec.Struct], after: str, view: str, view_sql: str
+) -> Iterator[Migration]:
+    """Yield a migration for each field that `record` declares behind the field `after`, the last one whose
+    column a written migration creates. It adds the field's column to `table` and to the table's view."""
+    names = record.__struct_fields__
+    hints, fields, added = get_type_hints(record), declared(record), ""
+    for name in names[names.index(after) + 1 :]:
+        default = "" if fields[name].default is None else f" DEFAULT {_literal(fields[name].default)}"
+        null = "" if is_optional(hints[name]) else " NOT NULL"
+        added += f", {name}"
+        yield Migration(
+            f"{table}.{name}",
+            (
+                f"ALTER TABLE {table} ADD COLUMN {name} {column_type(hints[name])}{null}{default}",
+                f"DROP VIEW {view}",
+                view_sql.format(added=added),
+            ),
+        )
+
+
+def _literal(value: object) -> str:
+    stored = column_value(value)
+    if isinstance(stored, str):
+        return "'" + stored.replace("'", "''") + "'"
+    return repr(stored)
+
+
 CONTROL = Schema(
     "control",
     (
@@ -305,5 +346,7 @@ CONTROL = Schema(
         Migration("audit", _AUDIT),
         Migration("tenants", _TENANTS),
         Migration("audit acts", _AUDIT_ACTS),
+        *_added_fields("tenants", TenantRecord, "suspended_at", "tenant_list", _TENANT_LIST),
+        *_added_fields("keys", KeyFields, "replaced_by", "key_list", _KEY_LIST),
     ),
 )

@@ -1,4 +1,4 @@
-"""Changes of tenants, and of the users and groups of the box that stand for them: each inside the caller's
+"""Changes of tenants, and of the mappings of users and groups to tenants. Each runs inside the caller's
 transaction."""
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import msgspec
 
 from store import records
 from store.errors import ConflictError, UnknownPeerError, UnknownTenantError
+from store.fields import declared
 from store.policies import Change, KeyRecord, PeerRecord, Quota, TenantRecord
 from store.rules import check_peer, check_tenant, check_tenant_name
 
 LOCAL = "local"
-"""Who users of the box are billed to that are not mapped to another tenant."""
+"""The tenant of local users without a mapping."""
 DEFAULT = "default"
-"""Who keys are billed to that name no tenant."""
+"""The tenant of keys that were created without naming one."""
 BUILT_IN = (LOCAL, DEFAULT)
-
-SETTABLE = frozenset(TenantRecord.__struct_fields__) - {"name", "created_at", "suspended_at"}
 
 
 def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
@@ -27,7 +26,7 @@ def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
     check_tenant_name(tenant.name)
     check_tenant(tenant)
     if records.find(connection, TenantRecord, tenant.name) is not None:
-        raise ConflictError(f"there is a tenant {tenant.name!r} already: change it, or give another name")
+        raise ConflictError(f"tenant {tenant.name!r} exists already: change it, or give another name")
     records.insert(connection, tenant)
     return Change(None, tenant)
 
@@ -35,15 +34,15 @@ def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
 def alter(connection: sqlite3.Connection, name: str, changes: Mapping[str, object]) -> Change:
     """Set fields of a tenant. Raises ValueError, UnknownTenantError."""
     before = find(connection, name)
-    after = replaced(before, changes, SETTABLE)
+    after = replaced(before, changes)
     check_tenant(after)
     records.update(connection, after)
     return Change(before, after)
 
 
 def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Change:
-    """Serve nothing of a tenant from unix time `now` on; None: serve it again. What is so stays as it is.
-    Raises UnknownTenantError."""
+    """Refuse a tenant's requests from unix time `now` on, or (None) accept them again. Nothing changes if it
+    is in that state already. Raises UnknownTenantError."""
     before = find(connection, name)
     if (before.suspended_at is None) == (now is None):
         return Change(before, before)
@@ -53,7 +52,8 @@ def suspend(connection: sqlite3.Connection, name: str, now: float | None) -> Cha
 
 
 def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
-    """Remove a tenant that nobody can use at unix time `now`. Raises UnknownTenantError, ConflictError."""
+    """Delete a tenant that has no valid key at unix time `now` and no peer. Raises UnknownTenantError,
+    ConflictError."""
     tenant = find(connection, name)
     if name in BUILT_IN:
         raise ConflictError(f"tenant {name!r} is built in and cannot be deleted: suspend it to stop it")
@@ -70,7 +70,7 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
 
 
 def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
-    """Let a user or group stand for a tenant, instead of the one that it stood for. Raises ValueError,
+    """Map a user or group to a tenant, in place of its former mapping. Raises ValueError,
     UnknownTenantError."""
     check_peer(peer)
     find(connection, peer.tenant)
@@ -83,7 +83,7 @@ def map_peer(connection: sqlite3.Connection, peer: PeerRecord) -> Change:
 
 
 def unmap_peer(connection: sqlite3.Connection, kind: str, number: int) -> Change:
-    """Forget whom a user or group stands for. Raises UnknownPeerError."""
+    """Remove the mapping of a user or group. Raises UnknownPeerError."""
     before = records.find(connection, PeerRecord, kind, number)
     if before is None:
         raise UnknownPeerError(f"{kind} {number} is not mapped to a tenant: list the peers to see which are")
@@ -92,18 +92,19 @@ def unmap_peer(connection: sqlite3.Connection, kind: str, number: int) -> Change
 
 
 def find(connection: sqlite3.Connection, name: str) -> TenantRecord:
-    """The tenant of this name. Raises UnknownTenantError."""
+    """Return the tenant of this name. Raises UnknownTenantError."""
     tenant = records.find(connection, TenantRecord, name)
     if tenant is None:
         raise UnknownTenantError(f"there is no tenant {name!r}: list the tenants, or create it first")
     return tenant
 
 
-def replaced(before: records.R, changes: Mapping[str, object], settable: frozenset[str]) -> records.R:
-    """The record with these fields set; of a quota, those of its fields that `changes["quota"]` names. Raises
-    ValueError for a field that cannot be set."""
+def replaced(before: records.R, changes: Mapping[str, object]) -> records.R:
+    """Return the record with these declared fields set; `changes["quota"]` names the fields of the quota to
+    set. Raises ValueError for a field that cannot be set."""
+    settable = {*declared(type(before)), "quota"}
     if unknown := changes.keys() - settable:
-        raise ValueError(f"{sorted(unknown)[0]} cannot be set: it can be {', '.join(sorted(settable))}")
+        raise ValueError(f"{sorted(unknown)[0]} cannot be set: the fields are {', '.join(sorted(settable))}")
     fields = dict(changes)
     if isinstance(quota := fields.get("quota"), Mapping):
         known = getattr(before, "quota", Quota())

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 from store.database import Synchronous, WritableDatabase
 from store.errors import StorageFaultError, StoreError, WriterClosedError, explain, primary_code
 from store.migrations import Schema
+from store.structs import WriterState
 
 log = logging.getLogger(__name__)
 
@@ -52,27 +53,6 @@ _OWN_FAULTS = frozenset(
 )
 # Faults after which the same connection simply works again once their cause is gone.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
-
-
-class WriterState(NamedTuple):
-    """How the writer is doing, for metrics, alerts and `doctor`."""
-
-    lag_rows: int
-    """Operations that wait for their commit."""
-    lag_ms: float
-    """Age of the oldest of them; up to the commit interval is normal."""
-    last_error: str | None
-    """Why the latest attempt failed; None once the database takes writes again."""
-    failing_s: float
-    """For how long the database has refused writes; 0 when it does not."""
-    committed_rows: int
-    dropped_rows: int
-    """Lost because the spool was full, or still waiting when the writer closed."""
-    rejected_rows: int
-    """Lost because the database cannot hold them at all (a programming error, logged each time)."""
-    restored: str = ""
-    """What happened to the file while it was open (it was deleted or replaced), and what was done; empty if
-    nothing happened since the start."""
 
 
 class _Item(NamedTuple):

@@ -1,11 +1,11 @@
-"""The admin API's routes. One way in: the doorkeeper decides before anything is read; each route declares its
-scope (`appliance.scopes`), and actions come from the registry (`appliance.actions`)."""
+"""The admin API's routes. Callers are authenticated before anything is read. Each route declares its scope
+(`appliance.scopes`), and the actions come from the registry (`appliance.actions`)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -13,7 +13,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from appliance.actions import ACTIONS, Action
-from appliance.admin.callers import Caller, Doorkeeper, TurnedAwayError
+from appliance.admin.auditing import ActionError
+from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.http import Connection
 from appliance.protocol import Configuration, ErrorBody, InFlight, Key, Peer, Status, Tenant
 from appliance.scopes import InsufficientScopeError, check_routes, routes_for
@@ -22,35 +23,30 @@ from store.audit import Actor
 
 log = logging.getLogger(__name__)
 
-_MOST_BODY_BYTES = 64 << 10
+_MAX_BODY_BYTES = 64 << 10
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class ActionError(Exception):
-    """An action that cannot be done; `status` is the HTTP status code."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class Backend(Protocol):
+class Backend(NamedTuple):
     """What the routes show and do."""
 
-    def status(self) -> Status: ...
-    def in_flight(self) -> list[InFlight]: ...
-    def keys(self) -> list[Key]: ...
-    def tenants(self) -> list[Tenant]: ...
-    def peers(self) -> list[Peer]: ...
-    def configuration(self) -> Configuration: ...
-    def metrics(self) -> bytes: ...
-    def turned_away(self, actor: Actor, action: Action, why: str) -> None: ...
-    async def act(self, actor: Actor, action: Action, parameters: msgspec.Struct) -> msgspec.Struct: ...
+    status: Callable[[], Status]
+    in_flight: Callable[[], list[InFlight]]
+    keys: Callable[[], list[Key]]
+    tenants: Callable[[], list[Tenant]]
+    peers: Callable[[], list[Peer]]
+    configuration: Callable[[], Configuration]
+    metrics: Callable[[], bytes]
+    act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
+    """Performs the action that the parameters belong to. Raises ActionError."""
+    record_denied: Callable[[Actor, Action, str], None]
+    """Audits that a caller lacked the scope for an action, and why."""
 
 
-def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
-    """The FastAPI application (its route table is what tests walk), and what to serve: the door before it."""
+def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[FastAPI, App]:
+    """Return the FastAPI application, whose route table tests walk, and the application to serve, which
+    authenticates callers first."""
     app = FastAPI(
         title="Appliance admin API",
         openapi_url=None,
@@ -58,45 +54,45 @@ def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
         redoc_url=None,
         redirect_slashes=False,
     )
-    looking = APIRouter(route_class=routes_for("read"))
+    reading = APIRouter(route_class=routes_for("read"))
     acting = APIRouter(route_class=routes_for("admin"))
     document = _Document(app)
 
-    def shows(path: str, what: Callable[[], Any], result: Any, summary: str) -> None:
-        async def show() -> Response:
-            return _json(what())
+    def show(path: str, read: Callable[[], Any], result: Any, summary: str) -> None:
+        async def answer() -> Response:
+            return _json(read())
 
-        looking.add_api_route(
-            path, show, methods=["GET"], summary=summary, responses=document.answers(result)
+        reading.add_api_route(
+            path, answer, methods=["GET"], summary=summary, responses=document.answers(result)
         )
 
-    shows("/status", backend.status, Status, "What the service is and does")
-    shows("/requests", backend.in_flight, list[InFlight], "Requests that have not ended, oldest first")
-    shows("/keys", backend.keys, list[Key], "All keys, without their secrets")
-    shows("/tenants", backend.tenants, list[Tenant], "All tenants")
-    shows("/peers", backend.peers, list[Peer], "Users and groups of the box that need no key")
-    shows("/config", backend.configuration, Configuration, "The settings that hold, and where each was said")
+    show("/status", backend.status, Status, "The state of the service")
+    show("/requests", backend.in_flight, list[InFlight], "Requests that have not ended, oldest first")
+    show("/keys", backend.keys, list[Key], "All keys, without their secrets")
+    show("/tenants", backend.tenants, list[Tenant], "All tenants")
+    show("/peers", backend.peers, list[Peer], "Local users and groups that need no key")
+    show("/config", backend.configuration, Configuration, "The settings in effect, and the source of each")
     for action in ACTIONS:
         _add_action(acting, document, backend, action)
 
-    @looking.get("/metrics", summary="Metrics, in Prometheus' text format", response_class=PlainTextResponse)
+    @reading.get("/metrics", summary="Metrics, in Prometheus' text format", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(backend.metrics(), headers={"content-type": CONTENT_TYPE})
 
-    @looking.get("/openapi.json", include_in_schema=False)
+    @reading.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         return _json(app.openapi())
 
     @app.exception_handler(InsufficientScopeError)
     async def refuse(request: Request, error: Exception) -> Response:
         caller: Caller = request.scope["state"]["caller"]
-        log.warning("%s turned away from %s: %s", caller.actor.name, _asked(request.scope), error)
+        log.warning("%s denied %s: %s", caller.actor.name, _asked(request.scope), error)
         action = next((one for one in ACTIONS if request.scope["path"] == f"/actions/{one.name}"), None)
         if action is not None and request.method == "POST":
-            backend.turned_away(caller.actor, action, str(error))
+            backend.record_denied(caller.actor, action, str(error))
         return _error(403, str(error))
 
-    app.include_router(looking)
+    app.include_router(reading)
     app.include_router(acting)
     check_routes(app)
 
@@ -107,9 +103,9 @@ def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
             return
         state = scope.setdefault("state", {})
         try:
-            caller = doorkeeper.identify(scope["headers"], state.get("peer"))
-        except TurnedAwayError as error:
-            log.warning("turned away from %s: %s", _asked(scope), error)
+            caller = authenticator.identify(scope["headers"], state.get("peer"))
+        except DeniedError as error:
+            log.warning("denied %s: %s", _asked(scope), error)
             response = _error(error.status, str(error))
             response.headers["connection"] = "close"
             await response(scope, receive, send)
@@ -127,7 +123,7 @@ def admin_app(backend: Backend, doorkeeper: Doorkeeper) -> tuple[FastAPI, App]:
 
 
 def _asked(scope: Scope) -> str:
-    """Method and path for the log: what a stranger wrote must not begin a line of its own there."""
+    """Return method and path for the log, escaped so that a client cannot forge a line of it."""
     return f"{scope['method']} {scope['path'][:100]!r}"
 
 
@@ -136,15 +132,15 @@ def _add_action(router: APIRouter, document: _Document, backend: Backend, action
         body = b""
         async for piece in request.stream():
             body += piece
-            if len(body) > _MOST_BODY_BYTES:
-                return _error(413, f"the body is longer than {_MOST_BODY_BYTES} bytes")
+            if len(body) > _MAX_BODY_BYTES:
+                return _error(413, f"the body is longer than {_MAX_BODY_BYTES} bytes")
         try:
             parameters = msgspec.json.decode(body or b"{}", type=action.parameters)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return _error(400, f"{action.name}: {error}")
         try:
             caller: Caller = request.scope["state"]["caller"]
-            return _json(await backend.act(caller.actor, action, parameters))
+            return _json(await backend.act(caller.actor, parameters))
         except ActionError as error:
             return _error(error.status, str(error))
 
@@ -153,6 +149,7 @@ def _add_action(router: APIRouter, document: _Document, backend: Backend, action
         act,
         methods=["POST"],
         summary=action.title,
+        description=action.description,
         responses=document.answers(action.result),
         openapi_extra={"requestBody": {"required": True, "content": document.content(action.parameters)}},
     )
@@ -181,8 +178,8 @@ class _Document:
         return {
             200: {"description": "Done", "content": self.content(result)},
             400: {"description": "Bad parameters", "content": self.content(ErrorBody)},
-            401: {"description": "A key that is not valid", "content": self.content(ErrorBody)},
-            403: {"description": "Not for this user or key", "content": self.content(ErrorBody)},
+            401: {"description": "The key is not valid", "content": self.content(ErrorBody)},
+            403: {"description": "Permission denied", "content": self.content(ErrorBody)},
         }
 
 

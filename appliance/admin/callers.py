@@ -1,8 +1,7 @@
-"""Who may use the admin API: operators of the box by uid or group, and keys of scope `admin` or `read`.
+"""Authenticates the callers of the admin API: operators by uid or group, and keys of scope `admin` or `read`.
 
-A key that is shown counts, whoever shows it: so an operator can try what it opens. Every action is recorded
-with the peer's uid, the key and the host.
-"""
+If a request carries a key, the key alone decides, so that an operator can try what a key allows. Every action
+is audited with the peer's uid, the key and the host."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ log = logging.getLogger(__name__)
 KeyLookup = Callable[[str], tuple[KeyRecord, TenantRecord] | None]
 
 
-class TurnedAwayError(Exception):
-    """Who asks may not; `status` is the HTTP status code."""
+class DeniedError(Exception):
+    """The caller has no access; `status` is the HTTP status code."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -34,7 +33,7 @@ class TurnedAwayError(Exception):
 
 
 class Caller(NamedTuple):
-    """Who asks."""
+    """An authenticated caller."""
 
     uid: int
     scopes: frozenset[str]
@@ -43,23 +42,23 @@ class Caller(NamedTuple):
 
     @property
     def actor(self) -> Actor:
-        """As the audit chain names them: `uid:0`, with a key `uid:1000 key:key_12ab`."""
+        """Return the actor of the audit chain: `uid:0`, or with a key `uid:1000 key:key_12ab`."""
         return Actor(f"uid:{self.uid} key:{self.key_id}" if self.key_id else f"uid:{self.uid}", self.host)
 
 
-class Doorkeeper:
+class Authenticator:
     """Identifies the callers of the admin API."""
 
     def __init__(self, settings: AdminSettings, valid_key: KeyLookup) -> None:
-        """`valid_key` finds a key that is valid now, and its tenant."""
+        """`valid_key` returns the record of a valid key, and its tenant."""
         self._valid_key = valid_key
         self._host = socket.gethostname()
         self.gid: int | None = None
-        """The group that the socket belongs to."""
+        """The group of the socket."""
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:
-        """Let these be the operators from now on."""
+        """Take the operators from these settings."""
         gids = operator_gids(settings)
         self.gid = gids[0] if gids else None
         self._uids = frozenset({os.geteuid(), 0, *settings.uids})
@@ -70,51 +69,51 @@ class Doorkeeper:
         return peer.kind == "unix" and (peer.uid in self._uids or not self._gids.isdisjoint(peer.gids))
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer | None) -> Caller:
-        """The caller, who may look at least. Raises TurnedAwayError."""
+        """Return the caller, who has at least read access. Raises DeniedError."""
         if peer is None or peer.kind != "unix":
-            raise TurnedAwayError(403, "only peers of a Unix socket may use this API")
+            raise DeniedError(403, "only peers of a Unix socket may use this API")
         scheme, credentials = bearer(headers)
         if scheme:
             return self._of_key(scheme, credentials, peer)
         if self.knows(peer):
             return Caller(peer.uid, granted(("admin",)), self._host)
-        raise TurnedAwayError(
+        raise DeniedError(
             403,
-            f"uid {peer.uid} may not: use the service's user, root, an operator of [admin] in the settings, "
-            f"or a key of scope admin or read",
+            f"permission denied for uid {peer.uid}: run as root, the service's user or an operator of "
+            f"[admin] in the settings, or set APPLIANCE_ADMIN_KEY to a key of scope admin or read",
         )
 
     def _of_key(self, scheme: bytes, credentials: bytes, peer: Peer) -> Caller:
         if scheme != b"bearer":
-            raise TurnedAwayError(401, "use the header 'Authorization: Bearer KEY'")
+            raise DeniedError(401, "use the header 'Authorization: Bearer KEY'")
         found = self._valid_key(credentials.decode("latin-1"))
         if found is None:
-            raise TurnedAwayError(
+            raise DeniedError(
                 401, "this key is unknown, revoked or expired; make one with: appliance keys create"
             )
         key, tenant = found
         if tenant.suspended_at is not None:
-            raise TurnedAwayError(403, f"tenant {tenant.name!r} of key {key.id} is suspended")
+            raise DeniedError(403, f"tenant {tenant.name!r} of key {key.id} is suspended")
         scopes = granted(key.scopes)
         if "read" not in scopes:
-            raise TurnedAwayError(403, f"key {key.id} has neither scope admin nor read")
+            raise DeniedError(403, f"key {key.id} has neither scope admin nor read")
         return Caller(peer.uid, scopes, self._host, key.id)
 
 
 def operator_gids(settings: AdminSettings) -> list[int]:
-    """The groups whose members are operators, by number. One that this box does not have is nobody's."""
+    """Return the ids of the groups whose members are operators. Unknown groups are skipped."""
     gids = []
     for group in settings.groups:
         try:
             gids.append(grp.getgrnam(group).gr_gid if isinstance(group, str) else group)
         except KeyError:
             if settings.groups != AdminSettings().groups:
-                log.warning("admin.groups: this box has no group %r: its members are no operators", group)
+                log.warning("admin.groups: no group %r on this machine, skipped", group)
     return gids
 
 
 def keys_of(control: ControlStore) -> KeyLookup:
-    """How a doorkeeper finds the keys of a control database."""
+    """Return the lookup of valid keys in the control database."""
 
     def valid_key(secret: str) -> tuple[KeyRecord, TenantRecord] | None:
         key = control.lookup(secret)

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from appliance.admin.app import Backend, admin_app
-from appliance.admin.callers import Doorkeeper
+from appliance.admin.callers import Authenticator
 from appliance.http import HttpServer
 from appliance.listeners import bind_unix, change_access
 from appliance.messages import Limits
@@ -20,34 +20,34 @@ class AdminServer:
     """The admin socket, from `start` to `stop`."""
 
     def __init__(self, path: Path, mode: str, given: socket.socket | None = None) -> None:
-        """`given` is the socket where the service manager made it, and keeps it when the service ends."""
+        """`given` is the socket if the service manager created it. It then stays when the service ends."""
         self._path = path
         self._mode = mode
         self._given = given
         self._server: HttpServer | None = None
 
-    async def start(self, backend: Backend, doorkeeper: Doorkeeper) -> None:
+    async def start(self, backend: Backend, authenticator: Authenticator) -> None:
         """Listen. Raises ListenError."""
-        _, app = admin_app(backend, doorkeeper)
-        sock = self._given or bind_unix(self._path, self._mode, doorkeeper.gid)
-        self._server = HttpServer(app, _LIMITS, known=doorkeeper.knows)
+        _, app = admin_app(backend, authenticator)
+        sock = self._given or bind_unix(self._path, self._mode, authenticator.gid)
+        self._server = HttpServer(app, _LIMITS, known=authenticator.knows)
         await self._server.listen(sock)
 
     def change(self, mode: str, gid: int | None) -> None:
-        """Have the socket in this mode, and of this group."""
+        """Change the mode and group of the socket."""
         self._mode = mode
         if self._given is None and self._server is not None:
             change_access(self._path, mode, gid)
 
     async def stop(self) -> None:
-        """Finish what is being answered and remove the socket if it is the service's own."""
+        """Finish the running answers, and remove the socket if the service created it."""
         if self._given is None:
             remove_socket(self._path)
         if self._server is not None:
             await self._server.stop(1.0)
 
     def status(self) -> SocketStatus:
-        """As operators see it."""
+        """Return the socket's status for operators."""
         return SocketStatus(
             name="admin", address=str(self._path), state="accepting" if self._server else "closed"
         )

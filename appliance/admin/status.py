@@ -1,4 +1,4 @@
-"""The service's status, put together from those who know its parts."""
+"""Puts the service's status together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import platform
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
 
 from appliance.current_problems import current_problems
 from appliance.drain import Drain
@@ -17,9 +19,12 @@ from appliance.protocol import (
     DatabaseStatus,
     DrainStatus,
     InFlight,
+    ModelState,
     ModelStatus,
     QueueStatus,
+    ReplicaState,
     ReplicaStatus,
+    ServiceState,
     SocketStatus,
     Status,
 )
@@ -29,9 +34,13 @@ from store.control import ControlStore
 from store.trail import TrailState
 from store.writer import Writer
 
+_BEST_FIRST: tuple[ReplicaState, ...] = (
+    *("ready", "draining", "silent", "loading", "starting", "restarting", "failed", "stopped"),
+)
+
 
 def service_version() -> str:
-    """The installed product's version."""
+    """Return the installed product's version."""
     try:
         return version("appliance")
     except PackageNotFoundError:
@@ -39,13 +48,13 @@ def service_version() -> str:
 
 
 def database_status(database: ControlStore | Writer) -> DatabaseStatus:
-    """A database's writer, as operators see it."""
-    state = database.state()._asdict()
+    """Return the status of a database and its writer."""
+    state = msgspec.structs.asdict(database.state())
     return DatabaseStatus(path=str(database.path), stalled_s=database.stalled_s, **state)
 
 
 def audit_status(state: TrailState) -> AuditStatus:
-    """The audit trail, as operators see it."""
+    """Return the status of the audit trail."""
     spool = state.spool
     return AuditStatus(
         rows=state.head.seq,
@@ -69,7 +78,7 @@ def status_of(
     started_at: float,
     clock_jump_s: float = 0.0,
 ) -> Status:
-    """Everything that `appliance status` shows."""
+    """Return everything that `appliance status` shows."""
     settings, figures = switchboard.settings, switchboard.ledger.figures()
     reason = switchboard.readiness.reason()
     models = _models(switchboard)
@@ -111,7 +120,7 @@ def status_of(
 
 
 def drain_status(switchboard: Switchboard, drain: Drain) -> DrainStatus:
-    """A drain, as operators see it."""
+    """Return the status of a drain."""
     left = switchboard.ledger.remaining(drain.model)
     return DrainStatus(
         model=drain.model,
@@ -136,7 +145,7 @@ def _drains(switchboard: Switchboard) -> list[Drain]:
 
 
 def in_flight(switchboard: Switchboard) -> list[InFlight]:
-    """The requests that have not ended, oldest first."""
+    """Return the requests that have not ended, oldest first."""
     now = time.time()
     return [
         InFlight(
@@ -157,8 +166,8 @@ def in_flight(switchboard: Switchboard) -> list[InFlight]:
     ]
 
 
-def _state(switchboard: Switchboard, reason: str, fronts: list[str], degraded: bool) -> str:
-    """Return the state in a word; `degraded`: there are current problems."""
+def _state(switchboard: Switchboard, reason: str, fronts: Sequence[str], degraded: bool) -> ServiceState:
+    """Return the service's state; `degraded`: there are current problems."""
     if (closing := switchboard.stopping or switchboard.drains.of(None)) is not None:
         return closing.state_word
     drains = [switchboard.drains.of(model) for model in switchboard.models]
@@ -193,16 +202,19 @@ def _models(switchboard: Switchboard) -> list[ModelStatus]:
     return statuses
 
 
-def _model_state(switchboard: Switchboard, model: str, replicas: list[ReplicaStatus]) -> tuple[str, str]:
-    """A model in a word, and in words."""
+def _model_state(
+    switchboard: Switchboard, model: str, replicas: list[ReplicaStatus]
+) -> tuple[ModelState, str]:
+    """Return a model's state, and its explanation."""
     if (drain := switchboard.drains.of(model)) is not None:
         return drain.state_word, f"taken out of service until: appliance resume --model {model}"
-    # The best of its replicas is what apps meet.
-    order = ("ready", "draining", "silent", "loading", "starting", "restarting", "failed", "stopped")
-    best = min(replicas, key=lambda replica: order.index(replica.state), default=None)
+    # Clients get the best of its replicas.
+    best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
     if best is None:
         return "loading", "its replica is being replaced"
     coming = [replica.name for replica in replicas if replica.state in ("starting", "loading")]
     if best.state == "ready":
         return "ready", f"{', '.join(coming)} loads" if coming else best.detail
-    return ("loading" if best.state in ("starting", "draining") else best.state), best.detail
+    if best.state == "starting" or best.state == "draining":
+        return "loading", best.detail
+    return best.state, best.detail

@@ -1,4 +1,4 @@
-"""Performs an operator's action: the registry says what to ask first, the service does it."""
+"""Performs an operator's action: asks first if the registry says so, and calls the service."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def perform(
     show: Callable[[Any], None] | None = None,
 ) -> None:
     """Perform the action that `parameters` belong to and print its result. `show` prints results other than
-    `Done`; `yes`: do not ask before a dangerous action."""
+    `Done`. `yes` skips the question before a dangerous action."""
     action = action_of(parameters)
-    confirm(action, _object_of(parameters), yes=yes)
+    confirm(action, printable(action.target_name(parameters)), yes=yes)
     with admin_client(run_dir) as client:
         result = client.act(parameters)
     if as_json:
@@ -37,26 +37,18 @@ def perform(
         print(printable(result.message) if isinstance(result, Done) else result)
 
 
-def confirm(action: Action, what: str, *, yes: bool) -> None:
-    """Ask before an action that the registry calls dangerous, unless `yes`. Raises Failure if the person does
-    not agree, and CommandLineError where there is no terminal to ask on."""
+def confirm(action: Action, target: str, *, yes: bool) -> None:
+    """Ask before a dangerous action, unless `yes`. Raises Failure if the person does not agree, and
+    CommandLineError if standard input is not a terminal."""
     if action.danger == "none" or yes:
         return
     if not is_terminal(sys.stdin):
         raise CommandLineError(
-            f"'{action.title} {what}' needs --yes: standard input is not a terminal, so the command "
-            "cannot ask for confirmation"
+            f"'{action.title} {target}' needs --yes: standard input is not a terminal to ask on"
         )
-    print(f"{action.title} {what}? ", end="", flush=True, file=sys.stderr)
+    print(f"{action.title} {target}? ", end="", flush=True, file=sys.stderr)
     print("Type its name: " if action.danger == "typed" else "[y/N] ", end="", flush=True, file=sys.stderr)
     answer = sys.stdin.readline().strip()
-    agreed = answer == what if action.danger == "typed" else answer.lower() in ("y", "yes")
+    agreed = answer == target if action.danger == "typed" else answer.lower() in ("y", "yes")
     if not agreed:
         raise Failure("nothing was changed")
-
-
-def _object_of(parameters: msgspec.Struct) -> str:
-    """Return what the action is about: its first parameter that has no default."""
-    required = (field.name for field in msgspec.structs.fields(parameters) if field.required)
-    name = next(required, None)
-    return "" if name is None else printable(str(getattr(parameters, name)))

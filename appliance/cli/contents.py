@@ -8,7 +8,8 @@ from appliance.actions import ShowContents
 from appliance.cli.actions import perform
 from appliance.cli.output import paint, printable
 from appliance.cli.times import local
-from appliance.protocol import Contents, KeptText
+from appliance.protocol import Contents
+from store.structs import KeptText
 
 
 class _Message(msgspec.Struct):

@@ -43,7 +43,8 @@ def drain(
 ) -> int:
     """Begin a drain, follow it to its end if `wait`, and return the exit code."""
     parameters = DrainService(model=model, grace_s=span_s(grace, "--grace", MAX_GRACE_S), queue=queue)
-    confirm(action_of(parameters), _name(model), yes=yes)
+    action = action_of(parameters)
+    confirm(action, printable(action.target_name(parameters)), yes=yes)
     with admin_client(run_dir) as client:
         status = client.drain(parameters)
         if not wait:
@@ -114,7 +115,7 @@ def line(status: DrainStatus) -> str:
 
 
 def _interrupted(client: AdminClient, model: str | None) -> int:
-    """Handle Ctrl-C: the drain goes on unless the person cancels it."""
+    """Handle Ctrl-C: the drain continues unless the person cancels it."""
     name, option = _name(model), "" if model is None else f" --model {model}"
     try:
         answer = ""
@@ -126,7 +127,7 @@ def _interrupted(client: AdminClient, model: str | None) -> int:
     if answer in ("y", "yes"):
         print(printable(client.resume(ResumeService(model=model)).message), file=sys.stderr)
         return 1
-    print(f"{name} goes on draining; cancel the drain with: appliance resume{option}", file=sys.stderr)
+    print(f"{name} continues to drain; cancel the drain with: appliance resume{option}", file=sys.stderr)
     return INTERRUPTED
 
 

@@ -1,99 +1,147 @@
-"""Parses what people type for the fields of an action: numbers, classes, lists, and "none" for no limit."""
+"""Options, values and table columns of the fields that `store.policies` declares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, get_args
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+import typer
 
-from appliance.classes import CLASS_NAMES
-from appliance.cli.failure import CommandLineError
-from appliance.cli.options import is_decimal
-from appliance.cli.times import span_s
+from store.fields import Declared, declared
+from store.policies import Quota
 
-MAX_RATE = 1e15
-"""Requests or tokens per minute or day; above it, a float no longer counts single ones."""
-MAX_COUNT = 10**12
-"""Requests or tokens."""
-MAX_DAYS = 36525.0
+Command = TypeVar("Command", bound=Callable[..., None])
 
-Parse = Callable[[str, str], Any]
+_METAVARS = {
+    "number": "N",
+    "count": "N",
+    "class": "P0…P3",
+    "span": "SPAN",
+    "time": "TIME",
+    "text": "TEXT",
+    "list": "LIST",
+}
 
 
-def given_fields(options: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the options that were given, of those that `kind` has as fields, as its values.
+def fields_of(record: type[msgspec.Struct]) -> list[Declared]:
+    """Return the declared fields of a tenant or key, and of its quota."""
+    return [*declared(record).values(), *declared(Quota).values()]
 
-    Raises CommandLineError.
-    """
-    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+
+def flag(field: Declared) -> str:
+    """Return the option of a field: `--tokens-per-minute`, `--burst`."""
+    return "--" + field.name.removesuffix("_s").removesuffix("_at").replace("_", "-")
+
+
+def with_fields(record: type[msgspec.Struct], *, but: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Add an option for each declared field of `record` and of its quota, except `but`, to a command. The
+    command gets their texts as keyword arguments: a text, because "none" is a value too."""
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        # The options of every command come last.
+        common = [one for one in own if one.name in ("run_dir", "json")]
+        options = [_option(field) for field in fields_of(record) if field.name not in but]
+        ordered = [*(one for one in own if one not in common), *options, *common]
+        command.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _option(field: Declared) -> inspect.Parameter:
+    known = field.default not in (None, msgspec.NODEFAULT)
+    default = f" (default {shown(field, field.default)})" if known else ""
+    info = typer.Option(
+        flag(field),
+        metavar="|".join(field.choices) if field.kind == "choice" else _METAVARS[field.kind],
+        help=f"{field.description}{default}.",
+        show_default=False,
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None,
+        annotation=Annotated[str | None, info],
+    )
+
+
+def given_fields(options: Mapping[str, Any], record: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the values of the fields that were given as options. Raises CommandLineError."""
     return {
-        name: _value(name, text, type(None) in get_args(types[name]))
-        for name, text in options.items()
-        if name in _PARSERS and name in types and text is not None
+        field.name: _value(field, text)
+        for field in fields_of(record)
+        if (text := options.get(field.name)) is not None
     }
 
 
-def _value(name: str, text: str, may_lift: bool) -> Any:
-    flag, parse, expected = _PARSERS[name]
-    if may_lift and text == "none":
+def _value(field: Declared, text: str) -> Any:
+    from appliance.cli.failure import CommandLineError
+    from appliance.cli.times import moment, span_s
+    from store.rules import allows
+
+    name = flag(field)
+    if field.optional and text == "none":
         return None
-    try:
-        return parse(text, flag)
-    except ValueError:
-        lifted = ", or none" if may_lift else ""
-        raise CommandLineError(f"{flag} {text[:40]!r} cannot be used: write {expected}{lifted}") from None
+    if field.kind == "span":
+        return span_s(text, name, field.field.high)
+    if field.kind == "time":
+        return moment(text, name, ahead=True)
+    value = _parsed(field, text)
+    # The service checks texts and names: their message says the same.
+    if value is None or (field.kind not in ("text", "list") and not allows(field, value)):
+        expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
+        lifted = ", or none" if field.optional else ""
+        raise CommandLineError(f"{name} {text[:40]!r} cannot be used: write {expected}{lifted}")
+    return value
 
 
-def _number(low: float, high: float, example: str) -> tuple[Parse, str]:
-    def parse(text: str, flag: str) -> float:
-        plain = text.replace("_", "")
-        if not is_decimal(plain) or not low <= float(plain) <= high:
-            raise ValueError(text)
-        return float(plain)
+def _parsed(field: Declared, text: str) -> Any:
+    """Return the value of a text; None if it has another form."""
+    from appliance.cli.options import is_decimal
 
-    return parse, f"a number, {low:g} to {high:g}, such as {example}"
-
-
-def _count(text: str, flag: str) -> int:
     plain = text.replace("_", "")
-    if not (plain.isascii() and plain.isdigit() and len(plain) < 20 and 1 <= int(plain) <= MAX_COUNT):
-        raise ValueError(text)
-    return int(plain)
+    match field.kind:
+        case "number":
+            return float(plain) if is_decimal(plain) else None
+        case "count":
+            return int(plain) if plain.isascii() and plain.isdigit() and len(plain) < 20 else None
+        case "class":
+            digit = text.upper().removeprefix("P")
+            return int(digit) if digit.isascii() and digit.isdigit() and len(digit) == 1 else None
+        case "list":
+            return tuple(word.strip() for word in text.split(","))
+        case _:
+            return text
 
 
-def _class(text: str, flag: str) -> int:
-    names = [name.removeprefix("P") for name in CLASS_NAMES]
-    return names.index(text.upper().removeprefix("P"))
+def shown(field: Declared, value: Any) -> str:
+    """Return a value for people to read; None as what it means."""
+    from appliance.cli.times import local, of_span
+
+    if value is None:
+        return field.field.none
+    match field.kind:
+        case "number" | "count":
+            return f"{value:,.15g}"
+        case "class":
+            return f"P{value}"
+        case "span":
+            return of_span(value)
+        case "time":
+            return local(value)
+        case "list":
+            return ",".join(value)
+        case _:
+            return str(value)
 
 
-def _list(text: str, flag: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
-
-def _text(text: str, flag: str) -> str:
-    return text
-
-
-_RATE = _number(1e-6, MAX_RATE, "600 or 0.5")
-_COUNT: tuple[Parse, str] = (_count, f"a whole number, 1 to {MAX_COUNT:,}, such as 8")
-_CLASS: tuple[Parse, str] = (_class, "P0, P1, P2 or P3")
-_PARSERS: dict[str, tuple[str, Parse, str]] = {
-    "weight": ("--weight", *_number(0.001, 1000, "2.5")),
-    "highest_class": ("--highest-class", *_CLASS),
-    "default_class": ("--default-class", *_CLASS),
-    "default_max_tokens": ("--default-max-tokens", *_COUNT),
-    "requests_per_minute": ("--requests-per-minute", *_RATE),
-    "tokens_per_minute": ("--tokens-per-minute", *_RATE),
-    "tokens_per_day": ("--tokens-per-day", *_RATE),
-    "burst_s": ("--burst", span_s, "a span"),
-    "concurrent_requests": ("--concurrent", *_COUNT),
-    "queued_requests": ("--queued", *_COUNT),
-    "context_tokens": ("--context", *_COUNT),
-    "kv_share": ("--kv-share", *_number(1e-6, 1, "0.25")),
-    "cache_group": ("--cache-group", _text, "a name"),
-    "log_policy": ("--log-policy", _text, "metadata, hashes or full"),
-    "log_days": ("--log-days", *_number(1e-6, MAX_DAYS, "30")),
-    "scopes": ("--scopes", _list, "a list"),
-    "models": ("--models", _list, "a list"),
-}
+def limits(quota: Quota) -> Iterable[str]:
+    """Yield a text for each limit of a quota."""
+    for field in declared(Quota).values():
+        value = getattr(quota, field.name)
+        if value is not None and field.optional:
+            yield f"{shown(field, value)} {field.field.unit if '/' in field.field.unit else field.label}"

@@ -10,23 +10,24 @@ from typing import Any
 from appliance.actions import CreateKey, RotateKey, SetKey
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError
-from appliance.cli.fields import given_fields
+from appliance.cli.fields import given_fields, limits
 from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import admin_client
-from appliance.cli.tenants import limits
+from appliance.cli.tables import field_cells, field_columns
 from appliance.cli.times import local, moment, span_s
 from appliance.protocol import Key, NewKey
+from store.fields import declared
+from store.policies import KeyFields
 
+_FIELDS = tuple(field for name, field in declared(KeyFields).items() if name not in ("name", "expires_at"))
 _COLUMNS = (
     Column("ID"),
     Column("NAME", flexible=True),
     Column("TENANT", flexible=True, drop=1),
     Column("KEY", drop=4),
-    Column("SCOPES", flexible=True, drop=2),
-    Column("MODELS", flexible=True, drop=5),
-    Column("BEST", drop=7),
-    Column("LIMITS", flexible=True, drop=6),
-    Column("CREATED", drop=3),
+    *field_columns(_FIELDS, first_drop=5),
+    Column("LIMITS", flexible=True, drop=3),
+    Column("CREATED", drop=2),
     Column("STATE"),
 )
 
@@ -35,14 +36,12 @@ def create_key(
     run_dir: str | None,
     name: str,
     tenant: str,
-    expires: str | None,
     options: Mapping[str, Any],
     *,
     as_json: bool,
 ) -> None:
     """Create a key and print it."""
-    expires_at = None if expires is None else moment(expires, "--expires", ahead=True)
-    asked = CreateKey(name=name, tenant=tenant, expires_at=expires_at, **given_fields(options, CreateKey))
+    asked = CreateKey(name=name, tenant=tenant, **given_fields(options, KeyFields))
     perform(run_dir, asked, as_json=as_json, show=_print_new)
 
 
@@ -58,21 +57,9 @@ def rotate_key(
     perform(run_dir, asked, yes=yes, as_json=as_json, show=_print_new)
 
 
-def set_key(
-    run_dir: str | None,
-    key_id: str,
-    name: str | None,
-    expires: str | None,
-    options: Mapping[str, Any],
-    *,
-    as_json: bool,
-) -> None:
-    """Change the rights of a key, and print it."""
-    fields = given_fields(options, SetKey)
-    if name is not None:
-        fields["name"] = name
-    if expires is not None:
-        fields["expires_at"] = None if expires == "none" else moment(expires, "--expires", ahead=True)
+def set_key(run_dir: str | None, key_id: str, options: Mapping[str, Any], *, as_json: bool) -> None:
+    """Change a key, and print it."""
+    fields = given_fields(options, KeyFields)
     if not fields:
         raise CommandLineError("nothing to change was given: see appliance keys set --help")
     perform(run_dir, SetKey(id=key_id, **fields), as_json=as_json, show=lambda key: _print([key]))
@@ -99,9 +86,7 @@ def _print(keys: list[Key]) -> None:
             printable(key.name),
             printable(key.tenant),
             f"{key.prefix}…",
-            ",".join(key.scopes),
-            printable("all" if key.models is None else ",".join(key.models)),
-            "" if key.highest_class is None else f"P{key.highest_class}",
+            *field_cells(_FIELDS, key),
             ", ".join(limits(key.quota)),
             local(key.created_at),
             _state(key),

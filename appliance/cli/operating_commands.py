@@ -1,4 +1,4 @@
-"""The commands that operate the running service: drain, resume, config. What they do is in the modules beside
+"""The commands that operate the running service: drain, resume, config. Their code is in the modules beside
 this one, loaded on demand."""
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ Model = Annotated[
 def drain(
     model: Model = None,
     grace_s: Annotated[
-        str, typer.Option("--grace", metavar="SPAN", help="What still runs after it is ended with an error.")
+        str,
+        typer.Option("--grace", metavar="SPAN", help="Then running requests end with an error."),
     ] = "120s",
     queue: Annotated[
-        bool, typer.Option("--queue", help="New requests wait until service is resumed; else 503.")
+        bool,
+        typer.Option("--queue", help="Hold new requests until service is resumed."),
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Show the progress until it is done.")
@@ -32,11 +34,11 @@ def drain(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Take nothing new and finish what was accepted.
+    """Accept no new requests, and finish those that were accepted.
 
-    Ctrl-C stops watching and asks whether to leave the drain off; without a terminal it goes on. With --json
-    each look is a line. Exit code 1 where requests had to be ended, or the drain was left off.
-    """
+    Shows the progress until it is done. Ctrl-C stops watching and asks whether to cancel the drain; without a
+    terminal the drain continues. With --json, each update is a line. Exit code 1 if requests were ended or
+    the drain was cancelled."""
     from appliance.cli.drain import drain
 
     raise typer.Exit(
@@ -45,7 +47,7 @@ def drain(
 
 
 def resume(model: Model = None, run_dir: RunDir = None, json: Json = False) -> None:
-    """Take requests again: leave off or end a drain."""
+    """Cancel or end a drain: accept requests again, held requests first."""
     from appliance.actions import ResumeService
     from appliance.cli.actions import perform
 
@@ -64,7 +66,7 @@ def config_check(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say what is wrong in the settings files, each with its line. Exit code 1 where something is."""
+    """Check the settings files, and print each mistake with its line. Exit code 1 if there are any."""
     from appliance.cli.config import check
 
     raise typer.Exit(check(file, as_json=json))
@@ -72,12 +74,13 @@ def config_check(
 
 @config.command("show")
 def config_show(
-    origin: Annotated[bool, typer.Option("--origin", help="Say where each setting was said.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show the source of each setting.")] = False,
     config: Config = None,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Print all settings that hold: the running service's, or (--config, or none runs) a file's."""
+    """Print all settings in effect: those of the running service, or of a file (with --config, or if none
+    runs)."""
     from appliance.cli.config import show
 
     show(run_dir, config, origin=origin, as_json=json)
@@ -85,10 +88,10 @@ def config_show(
 
 @config.command("reload")
 def config_reload(run_dir: RunDir = None, json: Json = False) -> None:
-    """Have the running service read its settings again and apply what changed.
+    """Make the running service read its settings again and apply what changed.
 
-    Models whose settings did not change stay loaded. Where a file cannot be used nothing changes, and the
-    exit code is 1.
+    Models whose settings did not change stay loaded. If a file cannot be used, nothing changes and the exit
+    code is 1.
     """
     from appliance.cli.config import reload
 

@@ -198,7 +198,7 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
             of_count(replica.preemptions),
             str(replica.restarts),
             of_bytes(replica.used_bytes),
-            _on(replica),
+            replica_devices(replica),
         )
         for replica in replicas
     ]
@@ -210,13 +210,15 @@ def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 
-def _on(replica: ReplicaStatus) -> str:
+def replica_devices(replica: ReplicaStatus) -> str:
+    """Return what a replica runs on, or why it does not run."""
     if replica.state != "ready":
         return printable(replica.detail)
     devices = list(dict.fromkeys(replica.devices))
     ranks = f"{len(replica.devices)} ranks on " if len(replica.devices) > 1 else ""
     held = precision(replica.dtype, replica.weights, replica.kv_cache_dtype)
-    return printable(f"{ranks}{', '.join(devices)}, {held}")
+    joined = ", ".join(part for part in (replica.links, replica.collectives) if part)
+    return printable(f"{ranks}{', '.join(devices)}{f' ({joined})' if joined else ''}, {held}")
 
 
 def _queue(status: Status, width: int | None) -> list[str]:

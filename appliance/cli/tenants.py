@@ -9,24 +9,23 @@ from typing import Any
 from appliance.actions import CreateTenant, SetTenant
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError, Failure
-from appliance.cli.fields import given_fields
+from appliance.cli.fields import given_fields, limits, shown
 from appliance.cli.output import Column, of_count, paint, print_json, printable, table, terminal_width
 from appliance.cli.service import admin_client
-from appliance.cli.times import local, of_span
+from appliance.cli.tables import field_cells, field_columns
+from appliance.cli.times import local
 from appliance.durations import duration
 from appliance.protocol import Key, LimitUsage, Tenant
-from store.policies import Quota
+from store.fields import declared
+from store.policies import Quota, TenantRecord
 
+_FIELDS = tuple(declared(TenantRecord).values())
 _COLUMNS = (
     Column("NAME", flexible=True),
     Column("STATE", colours={"suspended": "red"}),
-    Column("WEIGHT", right=True, drop=3),
-    Column("CLASS", drop=2),
-    Column("BEST", drop=4),
+    *field_columns(_FIELDS, first_drop=3),
     Column("KEYS", right=True),
-    Column("PEERS", right=True, drop=5),
-    Column("CACHE GROUP", flexible=True, drop=6),
-    Column("LOG", drop=7),
+    Column("PEERS", right=True, drop=2),
     Column("LIMITS", flexible=True, drop=1),
 )
 _USAGE_COLUMNS = (
@@ -37,14 +36,6 @@ _USAGE_COLUMNS = (
     Column("HELD", right=True, drop=2),
     Column("RESETS IN", drop=1),
 )
-_LIMIT_NAMES = {
-    "requests_per_minute": "requests a minute",
-    "tokens_per_minute": "tokens a minute",
-    "tokens_per_day": "tokens a day",
-    "concurrent_requests": "requests at once",
-    "queued_requests": "requests waiting",
-    "kv_share": "tokens in the KV cache",
-}
 
 
 def list_tenants(run_dir: str | None, *, as_json: bool) -> None:
@@ -58,13 +49,9 @@ def list_tenants(run_dir: str | None, *, as_json: bool) -> None:
         (
             printable(tenant.name),
             _state(tenant),
-            f"{tenant.weight:g}",
-            f"P{max(tenant.default_class, tenant.highest_class)}",
-            f"P{tenant.highest_class}",
+            *field_cells(_FIELDS, tenant),
             of_count(tenant.keys),
             of_count(tenant.peers),
-            printable(tenant.cache_group or ""),
-            tenant.log_policy,
             ", ".join(limits(tenant.quota)) or "none",
         )
         for tenant in found
@@ -103,40 +90,26 @@ def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
 
 def create_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:
     """Create a tenant and print it."""
-    asked = CreateTenant(name=name, **given_fields(options, CreateTenant))
+    asked = CreateTenant(name=name, **given_fields(options, TenantRecord))
     perform(run_dir, asked, as_json=as_json, show=_print)
 
 
 def set_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:
     """Change a tenant and print it."""
-    fields = given_fields(options, SetTenant)
+    fields = given_fields(options, TenantRecord)
     if not fields:
         raise CommandLineError("nothing to change was given: see appliance tenants set --help")
     perform(run_dir, SetTenant(name=name, **fields), as_json=as_json, show=_print)
 
 
-def limits(quota: Quota) -> list[str]:
-    """Return a text for each limit of a quota."""
-    found = [
-        (quota.requests_per_minute, "requests/min"),
-        (quota.tokens_per_minute, "tokens/min"),
-        (quota.tokens_per_day, "tokens/day"),
-        (quota.concurrent_requests, "at once"),
-        (quota.queued_requests, "waiting"),
-        (quota.context_tokens, "tokens context"),
-    ]
-    words = [f"{limit:,.15g} {what}" for limit, what in found if limit is not None]
-    return words + ([] if quota.kv_share is None else [f"{quota.kv_share:.3g} of KV"])
-
-
-def _used(whose: str, usage: LimitUsage) -> tuple[str, ...]:
+def _used(scope: str, usage: LimitUsage) -> tuple[str, ...]:
     if usage.resets_in_s is None:
         reset = "when they end" if usage.used else "-"
     else:
         reset = duration(usage.resets_in_s) if usage.used else "-"
     return (
-        printable(whose),
-        _LIMIT_NAMES.get(usage.limit, usage.limit),
+        printable(scope),
+        _limit(usage.limit),
         of_count(usage.used),
         of_count(usage.capacity),
         of_count(usage.held),
@@ -150,36 +123,25 @@ def _valid(key: Key) -> bool:
 
 def _print(tenant: Tenant) -> None:
     for name, value in _fields(tenant):
-        print(f"{paint(f'{name:20}', 'dim')}  {printable(value)}")
+        print(f"{paint(f'{name:22}', 'dim')}  {printable(value)}")
 
 
 def _fields(tenant: Tenant) -> Iterable[tuple[str, str]]:
-    quota = tenant.quota
     yield "name", tenant.name + (" (built in)" if tenant.built_in else "")
     since = "" if tenant.suspended_at is None else f" since {local(tenant.suspended_at)}"
     yield "state", _state(tenant) + since
     yield "created", local(tenant.created_at)
     yield "keys", f"{of_count(tenant.keys)} valid"
     yield "peers", of_count(tenant.peers)
-    yield "weight", f"{tenant.weight:g}"
-    yield "class", f"P{max(tenant.default_class, tenant.highest_class)}, at best P{tenant.highest_class}"
-    yield "default max_tokens", _or(tenant.default_max_tokens, "up to the model's length")
-    yield "requests a minute", _or(quota.requests_per_minute)
-    yield "tokens a minute", _or(quota.tokens_per_minute)
-    yield "tokens a day", _or(quota.tokens_per_day)
-    yield "burst", of_span(quota.burst_s)
-    yield "requests at once", _or(quota.concurrent_requests)
-    yield "requests waiting", _or(quota.queued_requests)
-    yield "context tokens", _or(quota.context_tokens, "the model's")
-    yield "share of KV blocks", "no limit" if quota.kv_share is None else f"{quota.kv_share:.3g}"
-    yield "cache group", tenant.cache_group or "none: shares no prefixes"
-    days = "" if tenant.log_days is None else f" for {tenant.log_days:g} days"
-    yield "request log", tenant.log_policy + days
+    for holder in (tenant, tenant.quota):
+        for field in declared(type(holder)).values():
+            yield field.label, shown(field, getattr(holder, field.name))
 
 
-def _or(limit: float | None, without: str = "no limit") -> str:
-    return without if limit is None else f"{limit:,.15g}"
+def _limit(name: str) -> str:
+    field = declared(Quota).get(name)
+    return name if field is None else field.label
 
 
 def _state(tenant: Tenant) -> str:
-    return "served" if tenant.suspended_at is None else "suspended"
+    return "active" if tenant.suspended_at is None else "suspended"

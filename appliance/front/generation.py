@@ -62,6 +62,7 @@ class Generation:
                     job.include_stop,
                     job.skip_special_tokens,
                     context=prompt.token_ids[-16:] if job.continues_text else (),
+                    min_tokens=job.sampling.min_tokens,
                 ),
                 wants_logprobs,
                 job.discard_output,
@@ -156,6 +157,9 @@ class Generation:
         for submit, sink in submissions:
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._lost)
+            if self._link is not link:
+                # The replica was found dead meanwhile: everything is submitted again elsewhere.
+                break
 
     def refused(self, message: Refused) -> None:
         """The core will not run it. Of a first attempt it has ended the row; of a later one it waits for
@@ -194,7 +198,7 @@ class Generation:
         if sample.finish_reason or self.failure is not None or self.left:
             return
         if output.finish_reason in ("error", "cancelled"):
-            self._fail(_engine_error(output, bool(self._tokens)))
+            self._fail(_engine_error(output))
             return
         delivered = sample.delivered
         try:
@@ -325,7 +329,8 @@ class Generation:
                 sampling=sampling,
                 cache_salt=admitted.cache_salt,
                 priority=admitted.priority,
-                urgent=admitted.urgent,
+                urgency=admitted.urgency,
+                spare_slots=admitted.spare_slots,
             )
             yield submit, self._sink(submit.handle, group)
 
@@ -429,11 +434,10 @@ class Generation:
         return ",".join(dict.fromkeys(sample.finish_reason or rest for sample in self.samples))
 
 
-def _engine_error(output: Output, begun: bool) -> ApiError:
+def _engine_error(output: Output) -> ApiError:
     message = output.error or "the engine ended this request"
     if output.finish_reason == "cancelled":
         return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)
-    if begun:
-        return ApiError(503, message, code="engine_error", retry_after_s=1.0)
-    # Nothing was generated: the engine would not take what the client asked for.
-    return ApiError(400, message, code="rejected_by_engine")
+    if output.refused:
+        return ApiError(400, message, code="rejected_by_engine")
+    return ApiError(503, message, code="engine_error", retry_after_s=1.0)

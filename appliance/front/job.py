@@ -53,7 +53,7 @@ class Job:
     return_token_ids: bool = False
     echo: bool = False
     discard_output: bool = False
-    """Only the prompt is wanted (`max_tokens` 0): the engine makes one token, the answer has none."""
+    """Only the prompt is wanted (`max_tokens` 0)."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

@@ -21,8 +21,9 @@ import msgspec
 
 from appliance.background import Background
 from appliance.memory_files import new_memory
-from appliance.messages import Identity, Keep, KeepRules, KeptPart
+from appliance.messages import Identity, Keep, KeepRules
 from appliance.text.redaction import Redactor
+from store.structs import KeptText
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def _in_memory(said: Said, rules: KeepRules) -> int:
     return new_memory("kept", msgspec.msgpack.encode(list(_parts(said, rules))))
 
 
-def _parts(said: Said, rules: KeepRules) -> Iterator[KeptPart]:
+def _parts(said: Said, rules: KeepRules) -> Iterator[KeptText]:
     redactor = Redactor(rules.redact, rules.secret_prefixes)
     room = MOST_REQUEST_CHARS
     texts: list[tuple[Literal["prompt", "answer"], int, Text]] = [
@@ -120,18 +121,18 @@ def _parts(said: Said, rules: KeepRules) -> Iterator[KeptPart]:
 
 def _part(
     name: Literal["prompt", "answer"], number: int, text: Text, said: Said, most: int, redactor: Redactor
-) -> KeptPart:
+) -> KeptText:
     if isinstance(text, list) and text and isinstance(text[0], int):
         text = said.decode(text)
     data = _plain(text).encode("utf-8", "surrogatepass")
     if said.identity.log_policy != "full":
-        return KeptPart(name, number, hashlib.sha256(data).hexdigest(), len(data))
+        return KeptText(name, number, hashlib.sha256(data).hexdigest(), len(data))
     # A message's text as it was meant, not as JSON escapes it: there a secret has another form.
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
     kept = shown[:most].encode("utf-8", "backslashreplace")
     # Never a hash of what was taken out: with the rest beside it, a short secret could be guessed.
-    return KeptPart(
+    return KeptText(
         name,
         number,
         hashlib.sha256(kept).hexdigest(),

@@ -139,7 +139,7 @@ async def completion_job(box: Box, model: LoadedModel, call: Call, body: Complet
             f"has {len(body.logit_bias)} tokens for {len(body.prompt)} prompts: the product may be at most "
             f"{MAX_SENT_BIASES}; send fewer prompts in a request",
         )
-    context = _context(call.identity, model)
+    context = _context(call.identity, model, 0 if body.max_tokens == 0 else 1)
     texts = [text for text in body.prompt if isinstance(text, str)]
     if texts:
         tokens = await _encode_texts(box, model, call, texts, _encoded_context(body, context))
@@ -340,17 +340,20 @@ class Context(NamedTuple):
     """0: not known. Then either the model cannot be loaded, and the core refuses the request with the cause,
     or the engine knows it when the request's turn comes."""
 
+    answer_tokens: int = 1
+    """How many tokens must be left for the answer."""
+
     @property
     def max_prompt_tokens(self) -> int | None:
-        """At least one token is left for the answer. None: not known."""
-        return self.tokens - 1 if self.tokens else None
+        """None: not known."""
+        return self.tokens - self.answer_tokens if self.tokens else None
 
 
-def _context(identity: Identity, model: LoadedModel) -> Context:
+def _context(identity: Identity, model: LoadedModel, answer_tokens: int = 1) -> Context:
     longest, allowed = model.served.max_model_len, identity.context_tokens
     if allowed is not None and (not longest or allowed < longest):
-        return Context(f"tenant {identity.tenant!r}'s", allowed)
-    return Context("this model's", longest)
+        return Context(f"tenant {identity.tenant!r}'s", allowed, answer_tokens)
+    return Context("this model's", longest, answer_tokens)
 
 
 def _too_long(context: Context, param: str, tokens: int | None) -> ApiError:
@@ -392,7 +395,7 @@ def _truncated(
     stay."""
     most = body.truncate_prompt_tokens
     if most == -1:
-        most = max(1, context.tokens - max(1, limit or 1)) if context.tokens else None
+        most = max(1, context.tokens - (1 if limit is None else limit)) if context.tokens else None
     if most is None or len(token_ids) <= most:
         return token_ids
     if keeps_first:
@@ -407,9 +410,9 @@ def _room(
     if not token_ids:
         raise invalid(param, "is empty: there is nothing to continue")
     if not context.tokens:
-        return (default or _NO_LIMIT) if asked is None else max(asked, 1)
+        return (default or _NO_LIMIT) if asked is None else max(asked, context.answer_tokens)
     left = context.tokens - len(token_ids)
-    if left < 1:
+    if left < context.answer_tokens:
         raise _too_long(context, param, len(token_ids))
     if asked is not None and asked > left:
         raise ApiError(
@@ -419,7 +422,7 @@ def _room(
             param=field,
             code="context_length_exceeded",
         )
-    return min(left, default or left) if asked is None else max(asked, 1)
+    return min(left, default or left) if asked is None else max(asked, context.answer_tokens)
 
 
 async def _job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from appliance.gpus import Gpu, find_gpus
@@ -105,11 +106,12 @@ def fit(model: ModelSettings, gpus: list[Gpu], available_bytes: int) -> Fit:
     )
 
 
-def why_not_beside(model: ModelSettings) -> str:
-    """Why a replica with these settings cannot run beside what runs now; empty if it can.
+def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
+    """Return why a replica with these settings cannot run beside the running ones; empty if it can.
 
-    On a GPU it needs what it would have if it were alone: one that has to share gets a smaller cache for
-    good. Asks NVML and the kernel: not for the event loop.
+    chosen: numbers of the GPUs that it would use; empty: the first ones. On a GPU the replica needs what it
+    would have if it were alone, because one that shares a GPU gets a smaller cache for its whole life. Calls
+    NVML and reads from the kernel, so it must not run on the event loop.
     """
     import psutil
 
@@ -120,7 +122,8 @@ def why_not_beside(model: ModelSettings) -> str:
     except UnfitError:
         return ""  # its load fails at once and says why, while what runs goes on
     if wanted.on_gpu:
-        free = min(gpu.memory_bytes - gpu.used_bytes for gpu in gpus[:ranks])
+        used = [gpus[number] for number in chosen] or gpus[:ranks]
+        free = min(gpu.memory_bytes - gpu.used_bytes for gpu in used)
     else:
         free = wanted.usable_bytes
     if wanted.needed_bytes <= free and wanted.blocks:

@@ -19,6 +19,7 @@ import msgspec
 from appliance.background import Background
 from appliance.messages import ServedModel
 from appliance.models.fit import why_not_beside
+from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.registry import describe
 from appliance.models.replicas import Launch, Replica, ReplicaEvents
 from appliance.problems import Problems
@@ -59,6 +60,7 @@ class Fleet:
         self._problems = problems
         self._tell = tell
         self._launch = launch
+        self._placement = GpuPlacement(machine_topology())
         self._numbers: dict[str, int] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
@@ -212,7 +214,9 @@ class Fleet:
     async def _succeed(self, old: Replica, good: list[Replica], wanted: ModelSettings) -> bool:
         """Put a replica with the wanted settings in the place of `old`. False if that cannot be."""
         if len(good) < wanted.replicas:
-            if why_not := await asyncio.to_thread(why_not_beside, wanted):
+            if why_not := await asyncio.to_thread(
+                why_not_beside, wanted, self._placement.choose(wanted.tensor_parallel_size)
+            ):
                 log.warning("%s is stopped before its successor loads: %s", old.name, why_not)
                 self._problems.note(old.name, f"it was stopped before its successor loaded: {why_not}")
                 await self._retire(old)
@@ -286,6 +290,7 @@ class Fleet:
             run_dir=Path(self.settings.run_dir),
             hang_timeout_s=self.settings.hang_timeout_s,
             load_timeout_s=self.settings.load_timeout_s,
+            placement=self._placement,
             launch=self._launch,
         )
         self.replicas.append(replica)

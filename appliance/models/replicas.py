@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from appliance.backoff import Backoff
 from appliance.messages import ServedModel
-from appliance.protocol import ReplicaStatus, precision
+from appliance.models.placement import GpuPlacement, numbered
+from appliance.protocol import ReplicaState, ReplicaStatus, precision
 from appliance.rundir import new_meeting
 from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
@@ -26,6 +27,7 @@ from engine.messages import (
     Ready,
     ReplicaInfo,
     ReplicaSpec,
+    ReplicaStats,
     Report,
 )
 
@@ -122,6 +124,7 @@ class Replica:
         run_dir: Path,
         hang_timeout_s: float,
         load_timeout_s: float,
+        placement: GpuPlacement,
         launch: Launch = ReplicaGroup.launch,
     ) -> None:
         self.model = model
@@ -129,13 +132,13 @@ class Replica:
         self.settings = settings
         """Those that it was made with."""
         self.spec = settings.spec(name)
-        self.state = "stopped"
+        self.state: ReplicaState = "stopped"
         self.detail = ""
         self.fraction: float | None = None
         self.restarts = 0
         self.last_error = ""
         self.failure = ""
-        """Why nobody should wait for it: set when it fails, and gone when it is ready or dies otherwise."""
+        """Why requests do not wait for it. Set when it fails; cleared when it is ready or ends otherwise."""
         self.lives = 0
         self.steps = StepTotals()
         self.described: ServedModel | None = None
@@ -150,6 +153,9 @@ class Replica:
         self.load_timeout_s = load_timeout_s
         self._events = events
         self._run_dir = run_dir
+        self._placement = placement
+        self._gpus: list[int] = []
+        """Numbers of the GPUs of the present life, in order of ranks; empty if they are not chosen."""
         self._launch = launch
         self._backoff = Backoff()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
@@ -169,12 +175,12 @@ class Replica:
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def word(self) -> str:
+    def word(self) -> ReplicaState:
         """Its state as apps meet it: one that failed has failed until it is ready."""
         return "failed" if self.failure else self.shown_state
 
     @property
-    def shown_state(self) -> str:
+    def shown_state(self) -> ReplicaState:
         """Its state as operators see it."""
         if self.state != "ready":
             return self.state
@@ -208,6 +214,8 @@ class Replica:
         self._events.replica_starting(self)
         try:
             spec = self.spec
+            self._gpus = self._placement.take(self.name, spec.device, spec.tensor_parallel_size)
+            spec = msgspec.structs.replace(spec, gpus=self._placement.uuids(self._gpus))
             if spec.tensor_parallel_size > 1:
                 spec = msgspec.structs.replace(spec, rendezvous=new_meeting(self._run_dir))
             self.group = self._launch(spec, self._message, self._ended)
@@ -224,6 +232,7 @@ class Replica:
             self._timer.cancel()
         if self.group is not None:
             await self.group.stop(grace_s if self.account is not None else 0.0)
+        self._placement.release(self.name)
         self.state, self.detail = "stopped", ""
 
     def kill(self, reason: str) -> None:
@@ -281,6 +290,7 @@ class Replica:
         self.detail = f"{progress.stage} {progress.fraction:.0%}"
 
     def _ready(self, info: ReplicaInfo) -> None:
+        info = msgspec.structs.replace(info, devices=numbered(info.devices, self._gpus))
         self.state, self.detail, self.fraction, self.info = "ready", "", None, info
         self._ready_at = time.monotonic()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
@@ -296,6 +306,9 @@ class Replica:
             info.max_num_seqs,
             info.kv_blocks,
         )
+        if info.tensor_parallel_size > 1:
+            links = self._placement.links(self._gpus) or "not known"
+            log.info("%s: links between the ranks: %s; collectives: %s", self.name, links, info.collectives)
         self._events.replica_ready(self)
 
     def _ended(self, reason: str) -> None:
@@ -329,26 +342,25 @@ class Replica:
     # ── for the status ──
 
     def status(self) -> ReplicaStatus:
-        """As operators see it."""
-        status = ReplicaStatus(
-            name=self.name,
-            state=self.shown_state,
-            detail=self._detail(),
-            fraction=self.fraction,
-            pids=self.group.pids if self.group else [],
-            tensor_parallel_size=self.spec.tensor_parallel_size,
-            restarts=self.restarts,
-            last_error=self.last_error,
-        )
-        if self.group is not None:
-            status.last_report_s = self.silent_s
-        _fill(status, self.info)
-        _fill(status, self._report)
-        status.steps = self._report.step if self._report else 0
+        """Return the replica's status for operators."""
+        known = _fields(self.info, ReplicaInfo) | _fields(self._report, ReplicaStats)
         # The report's credits are totals; what is available now tells more.
-        status.credit_seqs = self.account.available_rows if self.account else 0
-        status.credit_tokens = self.account.available_tokens if self.account else 0
-        return status
+        credit = self.account
+        known |= {
+            "name": self.name,
+            "state": self.shown_state,
+            "detail": self._detail(),
+            "fraction": self.fraction,
+            "pids": self.group.pids if self.group else [],
+            "tensor_parallel_size": self.spec.tensor_parallel_size,
+            "links": self._placement.links(self._gpus),
+            "credit_seqs": credit.available_rows if credit else 0,
+            "credit_tokens": credit.available_tokens if credit else 0,
+            "last_report_s": self.silent_s if self.group is not None else None,
+            "restarts": self.restarts,
+            "last_error": self.last_error,
+        }
+        return ReplicaStatus(**known)
 
     def _detail(self) -> str:
         if self.state in ("restarting", "failed"):
@@ -359,11 +371,12 @@ class Replica:
         return self.detail
 
 
-def _fill(status: ReplicaStatus, source: ReplicaInfo | Report | None) -> None:
-    """Copy the fields that both have."""
-    if source is not None:
-        for field in set(source.__struct_fields__) & set(status.__struct_fields__):
-            setattr(status, field, getattr(source, field))
+def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the fields of `kind` that a status has too; none without a source."""
+    if source is None:
+        return {}
+    names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)
+    return {name: getattr(source, name) for name in names}
 
 
 def _join(pids: list[int]) -> str:

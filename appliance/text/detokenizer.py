@@ -32,12 +32,16 @@ class TableDetokenizer:
 
     __slots__ = ("_bad_byte_each", "_entries", "_leading_strip", "_pending")
 
-    def __init__(self, table: TokenTable, skip_special_tokens: bool = True, continues: bool = False) -> None:
-        """`continues`: text comes before this stream, so the rule for leading spaces does not apply."""
+    def __init__(
+        self, table: TokenTable, skip_special_tokens: bool = True, context: Sequence[int] = ()
+    ) -> None:
+        """`context`: visible ids before this stream, not emitted. If there are any, the rule for leading
+        spaces does not apply; if they end within a character, the stream may complete it."""
         self._entries = table.shown if skip_special_tokens else table.shown_with_special
-        self._leading_strip = 0 if continues else table.leading_strip
+        self._leading_strip = 0 if context else table.leading_strip
         self._bad_byte_each = table.bad_byte_each
         self._pending = b""  # the first bytes of a character, never more than three
+        self.push(context)
 
     def push(self, token_ids: Sequence[int]) -> str:
         entries = self._entries
@@ -118,7 +122,7 @@ class WindowDetokenizer:
         text = self._decode(ids)
         if text.endswith(REPLACEMENT) and len(ids) - self._emitted_tokens <= _MOST_HELD_TOKENS:
             return ""
-        new = text[len(self._emitted) :]
+        new = self._after_emitted(text)
         if new:
             # What was just emitted becomes the next window's context; a window never begins with nothing
             # visible, or the decoder would take the middle of the text for its beginning.
@@ -128,7 +132,15 @@ class WindowDetokenizer:
         return new
 
     def finish(self) -> str:
-        return self._decode(self._ids)[len(self._emitted) :]
+        return self._after_emitted(self._decode(self._ids))
+
+    def _after_emitted(self, text: str) -> str:
+        """Return the part of the window's text that is new. If the context ended within a character that is
+        complete by now, the character is new."""
+        emitted = self._emitted
+        if not text.startswith(emitted):
+            emitted = emitted.rstrip(REPLACEMENT)
+        return text[len(emitted) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=self._skip) if ids else ""

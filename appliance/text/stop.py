@@ -98,8 +98,9 @@ class StopMatcher:
         self._held = ""
         self.stopped: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text to emit now, the stop string found or None). After a match nothing more is emitted."""
+    def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
+        """Return the text to emit now, and the stop string found or None. After a match nothing more is
+        emitted. Unless `may_stop`, stop strings that end in `text` are no matches."""
         if self.stopped is not None:
             return "", self.stopped
         stops = self._set
@@ -113,7 +114,7 @@ class StopMatcher:
         step, match = stops.step, stops.match
         for position in range(begin, len(text)):
             state = step(state, text[position])
-            if match[state] >= 0:
+            if may_stop and match[state] >= 0:
                 self.stopped = found = stops.strings[match[state]]
                 whole = self._held + text[: position + 1]
                 self._held = ""

@@ -30,11 +30,14 @@ class TextStream:
     value before a push is the pushed token's `text_offset`.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "characters_decoded", "tokens_delivered")
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "characters_decoded", "tokens_delivered")
 
-    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher | None = None) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, matcher: StopMatcher | None = None, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._min_tokens = min_tokens
         self.tokens_delivered = 0
         self.characters_decoded = 0
 
@@ -62,7 +65,8 @@ class TextStream:
             self.characters_decoded += len(text)
             delivered += 1
             if text:
-                text, stopped = matcher.push(text)
+                may_stop = self.tokens_delivered + delivered > self._min_tokens
+                text, stopped = matcher.push(text, may_stop)
                 emitted += text
         self.tokens_delivered += delivered
         return TextDelta(emitted, stopped, delivered)
@@ -78,5 +82,5 @@ class TextStream:
             return TextDelta("", matcher.stopped, 0)
         text = self._detokenizer.finish()
         self.characters_decoded += len(text)
-        emitted, stopped = matcher.push(text)
+        emitted, stopped = matcher.push(text, self.tokens_delivered >= self._min_tokens)
         return TextDelta(emitted + matcher.finish(), stopped, 0)

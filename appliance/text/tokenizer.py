@@ -142,11 +142,12 @@ class Tokenizer:
         """A detokenizer for one stream.
 
         `context`: the prompt's ids, when the text continues the prompt's (completions): they are not emitted,
-        but the stream is not the beginning of a text, so a first token's leading space is kept.
+        but the stream is not the beginning of a text, so a first token's leading space is kept. A character
+        that begins in the prompt and ends in the stream belongs to the stream.
         """
         visible = [i for i in context[-16:] if not (skip_special_tokens and i in self.special_ids)]
         if self.table is not None:
-            return TableDetokenizer(self.table, skip_special_tokens, continues=bool(visible))
+            return TableDetokenizer(self.table, skip_special_tokens, visible)
         hidden = self.special_ids if skip_special_tokens else frozenset()
         return WindowDetokenizer(self._backend, hidden, skip_special_tokens, visible)
 
@@ -156,10 +157,12 @@ class Tokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         context: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> TextStream:
-        """A sequence's text stream: `detokenizer` and, where the request has them, stop strings."""
+        """Return a sequence's text stream: `detokenizer` and, where the request has them, stop strings. No
+        stop string ends the stream within the first `min_tokens` tokens."""
         matcher = StopMatcher(stops, include_stop) if stops is not None else None
-        return TextStream(self.detokenizer(skip_special_tokens, context), matcher)
+        return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it (so a special token's text), or None."""

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from appliance.messages import RateLimits, Refused
 from appliance.traffic.closures import Closure
-from appliance.traffic.credits import Room
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import most_tokens
 from appliance.traffic.quotas import Quotas, Shortage
 from appliance.traffic.request import Request
 from appliance.traffic.tenants import Tenant, Tenants, Use
+from engine.messages import LEVELS
 
 _SHARE_OF_WHAT_IS_LEFT = 4.0
 """Of the queue's places: a tenant may hold so many times those that are free (the
@@ -226,7 +226,7 @@ def _deadline(
         return _missed(request, now, wait_s, run_s)
     if wait_s > 0.0:
         promised_s = model.promise_s(request, most * request.admit.rows)
-        begin_from = model.promises_from(now) + model.first_room_s(Room.ANY, now)
+        begin_from = model.promises_from(now) + model.first_credit_s(LEVELS - 1, now)
         late_s = begin_from - model.queue.promises.latest_begin_with(begin_by, promised_s)
         if late_s > 0.0:
             model.expect_load(request)

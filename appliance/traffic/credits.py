@@ -1,34 +1,42 @@
-"""What a replica can take now: running totals granted by it, and what was spent on it."""
+"""What a replica can take now: what it granted and what was spent on it, by level of service."""
 
 from __future__ import annotations
 
-import enum
-
 from appliance.traffic.rates import ReplicaRates
-from engine.messages import BLOCK_TOKENS, Report
+from engine.messages import BLOCK_TOKENS, LEVELS, Report, level_of
+from store.policies import CLASSES, INTERACTIVE
 
-_FEW_ROWS = 8
-"""Replicas with fewer rows keep none."""
-_MANY_ROWS = 64
-"""Those with so many always keep one: who asks for the first time in a while shall not wait for it."""
+REAL_TIME, BACKGROUND = 0, CLASSES - 1
+
+_FEW_SLOTS = 8
+"""Replicas with fewer slots reserve none."""
+_MANY_SLOTS = 64
+"""Replicas with at least so many slots always reserve one, for a tenant that has sent nothing for a while."""
+_ORDINARY_REAL_TIME, _FIRST_BACKGROUND = level_of(REAL_TIME, 0), level_of(BACKGROUND, 2)
+_ORDINARY = level_of(INTERACTIVE, 0)
 
 
-class Room(enum.IntEnum):
-    """Whom a replica takes now. Each takes whom those before it take."""
+def _tier(level: int) -> int:
+    """Return 0 for urgent levels, which take reserved slots, 1 for the rest of P0 and P1, 2 for P2 and P3."""
+    return 2 if level > _ORDINARY else int(level in (_ORDINARY_REAL_TIME, _ORDINARY))
 
-    NONE = 0
-    REAL_TIME = 1
-    """P0: a background sequence makes room for it."""
-    LIGHT = 2
-    """Also P1 of tenants with little running: rows are kept for them, and they may go ahead of prompts."""
-    ANY = 3
+
+TIERS = [_tier(level) for level in range(LEVELS)]
+"""By level."""
+
+
+def spare_slots(level: int, reserved: int) -> int:
+    """Return how many slots a sequence of this level leaves free, if `reserved` slots are reserved for urgent
+    requests. P2 and P3 leave one more, so that P1 finds a slot beside them."""
+    return (0, reserved, reserved + min(1, reserved))[TIERS[level]]
 
 
 class CreditAccount:
     """The credits of one life of a replica; a replica that comes back has a new account.
 
-    Both sides only ever count up what was granted and dispatched, so no message can be counted twice.
-    Available may go below zero: a request is dispatched while something is left, whatever its size.
+    Both sides only ever count up what was granted and dispatched, so no message can be counted twice. A
+    request is dispatched while something is left, whatever its size, and it uses up the credit of its own
+    level and of worse ones, which the engine serves after it.
     """
 
     def __init__(self, replica: str, model: str, devices: str = "", version: str = "") -> None:
@@ -37,15 +45,18 @@ class CreditAccount:
         self.devices = devices
         self.version = version
         """Of the files that the replica has read; empty while nobody knows."""
-        self.granted_rows = 0
-        self.granted_tokens = 0
-        self.spent_rows = 0
-        self.spent_tokens = 0
-        self.background_rows = 0
-        """P3 sequences on it, which P0 may push aside."""
         self.rows = 0
-        """Sequences that it runs at once: what it granted first, as `tokens` ahead."""
+        """Sequences that it runs at once."""
         self.tokens = 0
+        """Prompt tokens of two steps beside decodes, or of one full step if that is more."""
+        self._spent_rows = [0] * LEVELS
+        self._spent_tokens = [0] * LEVELS
+        self._returned_rows = [0] * LEVELS
+        self._returned_tokens = [0] * LEVELS
+        self._waiting_rows = [0] * LEVELS
+        """Sequences that waited for a slot at the last report."""
+        self._open_levels: dict[int, int] = {}
+        """What `open_levels` returned for each number of reserved slots since the last change."""
         self.kv_tokens = 0
         """That its cache holds."""
         self.generated_each = 0.0
@@ -56,53 +67,92 @@ class CreditAccount:
 
     @property
     def available_rows(self) -> int:
-        """Sequences that the replica can start."""
-        return self.granted_rows - self.spent_rows
+        """Slots minus sequences that were dispatched and have not ended."""
+        return self.rows - sum(self._spent_rows) + sum(self._returned_rows)
 
     @property
     def available_tokens(self) -> int:
-        """Prompt tokens that the replica takes before it has too much ahead of it."""
-        return self.granted_tokens - self.spent_tokens
+        """Prompt tokens that the replica takes before it has too much ahead of it, for the worst class."""
+        return self.tokens_left(LEVELS - 1)
 
-    def kept_rows(self, share: float) -> int:
-        """Rows that are left to tenants with little running, where they are this part of all."""
+    def tokens_left(self, level: int) -> int:
+        """Return the token credit of a level: what the replica has ahead of a worse level does not count."""
+        end = level + 1
+        return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
+
+    def reserved_slots(self, share: float) -> int:
+        """Slots that are reserved for urgent requests, where they are this part of all."""
         if share <= 0:
-            return int(self.rows >= _MANY_ROWS)
-        return max(1, int(share * self.rows)) if self.rows >= _FEW_ROWS else 0
+            return int(self.rows >= _MANY_SLOTS)
+        return max(1, int(share * self.rows)) if self.rows >= _FEW_SLOTS else 0
 
-    def room(self, kept_rows: int) -> Room:
-        """Whom it takes, with so many rows kept."""
-        rows, tokens = self.available_rows, self.available_tokens
-        if tokens > 0 and rows > kept_rows:
-            return Room.ANY
-        if tokens <= -self.tokens:
-            return Room.NONE
-        if rows > 0:
-            return Room.LIGHT
-        return Room.REAL_TIME if rows + self.background_rows > 0 else Room.NONE
+    def free_slots(self, level: int, reserved: int) -> int:
+        """Return how many slots are free for a level."""
+        return self._free_slots(reserved)[level]
+
+    def _free_slots(self, reserved: int) -> list[int]:
+        """Return `free_slots` of each level.
+
+        Samples of worse levels that wait in the engine occupy no slot. The last report says how many wait; of
+        those that were dispatched since, at most as many run as the engine lets.
+        """
+        running = [
+            spent - returned for spent, returned in zip(self._spent_rows, self._returned_rows, strict=True)
+        ]
+        in_tiers = [0, 0, 0]
+        for tier, count in zip(TIERS, running, strict=True):
+            in_tiers[tier] += count
+        spare = (0, reserved, reserved + min(1, reserved))
+        lower = min(in_tiers[2], self.rows - spare[2])
+        in_worse_tiers = (min(lower + in_tiers[1], self.rows - spare[1]), lower, 0)
+        in_other_tiers = (in_tiers[0], in_tiers[0] + in_tiers[1], sum(in_tiers))
+        free: list[int] = []
+        occupied = sum(running) - sum(self._waiting_rows)
+        for level, waiting in enumerate(self._waiting_rows):
+            tier = TIERS[level]
+            occupied += waiting
+            at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
+            free.append(self.rows - at_most - spare[tier])
+        # P0 takes the slots of background sequences; if it fits into one step, of all that are not urgent.
+        for level in range(_ORDINARY_REAL_TIME + 1):
+            if free[level] <= 0:
+                free[level] += sum(running[_FIRST_BACKGROUND if level else _ORDINARY :])
+        return free
+
+    def open_levels(self, reserved: int) -> int:
+        """Return the levels of which the replica takes a request now, with so many slots reserved: bit `l` is
+        set for level `l`."""
+        known = self._open_levels.get(reserved)
+        if known is None:
+            known, tokens = 0, self.tokens
+            for level, free in enumerate(self._free_slots(reserved)):
+                tokens -= self._spent_tokens[level] - self._returned_tokens[level]
+                if tokens > 0 and free > 0:
+                    known |= 1 << level
+            self._open_levels[reserved] = known
+        return known
 
     def learn(self, report: Report) -> None:
         """Take in the replica's report: the totals that it has granted since its start, and its rates."""
         busy = self.rows - self.available_rows
         self.generated_each += (report.generated_tokens - self._generated) / max(1, busy)
         self._generated = report.generated_tokens
-        self.granted_rows = report.credit_seqs
-        self.granted_tokens = report.credit_tokens
-        if not self.rows:
-            self.rows, self.tokens = report.credit_seqs, report.credit_tokens
+        self.rows = report.credit_seqs - sum(report.returned_seqs)
+        self.tokens = report.credit_tokens - sum(report.returned_tokens)
+        self._returned_rows = list(report.returned_seqs)
+        self._returned_tokens = list(report.returned_tokens)
+        self._waiting_rows = list(report.waiting_seqs)
+        self._open_levels.clear()
         self.kv_tokens = report.blocks_total * BLOCK_TOKENS
         self.rates.learn(report)
 
-    def spend(self, rows: int, tokens: int, *, background: bool = False) -> None:
-        """Something is sent to the replica."""
-        self.spent_rows += rows
-        self.spent_tokens += tokens
-        if background:
-            self.background_rows += rows
+    def spend(self, level: int, rows: int, tokens: int) -> None:
+        """Count something that is sent to the replica."""
+        self._spent_rows[level] += rows
+        self._spent_tokens[level] += tokens
+        self._open_levels.clear()
 
-    def refund(self, rows: int, tokens: int, *, background: bool = False) -> None:
-        """Something that was spent for never reached the replica, so the replica will not grant it again."""
-        self.spent_rows -= rows
-        self.spent_tokens -= tokens
-        if background:
-            self.background_rows -= rows
+    def refund(self, level: int, rows: int, tokens: int) -> None:
+        """Take back what was spent for something that never reached the replica, which will not grant it
+        again."""
+        self.spend(level, -rows, -tokens)

@@ -15,8 +15,12 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from appliance.traffic.timeline import Timeline
+from engine.messages import URGENCIES
 
 Item = TypeVar("Item")
+
+_MOST_PASSED = 8
+"""Urgent tenants that are passed over at a time because they got more than their share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +41,8 @@ class Ticket(Generic[Item]):
     prompt_tokens: int
     output_tokens: float
     """As expected, over all samples."""
+    rows: int = 1
+    """Samples of all prompts."""
     begin_by: float | None = None
     """When it must get its turn for its deadline to be met, as promised on admission."""
     waiting: bool = False
@@ -79,6 +85,8 @@ class _Line(Generic[Item]):
     held: bool = False
     entry: int = 0
     """Its entry in the order; 0 while it takes no part."""
+    urgency: int = 0
+    """That of its first request."""
 
 
 _Entry = tuple[float, int, _Line[Item]]
@@ -88,8 +96,8 @@ class FairQueue(Generic[Item]):
     """The waiting requests of one class. What it is asked costs the logarithm of the tenants, or the square
     root of a tenant's requests.
 
-    A tenant is *light* while it has little running. A tenant that is *held* (it runs as much as it may), and
-    a request that is *parked* (its key does), wait aside.
+    A tenant is *light* while it has little running. Its requests are *urgent* unless they are wide. A tenant
+    that is *held* (it runs as much as it may), and a request that is *parked* (its key does), wait aside.
     """
 
     def __init__(self) -> None:
@@ -102,9 +110,14 @@ class FairQueue(Generic[Item]):
         self.floor = 0.0
         """The counter of the last turn."""
         self._lines: dict[str, _Line[Item]] = {}
-        self._order: list[_Entry[Item]] = []
-        """A heap of tenants by counter, then by who has waited longer with it."""
+        self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
+        """Heaps of tenants by counter, then by who has waited longer with it. The heap of an urgency has the
+        tenants whose first request is at least as urgent."""
         self._entries = 0
+        self._most_rows = 1
+        """Samples of an urgent request."""
+        self._step_tokens = 0
+        """Prompt tokens of the most urgent ones."""
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool) -> None:
         """Queue a request of a tenant of this weight."""
@@ -126,12 +139,38 @@ class FairQueue(Generic[Item]):
         else:
             self._extract(line, ticket)
 
-    def next(self, light_only: bool = False) -> Ticket[Item] | None:
-        """Whose turn it is; with `light_only`, nobody's if that is no light tenant."""
-        line = _first(self._order)
-        if line is None or (light_only and not line.light):
-            return None
-        return line.tickets.first()
+    def next(self, urgency: int = 0) -> Ticket[Item] | None:
+        """Return the request whose turn it is among those that are at least so urgent.
+
+        An urgent request may go before a tenant that got less, as long as its own tenant has few requests
+        waiting and got at most one step's tokens more than its share.
+        """
+        order, least = self._orders[urgency], _first(self._orders[0])
+        passed: list[_Entry[Item]] = []
+        found: Ticket[Item] | None = None
+        while (line := _first(order)) is not None and least is not None and len(passed) < _MOST_PASSED:
+            slack = self._step_tokens if len(line.tickets) <= self._most_rows else 0
+            if (line.counter - least.counter) * line.weight <= slack:
+                found = line.tickets.first()
+                break
+            passed.append(heapq.heappop(order))
+        for entry in passed:
+            heapq.heappush(order, entry)
+        return found
+
+    def urgency(self, ticket: Ticket[Item]) -> int:
+        """Return the urgency of a request that waits (`Submit.urgency`)."""
+        if not self._lines[ticket.tenant].light or ticket.rows > self._most_rows:
+            return 0
+        return 2 if ticket.prompt_tokens <= self._step_tokens else 1
+
+    def set_urgent(self, most_rows: int, step_tokens: int) -> None:
+        """Take requests of light tenants with at most so many samples as urgent, and most urgent if all their
+        prompts fit into a step of so many tokens."""
+        if (most_rows, step_tokens) != (self._most_rows, self._step_tokens):
+            self._most_rows, self._step_tokens = most_rows, step_tokens
+            for line in self._lines.values():
+                self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
         """It gets its turn: its tenant is charged for the prompt."""
@@ -166,6 +205,7 @@ class FairQueue(Generic[Item]):
         if line.entry:
             self.weight += weight - line.weight
         line.weight, line.light = weight, light
+        self._reorder(line)
 
     def hold(self, tenant: str) -> None:
         """Nothing of this tenant gets a turn."""
@@ -253,6 +293,7 @@ class FairQueue(Generic[Item]):
         line.backlog.count(ticket, 1)
         if line.entry:
             self.backlog.count(ticket, 1)
+            self._reorder(line)
         else:
             self._join(line)
 
@@ -263,6 +304,8 @@ class FairQueue(Generic[Item]):
             self.backlog.count(ticket, -1)
             if not line.tickets:
                 self._leave(line)
+            else:
+                self._reorder(line)
 
     def _join(self, line: _Line[Item]) -> None:
         if line.held or line.entry or not line.tickets:
@@ -281,13 +324,22 @@ class FairQueue(Generic[Item]):
             self.backlog.add(line.backlog, -1)
 
     def _enter(self, line: _Line[Item]) -> None:
-        """Give the line its place in the order; the entry that it had is void."""
+        """Give the line its place in the orders; the entries that it had are void."""
         self._entries += 1
         line.entry = self._entries
-        heapq.heappush(self._order, (line.counter, line.entry, line))
-        if len(self._order) > 2 * self.tenants + 64:
-            self._order = [entry for entry in self._order if entry[2].entry == entry[1]]
-            heapq.heapify(self._order)
+        first = line.tickets.first()
+        line.urgency = self.urgency(first) if first is not None else 0
+        for order in self._orders[: line.urgency + 1]:
+            heapq.heappush(order, (line.counter, line.entry, line))
+            if len(order) > 2 * self.tenants + 64:
+                order[:] = [entry for entry in order if entry[2].entry == entry[1]]
+                heapq.heapify(order)
+
+    def _reorder(self, line: _Line[Item]) -> None:
+        """Give the line another place if its first request has another urgency than before."""
+        first = line.tickets.first()
+        if line.entry and first is not None and self.urgency(first) != line.urgency:
+            self._enter(line)
 
 
 def _first(order: list[_Entry[Item]]) -> _Line[Item] | None:

@@ -6,21 +6,22 @@ import heapq
 from typing import NamedTuple
 
 from appliance.messages import Admit
-from appliance.traffic.credits import CreditAccount, Room
+from appliance.traffic.credits import REAL_TIME, CreditAccount, spare_slots
 from appliance.traffic.fairness import Backlog, Ticket
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.overload import Ladder
-from appliance.traffic.queue import BACKGROUND, REAL_TIME, RequestQueue
+from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import DecayingMean
 from appliance.traffic.remaining import Outstanding
 from appliance.traffic.request import OnReplica, Request
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.tenants import Tenant, Tenants
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, URGENCIES, level_of
 from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART = 2
-"""A tenant is light with fewer rows busy than the kept ones divided by this, and with none."""
+"""A tenant is light with fewer slots busy than the reserved ones divided by this, and with none. An urgent
+request has at most so many samples."""
 _BUSY_HALF_LIFE_S = 4.0
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
@@ -43,10 +44,21 @@ def most_kv_tokens(admit: Admit) -> int:
 
 
 class Turn(NamedTuple):
-    """Somebody's turn, and where."""
+    """The request whose turn it is, its replica, and the level at which it runs there."""
 
     request: Request
     account: CreditAccount
+    level: int
+
+    @property
+    def priority(self) -> int:
+        """As `Submit.priority`."""
+        return self.level // URGENCIES
+
+    @property
+    def urgency(self) -> int:
+        """As `Submit.urgency`."""
+        return URGENCIES - 1 - self.level % URGENCIES
 
 
 class ModelTraffic:
@@ -124,9 +136,11 @@ class ModelTraffic:
             service=prompt_tokens + self.rules.output_weight * request.expected_tokens,
             prompt_tokens=prompt_tokens,
             output_tokens=request.expected_tokens,
+            rows=request.admit.rows,
             begin_by=request.begin_by,
         )
-        self.queue.push(request.ticket, tenant.weight, self.is_light(tenant), request.promised_s)
+        light = self._may_be_urgent(request.request_class, tenant)
+        self.queue.push(request.ticket, tenant.weight, light, request.promised_s)
 
     def remove(self, request: Request) -> None:
         """It waits no more."""
@@ -144,31 +158,33 @@ class ModelTraffic:
     def reconsider(self, tenant: Tenant, key_id: str = "", most: int | None = None) -> None:
         """The tenant's weight, limits or use have changed: what was set aside of it, and `most` requests of
         its key, may have turns again."""
-        light = self.is_light(tenant)
-        for fair in self.queue.classes:
-            fair.set_tenant(tenant.name, tenant.weight, light)
+        for number, fair in enumerate(self.queue.classes):
+            fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
             if key_id:
                 fair.unpark(tenant.name, key_id, most)
 
     # ── whose turn it is ──
 
-    def room(self) -> Room:
-        """Whom the replica with the most room takes."""
-        kept = self._kept_share()
-        return max((account.room(account.kept_rows(kept)) for account in self.accounts), default=Room.NONE)
+    def open_levels(self) -> int:
+        """Return the levels of which some replica takes a request now: bit `l` is set for level `l`."""
+        share, levels = self._kept_share(), 0
+        for account in self.accounts:
+            levels |= account.open_levels(account.reserved_slots(share))
+        return levels
 
     def next_turn(self, now: float) -> Turn | None:
-        """Late binding: somebody gets a turn only when a replica has credit. Who runs as much as it may is
-        set aside on the way."""
-        room = self.room()
-        if room is Room.NONE:
+        """Return whose turn it is. A request gets its turn only when a replica has credit for its level.
+        Tenants and keys that run as much as they may are set aside on the way."""
+        levels = self.open_levels()
+        if not levels:
             return None
-        if room >= Room.LIGHT:
-            for request in self.resumed.values():
-                if (account := self._account_for(Room.LIGHT, request)) is not None:
-                    return Turn(request, account)
-        while (ticket := self.queue.next(room, now, self.promises_from(now))) is not None:
+        for request in self.resumed.values():
+            level = self.level_of(request, self._tenants.of(request.tenant))
+            if levels >> level & 1 and (account := self._account_for(level, request)) is not None:
+                return Turn(request, account, level)
+        while (found := self.queue.next(levels, now, self.promises_from(now))) is not None:
+            ticket, level = found
             request, fair = ticket.item, self.queue.classes[ticket.request_class]
             tenant = self._tenants.of(ticket.tenant)
             if not self._may_run(tenant, request, key=False):
@@ -178,28 +194,43 @@ class ModelTraffic:
                 fair.park(ticket)
                 tenant.held_at.add((self.name, ticket.key_id))
             else:
-                account = self._account_for(self.room_for(request.request_class, tenant), request)
-                return None if account is None else Turn(request, account)
+                account = self._account_for(level, request)
+                return None if account is None else Turn(request, account, level)
         return None
 
-    def room_for(self, request_class: int, tenant: Tenant) -> Room:
-        """The least room that takes a request of this class and tenant."""
-        if request_class == REAL_TIME:
-            return Room.REAL_TIME
-        return Room.LIGHT if request_class == INTERACTIVE and self.is_light(tenant) else Room.ANY
+    def level_of(self, request: Request, tenant: Tenant) -> int:
+        """Return the level of a request: its class, and whether it is urgent. P0 and light tenants' P1 are
+        urgent unless they have many samples, and most urgent if their prompts fit into one step."""
+        number, admit = request.request_class, request.admit
+        if not self._may_be_urgent(number, tenant) or admit.rows > self._most_urgent_rows():
+            return level_of(number, 0)
+        return level_of(number, 2 if admit.prompt_tokens <= self._step_tokens() else 1)
 
     def is_light(self, tenant: Tenant) -> bool:
         """Whether the tenant has little running."""
-        kept = sum(account.kept_rows(self.rules.kept_rows) for account in self.accounts)
-        return tenant.use.rows.get(self.name, 0) < max(1, kept // _LIGHT_PART)
+        reserved = sum(account.reserved_slots(self.rules.kept_rows) for account in self.accounts)
+        return tenant.use.rows.get(self.name, 0) < max(1, reserved // _LIGHT_PART)
+
+    def _may_be_urgent(self, request_class: int, tenant: Tenant) -> bool:
+        return request_class == REAL_TIME or (request_class == INTERACTIVE and self.is_light(tenant))
+
+    def _most_urgent_rows(self) -> int:
+        """Return how many samples an urgent request may have."""
+        share = self._kept_share()
+        reserved = min((account.reserved_slots(share) for account in self.accounts), default=0)
+        return max(1, reserved // _LIGHT_PART)
+
+    def _step_tokens(self) -> int:
+        """Return how many prompt tokens fit into one step of every replica."""
+        return min((account.tokens for account in self.accounts), default=0)
 
     def starts_at_once(self, request: Request, tenant: Tenant, now: float) -> bool:
         """Whether a new request would have its turn now."""
-        room = self.room()
-        if self.resumed or room < self.room_for(request.request_class, tenant):
+        levels = self.open_levels()
+        if self.resumed or not levels >> self.level_of(request, tenant) & 1:
             return False
-        first = self.queue.next(room, now, self.promises_from(now))
-        if first is not None and first.request_class <= request.request_class:
+        first = self.queue.next(levels, now, self.promises_from(now))
+        if first is not None and first.ticket.request_class <= request.request_class:
             return False
         return self._may_run(tenant, request, key=False) and self._may_run(tenant, request, key=True)
 
@@ -211,32 +242,33 @@ class ModelTraffic:
             use, quota = tenant.key(request.key_id), self._tenants.key_quota(request.key_id)
         return use.may_run(quota, self.name, most_kv_tokens(request.admit), self.kv_tokens)
 
-    def _account_for(self, room: Room, request: Request) -> CreditAccount | None:
-        """The replica with the most credit. One that the request was on before is one that its front has
-        lost, whether or not we know yet."""
-        kept = self._kept_share()
+    def _account_for(self, level: int, request: Request) -> CreditAccount | None:
+        """The replica with the most credit for this level. One that the request was on before is one that its
+        front has lost, whether or not we know yet."""
+        share = self._kept_share()
         fit = [
-            account
-            for account in self.accounts
-            if account not in request.tried and account.room(account.kept_rows(kept)) >= room
+            (account.free_slots(level, reserved), account.tokens_left(level), -index)
+            for index, account in enumerate(self.accounts)
+            if account not in request.tried
+            and account.open_levels(reserved := account.reserved_slots(share)) >> level & 1
         ]
-        return max(fit, key=lambda account: (account.available_rows, account.available_tokens), default=None)
+        return self.accounts[-max(fit)[2]] if fit else None
 
     def _kept_share(self) -> float:
         return self.rules.kept_rows if self._tenants.several else 0.0
 
     # ── what runs ──
 
-    def start(self, request: Request, account: CreditAccount, now: float) -> bool:
-        """The request goes to the replica; returns whether it is urgent there."""
+    def start(self, turn: Turn, now: float) -> int:
+        """The request goes to the replica. Returns how many slots its samples leave free there."""
+        request, account, level = turn
         admit, tenant = request.admit, self._tenants.of(request.tenant)
-        urgent = self.room_for(request.request_class, tenant) is not Room.ANY
+        spare = spare_slots(level, account.reserved_slots(self._kept_share()))
         if request.ticket is not None and request.ticket.waiting:
             self.queue.take(request.ticket, now)
             request.charged = request.ticket.prompt_tokens
             request.ticket = None
-        background = request.request_class == BACKGROUND
-        account.spend(admit.rows, admit.prompt_tokens, background=background)
+        account.spend(level, admit.rows, admit.prompt_tokens)
         if not request.dispatched and not request.keeps_place:
             request.running_rows = admit.rows
             request.kv_tokens = most_kv_tokens(admit)
@@ -246,7 +278,7 @@ class ModelTraffic:
         request.keeps_place = False
         if not request.dispatched:
             self._tenants.count_answer(request.tenant, 1)
-        request.dispatched[account] = OnReplica(admit, account.generated_each)
+        request.dispatched[account] = OnReplica(admit, account.generated_each, level)
         self._running[request.request_id] = request
         request.tried.add(account)
         request.latest = account
@@ -254,7 +286,7 @@ class ModelTraffic:
         request.began_at = now
         self._learn_start(admit, request)
         self._expect_end(request, now + self._expected_run_s(request))
-        return urgent
+        return spare
 
     def stop(self, request: Request) -> None:
         """Nothing of the request is on any replica any more."""
@@ -271,6 +303,8 @@ class ModelTraffic:
         self.forecast.refresh(
             self.accounts, self._tokens_per_row, self._begun.prompt_tokens, self._prompts_per_output()
         )
+        for fair in self.queue.classes:
+            fair.set_urgent(self._most_urgent_rows(), self._step_tokens())
 
     def tick(self, now: float) -> None:
         """To be called a few times a second."""
@@ -363,7 +397,7 @@ class ModelTraffic:
         """What a new request would wait for its turn. Only while `predictable`, as all here."""
         number = request.request_class
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)
-        return self.first_room_s(self.room_for(number, tenant), now) + self._served_s(number, *ahead)
+        return self.first_credit_s(self.level_of(request, tenant), now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
         """What a request at the end of each class would wait; None where nobody knows."""
@@ -371,9 +405,9 @@ class ModelTraffic:
             return [None] * CLASSES
         waits_s: list[float | None] = []
         for number, fair in enumerate(self.queue.classes):
-            room_s = self.first_room_s(Room.ANY if number else Room.REAL_TIME, now)
+            credit_s = self.first_credit_s(level_of(number, 0), now)
             backlog = fair.backlog
-            waits_s.append(room_s + self._served_s(number, backlog.prompt_tokens, backlog.output_tokens))
+            waits_s.append(credit_s + self._served_s(number, backlog.prompt_tokens, backlog.output_tokens))
         return waits_s
 
     def run_s(self, request: Request, output_tokens: float) -> float:
@@ -399,12 +433,12 @@ class ModelTraffic:
         share = max(_LEAST_SHARE, _MOST_PROMISED - sum(self._busy[: request.request_class]))
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
-    def first_room_s(self, room: Room, now: float) -> float:
-        """Until a replica has so much room."""
-        if self.room() >= room:
+    def first_credit_s(self, level: int, now: float) -> float:
+        """Until a replica has credit for this level."""
+        if self.open_levels() >> level & 1:
             return 0.0
-        kept = self._kept_share()
-        if any(account.available_rows > account.kept_rows(kept) for account in self.accounts):
+        share = self._kept_share()
+        if any(account.free_slots(level, account.reserved_slots(share)) > 0 for account in self.accounts):
             return self.forecast.step_s
         end = self._next_end()
         return self.forecast.step_s if end is None else max(0.0, end - now)

@@ -10,20 +10,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from appliance.traffic.credits import Room
+from appliance.traffic.credits import BACKGROUND
 from appliance.traffic.fairness import FairQueue, Ticket
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises
+from engine.messages import URGENCIES, level_of
 from store.policies import CLASSES, INTERACTIVE
 
 Item = TypeVar("Item")
 
-REAL_TIME, BACKGROUND = 0, CLASSES - 1
-
 _PROMISES_LOOKED_AT = 8
 """Of those due first, if their tenants may not run more."""
+
+
+class Next(NamedTuple, Generic[Item]):
+    """The request whose turn it is, and the level at which it runs."""
+
+    ticket: Ticket[Item]
+    level: int
 
 
 class RequestQueue(Generic[Item]):
@@ -72,21 +78,20 @@ class RequestQueue(Generic[Item]):
         self.classes[ticket.request_class].remove(ticket)
         self._forget(ticket)
 
-    def next(self, room: Room, now: float, promises_from: float) -> Ticket[Item] | None:
-        """Whose turn it is among those whom `room` takes; None if nobody's. `promises_from` is the time from
-        which on promised requests would begin if they alone were served."""
-        if room is Room.ANY:
-            for ticket in (self._promised(promises_from), self._lifted(now)):
-                if ticket is not None:
-                    return ticket
-            for fair in self.classes:
-                if (ticket := fair.next()) is not None:
-                    return ticket
-        elif room is not Room.NONE:
-            if (ticket := self.classes[REAL_TIME].next()) is not None:
-                return ticket
-            if room is Room.LIGHT:
-                return self.classes[INTERACTIVE].next(light_only=True)
+    def next(self, open_levels: int, now: float, promises_from: float) -> Next[Item] | None:
+        """Return the request whose turn it is among those of the open levels (bit `l` is set for level `l`);
+        None if there is none. `promises_from` is the time from which on promised requests would begin if
+        they alone were served."""
+        for ticket in (self._promised(promises_from), self._lifted(now)):
+            if ticket is not None and open_levels >> (level := self._overtaking_level(ticket)) & 1:
+                return Next(ticket, level)
+        for number, fair in enumerate(self.classes):
+            for urgency in range(URGENCIES):
+                # Whatever is open to a request that is not urgent is open to urgent ones of its class.
+                if open_levels >> level_of(number, urgency) & 1:
+                    if (ticket := fair.next(urgency)) is not None:
+                        return Next(ticket, level_of(number, fair.urgency(ticket)))
+                    break
         return None
 
     def take(self, ticket: Ticket[Item], now: float) -> None:
@@ -110,6 +115,16 @@ class RequestQueue(Generic[Item]):
         return arrivals[0].queued_at if arrivals else None
 
     # ── the order ──
+
+    def _overtaking_level(self, ticket: Ticket[Item]) -> int:
+        """Return the level of a request that may have its turn before better classes. It runs as one of the
+        best class that waits, or the engine would serve that class first; but never as P0."""
+        number = ticket.request_class
+        level = level_of(number, self.classes[number].urgency(ticket))
+        for better, fair in enumerate(self.classes[:number]):
+            if fair.tenants:
+                return min(level, level_of(max(better, INTERACTIVE), 0))
+        return level
 
     def _promised(self, begins_at: float) -> Ticket[Item] | None:
         if not self.promises or self.promises.latest_begin() > begins_at:

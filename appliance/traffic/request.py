@@ -8,6 +8,7 @@ import msgspec
 
 from appliance.classes import service_class
 from appliance.messages import Admit, Rejected, Retried, Settle
+from appliance.protocol import RequestState
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.fairness import Ticket
 from appliance.traffic.quotas import Reservation
@@ -20,11 +21,13 @@ log = logging.getLogger(__name__)
 class OnReplica:
     """What of a request is on one replica and has not left it."""
 
-    __slots__ = ("began_each", "charged_each", "rows", "submissions", "tokens")
+    __slots__ = ("began_each", "charged_each", "level", "rows", "submissions", "tokens")
 
-    def __init__(self, admit: Admit, charged_each: float) -> None:
+    def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
         """Of `CreditAccount.generated_each`, what it was charged for or came too late for."""
+        self.level = level
+        """Of service, whose credit it uses."""
         self.submissions = admit.submissions
         self.rows = admit.rows
         self.tokens = admit.prompt_tokens
@@ -171,7 +174,7 @@ class Request:
         return self.first.request_id
 
     @property
-    def state(self) -> str:
+    def state(self) -> RequestState:
         """In a word: see `appliance.protocol.InFlight`."""
         if self.settled is not None:
             return "ending"

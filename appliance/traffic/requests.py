@@ -41,11 +41,10 @@ from appliance.traffic.admission import (
 from appliance.traffic.books import Books, Clock
 from appliance.traffic.checks import Checks
 from appliance.traffic.closures import Closure
-from appliance.traffic.credits import CreditAccount
+from appliance.traffic.credits import BACKGROUND, CreditAccount
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import expected_tokens
 from appliance.traffic.overload import DROP_BACKGROUND
-from appliance.traffic.queue import BACKGROUND
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request import Request, own_settle, rejected_row, retried_row, row_of
 from appliance.traffic.rules import QueueRules
@@ -447,7 +446,7 @@ class Ledger(Books):
         """Hand out turns while somebody may have one."""
         now = self._clock()
         while (turn := model.next_turn(now)) is not None:
-            request, account = turn
+            request, account, _ = turn
             if (why := hopeless(request, model, now)) is not None:
                 self._refuse(request, why)
                 continue
@@ -455,10 +454,10 @@ class Ledger(Books):
                 request.queue_ms = (now - request.queued_at) * 1000
             self._running += not request.dispatched
             self._admitted += 1
-            urgent = model.start(request, account, now)
+            spare_slots = model.start(turn, now)
             self._unqueue(request)
             salt = self._salt(request.tenant)
-            attempt, number = request.admit.attempt, request.request_class
+            attempt = request.admit.attempt
             self._send(
                 request.front,
                 Admitted(
@@ -466,8 +465,9 @@ class Ledger(Books):
                     attempt,
                     account.replica,
                     salt,
-                    number,
-                    urgent=urgent,
+                    turn.priority,
+                    urgency=turn.urgency,
+                    spare_slots=spare_slots,
                     most_tokens=request.most_tokens,
                     rate_limits=self.quotas.rate_limits(request.tenant, request.key_id),
                 ),
@@ -482,8 +482,6 @@ class Ledger(Books):
         rows = len(finished.finish_reason)
         left.end(rows, finished.credit_tokens)
         request.count(finished)
-        if request.request_class == BACKGROUND:
-            account.background_rows -= rows
         self._preemptions += finished.preemptions
         if finished.generated_tokens:
             self._tenants.learn_output(request.tenant, finished.generated_tokens // rows, request.most_each)
@@ -495,7 +493,7 @@ class Ledger(Books):
         """What the request still has on the replica was never submitted."""
         left = request.dispatched.get(account)
         if left is not None:
-            account.refund(left.rows, left.tokens, background=request.request_class == BACKGROUND)
+            account.refund(left.level, left.rows, left.tokens)
             self._leave(request, account)
             self._dispatch(self._models[account.model])
 

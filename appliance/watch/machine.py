@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from appliance.gpus import GpuReport
 from appliance.quantities import of_bytes
+from appliance.topology import Topology, describe_links, read_topology
 from appliance.watch.findings import Finding
 from appliance.watch.versions import product_version, requirements, version_of
 
@@ -51,6 +52,7 @@ def versions() -> Iterator[Finding]:
 def devices(report: GpuReport) -> Iterator[Finding]:
     """GPUs, processors, memory, descriptors."""
     yield from _gpus(report)
+    yield from gpu_links(read_topology())
     yield _processors()
     yield _memory()
     yield _descriptors()
@@ -116,6 +118,25 @@ def _gpus(report: GpuReport) -> Iterator[Finding]:
             f"torch {torch} is built without CUDA: the GPUs stay idle",
             "install the CUDA build of torch (https://pytorch.org/get-started/locally)",
         )
+
+
+def gpu_links(topology: Topology) -> Iterator[Finding]:
+    """The links between GPUs; nothing for a single GPU."""
+    gpus = range(len(topology.uuids))
+    links = topology.between(gpus)
+    if not links:
+        return
+    if all(link.peer_access for link in links):
+        yield _finding("devices", "GPU links", "ok", describe_links(topology, gpus))
+        return
+    yield _finding(
+        "devices",
+        "GPU links",
+        "warning",
+        f"{describe_links(topology, gpus)}: a model over GPUs without peer access exchanges data through the "
+        "host's memory with NCCL, which makes each decode step slower",
+        "enable peer access (PCIe ACS off, or NVLink), or use tensor_parallel_size only within linked GPUs",
+    )
 
 
 def _processors() -> Finding:

@@ -70,6 +70,7 @@ def _rank(rank: int, arguments: Any, folder: str) -> None:
         "nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank)
     )
     memory = PeerMemory(rank, world)
+    dist.barrier()
     if rank == 0:
         print(f"{world} × {torch.cuda.get_device_name()}, {hidden} bfloat16 a row, µs per call")
         print(f"{'rows':>5} " + " ".join(f"{name:>14}" for name in COLUMNS), flush=True)

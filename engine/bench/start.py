@@ -91,10 +91,10 @@ def leave(code: int) -> NoReturn:
 
 
 def devices_text(info: ReplicaInfo) -> str:
-    """Name the devices of a replica, e.g. "cuda:0 NVIDIA H200" or "2 × NVIDIA H200"."""
+    """Name the devices of a replica, e.g. "cuda:0 NVIDIA H200" or "2 × NVIDIA H200 (NCCL)"."""
     if info.tensor_parallel_size == 1:
         return info.devices[0]
-    return f"{info.tensor_parallel_size} × {device_model(info.devices[0])}"
+    return f"{info.tensor_parallel_size} × {device_model(info.devices[0])} ({info.collectives})"
 
 
 def _start(

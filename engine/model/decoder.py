@@ -1,7 +1,8 @@
-"""The decoder: every family that `engine.config` reads, on one rank.
+"""The decoder of every supported model family, on one rank.
 
-Pre-norm transformer over a paged cache. Each rank holds its heads, its slice of the MLP and its rows of the
-vocabulary; hidden states are whole and equal on every rank (two sums over the ranks a layer).
+A pre-norm transformer over a paged KV cache. Each rank holds its attention heads, its slice of the MLP and
+its rows of the vocabulary. Hidden states are complete and equal on every rank: each layer has two
+all-reduces.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS
 from engine.model.fit import Fit
-from engine.model.layers import LAYER_KINDS, LayerInput, ParameterFactory, WeightShard
+from engine.model.halves import run_in_halves, split_attention
+from engine.model.layers import LAYER_KINDS, LayerInput, ParameterFactory, WeightShard, run_layer
 from engine.model.rotary import rotary_table
 from engine.parallel import Ranks
 from kernels import KvPool, Ops, Residual
@@ -30,10 +32,11 @@ Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 class Decoder:
     """A model on one rank. Weights are unset until `engine.model.loader` has filled them.
 
-    max_model_len: the longest sequence; None: the checkpoint's (`ModelConfig.context_length`). fp8: the
-    layers' matrices are e4m3, with a scale for each output; embeddings and the output matrix are not. kv_fp8:
-    so is the cache, with a scale for each token and head. Raises UnsupportedError when the model cannot be
-    split over the ranks or serve that length, WeightsTooLarge when its weights do not fit the device.
+    max_model_len: maximum length of a sequence; None: the checkpoint's (`ModelConfig.context_length`). fp8:
+    the layers' matrices are e4m3 with one scale per output; embeddings and the output matrix are not
+    quantised. kv_fp8: the KV cache is e4m3 with one scale per token and head. Raises UnsupportedError if the
+    model cannot be split over the ranks or does not allow that length, WeightsTooLarge if the weights do not
+    fit on the device.
     """
 
     def __init__(
@@ -79,9 +82,11 @@ class Decoder:
     # ── computing ────────────────────────────────────────────────────────────────────────────────
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
-        """Runs a pass, writing its keys and values into `kv` (one pool a layer): `[tokens, hidden]`, before
-        the final norm, which `logits` applies to the rows that need it; only the rows of
-        `inputs.logits_attention` where that is given."""
+        """Run a pass, write its keys and values into `kv` (one pool per layer), and return `[tokens,
+        hidden]`, or only the rows of `inputs.logits_attention` if it is given.
+
+        The final norm is not applied: `logits` applies it to the rows that need logits.
+        """
         ops, ranks, ends = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = Residual(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
@@ -92,17 +97,41 @@ class Decoder:
             assert ends.queries is not None
             last = replace(every, attention_plan=ops.plan_attention(ends), kept=ends.queries)
         next_gains = [*(layer.input_norm for layer in self.layers[1:]), None]
-        for layer, pool, next_gain in zip(self.layers, kv, next_gains, strict=True):
-            residual = layer(residual, last if next_gain is None else every, pool, next_gain)
+        calls = list(zip(self.layers, kv, next_gains, strict=True))
+        overlap = ranks.overlap(len(inputs.token_ids))
+        if overlap is not None and len(calls) > 1:
+            # The last layer, which computes only some rows, runs on the whole pass.
+            residual = run_in_halves(calls[:-1], residual, self._halves(inputs, overlap.split), overlap)
+            calls = calls[-1:]
+        for layer, pool, next_gain in calls:
+            inputs_of_layer = last if next_gain is None else every
+            residual = run_layer(layer.run(residual, inputs_of_layer, pool, next_gain), ranks)
         return residual.values
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Of rows of `forward`'s result: `[rows, vocabulary on this rank]` in the model's dtype, written into
-        `out` where it is given.
+    def _halves(self, inputs: ForwardInput, at: int) -> tuple[LayerInput, LayerInput]:
+        """Return the input of layers that compute the first `at` tokens, and of those that compute the
+        others."""
+        first, second = (
+            LayerInput(
+                self.ranks,
+                self.cos_sin,
+                inputs.positions[part],
+                inputs.kv_slots[part],
+                self.ops.plan_attention(attention),
+            )
+            for part, attention in zip(
+                (slice(0, at), slice(at, None)), split_attention(inputs.attention, at), strict=True
+            )
+        )
+        return first, second
 
-        Column i is token `shard.first_vocab + i`. Equal widths on every rank; columns from `shard.vocab_real`
-        on, where the vocabulary does not divide, mean nothing. All ranks side by side
-        (`all_gather_last_dim`), cut at `config.vocab_size`, are the whole logits.
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits of rows of `forward`'s result, `[rows, vocabulary on this rank]` in the model's
+        dtype; written into `out` if it is given.
+
+        Column i is token `shard.first_vocab + i`. The width is equal on every rank; if the vocabulary does
+        not divide, columns from `shard.vocab_real` on are padding with undefined values. The columns of all
+        ranks (`all_gather_last_dim`), cut at `config.vocab_size`, are the complete logits.
         """
         eps = self.config.rms_norm_eps
         return self.ops.norm_linear(Residual(hidden), self.final_norm, eps, self.head, None, out)
@@ -110,14 +139,14 @@ class Decoder:
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
     def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
-        """Of the keys, and of the values, of one layer on this rank."""
+        """Return the shape of the keys, which is that of the values, of one layer on this rank."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 
     def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:
-        """One pool a layer. Zeroed: attention reads whole blocks and masks
-        what lies past a sequence's end, which works for every value but infinities and NaN.
+        """Return one pool per layer, filled with zeros. Attention reads whole blocks and masks the positions
+        after a sequence's end, which works for every value except infinity and NaN.
 
-        zeros: what makes a tensor of a shape and dtype; None: torch.
+        zeros: a function that allocates a tensor of a shape and dtype; None: torch.
         """
         shape = self.kv_shape(blocks)
         made = zeros or self._zeros
@@ -136,8 +165,8 @@ class Decoder:
     # ── weights ──────────────────────────────────────────────────────────────────────────────────
 
     def weight_shards(self) -> list[WeightShard]:
-        """Every tensor that a checkpoint of this model has, in the order of a pass. Before `finish_reason`
-        only."""
+        """Return every tensor of a checkpoint of this model, in the order of a pass. Must not be called after
+        `finish`, which changes the layout of weights."""
         config, shard = self.config, self.shard
         whole = (config.vocab_size, config.hidden_size)
         start, real = shard.first_vocab, shard.vocab_real
@@ -150,9 +179,9 @@ class Decoder:
         return weight_shards
 
     def finish(self) -> None:
-        """Once, when every piece is filled: clears padding and lays weights out as the backend likes them.
+        """Clear padding and pack weights into the backend's layout. Call once, after all weights are filled.
 
-        A backend that packs keeps a tied output matrix twice (`engine.sizing` counts it).
+        A backend that packs weights keeps a tied output matrix twice (`engine.sizing` counts both).
         """
         self.embedding[self.shard.vocab_real :] = 0
         self.head[self.shard.vocab_real :] = 0

@@ -1,6 +1,6 @@
 """The layers of a decoder on one rank, and how their weights are found in a checkpoint.
 
-A layer is a class of LAYER_KINDS: it has its parameters, runs a pass (`__call__`) and lists the tensors of a
+A layer is a class of LAYER_KINDS: it has its parameters, runs a pass (`run`) and lists the tensors of a
 checkpoint that fill it. Compiling, loading and tuning kernels run the layers themselves, so a new kind needs
 no entry anywhere else.
 
@@ -10,6 +10,7 @@ q, k and v are one fused weight; gate and up are another.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,9 @@ class Linear:
         norm that reads it next, None after the last layer."""
         if ranks.size == 1:
             return self.ops.linear_add(x, self.weight, self.bias, residual, next_gain)
-        return Residual(residual.values.add_(ranks.all_reduce(self(x))))
+        part = self(x)
+        deferred = next_gain is not None and self.ops.defers_norm(len(part), self.weight)
+        return ranks.add_sum(residual, part, next_gain if deferred else None)
 
     def pack(self) -> None:
         self.weight = self.ops.pack_weight(self.weight)
@@ -157,6 +160,25 @@ class Linear:
         if isinstance(self.weight, Fp8Weight):
             return self.weight.values, self.weight.scales
         return self.weight, None
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """An addition to the residual that a layer yields: the product of a linear, summed over the ranks."""
+
+    residual: Residual
+    linear: Linear
+    x: Activation
+    next_gain: torch.Tensor | None
+    """The gain of the norm that reads the result next; None after the last layer."""
+
+    def compute(self, ranks: Ranks) -> Residual:
+        """Return the new residual; may overwrite `residual`."""
+        return self.linear.add_to(self.residual, self.x, self.next_gain, ranks)
+
+
+LayerRun = Generator[Addition, Residual, Residual]
+"""A layer's `run`: yields additions, is sent their results, and returns the residual."""
 
 
 class Attention:
@@ -254,21 +276,23 @@ class Layer:
         self.post_norm = factory.empty(config.hidden_size)
         self.mlp = Mlp(config, shard, factory)
 
-    def __call__(
+    def run(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
-    ) -> Residual:
-        """Run the layer: return the residual after it, and write the keys and values of the pass into `kv`.
-        May overwrite `residual`.
+    ) -> LayerRun:
+        """Run the layer: yield each addition to the residual, whose result the caller sends back, and return
+        the residual after the layer. Keys and values of the pass are written into `kv`. May overwrite
+        `residual`.
 
         next_gain: the gain of the norm that reads the result; None after the last layer.
         """
-        attention, mlp, ranks = self.attention, self.mlp, inputs.ranks
+        attention, mlp = self.attention, self.mlp
         qkv = attention.qkv.after_norm(residual, self.input_norm, self.eps)
         if inputs.kept is not None:
             residual = Residual(residual.values.index_select(0, inputs.kept))
-        residual = attention.o.add_to(residual, attention(qkv, inputs, kv), self.post_norm, ranks)
+        attended = attention(qkv, inputs, kv)
+        residual = yield Addition(residual, attention.o, attended, self.post_norm)
         activated = mlp.activate(residual, self.post_norm, self.eps)
-        return mlp.down.add_to(residual, activated, next_gain, ranks)
+        return (yield Addition(residual, mlp.down, activated, next_gain))
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         """Return the tensors of a checkpoint that fill the layer, whose names begin with `prefix`."""
@@ -284,6 +308,17 @@ class Layer:
         """Lay the weights out as the backend reads them fastest, once they are filled."""
         self.attention.pack()
         self.mlp.pack()
+
+
+def run_layer(layer_run: LayerRun, ranks: Ranks) -> Residual:
+    """Run a layer, adding to the residual as the layer yields."""
+    try:
+        addition = next(layer_run)
+        while True:
+            addition = layer_run.send(addition.compute(ranks))
+    except StopIteration as end:
+        residual: Residual = end.value
+        return residual
 
 
 LAYER_KINDS: dict[str, type[Layer]] = {"dense": Layer}

@@ -1,7 +1,8 @@
 """Fills a decoder's weights, streamed from safetensors files or with random numbers.
 
-Each rank reads only its own slices (`engine.model.streaming`), so the host needs only a ring of staging
-buffers in addition to the model. Conversions and FP8 quantisation run on the device.
+On GPUs each rank reads an equal part of the checkpoint (`engine.model.streaming`, `engine.model.exchange`).
+The host needs only a ring of staging buffers in addition to the model. Conversions and FP8 quantisation run
+on the device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from engine.config import CheckpointError
 from engine.model.checkpoint import TensorEntry, read_entries
 from engine.model.decoder import Decoder
+from engine.model.exchange import ColumnExchange
 from engine.model.layers import WeightShard
 from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
@@ -35,8 +37,12 @@ _PROGRESS_S = 0.1
 """Minimum interval of progress reports within a file."""
 
 
-def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback) -> int:
+def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, exchange: bool = False) -> int:
     """Fill every weight of `decoder` from the checkpoint in `folder`. Returns the number of bytes read.
+
+    exchange: read only a part of the rows of tensors that are split by columns, and exchange the columns with
+    the other ranks (`engine.model.exchange`); all ranks must call it. Otherwise every rank reads all rows,
+    which is faster on a CPU, since its ranks exchange data more slowly than they read the page cache.
 
     Before any weight is read, raises CheckpointError if a tensor is missing, unknown, of the wrong shape or
     of a dtype that cannot be loaded, or if a file is truncated. Raises WeightsTooLarge if a GPU runs out of
@@ -47,7 +53,7 @@ def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback) -> in
     shards = {shard.name: shard for shard in decoder.weight_shards()}
     _check(entries, shards, folder, tied=decoder.config.tie_word_embeddings)
     with decoder.fit.explained():
-        done = _fill(shards, entries, decoder, progress)
+        done = _fill(shards, entries, decoder, progress, exchange)
         _finish(decoder)
     if decoder.ranks.rank == 0:
         keep_cached(sorted({entries[name].file for name in shards}))
@@ -142,6 +148,7 @@ def _fill(
     entries: dict[str, TensorEntry],
     decoder: Decoder,
     progress: ProgressCallback,
+    exchange: bool,
 ) -> int:
     """Stream the checkpoint into all shards. Returns the number of bytes.
 
@@ -149,17 +156,36 @@ def _fill(
     """
     device, ranks = decoder.device, decoder.ranks.size
     scales = _read_scales(shards, entries, device)
+    columns = ColumnExchange(ranks, decoder.ranks.rank)
+    exchanged = {
+        shard.name
+        for shard in shards.values()
+        if exchange and shard.dim == 1 and columns.can_split(entries[shard.name])
+    }
     wanted = [
-        _slice(shard, entries[shard.name], ranks) for shard in shards.values() if shard.target is not None
+        columns.part(shard.name, entries[shard.name])
+        if shard.name in exchanged
+        else _slice(shard, entries[shard.name], ranks)
+        for shard in shards.values()
+        if shard.target is not None
     ]
+    # Equal on all ranks, which exchange the columns of one tensor after the other.
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     total = sum(part.nbytes for part in wanted)
     done = 0
     file, reported_at = None, 0.0
 
     def fill(part: TensorSlice, numbers: torch.Tensor) -> None:
+        if part.name in exchanged:
+            for first_row, mine in columns.add(part, numbers):
+                fill_rows(replace(part, first_row=first_row, rows=len(mine)), mine)
+            return
+        shard = shards[part.name]
+        fill_rows(part, numbers if shard.dim == 0 else shard.part(numbers))
+
+    def fill_rows(part: TensorSlice, numbers: torch.Tensor) -> None:
+        """Set rows of a shard from numbers of this rank's columns."""
         block = _rows_of_shard(shards[part.name], part)
-        numbers = numbers if block.dim == 0 else block.part(numbers)
         if part.entry.dtype == _FP8:
             each = scales[part.name + _SCALE]
             rows = slice(part.first_row, part.first_row + part.rows)

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.messages import Finished, Output, Submit
+from engine.messages import LEVELS, Finished, Output, Submit
 from engine.scheduling.sequence import Sequence, Submission
 from engine.scheduling.validation import MAX_SAMPLES
 
@@ -37,13 +37,24 @@ class RequestAccounting:
     """
 
     def __init__(self, credit_seqs: int, credit_tokens: int) -> None:
-        self.credit_seqs = credit_seqs
-        self.credit_tokens = credit_tokens
+        self._initial = (credit_seqs, credit_tokens)
+        self.returned_seqs = [0] * LEVELS
+        """Sequence credit granted back, by level."""
+        self.returned_tokens = [0] * LEVELS
+        """Token credit granted back, by level."""
         self.totals = Totals()
         self._by_origin: dict[Hashable, dict[int, Submission]] = {}
         self._by_request: dict[str, dict[int, Submission]] = {}
         self._outputs: dict[Hashable, list[Output]] = {}
         self._finished: list[Finished] = []
+
+    @property
+    def credit_seqs(self) -> int:
+        return self._initial[0] + sum(self.returned_seqs)
+
+    @property
+    def credit_tokens(self) -> int:
+        return self._initial[1] + sum(self.returned_tokens)
 
     @property
     def has_open(self) -> bool:
@@ -73,7 +84,7 @@ class RequestAccounting:
 
     def end_sample(self, sequence: Sequence) -> None:
         """Count a sequence that has ended, and close its submission if it was the last one."""
-        self.credit_seqs += 1
+        self.returned_seqs[sequence.level] += 1
         submission = sequence.submission
         submission.unfinished -= 1
         if submission.unfinished:
@@ -91,9 +102,13 @@ class RequestAccounting:
         """Report a submission that cannot be computed: an error for each sample, and its final counts."""
         samples = submit.n if 1 <= submit.n <= MAX_SAMPLES else 1
         for sample in range(submit.first_sample, submit.first_sample + samples):
-            self.emit(origin, Output(submit.handle, sample, [], "error", cached_tokens=0, error=reason))
-        self.credit_seqs += max(submit.n, 0)
-        self.credit_tokens += submit.credit_tokens
+            self.emit(
+                origin,
+                Output(submit.handle, sample, [], "error", cached_tokens=0, error=reason, refused=True),
+            )
+        level = min(max(submit.level, 0), LEVELS - 1)
+        self.returned_seqs[level] += max(submit.n, 0)
+        self.returned_tokens[level] += submit.credit_tokens
         self._finished.append(
             Finished(
                 request_id=submit.request_id,
@@ -113,7 +128,7 @@ class RequestAccounting:
         """Grant token credit up to the furthest position that any sample has reached, each token once."""
         reached = min(reached, submission.submit.credit_tokens)
         if reached > submission.credited_tokens:
-            self.credit_tokens += reached - submission.credited_tokens
+            self.returned_tokens[submission.submit.level] += reached - submission.credited_tokens
             submission.credited_tokens = reached
 
     def emit(self, origin: Hashable, output: Output) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, LEVELS, URGENCIES, level_of
 from engine.plan import StepPlan
 from engine.scheduling.accounting import Totals
 from engine.scheduling.block_pool import BlockPool
@@ -10,7 +10,7 @@ from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.prefills import PrefillScheduler
 from engine.scheduling.running import RunningSequences
-from engine.scheduling.sequence import Order, Sequence, setup_numbers, setup_of
+from engine.scheduling.sequence import BACKGROUND, REAL_TIME, Sequence, setup_numbers, setup_of
 from engine.scheduling.step import ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
@@ -58,42 +58,66 @@ class Admission:
     def begin_step(self) -> None:
         self._setup_numbers = 0
 
-    def admit(self, step: ScheduledStep, budget: int, before: Order | None = None) -> int:
-        """Start waiting sequences, in order, until one does not fit. Returns the number of tokens scheduled.
+    def admit(self, step: ScheduledStep, budget: int, better_than: int = LEVELS) -> int:
+        """Start waiting sequences of levels better than `better_than`, in order, until one does not fit.
+        Returns the number of tokens scheduled.
 
-        With `before`, start only urgent sequences whose order is less than `before`.
+        A sequence that finds only reserved slots holds up its own level, and no other.
         """
         given = budget
-        while budget and self._running.free_slots:
-            sequence = self._waiting.peek()
-            # A preempted sequence cannot be recomputed before the tokens of its steps in flight are known.
-            if sequence is None or sequence.in_flight or not self._may_fit(sequence):
-                break
-            if before is not None and not (sequence.submission.submit.urgent and sequence.order < before):
-                break
-            if self._prefills.postpones(sequence) or not self._setup_fits(sequence):
-                break
-            hits = self._take_blocks(sequence)
-            if hits is None:
-                break
-            for member in (sequence, *sequence.forks):
-                self._start(member, hits * BLOCK_TOKENS)
-            step.plan.setups.append(setup_of(sequence))
-            self._setup_numbers += setup_numbers(sequence)
-            self._running.prefilling[sequence.slot] = sequence
-            budget -= self._prefills.schedule_chunk(step, sequence, budget)
+        for level in range(better_than):
+            while budget and self._free_slots(first := self._waiting.first(level)) > 0 and first is not None:
+                if not self._try_to_start(step, first):
+                    return given - budget
+                budget -= self._prefills.schedule_chunk(step, first, budget)
         return given - budget
 
-    def preempt_for_real_time(self) -> None:
-        """Preempt background sequences for waiting real-time ones that lack slots, or whose first one lacks
-        blocks."""
+    def _free_slots(self, sequence: Sequence | None) -> int:
+        """Return the number of slots that are free and not reserved for better levels than the sequence's."""
+        if sequence is None:
+            return 0
+        return len(self._running.free_slots) - sequence.submission.submit.spare_slots
+
+    def _try_to_start(self, step: ScheduledStep, sequence: Sequence) -> bool:
+        """Start a sequence, with as many of its forks as fit, if the step and the pool have room for it."""
+        # A preempted sequence cannot be recomputed before the tokens of its steps in flight are known.
+        if sequence.in_flight or not self._may_fit(sequence):
+            return False
+        if self._prefills.leaves_out(sequence) or not self._setup_fits(sequence):
+            return False
+        hits = self._take_blocks(sequence)
+        if hits is None:
+            return False
+        for member in (sequence, *sequence.forks):
+            self._start(member, hits * BLOCK_TOKENS)
+        step.plan.setups.append(setup_of(sequence))
+        self._setup_numbers += setup_numbers(sequence)
+        self._running.prefilling[sequence.slot] = sequence
+        return True
+
+    def preempt_for_better(self) -> None:
+        """Preempt running sequences for the first waiting one if that lacks a slot or blocks.
+
+        For blocks, sequences of worse classes are preempted; if the prompt fits into one step, sequences of
+        worse levels of the same class too. For slots, real-time submissions preempt background sequences; if
+        their prompts fit into one step, all that are not urgent.
+        """
         head = self._waiting.peek()
         if head is None or head.in_flight:
             return
-        slots = self._waiting.real_time - len(self._running.free_slots)
+        fits_step = head.submission.submit.urgency == URGENCIES - 1
+        worse_for_blocks = head.level if fits_step else level_of(head.priority, 0)
+        worst = self._running.worst_level
+        if worst <= worse_for_blocks:
+            return
+        worse_for_slots = LEVELS
+        if head.priority == REAL_TIME:
+            worse_for_slots = level_of(REAL_TIME + 1, 1) if fits_step else level_of(BACKGROUND - 1, 0)
+        slots = self._waiting.length(head.level) - self._free_slots(head)
+        if self._free_slots(head) <= 0 and worst <= worse_for_slots:
+            return
         _, needed, available = self._demand(head)
-        if slots > 0 or needed > available:
-            self._preemption.preempt_background(slots, needed - available)
+        self._preemption.preempt_worse(slots, worse_for_slots, needed - available, worse_for_blocks)
 
     def note_batch_size(self, plan: StepPlan) -> None:
         """Record the number of sequences in this step for those that started with it."""
@@ -145,7 +169,7 @@ class Admission:
     def _choose_forks(self, sequence: Sequence, limit: int) -> list[Sequence]:
         """Return up to `limit` waiting samples of the same submission that have never started, as slots
         allow."""
-        limit = min(limit, len(self._running.free_slots) - 1)
+        limit = min(limit, self._free_slots(sequence) - 1)
         forks: list[Sequence] = []
         if sequence.started or limit <= 0:
             return forks

@@ -20,13 +20,19 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from engine.messages import BLOCK_TOKENS
 
 
 class InvariantError(RuntimeError):
     """The scheduler's state is inconsistent. This is always a defect of the engine, never of a request."""
+
+
+class TokenIds(Protocol):
+    """Token ids that can be sliced: a list, or the tokens of a sequence."""
+
+    def __getitem__(self, key: slice, /) -> list[int]: ...
 
 
 class BlockKey(NamedTuple):
@@ -41,30 +47,46 @@ class BlockKey(NamedTuple):
 
 
 class PrefixChain:
-    """The block keys of one sequence. Each key is computed once, when it is first needed."""
+    """The block keys of one sequence. Each key is computed once, when it is first needed.
 
-    __slots__ = ("_keys", "_root")
+    The keys of the first `shared_blocks` blocks, which lie within the prompt, are computed once for all
+    chains that `fork` returns.
+    """
 
-    def __init__(self, salt: str) -> None:
+    __slots__ = ("_own", "_root", "_shared", "_shared_blocks")
+
+    def __init__(self, salt: str, shared_blocks: int = 0) -> None:
         self._root = sha256(b"prefix\0" + salt.encode("utf-8", "surrogatepass")).digest()
-        self._keys: list[BlockKey] = []
+        self._shared_blocks = shared_blocks
+        self._shared: list[BlockKey] = []
+        self._own: list[BlockKey] = []
 
-    def key(self, index: int, token_ids: Sequence[int]) -> BlockKey:
+    def key(self, index: int, token_ids: TokenIds) -> BlockKey:
         """Return the key of block `index` of a sequence that starts with `token_ids`. The block must be
         full."""
-        keys = self._keys
+        shared = self._shared_blocks
+        if index < shared:
+            return self._extend(self._shared, self._root, 0, index, token_ids)
+        parent = self.key(shared - 1, token_ids).digest if shared else self._root
+        return self._extend(self._own, parent, shared, index - shared, token_ids)
+
+    def _extend(
+        self, keys: list[BlockKey], parent: bytes, first_block: int, index: int, token_ids: TokenIds
+    ) -> BlockKey:
         while len(keys) <= index:
-            parent = keys[-1].digest if keys else self._root
-            first = len(keys) * BLOCK_TOKENS
+            parent = keys[-1].digest if keys else parent
+            first = (first_block + len(keys)) * BLOCK_TOKENS
             tokens = array("I", token_ids[first : first + BLOCK_TOKENS]).tobytes()
             keys.append(BlockKey(sha256(parent + tokens).digest(), parent, tokens))
         return keys[index]
 
     def fork(self) -> PrefixChain:
-        """Return an independent copy of the chain."""
+        """Return a chain that shares the keys of the shared blocks, and is independent from there on."""
         other = PrefixChain.__new__(PrefixChain)
         other._root = self._root
-        other._keys = self._keys.copy()
+        other._shared_blocks = self._shared_blocks
+        other._shared = self._shared
+        other._own = self._own.copy()
         return other
 
 
@@ -183,7 +205,7 @@ class BlockPool:
         """Return how many of these blocks have no reference. Sharing such a block lowers `available`."""
         return sum(self._references[block] == 0 for block in blocks)
 
-    def match(self, chain: PrefixChain, token_ids: Sequence[int], count: int) -> list[int]:
+    def match(self, chain: PrefixChain, token_ids: TokenIds, count: int) -> list[int]:
         """Return the cached blocks of the longest known prefix of the first `count` tokens, without adding
         references.
 

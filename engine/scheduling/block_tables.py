@@ -1,8 +1,9 @@
 """Block tables: which KV blocks each running sequence holds, and which entries the device already has.
 
 A sequence owns the blocks of its table alone, with two exceptions: blocks found in the prefix cache, and
-blocks shared with forks. The last, partly filled block of a shared prompt is copied before any sequence
-writes to it. Full blocks whose values are known to be finite are offered to the prefix cache.
+blocks shared with forks (`SharedBlocks` for the full ones). The last, partly filled block of a shared prompt
+is copied before any sequence writes to it. Full blocks whose values are known to be finite are offered to the
+prefix cache.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from engine.messages import BLOCK_TOKENS
 from engine.plan import StepPlan
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.sequence import Sequence, blocks_for
+from engine.scheduling.sequence import Sequence, SharedBlocks, blocks_for
 
 
 class BlockTables:
@@ -35,14 +36,22 @@ class BlockTables:
         sequence.registered = len(hits)
         sequence.position = sequence.finite = len(hits) * BLOCK_TOKENS
 
-    def fork(self, leader: Sequence, fork: Sequence) -> None:
-        """Let a fork share all blocks of its leader, whose prefill is complete."""
-        fork.table = leader.table.copy()
-        for block in fork.table:
-            self._pool.share(block)
-        fork.chain = leader.chain.fork()
-        fork.finite = leader.finite
-        fork.sent_blocks = 0
+    def fork(self, plan: StepPlan, leader: Sequence, forks: list[Sequence], end: int) -> None:
+        """Let forks share all blocks of their leader, whose prefill of `end` tokens is complete."""
+        full = end // BLOCK_TOKENS
+        shared = None
+        if full:
+            shared = SharedBlocks(leader.table[:full], 1 + len(forks), leader.registered)
+            plan.shares.append((leader.slot, full, [fork.slot for fork in forks]))
+        leader.shared = shared
+        for fork in forks:
+            fork.shared = shared
+            fork.table = leader.table.copy()
+            for block in fork.table[full:]:
+                self._pool.share(block)
+            fork.finite = leader.finite
+            fork.sent_blocks = full
+            self.send(plan, fork)
 
     def make_writable(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Allocate a block for `position`, or copy the shared one. Returns False if the pool has no block
@@ -75,11 +84,15 @@ class BlockTables:
         pool = self._pool
         if not pool.prefix_cache:
             return
-        for index in range(sequence.registered, confirmed // BLOCK_TOKENS):
+        shared, end = sequence.shared, confirmed // BLOCK_TOKENS
+        begin = sequence.registered if shared is None else max(sequence.registered, shared.registered)
+        for index in range(begin, end):
             block = sequence.table[index]
             if not pool.is_cached(block):
                 pool.register(block, sequence.chain.key(index, sequence.tokens))
-            sequence.registered = index + 1
+        sequence.registered = max(sequence.registered, end)
+        if shared is not None:
+            shared.registered = max(shared.registered, min(end, len(shared.blocks)))
 
     def mark_non_finite(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence that computed NaN or infinity from the prefix cache."""
@@ -95,6 +108,12 @@ class BlockTables:
         if sequence.finite < sequence.position:
             for block in sequence.table[sequence.finite // BLOCK_TOKENS : blocks_for(sequence.position)]:
                 self._pool.mark_may_be_non_finite(block)
-        self._pool.release_table(sequence.table)
+        shared, sequence.shared = sequence.shared, None
+        own = sequence.table[len(shared.blocks) :] if shared is not None else sequence.table
+        self._pool.release_table(own)
+        if shared is not None:
+            shared.holders -= 1
+            if not shared.holders:
+                self._pool.release_table(shared.blocks)
         sequence.table = []
         sequence.position = sequence.registered = sequence.finite = 0

@@ -13,7 +13,15 @@ def check_consistency(
     unfinished: list[Sequence], waiting: WaitingQueue, running: RunningSequences, pool: BlockPool
 ) -> None:
     """Raise InvariantError unless slots, queue and blocks agree about the unfinished sequences. O(blocks)."""
-    pool.check([sequence.table for sequence in unfinished])
+    shared = {id(one): one for sequence in unfinished if (one := sequence.shared) is not None}
+    own = [s.table[len(s.shared.blocks) if s.shared is not None else 0 :] for s in unfinished]
+    pool.check([*own, *(one.blocks for one in shared.values())])
+    for one in shared.values():
+        holders = [sequence for sequence in unfinished if sequence.shared is one]
+        if len(holders) != one.holders:
+            raise InvariantError(f"shared blocks count {one.holders} holders, but {len(holders)} hold them")
+        if any(holder.table[: len(one.blocks)] != one.blocks for holder in holders):
+            raise InvariantError("the block table of a sample does not begin with the blocks that it shares")
     queued = set(waiting)
     for sequence in unfinished:
         _check_sequence(sequence, queued, running)

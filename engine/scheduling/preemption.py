@@ -6,13 +6,12 @@ from engine.scheduling.accounting import Totals
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.running import RunningSequences
-from engine.scheduling.sequence import BACKGROUND, Sequence
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.waiting import WaitingQueue
 
 
 class Preemption:
-    """Chooses and preempts victims: the lowest class first (highest `priority`), and the youngest of it
-    first."""
+    """Chooses and preempts victims: the worst level first, and the youngest sequence of it first."""
 
     def __init__(
         self,
@@ -39,15 +38,19 @@ class Preemption:
             self._waiting.push(member)
         sequence.forks = []
 
-    def preempt_background(self, slots: int, blocks: int) -> None:
-        """Preempt background sequences until `slots` slots and `blocks` blocks have been freed.
+    def preempt_worse(self, slots: int, worse_for_slots: int, blocks: int, worse_for_blocks: int) -> None:
+        """Preempt sequences of worse levels than `worse_for_slots` until `slots` slots have been freed, and
+        of worse levels than `worse_for_blocks` until `blocks` blocks have been freed.
 
         If preempting all of them would not free enough blocks, only slots are considered.
         """
-        victims = [sequence for sequence in self._running.scheduled() if sequence.order[0] == BACKGROUND]
-        if blocks > sum(len(victim.table) for victim in victims):
+        victims = self._running.scheduled()
+        if blocks > sum(len(victim.table) for victim in victims if victim.level > worse_for_blocks):
             blocks = 0
-        while victims and (slots > 0 or blocks > 0):
+        while victims and (
+            (slots > 0 and victims[-1].level > worse_for_slots)
+            or (blocks > 0 and victims[-1].level > worse_for_blocks)
+        ):
             victim = victims.pop()
             slots -= 1 + len(victim.forks)
             available = self._pool.available

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, LEVELS
 from engine.plan import Chunk
 from engine.scheduling.accounting import RequestAccounting
 from engine.scheduling.block_tables import BlockTables
@@ -14,34 +14,41 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 class PrefillScheduler:
     """Adds chunks to a step.
 
-    A step with a chunk of an urgent submission leaves out the prompts that are not urgent, because the urgent
-    one waits for the whole step. The step after that takes them, so they are never left out of two steps in a
-    row.
+    A step with a chunk leaves out the prompts of worse levels, because the chunk's submission waits for the
+    whole step. It does not leave them out if the step before did so for a submission of the same level or a
+    better one, so the prompts of a level are left out of at most as many steps in a row as there are better
+    levels.
     """
 
     def __init__(self, running: RunningSequences, tables: BlockTables, accounting: RequestAccounting) -> None:
         self._running = running
         self._tables = tables
         self._accounting = accounting
-        self._has_urgent = False
-        """Whether the step that is being planned computes an urgent prompt."""
-        self._postponed_before = False
-        """Whether the previous step left out prompts because of an urgent one."""
+        self._best = LEVELS
+        """The best level of the chunks of the step that is being planned; LEVELS if it has none."""
+        self._left_out = False
+        """Whether the step that is being planned left out a prompt."""
+        self._left_out_for = LEVELS
+        """The best level of the previous step if that step left out a prompt; otherwise LEVELS."""
 
     def begin_step(self) -> None:
-        self._has_urgent = False
+        self._best, self._left_out = LEVELS, False
 
     def end_step(self) -> None:
-        self._postponed_before = self._has_urgent and not self._postponed_before
+        self._left_out_for = self._best if self._left_out else LEVELS
 
-    def postpones(self, sequence: Sequence) -> bool:
-        """Return whether the step leaves out this sequence's prompt because the step has an urgent one."""
-        return self._has_urgent and not self._postponed_before and not sequence.submission.submit.urgent
+    def leaves_out(self, sequence: Sequence) -> bool:
+        """Return whether the step leaves out this sequence's prompt because the step has a prompt of a better
+        level."""
+        if sequence.level <= self._best or self._left_out_for <= self._best:
+            return False
+        self._left_out = True
+        return True
 
     def schedule_chunk(self, step: ScheduledStep, sequence: Sequence, budget: int) -> int:
         """Add the next chunk of a prefill, of at most `budget` tokens. Returns the number of tokens."""
         plan, start, last = step.plan, sequence.position, sequence.prefill_end
-        self._has_urgent = self._has_urgent or sequence.submission.submit.urgent
+        self._best = min(self._best, sequence.level)
         end = min(start + budget, last)
         logprobs = next_token = None
         submit = sequence.submission.submit
@@ -50,7 +57,7 @@ class PrefillScheduler:
             # A chunk with prompt logprobs must not extend beyond the prompt.
             end = min(end, prompt)
             logprobs = submit.sampling.prompt_logprobs
-            next_token = sequence.tokens[end] if end < prompt else None
+            next_token = submit.prompt_token_ids[end] if end < prompt else None
         sample_slots = []
         if end == last:
             del self._running.prefilling[sequence.slot]
@@ -72,8 +79,8 @@ class PrefillScheduler:
         slots."""
         for fork in leader.forks:
             fork.leader = None
-            self._tables.fork(leader, fork)
-            self._tables.send(step.plan, fork)
+        if leader.forks:
+            self._tables.fork(step.plan, leader, leader.forks, end)
         group = [leader, *leader.forks]
         leader.forks = []
         for sequence in group:

@@ -42,10 +42,11 @@ class ResultCollector:
                 self._fail_non_finite(sequence, len(sequence.tokens))
                 continue
             generated += 1
-            sequence.finite = len(sequence.tokens)
-            sequence.tokens.append(token)
+            sequence_tokens = sequence.tokens
+            sequence.finite = sequence_tokens.length
+            sequence_tokens.append(token)
             finish: FinishReason = ""
-            if token in sequence.stops or len(sequence.tokens) >= sequence.next_check:
+            if token in sequence.stops or sequence_tokens.length >= sequence.next_check:
                 finish = self._check(sequence, token)
             submission = sequence.submission
             output = Output(submission.submit.handle, sequence.sample, [token], finish)
@@ -146,7 +147,8 @@ class ResultCollector:
         for fork in rest:
             fork.leader = successor
         successor.table, leader.table = leader.table, []
-        successor.position, successor.chain, successor.finite = leader.position, leader.chain, leader.finite
+        successor.position, successor.finite = leader.position, leader.finite
+        successor.registered, successor.sent_blocks = leader.registered, 0
         self._running.prefilling[successor.slot] = successor
         leader.forks = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from engine.messages import LEVELS
 from engine.scheduling.sequence import Sequence
 
 service_order = attrgetter("order")
@@ -25,14 +26,21 @@ class RunningSequences:
         """By slot: sequences that get one token in each step."""
         self.prefilling: dict[int, Sequence] = {}
         """By slot: sequences whose prefill is not complete."""
+        self._by_level = [0] * LEVELS
 
     def __len__(self) -> int:
         return len(self.owners) - len(self.free_slots)
+
+    @property
+    def worst_level(self) -> int:
+        """The last level of service that has a running sequence; -1 if none runs."""
+        return max((level for level, count in enumerate(self._by_level) if count), default=-1)
 
     def assign_slot(self, sequence: Sequence) -> None:
         """Give a sequence a free slot; its entries in the device's block table are not valid yet."""
         slot = sequence.slot = self.free_slots.pop()
         self.owners[slot] = sequence
+        self._by_level[sequence.level] += 1
         sequence.sent_blocks = 0
 
     def release_slot(self, sequence: Sequence) -> None:
@@ -40,6 +48,7 @@ class RunningSequences:
         self.decoding.pop(slot, None)
         self.prefilling.pop(slot, None)
         self.owners[slot] = None
+        self._by_level[sequence.level] -= 1
         self.free_slots.append(slot)
         sequence.slot = -1
 

@@ -3,20 +3,25 @@
 
 A step is filled by these rules, in this order:
 
-0. *Real-time first.* While real-time submissions (`priority` 0) wait for a slot or blocks, running background
-   sequences (`priority` 3) are preempted, youngest first, as far as that helps.
+A submission's *level* is its class (`priority`) and its urgency inside the class.
+
+0. *Better levels first.* While the first waiting sequence lacks blocks, running sequences of worse levels are
+   preempted, the worst level and the youngest sequence first, as far as that helps. While real-time
+   submissions (`priority` 0) wait for a slot, background sequences (`priority` 3) are preempted; for
+   real-time submissions that fit into one step, all sequences that are not urgent.
 1. *Decodes.* Every decoding sequence gets one token. If a decode lacks a block, the youngest running sequence
-   of the lowest class (highest `priority`) is preempted. Its blocks are freed, and it is recomputed later.
-   The oldest sequence of the highest class is never preempted for others, so the engine always makes
+   of the worst level is preempted. Its blocks are freed, and it is recomputed later.
+   The oldest sequence of the best level is never preempted for others, so the engine always makes
    progress.
 2. *Running prefills*, in order of service: their next chunks, up to the budget (chunked prefill, as in
    Sarathi-Serve). A step with decodes has the smaller budget `max_mixed_tokens`, because every decode waits
-   for the step's prompts. An urgent submission is admitted before the prefills that come after it in order,
-   and its step leaves out prompts that are not urgent, but never in two steps in a row.
-3. *Admissions*, by class, then urgent submissions, then arrival, so preempted sequences come before new ones.
-   The head of the queue waits for a slot, for blocks for its whole prefill, and for the watermark of free
-   blocks. No sequence overtakes the head, so long prompts cannot starve. A step whose decodes preempted a
-   sequence admits none.
+   for the step's prompts. A submission of a better level is admitted before the next chunk of a worse one,
+   and its step leaves out prompts of worse levels, but not in two steps in a row for the same level.
+3. *Admissions*, by level, then arrival, so preempted sequences come before new ones. A sequence leaves free
+   the slots that are reserved for better levels (`Submit.spare_slots`). The head of the queue waits for a
+   slot, for blocks for its whole prefill, and for the watermark of free blocks. No sequence overtakes the
+   head for want of blocks, so long prompts cannot starve. A step whose decodes preempted a sequence admits
+   none.
 
 The results of a step are collected after later steps were planned (`engine.core` decides how many). Therefore
 `position` is ahead of the known tokens, a sequence that has ended may be sampled once more, and a preempted
@@ -28,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from engine.messages import Submit
+from engine.messages import LEVELS, Submit
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.accounting import RequestAccounting
 from engine.scheduling.admission import Admission
@@ -89,7 +94,9 @@ class Scheduler:
             )
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_mixed_tokens = max_mixed_tokens
-        self.limits = SequenceLimits(max_model_len=max_model_len, vocab_size=vocab_size, blocks=blocks)
+        self.limits = SequenceLimits(
+            max_model_len=max_model_len, vocab_size=vocab_size, blocks=blocks, slots=max_num_seqs
+        )
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
         self.watermark = max(1, blocks // 100)
         """Blocks that an admission leaves free for the next blocks of running sequences."""
@@ -127,6 +134,10 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting_by_level(self) -> tuple[int, ...]:
+        return tuple(self._waiting.length(level) for level in range(LEVELS))
 
     @property
     def has_work(self) -> bool:
@@ -186,14 +197,13 @@ class Scheduler:
         plan, prefills, admission = step.plan, self._prefills, self._admission
         prefills.begin_step()
         admission.begin_step()
-        if self._waiting.real_time:
-            admission.preempt_for_real_time()
+        admission.preempt_for_better()
         preempted = self._decodes.schedule(step)
         budget = (self.max_mixed_tokens if plan.decodes else self.max_num_batched_tokens) - len(plan.decodes)
         for sequence in sorted(self._running.prefilling.values(), key=service_order):
             if not preempted:
-                budget -= admission.admit(step, budget, sequence.order)
-            if budget and not prefills.postpones(sequence):
+                budget -= admission.admit(step, budget, better_than=sequence.level)
+            if budget and not prefills.leaves_out(sequence):
                 budget -= prefills.schedule_chunk(step, sequence, budget)
         if not preempted:
             admission.admit(step, budget)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.messages import (
     BLOCK_TOKENS,
+    CLASSES,
     MAX_BAD_WORD_TOKENS,
     Finished,
     FinishReason,
@@ -16,15 +17,54 @@ from engine.messages import (
 from engine.plan import SlotSetup
 from engine.scheduling.block_pool import PrefixChain
 
-CLASSES = 4
-"""`Submit.priority` is 0 to 3."""
 REAL_TIME, BACKGROUND = 0, CLASSES - 1
-"""Waiting real-time sequences preempt running background sequences."""
+"""Waiting real-time sequences preempt running background sequences for slots."""
 
 _NEVER = 1 << 62
 
-Order = tuple[int, bool, int, int]
+Order = tuple[int, int, int]
 QueueEntry = tuple[Order, int, "Sequence"]
+
+
+class Tokens:
+    """Prompt and known output tokens of a sequence. All samples of a submission share the prompt's list."""
+
+    __slots__ = ("_output", "_prompt", "length")
+
+    def __init__(self, prompt: list[int], output: list[int]) -> None:
+        self._prompt = prompt
+        self._output = output
+        self.length = len(prompt) + len(output)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, key: slice) -> list[int]:
+        prompt = len(self._prompt)
+        start, end, _ = key.indices(self.length)
+        if end <= prompt:
+            return self._prompt[start:end]
+        return self._prompt[start:] + self._output[max(0, start - prompt) : end - prompt]
+
+    @property
+    def last(self) -> int:
+        return self._output[-1] if self._output else self._prompt[-1]
+
+    def append(self, token: int) -> None:
+        self._output.append(token)
+        self.length += 1
+
+
+@dataclass(slots=True)
+class SharedBlocks:
+    """The leading blocks of the block tables of several samples. The pool counts one reference per block for
+    all of them together, so that starting and ending a sample takes the same time for every prompt length."""
+
+    blocks: list[int]
+    holders: int
+    """Number of sequences whose tables begin with the blocks."""
+    registered: int
+    """Number of leading blocks that were offered to the prefix cache."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +78,7 @@ class Sequence:
 
     submission: Submission
     sample: int
-    tokens: list[int]
+    tokens: Tokens
     """Prompt and known output tokens."""
     limit: int
     """Length (prompt and output) at which the sequence ends."""
@@ -51,6 +91,8 @@ class Sequence:
     """The sequence's slot in the device tables; -1 while it has none."""
     table: list[int] = field(default_factory=list)
     """The block table: ids of KV blocks."""
+    shared: SharedBlocks | None = None
+    """The leading blocks of `table` that the sequence shares with other samples of the submission."""
     sent_blocks: int = 0
     """Number of `table` entries that the device's block table already has."""
     position: int = 0
@@ -84,10 +126,16 @@ class Sequence:
 
     @property
     def order(self) -> Order:
-        """The sort key of service: class, urgent first, arrival, sample. The largest key is preempted
-        first."""
-        submit = self.submission.submit
-        return (submit.priority, not submit.urgent, self.submission.arrival, self.sample)
+        """The sort key of service: level, arrival, sample. The largest key is preempted first."""
+        return (self.submission.level, self.submission.arrival, self.sample)
+
+    @property
+    def level(self) -> int:
+        return self.submission.level
+
+    @property
+    def priority(self) -> int:
+        return self.submission.submit.priority
 
     @property
     def output_tokens(self) -> int:
@@ -118,6 +166,8 @@ class Submission:
     """The channel from which the submission came."""
     submit: Submit
     arrival: int
+    level: int
+    """`submit.level`: the order of service."""
     sequences: list[Sequence] = field(default_factory=list)
     unfinished: int = 0
     """Number of sequences that have not ended."""
@@ -148,18 +198,19 @@ class Submission:
 
 def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len: int) -> Submission:
     """Return a submission whose sequences all wait. `submit` must have passed `validation.refusal`."""
-    submission = Submission(origin, submit, arrival)
+    submission = Submission(origin, submit, arrival, submit.level)
     sampling = submit.sampling
     stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
-    chain = PrefixChain(submit.cache_salt)
+    chain = PrefixChain(submit.cache_salt, len(submit.prompt_token_ids) // BLOCK_TOKENS)
+    limit = length_limit(submit, max_model_len)
     for sample in range(submit.first_sample, submit.first_sample + submit.n):
         scores_prompt = sampling.prompt_logprobs is not None and sample == submit.first_sample
         submission.sequences.append(
             Sequence(
                 submission=submission,
                 sample=sample,
-                tokens=submit.prompt_token_ids + submit.output_token_ids,
-                limit=length_limit(submit, max_model_len),
+                tokens=Tokens(submit.prompt_token_ids, list(submit.output_token_ids)),
+                limit=limit,
                 stops=stops,
                 chain=chain.fork(),
                 prompt_logprobs=[None] if scores_prompt else None,
@@ -180,7 +231,7 @@ def finished_on_arrival(sequence: Sequence) -> FinishReason:
     sampling = sequence.submission.submit.sampling
     if sequence.wants_prompt_logprobs:
         return ""
-    if sequence.output_tokens > sampling.min_tokens and sequence.tokens[-1] in sequence.stops:
+    if sequence.output_tokens > sampling.min_tokens and sequence.tokens.last in sequence.stops:
         return "stop"
     return "" if sequence.samples else "length"
 
@@ -194,7 +245,7 @@ def setup_of(sequence: Sequence) -> SlotSetup:
     """Return the plan's setup of a sequence and its forks. None of them has sampled yet, so they share it."""
     submit = sequence.submission.submit
     prompt_tokens = len(submit.prompt_token_ids)
-    history = sequence.tokens.copy() if submit.sampling.penalised else []
+    history = sequence.tokens[:] if submit.sampling.penalised else []
     recent: list[int] = []
     if submit.sampling.bad_words:
         recent = sequence.tokens[max(prompt_tokens, len(sequence.tokens) - MAX_BAD_WORD_TOKENS + 1) :]

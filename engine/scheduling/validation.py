@@ -6,8 +6,15 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams, Submit
-from engine.scheduling.sequence import CLASSES, blocks_for, length_limit
+from engine.messages import (
+    CLASSES,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    URGENCIES,
+    SamplingParams,
+    Submit,
+)
+from engine.scheduling.sequence import blocks_for, length_limit
 
 MAX_SAMPLES = 1024
 """Largest `Submit.n`."""
@@ -24,6 +31,7 @@ class SequenceLimits:
     max_model_len: int
     vocab_size: int
     blocks: int
+    slots: int
 
 
 def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
@@ -37,6 +45,10 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
         return f"first_sample is {submit.first_sample}, must be 0 to {_MAX_COUNT}"
     if not 0 <= submit.priority < CLASSES:
         return f"priority is {submit.priority}, must be 0 to {CLASSES - 1}"
+    if not 0 <= submit.urgency < URGENCIES:
+        return f"urgency is {submit.urgency}, must be 0 to {URGENCIES - 1}"
+    if not 0 <= submit.spare_slots < limits.slots:
+        return f"spare_slots is {submit.spare_slots}, must be 0 to {limits.slots - 1}"
     if submit.output_token_ids and submit.n != 1:
         return f"n is {submit.n}, must be 1 when output_token_ids are given"
     if not prompt:

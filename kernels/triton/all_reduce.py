@@ -1,77 +1,25 @@
 # mypy: allow-untyped-defs, disable-error-code="assignment"
 """All-reduce of small messages between the GPUs of one host, fused with the residual add.
 
-A push protocol, as in NCCL's LL and TensorRT-LLM's Lamport kernels. Every rank owns an *arena*, device memory
-that all ranks have mapped. A rank writes its part of a message into the arenas of its peers and polls its own
-arena until the parts of its peers are there. A 32-bit word that has not arrived holds a reserved value, so
-data and flag are one store, and no barrier or fence is needed. Sums are taken in rank order in float32, so
-all ranks get the same bits.
-
-Why an arena can be used again at once:
-- Each program (CUDA block) of the grid uses a region of its own, which no other program reads or writes, and
-  counts its calls in device memory. The parity of the count selects one of the region's two halves, so
-  replays of a CUDA graph need nothing from the host. All ranks must launch the same grids in the same order.
-- The thread that reads a word writes the reserved value back at once. A peer writes that word again two calls
-  later, and only after it has received this rank's part of the call between, which this rank sends after the
-  call with the write-back has ended.
-
-A peer that stops would leave the others polling for ever, so the poll loop also reads a word that the host
-can set. Once it is set, results are undefined and every later call ends soon; the group of ranks has to be
-formed again.
+It uses the push protocol of `kernels.triton.peer_arena`. Sums are taken in rank order in float32, so all
+ranks get the same bits.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-EMPTY_WORD = -(1 << 31)
-"""The word that marks "not arrived": in 16-bit floats a pair of +0.0 and -0.0. Payload words of this value
-are sent as zero."""
-
-PROGRAMS = 528
-"""The largest grid. All programs must be resident at once, since they wait for each other's counterparts on
-other GPUs: four per multiprocessor of an H100 or H200."""
+from kernels.triton.peer_arena import EMPTY, PROGRAMS, REGION_BLOCK, Arena, receive, send, signal
 
 _WARPS = 4
-_BLOCK = 512
-"""Words of one item: 16 bytes per thread."""
 _MIN_BLOCK = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Arena:
-    """One rank's view of the memory through which a group of ranks exchanges messages."""
-
-    rank: int
-    world: int
-    addresses: torch.Tensor
-    """[world] int64 on the device: where each rank's arena begins."""
-    calls: torch.Tensor
-    """[PROGRAMS] int32 on the device: how many calls each program of the grid has taken part in."""
-    stop_address: int
-    """Address, on host or device, of an int32 word that ends all waiting when it is not 0."""
-    items: int
-    """Items of up to _BLOCK words that one program can exchange in a call."""
-
-    @property
-    def max_words(self) -> int:
-        """The largest message in 32-bit words, where its rows divide into items of _BLOCK words."""
-        return self.items * PROGRAMS * _BLOCK
-
-
-def arena_words(world: int, items: int) -> int:
-    """Return the size of an arena in 32-bit words. It must hold EMPTY_WORD throughout before the first
-    call."""
-    return PROGRAMS * 2 * world * items * _BLOCK
 
 
 def block_words(words: int) -> int | None:
     """Return the words of one item for rows of `words` 32-bit words, or None if such rows cannot be sent."""
-    block = _BLOCK
+    block = REGION_BLOCK
     while block >= _MIN_BLOCK:
         if words % block == 0:
             return block
@@ -130,13 +78,13 @@ def all_reduce_add(
         WORLD=arena.world,
         WORDS=words,
         BLOCK=block,
-        REGION_BLOCK=_BLOCK,
+        REGION_BLOCK=REGION_BLOCK,
         FLOAT=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
         NORM=gain is not None,
         TWO_SHOT=two_shot,
-        WARPS=max(1, _WARPS * block // _BLOCK),
+        WARPS=max(1, _WARPS * block // REGION_BLOCK),
         PDL=pdl,
-        num_warps=max(1, _WARPS * block // _BLOCK),
+        num_warps=max(1, _WARPS * block // REGION_BLOCK),
         launch_pdl=pdl,
     )
 
@@ -149,54 +97,6 @@ def squares_parts(hidden: int) -> int:
 
 
 # ── the kernel ───────────────────────────────────────────────────────────────────────────────────────
-
-_EMPTY = gl.constexpr(EMPTY_WORD)
-
-_POLL = gl.constexpr("""{
-.reg .pred missing;
-.reg .u32 polls, stop;
-mov.u32 polls, 0;
-again:
-ld.relaxed.sys.global.v4.u32 {$0, $1, $2, $3}, [$4];
-setp.eq.u32 missing, $0, 0x80000000;
-setp.eq.or.u32 missing, $1, 0x80000000, missing;
-setp.eq.or.u32 missing, $2, 0x80000000, missing;
-setp.eq.or.u32 missing, $3, 0x80000000, missing;
-@!missing bra done;
-add.u32 polls, polls, 1;
-and.b32 stop, polls, 0x3ff;
-setp.ne.u32 missing, stop, 0;
-@missing bra again;
-ld.relaxed.sys.global.u32 stop, [$8];
-setp.eq.u32 missing, stop, 0;
-@missing bra again;
-done:
-}""")
-"""Four words at once, since a thread owns four in a row; the host's word is read every 1,024th time."""
-
-_PUSH = gl.constexpr("""{
-st.relaxed.sys.global.v4.b32 [$4], {$8, $9, $10, $11};
-mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
-}""")
-
-
-@gluon.jit
-def _receive(address, stop):
-    """Wait until four words a thread have arrived, and return them."""
-    return gl.inline_asm_elementwise(
-        _POLL, "=&r,=&r,=&r,=&r,l,l,l,l,l,l,l,l", [address, stop], gl.int32, False, 4
-    )
-
-
-@gluon.jit
-def _send(address, words):
-    """Store four words a thread in any rank's arena."""
-    gl.inline_asm_elementwise(_PUSH, "=r,=r,=r,=r,l,l,l,l,r,r,r,r", [address, words], gl.int32, False, 4)
-
-
-@gluon.jit
-def _signal(text: gl.constexpr):
-    gl.inline_asm_elementwise(text, "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -230,8 +130,8 @@ def _sum(
             words = own_words
         else:
             at = received + source * stride + first
-            words = _receive(at, stop)
-            _send(at, own_words * 0 + _EMPTY)
+            words = receive(at, stop)
+            send(at, own_words * 0 + EMPTY)
         low += _low(words, FLOAT)
         high += _high(words, FLOAT)
     return low, high
@@ -295,8 +195,8 @@ def _all_reduce_add(
     stop = (lane * 0).to(gl.int64) + stop_address.to(gl.int64)
     own = gl.load(addresses + RANK)
     if PDL:
-        _signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
-        _signal("griddepcontrol.wait; mov.u32 $0, 0;")
+        signal("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
+        signal("griddepcontrol.wait; mov.u32 $0, 0;")
     call = gl.load(calls + program)
     # In bytes: of one source in a half of the region, and where this call's half begins.
     source_bytes = region_items.to(gl.int64) * (REGION_BLOCK * 4)
@@ -309,14 +209,14 @@ def _all_reduce_add(
     place = call * 0
     while item < items:
         words = gl.load(x + item * BLOCK + lane)
-        words = gl.where(words == _EMPTY, 0, words)
+        words = gl.where(words == EMPTY, 0, words)
         at = sent + place.to(gl.int64) * (BLOCK * 4)
         if TWO_SHOT:
             if place % WORLD != RANK:
-                _send(at + gl.load(addresses + place % WORLD), words)
+                send(at + gl.load(addresses + place % WORLD), words)
         else:
             for hop in gl.static_range(1, WORLD):
-                _send(at + gl.load(addresses + (RANK + hop) % WORLD), words)
+                send(at + gl.load(addresses + (RANK + hop) % WORLD), words)
         item += programs
         place += 1
 
@@ -329,10 +229,10 @@ def _all_reduce_add(
             first = place.to(gl.int64) * (BLOCK * 4)
             low, high = _sum(words, received, first, source_bytes, stop, RANK, WORLD, FLOAT)
             words = _pack(low + _low(old, FLOAT), high + _high(old, FLOAT), FLOAT)
-            words = gl.where(words == _EMPTY, 0, words)
+            words = gl.where(words == EMPTY, 0, words)
             if TWO_SHOT:
                 for hop in gl.static_range(1, WORLD):
-                    _send(sent + first + gl.load(addresses + (RANK + hop) % WORLD), words)
+                    send(sent + first + gl.load(addresses + (RANK + hop) % WORLD), words)
             _finish(words, item, lane, residual, gain, scaled, squares, rows, PARTS, BLOCK, FLOAT, NORM)
         item += programs
         place += 1
@@ -343,8 +243,8 @@ def _all_reduce_add(
         while item < items:
             if place % WORLD != RANK:
                 at = received + (place % WORLD).to(gl.int64) * source_bytes + place.to(gl.int64) * (BLOCK * 4)
-                words = _receive(at, stop)
-                _send(at, words * 0 + _EMPTY)
+                words = receive(at, stop)
+                send(at, words * 0 + EMPTY)
                 _finish(words, item, lane, residual, gain, scaled, squares, rows, PARTS, BLOCK, FLOAT, NORM)
             item += programs
             place += 1

@@ -7,8 +7,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from appliance.cli import main
@@ -240,3 +241,9 @@ def a_status(run_dir: Path) -> Status:
         ],
         problems=[Problem(at=1_790_000_500.0, where="demo-0", what="rank 1 was killed by signal 9", count=2)],
     )
+
+
+def change_replica(status: Status, **fields: Any) -> None:
+    """Give the only replica of a status these fields."""
+    replicas = status.models[0].replicas
+    replicas[0] = msgspec.structs.replace(replicas[0], **fields)

@@ -97,7 +97,7 @@ class AdminService(_Service):
                 key="ak-secret",
                 name=parameters["name"],
                 tenant=parameters["tenant"],
-                expires_at=parameters["expires_at"],
+                expires_at=parameters.get("expires_at"),
             )
         elif name == "keys.rotate":
             result = NewKey(

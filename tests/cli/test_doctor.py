@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
@@ -28,7 +29,7 @@ from appliance.watch.findings import Examination, Finding
 from appliance.watch.models import running_models
 from engine import memory
 from store.requests import RequestReader
-from tests.cli.conftest import History, Run, a_row, a_status
+from tests.cli.conftest import History, Run, a_row, a_status, change_replica
 from tests.cli.servers import AdminService, ApiService
 
 Doctor = Callable[..., tuple[int, list[dict[str, Any]]]]
@@ -167,9 +168,7 @@ def test_what_is_quantised_is_told_and_takes_less(doctor: Doctor, model: Path) -
 
 def test_a_running_model_tells_what_it_is_held_in(run_dir: Path) -> None:
     status = a_status(run_dir)
-    replica = status.models[0].replicas[0]
-    replica.dtype = replica.weights = "bfloat16"
-    replica.kv_cache_dtype = "fp8"
+    change_replica(status, dtype="bfloat16", weights="bfloat16", kv_cache_dtype="fp8")
     finding = next(iter(running_models(status.models)))
     assert "demo-0 runs on cpu in bfloat16, KV fp8: 1.2 GiB used" in finding.text
 
@@ -368,7 +367,7 @@ def test_what_the_service_complains_of_is_a_finding(
     admin.status.current_problems = [
         CurrentProblem(where="demo-0", what="model.safetensors: truncated", remedy="the service tries again")
     ]
-    admin.status.databases[0].dropped_rows = 3
+    admin.status.databases[0] = structs.replace(admin.status.databases[0], dropped_rows=3)
     admin.status.problems = [Problem(at=4e9, where="demo-0", what="it broke")]
     code, findings = doctor()
     text = " ".join(f"{finding['text']} → {finding['remedy']}" for finding in findings)

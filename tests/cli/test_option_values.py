@@ -34,7 +34,7 @@ NOT_NUMBERS = (
 )
 OUT_OF_RANGE = ("-1", "99999999999999999999", "99999999999d", "-5d", "9" * 400 + "d", "9999999-01-01")
 TEXTS = ("", " ", "\n", "x" * 5000, "../" * 400, "\u202e", NOT_UTF_8, "9" * 5000, "-", "a=b", "\U0001f642")
-NUMBERS = {"N", "T", "P", "R", "S", "MS", "SPAN", "TIME", "PART", "P0…P3"}
+NUMBERS = {"N", "T", "P", "R", "S", "MS", "SPAN", "TIME", "P0…P3"}
 """Metavars of options that take a number, a span or a time."""
 
 

@@ -13,9 +13,10 @@ import pytest
 
 from appliance.cli.output import Layout, cells, printable, shorten
 from appliance.cli.requests import _COLUMNS, _ROOM, _cells, _ends
-from appliance.protocol import Contents, KeptText
+from appliance.protocol import Contents
 from appliance.rundir import RunDirLock
 from store.requests import RequestFilter, RequestReader
+from store.structs import KeptText
 from tests.cli.conftest import History, Run, a_row
 from tests.cli.servers import AdminService
 

@@ -17,7 +17,7 @@ from appliance.cli.output import cells
 from appliance.cli.status import status_lines
 from appliance.protocol import ClassStatus, Key, Status
 from appliance.settings import Flags, load_settings
-from tests.cli.conftest import Run, a_status
+from tests.cli.conftest import Run, a_status, change_replica
 from tests.cli.servers import AdminService
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,8 +85,7 @@ def test_status_shows_what_an_operator_looks_for(cli: Run, admin: AdminService, 
 def test_status_shows_what_is_quantised(
     cli: Run, admin: AdminService, run_dir: Path, weights: str, kv_cache_dtype: str, shown: str
 ) -> None:
-    replica = admin.status.models[0].replicas[0]
-    replica.dtype, replica.weights, replica.kv_cache_dtype = "bfloat16", weights, kv_cache_dtype
+    change_replica(admin.status, dtype="bfloat16", weights=weights, kv_cache_dtype=kv_cache_dtype)
     assert f"2 ranks on cpu, {shown}" in cli("status", "--run-dir", run_dir).out
     written = json.loads(cli("status", "--run-dir", run_dir, "--json").out)["models"][0]["replicas"][0]
     assert (written["weights"], written["kv_cache_dtype"]) == (weights, kv_cache_dtype)
@@ -108,9 +107,7 @@ def test_the_status_says_how_both_kinds_of_steps_go(
     run_dir: Path, steps: dict[str, float], shown: tuple[str, str]
 ) -> None:
     status = a_status(run_dir)
-    replica = status.models[0].replicas[0]
-    for name, value in ({"step_ms": 0.0} | steps).items():
-        setattr(replica, name, value)
+    change_replica(status, **({"step_ms": 0.0} | steps))
     heading, line = (
         next(line for line in status_lines(status, None) if line.startswith(start))
         for start in ("REPLICA", "demo-0")
@@ -130,8 +127,7 @@ def test_a_failed_model_says_why_once(run_dir: Path) -> None:
     status = a_status(run_dir)
     model, why = status.models[0], "model-2.safetensors is truncated"
     model.state, model.detail = "failed", why
-    model.replicas[0].state, model.replicas[0].detail = "failed", "starts again in 4.2 s"
-    model.replicas[0].last_error = why
+    change_replica(status, state="failed", detail="starts again in 4.2 s", last_error=why)
     text = "\n".join(status_lines(status, None))
     assert (text.count(why), text.count("starts again in 4.2 s")) == (1, 1)
 
@@ -166,7 +162,7 @@ def test_a_new_key_is_printed_alone_so_that_a_script_can_take_it(
     outcome = cli("keys", "create", "--name", "ci", "--run-dir", run_dir)
     assert outcome.out == "ak-secret\n"
     assert "shown only once" in outcome.err and "key_1" in outcome.err
-    assert admin.actions == [("keys.create", {"name": "ci", "tenant": "default", "expires_at": None})]
+    assert admin.actions == [("keys.create", {"name": "ci", "tenant": "default"})]
 
 
 def test_a_new_key_as_json_has_id_and_key(cli: Run, admin: AdminService, run_dir: Path) -> None:

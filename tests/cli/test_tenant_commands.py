@@ -38,7 +38,7 @@ def test_only_what_is_typed_is_sent(cli: Run, admin: AdminService, run_dir: Path
     assert cli("tenants", "set", "acme", "--weight", "2.5", "--run-dir", run_dir).code == 0
     assert last(admin) == ("tenants.set", {"name": "acme", "weight": 2.5})
     assert cli("keys", "create", "--name", "ci", "--run-dir", run_dir).code == 0
-    assert last(admin) == ("keys.create", {"name": "ci", "tenant": "default", "expires_at": None})
+    assert last(admin) == ("keys.create", {"name": "ci", "tenant": "default"})
 
 
 def test_every_field_of_a_tenant_can_be_typed(cli: Run, admin: AdminService, run_dir: Path) -> None:
@@ -46,7 +46,8 @@ def test_every_field_of_a_tenant_can_be_typed(cli: Run, admin: AdminService, run
         *("tenants", "create", "acme", "--weight", 4, "--highest-class", "p0", "--default-class", 2),
         *("--default-max-tokens", 100, "--cache-group", "lab", "--log-policy", "full", "--log-days", 7),
         *("--requests-per-minute", 600, "--tokens-per-minute", "1e5", "--tokens-per-day", "2_000_000"),
-        *("--burst", "2m", "--concurrent", 16, "--queued", 64, "--context", 8192, "--kv-share", 0.25),
+        *("--burst", "2m", "--concurrent-requests", 16, "--queued-requests", 64, "--context-tokens", 8192),
+        *("--kv-share", 0.25),
         *("--run-dir", run_dir),
     )
     assert outcome.code == 0, outcome.err
@@ -76,7 +77,7 @@ def test_every_field_of_a_tenant_can_be_typed(cli: Run, admin: AdminService, run
 def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> None:
     for flag, field in (
         ("--requests-per-minute", "requests_per_minute"),
-        ("--concurrent", "concurrent_requests"),
+        ("--concurrent-requests", "concurrent_requests"),
         ("--cache-group", "cache_group"),
         ("--log-days", "log_days"),
         ("--default-max-tokens", "default_max_tokens"),
@@ -94,10 +95,10 @@ def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> Non
     ("words", "said"),
     [
         (
-            ("tenants", "set", "a", "--concurrent", "many"),
-            "'many' cannot be used: write a whole number, 1 to 1,000,000,000,000, such as 8, or none",
+            ("tenants", "set", "a", "--concurrent-requests", "many"),
+            "'many' cannot be used: write a whole number from 1 to 1,000,000,000,000, or none",
         ),
-        (("tenants", "set", "a", "--concurrent", "1.5"), "or none"),
+        (("tenants", "set", "a", "--concurrent-requests", "1.5"), "or none"),
         (
             ("tenants", "set", "a", "--tokens-per-day", "x"),
             "--tokens-per-day 'x' cannot be used: write a number",
@@ -142,7 +143,6 @@ def test_a_key_gets_scopes_models_and_limits(cli: Run, admin: AdminService, run_
     assert sent == {
         "name": "ci",
         "tenant": "acme",
-        "expires_at": None,
         "scopes": ["inference", "read"],
         "models": ["a", "b"],
         "highest_class": 2,
@@ -171,15 +171,15 @@ def test_tenants_are_listed_with_their_state_and_limits(cli: Run, admin: AdminSe
     heading, *lines = cli("tenants", "list", "--run-dir", run_dir).out.splitlines()
     assert heading.split()[:2] == ["NAME", "STATE"]
     assert [line.split()[:2] for line in lines] == [
-        ["default", "served"],
-        ["acme", "served"],
+        ["default", "active"],
+        ["acme", "active"],
         ["gone", "suspended"],
     ]
     assert lines[0].endswith("none")
-    assert re.search(r" 2\.5 +P2 +P0 +3 ", lines[1])
+    assert re.search(r" 2\.5 +P0 +P2 .* 3 ", lines[1])
     assert lines[1].endswith(
-        "600 requests/min, 200,000 tokens/min, 5,000,000 tokens/day, 16 at once, 64 waiting, "
-        "8,192 tokens context, 0.25 of KV"
+        "600 requests/min, 200,000 tokens/min, 5,000,000 tokens/day, 16 concurrent requests, "
+        "64 queued requests, 8,192 context tokens, 0.25 KV share"
     )
     listed = json.loads(cli("tenants", "list", "--json", "--run-dir", run_dir).out)
     assert [tenant["name"] for tenant in listed] == ["default", "acme", "gone"]
@@ -190,9 +190,9 @@ def test_a_tenant_is_shown_with_every_limit(cli: Run, admin: AdminService, run_d
     admin.tenants = [a_tenant("acme", quota=LIMITS, cache_group="lab", log_policy="hashes", log_days=30.0)]
     out = cli("tenants", "show", "acme", "--run-dir", run_dir).out
     shown = dict(re.split(r" {2,}", line, maxsplit=1) for line in out.splitlines())
-    assert shown["state"] == "served" and shown["cache group"] == "lab"
-    assert (shown["requests a minute"], shown["burst"], shown["context tokens"]) == ("600", "2m", "8,192")
-    assert shown["request log"] == "hashes for 30 days"
+    assert shown["state"] == "active" and shown["cache group"] == "lab"
+    assert (shown["requests per minute"], shown["burst"], shown["context tokens"]) == ("600", "2m", "8,192")
+    assert (shown["log policy"], shown["log days"]) == ("hashes", "30")
     assert json.loads(cli("tenants", "show", "acme", "--json", "--run-dir", run_dir).out)["name"] == "acme"
     unknown = cli("tenants", "show", "nobody", "--run-dir", run_dir)
     assert unknown.code == 1 and "no tenant 'nobody'" in unknown.err and "tenants list" in unknown.err
@@ -217,10 +217,10 @@ def test_a_tenant_is_shown_with_what_it_and_its_keys_use(
     shown = [re.split(r" {2,}", line) for line in out.partition("\n\n")[2].splitlines()]
     assert shown == [
         ["SCOPE", "LIMIT", "USED", "OF", "HELD", "RESETS IN"],
-        ["tenant", "tokens a minute", "1,520", "200,000", "512", "456ms"],
-        ["tenant", "requests at once", "2", "16", "2", "when they end"],
-        ["tenant", "requests waiting", "0", "64", "0", "-"],
-        ["key app", "tokens a minute", "1,520", "200,000", "512", "456ms"],
+        ["tenant", "tokens per minute", "1,520", "200,000", "512", "456ms"],
+        ["tenant", "concurrent requests", "2", "16", "2", "when they end"],
+        ["tenant", "queued requests", "0", "64", "0", "-"],
+        ["key app", "tokens per minute", "1,520", "200,000", "512", "456ms"],
     ]
     shown_json = json.loads(cli("tenants", "show", "acme", "--json", "--run-dir", run_dir).out)
     assert shown_json["usage"][0]["used"] == 1_520

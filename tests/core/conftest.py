@@ -53,12 +53,14 @@ class Service:
         )
         self.admin = AdminClient(self.run_dir)
         self.log = folder / "log"
+        self.tree = ROOT
+        """The source that it runs."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.core.service", str(self.config)], cwd=ROOT, stderr=log
+                [sys.executable, "-m", "tests.core.service", str(self.config)], cwd=self.tree, stderr=log
             )
 
     def wait_ready(self) -> Status:

@@ -21,6 +21,7 @@ from typing import Any
 
 from engine.client import Channel
 from engine.messages import (
+    LEVELS,
     Attach,
     Cancel,
     CancelRequest,
@@ -57,6 +58,7 @@ class FakeReplica:
         self.fronts: dict[str, Channel[DataInbound]] = {}
         self.running: list[Running] = []
         self.rows = 0
+        self.returned_rows, self.returned_tokens = [0] * LEVELS, [0] * LEVELS
         self.tokens = 0
         self.steps = 0
         self.gone: list[str] = []
@@ -117,6 +119,8 @@ class FakeReplica:
         submit = run.submit
         self.rows += submit.n
         self.tokens += submit.credit_tokens
+        self.returned_rows[submit.level] += submit.n
+        self.returned_tokens[submit.level] += submit.credit_tokens
         made = (run.made - len(submit.output_token_ids)) * submit.n
         self.finished.append(
             Finished(
@@ -155,6 +159,8 @@ class FakeReplica:
                     step=self.steps,
                     credit_seqs=self.rows,
                     credit_tokens=self.tokens,
+                    returned_seqs=tuple(self.returned_rows),
+                    returned_tokens=tuple(self.returned_tokens),
                     finished=self.finished,
                     fronts_gone=self.gone,
                     running=len(self.running),
@@ -183,7 +189,8 @@ def info(spec: ReplicaSpec) -> ReplicaInfo:
         "load_seconds": 0.1,
     }
     texts = dict.fromkeys(
-        ("model_type", "dtype", "weights", "kv_cache_dtype", "backend", "torch_version"), "fake"
+        ("model_type", "dtype", "weights", "kv_cache_dtype", "backend", "torch_version", "collectives"),
+        "fake",
     )
     numbers = dict.fromkeys(ReplicaInfo.__struct_fields__, 100)
     return ReplicaInfo(**(numbers | texts | known))

@@ -13,7 +13,7 @@ from appliance.traffic.credits import CreditAccount
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.requests import Ledger
 from appliance.traffic.rules import QueueRules
-from engine.messages import Finished, Report
+from engine.messages import LEVELS, Finished, Report, level_of
 from store.requests import RequestRow
 
 ROWS, TOKENS = 4, 40
@@ -43,6 +43,7 @@ class Submission:
     request_id: str
     rows: int
     tokens: int
+    level: int
 
 
 @dataclass
@@ -55,8 +56,8 @@ class FakeReplica:
     """By front; None is the end of file."""
     running: list[Submission] = field(default_factory=list)
     to_core: deque[Report] = field(default_factory=deque)
-    rows: int = ROWS
-    tokens: int = TOKENS
+    returned_rows: list[int] = field(default_factory=lambda: [0] * LEVELS)
+    returned_tokens: list[int] = field(default_factory=lambda: [0] * LEVELS)
     news: list[Finished] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
 
@@ -72,8 +73,8 @@ class FakeReplica:
 
     def finish(self, submission: Submission, how: str = "length") -> None:
         self.running.remove(submission)
-        self.rows += submission.rows
-        self.tokens += submission.tokens
+        self.returned_rows[submission.level] += submission.rows
+        self.returned_tokens[submission.level] += submission.tokens
         self.news.append(
             Finished(
                 submission.request_id, 0, 0, submission.tokens, 0, 5 * submission.rows, 0, 1,
@@ -84,8 +85,10 @@ class FakeReplica:
     def report(self) -> None:
         report = Report(
             step=1,
-            credit_seqs=self.rows,
-            credit_tokens=self.tokens,
+            credit_seqs=ROWS + sum(self.returned_rows),
+            credit_tokens=TOKENS + sum(self.returned_tokens),
+            returned_seqs=tuple(self.returned_rows),
+            returned_tokens=tuple(self.returned_tokens),
             finished=self.news,
             fronts_gone=self.gone,
         )
@@ -240,6 +243,7 @@ class House:
                         message.request_id,
                         ask.admit.rows // each,
                         ask.admit.prompt_tokens // each,
+                        level_of(message.priority, message.urgency),
                     )
                 )
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from store.policies import TenantRecord
+from tests.core import isolation
 from tests.core.simulated_box import (
     Asked,
     Box,
@@ -224,6 +225,12 @@ def main() -> int:
     began = time.monotonic()
     broken: list[str] = []
     figures: Figures = {"shares": [], "quiet": [], "deadlines": [], "deadlines_in_all": {}}
+    figures["isolation_ttft_ms"] = isolation.figures()
+    print(f"isolation {json.dumps(figures['isolation_ttft_ms'])}", flush=True)
+    figures["isolation_mixes"] = 300 * options.seeds
+    for seed in range(figures["isolation_mixes"]):
+        broken += [f"mix {seed}: {probe}" for probe in isolation.broken_promises(isolation.random_mix(seed))]
+    print(f"{len(broken)} short requests waited too long in {figures['isolation_mixes']} mixes", flush=True)
 
     def note(kind: str, one: Figures, kept: bool) -> None:
         figures[kind].append(one)

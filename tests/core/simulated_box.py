@@ -91,9 +91,14 @@ class Asked:
     ended_at: float | None = None
     tokens: int = 0
 
+    samples: int = 1
+    """Of each prompt."""
+    tokens_of: list[int] = field(default_factory=list)
+    """Tokens of each sample of each prompt."""
+    unfinished: set[int] = field(default_factory=set)
+    """Indices into `tokens_of` of the samples that have not ended."""
     attempt: int = 0
     replica: Replica | None = None
-    handle: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -248,6 +253,9 @@ class Replica:
             step=gauges.step,
             credit_seqs=gauges.credit_seqs,
             credit_tokens=gauges.credit_tokens,
+            waiting_seqs=gauges.waiting_seqs,
+            returned_seqs=gauges.returned_seqs,
+            returned_tokens=gauges.returned_tokens,
             finished=finished,
             running=gauges.running,
             waiting=gauges.waiting,
@@ -301,7 +309,8 @@ class Box:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
         self._in_flight: dict[str, Asked] = {}
-        self._handles: dict[int, Asked] = {}
+        self._handles: dict[int, tuple[Asked, int, int]] = {}
+        """By handle: the request, its attempt, and the index of the first sample."""
         self.at(0.0, self._tick)
 
     def add_replica(
@@ -339,15 +348,17 @@ class Box:
         self.after(RESUBMIT_S, lambda: [self._resubmit(asked) for asked in lost])
 
     def _resubmit(self, asked: Asked) -> None:
-        self._handles.pop(asked.handle, None)
         asked.attempt += 1
         asked.replica = None
-        shape = asked.shape
+        shape, left = asked.shape, asked.unfinished
+        emitted = sum(asked.tokens_of[index] for index in left)
         again = msgspec.structs.replace(
             asked.admit,
             attempt=asked.attempt,
-            prompt_tokens=shape.prompt + asked.tokens,
-            max_tokens=shape.max_tokens - asked.tokens,
+            submissions=len(left),
+            rows=len(left),
+            prompt_tokens=len(left) * shape.prompt + emitted,
+            max_tokens=len(left) * shape.max_tokens - emitted,
         )
         self.ledger.admit(FRONT, again)
 
@@ -384,9 +395,12 @@ class Box:
         asked_class: str = "",
         highest_class: int = 0,
         key_id: str = "",
+        prompts: int = 1,
+        samples: int = 1,
         done: Callable[[Asked], None] | None = None,
     ) -> Asked:
-        """A client asks, and `done` is called when it has its answer or refusal."""
+        """A client asks, and `done` is called when it has its answer or refusal. `shape` is that of each
+        prompt and sample."""
         request_id = f"r{len(self.asked)}"
         admit = Admit(
             request_id=request_id,
@@ -395,15 +409,17 @@ class Box:
             endpoint="/v1/completions",
             model=MODEL,
             stream=True,
-            submissions=1,
-            rows=1,
-            prompt_tokens=shape.prompt,
-            max_tokens=shape.max_tokens,
+            submissions=prompts,
+            rows=prompts * samples,
+            prompt_tokens=prompts * shape.prompt,
+            max_tokens=prompts * samples * shape.max_tokens,
             arrived_at=_EPOCH + self.now,
             asked_class=asked_class,
             deadline_ms=None if deadline_s is None else 1e3 * deadline_s,
         )
         asked = Asked(request_id, tenant, shape, self.now, deadline_s, asked_class, done, admit)
+        asked.samples, asked.tokens_of = samples, [0] * (prompts * samples)
+        asked.unfinished = set(range(prompts * samples))
         self.asked.append(asked)
         self._in_flight[request_id] = asked
         self.after(HOP_S, lambda: self.ledger.admit(FRONT, admit))
@@ -428,36 +444,42 @@ class Box:
             self.after(RESUBMIT_S, lambda: self._resubmit(asked))
             return
         asked.replica = replica
-        self._serial += 1
-        handle = self._serial
-        self._handles[handle] = asked
-        asked.handle = handle
-        submit = Submit(
-            handle=handle,
-            request_id=asked.request_id,
-            prompt_token_ids=_PROMPT[: asked.shape.prompt],
-            output_token_ids=_PROMPT[: asked.tokens],
-            sampling=SamplingParams(max_tokens=asked.shape.output, ignore_eos=True),
-            priority=message.priority,
-            urgent=message.urgent,
-        )
-        self.after(HOP_S, lambda: replica.submit(submit))
+        firsts = sorted(asked.unfinished) if asked.attempt else range(0, len(asked.tokens_of), asked.samples)
+        prompt, submits = _PROMPT[: asked.shape.prompt], []
+        for first in firsts:
+            self._serial += 1
+            self._handles[self._serial] = (asked, asked.attempt, first)
+            submits.append(
+                Submit(
+                    handle=self._serial,
+                    request_id=asked.request_id,
+                    prompt_token_ids=prompt,
+                    output_token_ids=_PROMPT[: asked.tokens_of[first]] if asked.attempt else [],
+                    n=1 if asked.attempt else asked.samples,
+                    sampling=SamplingParams(max_tokens=asked.shape.output, ignore_eos=True),
+                    **_order_of(message),
+                )
+            )
+        self.after(HOP_S, lambda: [replica.submit(submit) for submit in submits])
 
     def hear(self, replica: Replica, outputs: list[Output]) -> None:
         """The front reads a step's frame."""
         served, weight = self.served, self.rules.output_weight
         for output in outputs:
-            asked = self._handles.get(output.handle)
-            if asked is None or asked.handle != output.handle:
+            asked, attempt, index = self._handles[output.handle]
+            if asked.attempt != attempt:
                 continue  # of a replica that has died since
+            index += output.sample
             tokens = len(output.token_ids)
             if not asked.tokens and tokens:
                 asked.first_token_at = self.now
-                served[asked.tenant] = served.get(asked.tenant, 0.0) + asked.shape.prompt
+                served[asked.tenant] = served.get(asked.tenant, 0.0) + asked.admit.prompt_tokens
             asked.tokens += tokens
+            asked.tokens_of[index] += tokens
             served[asked.tenant] = served.get(asked.tenant, 0.0) + weight * tokens
             if output.finish_reason:
-                del self._handles[output.handle]
+                asked.unfinished.discard(index)
+            if output.finish_reason and not asked.unfinished:
                 asked.ended_at = self.now
                 self._settle(asked)
                 self._end(asked)
@@ -477,6 +499,15 @@ class Box:
         del self._in_flight[asked.request_id]
         if asked.done is not None:
             asked.done(asked)
+
+
+def _order_of(message: Admitted) -> dict[str, int]:
+    """The fields of a turn that say in which order the engine serves it."""
+    return {
+        "priority": message.priority,
+        "urgency": message.urgency,
+        "spare_slots": message.spare_slots,
+    }
 
 
 # ── clients ──

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.actions import ACTIONS, action_named
 from appliance.admin.app import admin_app
-from appliance.admin.callers import Doorkeeper
+from appliance.admin.callers import Authenticator
 from appliance.backoff import Backoff
 from appliance.client import AdminClient, ServiceNotRunningError
 from appliance.http import Peer
@@ -114,7 +114,7 @@ class Nothing:
 
 
 def ask(path: str, uid: int | None, method: str = "GET", body: bytes = b"") -> tuple[int, bytes]:
-    _, app = admin_app(Nothing(), Doorkeeper(AdminSettings(uids=[7], groups=[]), lambda key: None))
+    _, app = admin_app(Nothing(), Authenticator(AdminSettings(uids=[7], groups=[]), lambda key: None))
     sent: list[Any] = []
 
     async def receive() -> Any:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.traffic.credits import Room
 from appliance.traffic.fairness import FairQueue, Ticket
 from appliance.traffic.outputs import OutputLengths, expected_tokens, most_tokens
 from appliance.traffic.overload import DROP_BACKGROUND, REFUSE_BACKGROUND, REFUSE_INTERACTIVE, Ladder
@@ -16,10 +15,16 @@ from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import ReplicaRates
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises, Timeline
-from engine.messages import Report
+from engine.messages import LEVELS, Report, level_of
 
 RULES = QueueRules()
 NEVER = float("inf")
+ALL_LEVELS = (1 << LEVELS) - 1
+
+
+def levels(*pairs: tuple[int, int]) -> int:
+    """Open levels, each given as a class and an urgency."""
+    return sum(1 << level_of(*pair) for pair in pairs)
 
 
 class Serial:
@@ -38,6 +43,7 @@ class Serial:
         output: float = 50.0,
         due: float | None = None,
         begin_by: float | None = None,
+        rows: int = 1,
     ) -> Ticket[str]:
         self.last += 1
         return Ticket(
@@ -52,12 +58,14 @@ class Serial:
             prompt_tokens=prompt,
             output_tokens=output,
             begin_by=begin_by,
+            rows=rows,
         )
 
 
 def take_next(queue: RequestQueue[str], now: float, promises_from: float = 0.0) -> Ticket[str]:
-    ticket = queue.next(Room.ANY, now, promises_from)
-    assert ticket is not None
+    found = queue.next(ALL_LEVELS, now, promises_from)
+    assert found is not None
+    ticket = found.ticket
     queue.take(ticket, now)
     queue.classes[ticket.request_class].charge(ticket.tenant, ticket.service - ticket.prompt_tokens)
     return ticket
@@ -115,19 +123,60 @@ def test_a_class_that_is_not_late_gets_nothing_while_a_better_one_waits() -> Non
     assert "b" in {take_next(queue, now).tenant for _ in range(20)}
 
 
-def test_a_replica_without_free_rows_is_for_real_time_and_kept_rows_are_for_light_tenants() -> None:
+def test_urgent_requests_have_their_turn_where_no_level_is_open_to_others() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
+    for fair in queue.classes:
+        fair.set_urgent(2, 1000)
+    short, long = levels((1, 2)), levels((1, 2), (1, 1))
     queue.push(serial.ticket("heavy", 1), 1.0, light=False)
-    assert queue.next(Room.LIGHT, 0.0, 0.0) is None
+    assert queue.next(long, 0.0, 0.0) is None
+    wide = serial.ticket("wide", 1, rows=3)
+    queue.push(wide, 1.0, light=True)
+    assert queue.next(long, 0.0, 0.0) is None
+    lengthy = serial.ticket("lengthy", 1, prompt=1001)
+    queue.push(lengthy, 1.0, light=True)
+    assert queue.next(short, 0.0, 0.0) is None
+    assert queue.next(long, 0.0, 0.0) == (lengthy, level_of(1, 1))
     light = serial.ticket("light", 1)
-    queue.push(light, 100.0, light=True)
-    queue.classes[1].charge("heavy", 10.0)
-    assert queue.next(Room.LIGHT, 0.0, 0.0) is light
-    assert queue.next(Room.REAL_TIME, 0.0, 0.0) is None
-    urgent = serial.ticket("rt", 0)
-    queue.push(urgent, 1.0, light=False)
-    assert queue.next(Room.REAL_TIME, 0.0, 0.0) is urgent
-    assert queue.next(Room.NONE, 0.0, 0.0) is None
+    queue.push(light, 1.0, light=True)
+    queue.classes[1].charge("light", 1000.0)
+    assert queue.next(short, 0.0, 0.0) == (light, level_of(1, 2)), "a step's tokens beyond its share"
+    queue.classes[1].charge("light", 1.0)
+    assert queue.next(short, 0.0, 0.0) is None
+    queue.classes[1].charge("light", -1.0)
+    real_time = serial.ticket("rt", 0)
+    queue.push(real_time, 1.0, light=True)
+    assert queue.next(levels((0, 2)), 0.0, 0.0) == (real_time, level_of(0, 2))
+    assert queue.next(0, 0.0, 0.0) is None
+
+
+def test_a_tenant_is_asked_again_for_its_urgency_when_its_first_request_changes() -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    fair = queue.classes[1]
+    fair.set_urgent(1, 1000)
+    wide, narrow = serial.ticket("a", 1, rows=2), serial.ticket("a", 1, due=1.0)
+    queue.push(wide, 1.0, light=True)
+    assert fair.next(1) is None
+    queue.push(narrow, 1.0, light=True)
+    assert fair.next(2) is narrow
+    queue.remove(narrow)
+    assert fair.next(1) is None
+    fair.set_urgent(2, 1000)
+    assert fair.next(2) is wide
+    fair.set_tenant("a", 1.0, light=False)
+    assert fair.next(1) is None and fair.next(0) is wide
+
+
+def test_a_request_that_goes_before_better_classes_runs_as_one_of_them() -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    background = serial.ticket("b", 3, prompt=10, output=1.0)
+    queue.push(background, 1.0, light=False)
+    assert queue.next(ALL_LEVELS, 0.0, 0.0) == (background, level_of(3, 0)), "nothing better waits"
+    for number in (1, 2):
+        queue.push(serial.ticket("a", number, prompt=10_000), 1.0, light=False)
+    queue.push(serial.ticket("a", 1, prompt=10_000), 1.0, light=False)
+    assert take_next(queue, 0.0).request_class == 1
+    assert queue.next(ALL_LEVELS, 0.0, 0.0) == (background, level_of(1, 0))
 
 
 # ── inside a class ──
@@ -196,8 +245,8 @@ def test_what_must_begin_now_to_keep_its_promise_goes_before_other_tenants_and_n
     queue.classes[1].charge("b", 1e6)
     other = serial.ticket("a")
     queue.push(other, 1.0, light=False)
-    assert queue.next(Room.ANY, 0.0, promises_from=9.0) is other
-    assert queue.next(Room.ANY, 0.0, promises_from=10.0) is promised
+    assert queue.next(ALL_LEVELS, 0.0, promises_from=9.0) == (other, level_of(1, 0))
+    assert queue.next(ALL_LEVELS, 0.0, promises_from=10.0) == (promised, level_of(1, 0))
 
 
 # ── sums over those before ──

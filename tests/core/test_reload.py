@@ -16,10 +16,10 @@ import msgspec
 import pytest
 
 from appliance.actions import DrainService, ReloadConfig, ResumeService
-from appliance.appliers import appliers
 from appliance.client import AdminError
 from appliance.protocol import Reloaded, ReplicaStatus
-from appliance.reload import AT_RESTART, BY_THEMSELVES, Reloader, check_still_there
+from appliance.reload import APPLIED_HERE, AT_RESTART, Reloader, check_still_there
+from appliance.reload_hooks import reload_hooks
 from appliance.settings import Loaded, Settings, SettingsError
 from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
@@ -67,9 +67,9 @@ def free_port() -> int:
 
 def test_every_setting_has_a_way_into_the_running_service() -> None:
     fields = {field.name for field in msgspec.structs.fields(Settings)} - {"config_file"}
-    applied = appliers(None, None, None, None, None).keys()  # type: ignore[arg-type]
-    assert fields == AT_RESTART | BY_THEMSELVES | applied
-    assert len(fields) == len(AT_RESTART) + len(BY_THEMSELVES) + len(applied)
+    applied = reload_hooks(None, None, None, None, None).keys()  # type: ignore[arg-type]
+    assert fields == AT_RESTART | APPLIED_HERE | applied
+    assert len(fields) == len(AT_RESTART) + len(APPLIED_HERE) + len(applied)
 
 
 def test_a_file_that_did_not_change_changes_nothing(make_service: Make) -> None:
@@ -341,7 +341,7 @@ def loaded(*files: str) -> Loaded:
 def test_without_the_main_settings_file_nothing_is_turned_off(
     former: Loaded, now: Loaded, refused: bool
 ) -> None:
-    with pytest.raises(SettingsError, match="is gone") if refused else nullcontext():
+    with pytest.raises(SettingsError, match="was deleted") if refused else nullcontext():
         check_still_there(former, now)
 
 

@@ -71,14 +71,15 @@ def serve(steps: StepExecutor) -> None:
         SamplingParams(max_tokens=9, temperature=1.0, top_k=4, presence_penalty=0.5),
     )
     for params in every:
-        for chunk, decodes in ((7, 0), (1, 3), (2, 20), (200, 40), (129, 17), (240, 60), (600, 5)):
+        for chunk, decodes in ((7, 0), (1, 3), (2, 20), (200, 40), (129, 17), (600, 5), (240, 60)):
             rows = list(range(decodes + 2))
             setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
             for samples in ([], [decodes], [decodes, decodes + 1]):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))
-            for few in (1, 2, 3, 5, 9, 17, 33, len(rows)):
-                steps.run(StepPlan(0, [], [], [], rows[:few], []))
+        # The last chunk has set up the most rows.
+        for few in (1, 2, 3, 5, 7, 9, 17, 19, 22, 33, 42, 62):
+            steps.run(StepPlan(0, [], [], [], rows[:few], []))
     for chunk in (1, 40, 64):
         prompt = Chunk(0, COLUMNS * PAGE_TOKENS - chunk, [0] * chunk, [0])
         steps.run(StepPlan(0, [], [], [], [], [prompt]))

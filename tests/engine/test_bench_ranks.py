@@ -91,7 +91,7 @@ def test_the_benchmark_measures_a_replica_of_two_ranks(start: Start, tmp_path: P
     process = start("-m", "engine.bench", "b8_decode", *options(tmp_path), "--runs", "1", "--json", str(out))
     code, printed, errors = finish(process)
     assert code == 0, errors
-    assert " on 2 × cpu, ready in " in printed
+    assert " on 2 × cpu (gloo), ready in " in printed
     raw = json.loads(out.read_text())
     assert raw["info"]["tensor_parallel_size"] == len(raw["info"]["devices"]) == 2
     decode = raw["workloads"]["b8_decode"]["runs"][0]["decode"]

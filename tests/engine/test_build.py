@@ -72,6 +72,18 @@ def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launche
     assert long == (FAMILIES[family].get("head_dim") == 128)  # the kernel that only a Hopper GPU has
 
 
+def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
+    """Their kernels differ between ranks: sums with and without a norm, gathers of two sizes, and the choice
+    of a token; with passes in halves also a barrier, and a sum that is equal on all ranks."""
+    folder = folder_of(tmp_path, "llama")
+    whole, halves = (
+        [int(count) for count in compiled("tests.engine.launches_of_halves", folder, 2, kind).stdout.split()]
+        for kind in ("whole", "halves")
+    )
+    assert whole[3] == 0 and all(count > 0 and count % 2 == 0 for count in whole[:3])
+    assert halves == [whole[0], whole[1] + 2, whole[2], 1]
+
+
 def test_kernels_are_built_and_tuned_without_dependent_launch_before_hopper(tmp_path: Path) -> None:
     """Older instruction sets do not have it: nothing would compile."""
     done = compiled("tests.engine.launches_before_hopper", folder_of(tmp_path, "llama"))

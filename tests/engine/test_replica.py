@@ -331,6 +331,21 @@ def test_only_unexpected_errors_are_logged_with_time_name_and_traceback(
         assert said == ""
 
 
+def test_a_rank_sees_only_the_gpus_of_its_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "seeing.py").write_text(
+        "import os, pathlib\n"
+        "seen = os.environ.get('CUDA_VISIBLE_DEVICES', 'all')\n"
+        "pathlib.Path(__file__).with_name('seen').write_text(seen)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for gpus, seen in (((), "all"), (("GPU-3", "GPU-5"), "GPU-3,GPU-5")):
+        process, channel = launch.spawn_rank("seeing", gpus)
+        assert process.wait(60) == 0
+        channel.close()
+        assert (tmp_path / "seen").read_text() == seen
+
+
 def test_nothing_is_imported_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

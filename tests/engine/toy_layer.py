@@ -1,6 +1,6 @@
-"""Adds a kind of layer with an operation and a kernel of its own, and prints, as JSON, what the commands that
-compile, load and tune kernels make of it. A process of its own, as `tests.engine.launches_of_serving`:
-`python -m tests.engine.toy_layer FOLDER`.
+"""Prints, as JSON, which kernels the commands that compile, load and tune kernels find: first in the product
+as it is, then after a kind of layer with an operation and a kernel of its own is added. A process of its own,
+as `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
 
 What a developer would write for it is one class and one operation (`ToyLayer`, `gated_add`), and the kind's
 name in the family's entry. Nothing else of the product changes.
@@ -23,13 +23,23 @@ import triton.language as tl
 from engine import build, families, kernel_build
 from engine.config import ModelConfig, Shard
 from engine.launch_enumeration import MetaReplica
-from engine.model.layers import LAYER_KINDS, Layer, LayerInput, Linear, ParameterFactory, WeightShard
+from engine.model.layers import (
+    LAYER_KINDS,
+    Layer,
+    LayerInput,
+    LayerRun,
+    Linear,
+    ParameterFactory,
+    WeightShard,
+)
+from engine.served_model import ServedModel
 from kernels import KvPool, Residual, compiling, reference
 from kernels.cuda import CudaOps
 from kernels.triton.linear_table import Table, read_table
 from tests.engine import launches_of_tuning
 
 GPU = compiling.Gpu.of("any", 90)
+SEQUENCES, STEP_TOKENS = 8, 64
 
 
 # ── what would be added to the product ───────────────────────────────────────────────────────────────
@@ -44,10 +54,10 @@ class ToyLayer(Layer):
         self.gate_norm = factory.empty(config.hidden_size)
         self.gate = Linear(factory, config.hidden_size, config.hidden_size, bias=False)
 
-    def __call__(
+    def run(
         self, residual: Residual, inputs: LayerInput, kv: KvPool, next_gain: torch.Tensor | None
-    ) -> Residual:
-        residual = super().__call__(residual, inputs, kv, self.gate_norm)
+    ) -> LayerRun:
+        residual = yield from super().run(residual, inputs, kv, self.gate_norm)
         return self.ops.gated_add(residual, self.gate_norm, self.eps, self.gate.weight)  # type: ignore[attr-defined]
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
@@ -84,18 +94,29 @@ def reference_gated_add(x: Residual, gain: torch.Tensor, eps: float, weight: tor
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    without = found(folder, folder / "without")
     with contextlib.ExitStack() as stack:
         for kind in (CudaOps, reference):
             operation = gated_add if kind is CudaOps else reference_gated_add
             stack.enter_context(mock.patch.object(kind, "gated_add", operation, create=True))
-        if "--without" not in sys.argv:
-            stack.enter_context(mock.patch.dict(LAYER_KINDS, toy=ToyLayer))
-            family = replace(families._FAMILIES["llama"], layer_kind="toy")
-            stack.enter_context(mock.patch.dict(families._FAMILIES, llama=family))
-        print(json.dumps({"built": built(folder), "loaded": loaded(folder), "tuned": tuned(folder)}))
+        stack.enter_context(mock.patch.dict(LAYER_KINDS, toy=ToyLayer))
+        family = replace(families._FAMILIES["llama"], layer_kind="toy")
+        stack.enter_context(mock.patch.dict(families._FAMILIES, llama=family))
+        print(json.dumps({"without": without, "with": found(folder, folder / "with")}))
 
 
-def built(folder: Path) -> list[str]:
+def found(folder: Path, out: Path) -> dict[str, list[str]]:
+    """Run the three commands, which write into `out`."""
+    out.mkdir()
+    return {"built": built(folder, out), "loaded": loaded(folder), "tuned": tuned(folder, out)}
+
+
+def served_model(folder: Path) -> ServedModel:
+    """Return the model, served with few rows and small steps: larger steps have the same kinds of layers."""
+    return build.read_served(folder, max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS)
+
+
+def built(folder: Path, out: Path) -> list[str]:
     """Run `python -m engine.build`: the names of the kernels that it compiles."""
     found: list[compiling.Job] = []
 
@@ -111,7 +132,11 @@ def built(folder: Path) -> list[str]:
         "--capability",
         "90",
         "--cache",
-        str(folder / "cache"),
+        str(out / "cache"),
+        "--max-num-seqs",
+        str(SEQUENCES),
+        "--max-num-batched-tokens",
+        str(STEP_TOKENS),
     ]
     with (
         mock.patch.object(compiling, "compile_jobs", compile_jobs),
@@ -119,23 +144,23 @@ def built(folder: Path) -> list[str]:
         contextlib.redirect_stdout(io.StringIO()),
     ):
         assert build.main() == 0
-    assert kernel_build.is_built(build.read_served(folder), GPU)
+    assert kernel_build.is_built(served_model(folder), GPU)
     return sorted({job.name.split(".")[-1] for job in found})
 
 
 def loaded(folder: Path) -> list[str]:
     """Run warm-up: the names of the kernels that it launches."""
-    replica = MetaReplica(build.read_served(folder), 0, GPU, Table())
+    replica = MetaReplica(served_model(folder), 0, GPU, Table())
     with torch.inference_mode():
         jobs = compiling.record(GPU.target, replica.launch_warm_up)
     return sorted({job.name.split(".")[-1] for job in jobs})
 
 
-def tuned(folder: Path) -> list[str]:
+def tuned(folder: Path, out: Path) -> list[str]:
     """Run `python -m engine.tune`: the linears of the table that it writes."""
-    out = folder / "table.json"
-    launches_of_tuning.run("--config", str(folder), "--rows", "8", "--out", str(out))
-    return sorted(str(product) for product in read_table(out).products)
+    table = out / "table.json"
+    launches_of_tuning.run("--config", str(folder), "--rows", "8", "--out", str(table))
+    return sorted(str(product) for product in read_table(table).products)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ from appliance.messages import (
     Identity,
     Keep,
     KeepRules,
-    KeptPart,
     Limits,
     Refused,
     Rejected,
@@ -58,6 +57,7 @@ from appliance.messages import (
 from appliance.text.tokenizer import Tokenizer
 from engine.client import Channel, socketpair
 from engine.messages import Cancel, DataInbound, Output, StepFrame, Submit, TokenLogprob
+from store.structs import KeptText
 
 Result = TypeVar("Result")
 
@@ -128,7 +128,9 @@ class FakeReplica:
         self.die_after: int | None = None
         """Steps until it dies of itself."""
         self.fail_with: str | None = None
-        """Refuse every submission with this error."""
+        """End every submission with this error."""
+        self.fail_refuses = True
+        """Whether the error is of what is asked for."""
         self.channel: Channel[DataInbound] = Channel(sock, DataInbound)
         self.channel.listen(self._take, lambda: None)
         self._steps = 0
@@ -150,7 +152,17 @@ class FakeReplica:
         samples = range(message.first_sample, message.first_sample + message.n)
         if self.fail_with is not None:
             self._send(
-                [Output(message.handle, sample, [], "error", error=self.fail_with) for sample in samples]
+                [
+                    Output(
+                        message.handle,
+                        sample,
+                        [],
+                        "error",
+                        error=self.fail_with,
+                        refused=self.fail_refuses,
+                    )
+                    for sample in samples
+                ]
             )
             return
         for sample in samples:
@@ -182,12 +194,15 @@ class FakeReplica:
 
     def _output(self, run: _Running) -> Output:
         submit, sampling = run.submit, run.submit.sampling
-        token_id = run.tokens[run.position % len(run.tokens)]
+        if not sampling.max_tokens:
+            token_ids, token_id = [], -1
+        else:
+            token_ids = [token_id := run.tokens[run.position % len(run.tokens)]]
         run.position += 1
         stops = not sampling.ignore_eos and token_id in sampling.stop_token_ids
         finish = "stop" if stops else "length" if run.position >= sampling.max_tokens else ""
-        output = Output(submit.handle, run.sample, [token_id], finish)
-        if sampling.logprobs is not None:
+        output = Output(submit.handle, run.sample, token_ids, finish)
+        if token_ids and sampling.logprobs is not None:
             output.logprobs = [_logprob(token_id, sampling.logprobs)]
         if run.first:
             run.first = False
@@ -247,7 +262,7 @@ class Harness:
         self.claimed: list[Claim] = []
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
-        self.kept: dict[str, list[KeptPart]] = {}
+        self.kept: dict[str, list[KeptText]] = {}
         """By request id."""
         self.moved: list[tuple[HandOver, int, int]] = []
         """With the descriptors of the connection and the request, for `give_back`."""
@@ -496,7 +511,7 @@ class Harness:
         elif isinstance(message, Keep):
             with open(self.channel.take_fd(), "rb") as memory:
                 memory.seek(0)
-                self.kept[message.request_id] = msgspec.msgpack.decode(memory.read(), type=list[KeptPart])
+                self.kept[message.request_id] = msgspec.msgpack.decode(memory.read(), type=list[KeptText])
         elif isinstance(message, Rejected):
             self.rejected.append(message)
         elif isinstance(message, Worked):

@@ -40,15 +40,18 @@ def test_a_deadline_that_cannot_be_met_is_not_tried_again(front: Harness, client
     assert len(front.admits) == 1
 
 
-@pytest.mark.parametrize("urgent", [True, False])
-def test_urgency_reaches_the_engine(front: Harness, urgent: bool) -> None:
+@pytest.mark.parametrize(("urgency", "spare_slots"), [(2, 0), (0, 3)])
+def test_urgency_and_reserved_slots_reach_the_engine(front: Harness, urgency: int, spare_slots: int) -> None:
     front.admit = "hold"
     body = json.dumps(chat()).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
     with connect(front) as sock:
         sock.sendall(head("POST", "/v1/chat/completions", headers) + body)
         front.wait_for(lambda: front.admits)
-        front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1, urgent=urgent))
+        request_id, replica = front.admits[0].request_id, front.replica.name
+        turn = Admitted(request_id, 0, replica, "salt", 1, urgency=urgency, spare_slots=spare_slots)
+        front.send(turn)
         front.wait_for(lambda: front.replica.submits)
         front.settled(1)
-    assert front.replica.submits[0].urgent is urgent
+    submit = front.replica.submits[0]
+    assert (submit.urgency, submit.spare_slots) == (urgency, spare_slots)

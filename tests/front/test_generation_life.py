@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
 
-from appliance.messages import Abort, Admitted, Refused
+from appliance.front.generation import Generation
+from appliance.front.job import Job, Prompt
+from appliance.messages import Abort, Admitted, Identity, Refused
+from engine.messages import SamplingParams, Submit
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, ask, chat, connect, events, head, read_answer
 
@@ -205,6 +211,47 @@ def test_what_the_engine_rejects_is_the_clients_error(front: Harness, stream: bo
     assert answer.error["message"] == "logit_bias: no"
     (settle,) = front.settled(1)
     assert (settle.status, settle.finish_reason) == (400, "error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_overflow_at_the_first_token_is_the_servers_error(front: Harness, stream: bool) -> None:
+    front.replica.fail_with, front.replica.fail_refuses = "the model computed NaN", False
+    answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream))
+    assert (answer.status, answer.error["code"]) == (503, "engine_error")
+    assert int(answer.headers["retry-after"]) > 0, "clients try again"
+    (settle,) = front.settled(1)
+    assert (settle.status, settle.finish_reason) == (503, "error")
+
+
+def test_nothing_more_is_submitted_to_a_replica_that_is_found_dead() -> None:
+    async def run() -> None:
+        class DyingLink:
+            """A link that finds its channel closed at the second submission."""
+
+            submitted = 0
+
+            def next_handle(self) -> int:
+                return 1 + self.submitted
+
+            def submit(self, submit: Submit, sink: object, on_lost: Callable[[], None]) -> None:
+                self.submitted += 1
+                if self.submitted == 2:
+                    on_lost()
+
+        link = DyingLink()
+        prompts = [Prompt(index, [5], 3) for index in range(4)]
+        model: Any = SimpleNamespace(tokenizer=SimpleNamespace(stream=lambda *_, **__: None))
+        job = Job(model=model, chat=False, prompts=prompts, n=1, sampling=SamplingParams(max_tokens=3))
+        call: Any = SimpleNamespace(identity=Identity(tenant="t"), request_id="r")
+        box: Any = SimpleNamespace(replicas={"m-0": link})
+        generation = Generation(box, call, job)
+        generation.admitted(Admitted("r", 0, "m-0", "salt", 1))
+        assert link.submitted == 2
+        assert generation._handles == []
+        assert generation._retry is not None
+        generation._retry.cancel()
+
+    asyncio.run(run())
 
 
 def test_a_slow_reader_costs_bounded_memory_and_slows_nobody(own_front: Callable[..., Harness]) -> None:

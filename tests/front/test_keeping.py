@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from appliance.front.keeping import MOST_WAITING_CHARS, Keeper, Said
-from appliance.messages import Identity, KeepRules, KeptPart
+from appliance.messages import Identity, KeepRules
+from store.structs import KeptText
 from tests.front.harness import MODEL, Harness
 
 KEY = "ak-42Wz8WexrvPVbzgyANeDeA367WMYIg4REgNL5PcR8Ik"
@@ -36,7 +37,7 @@ def keeps(front: Harness, log_policy: str) -> None:
     front.identify(uids={os.getuid(): Identity(tenant="local", log_policy=log_policy)})
 
 
-def kept(front: Harness, count: int = 1) -> list[KeptPart]:
+def kept(front: Harness, count: int = 1) -> list[KeptText]:
     """What came of the only request."""
     front.wait_for(lambda: len(front.kept) == count)
     return front.kept[front.settled(1)[-1].request_id]
@@ -71,7 +72,7 @@ def test_hashes_are_those_of_the_whole_texts(policy: Harness, client: openai.Ope
     keeps(policy, "hashes")
     chat(client, stream)
     prompt, *answers = kept(policy)
-    assert prompt == KeptPart("prompt", 0, sha256(CONVERSATION % (KEY, "hunter2hunter2")), prompt.bytes)
+    assert prompt == KeptText("prompt", 0, sha256(CONVERSATION % (KEY, "hunter2hunter2")), prompt.bytes)
     assert [(one.part, one.number, one.sha256, one.text) for one in answers] == [
         ("answer", number, sha256(policy.text(number)), None) for number in range(2)
     ]

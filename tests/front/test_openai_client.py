@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.front.harness import MODEL, SPECIAL, Harness
+from tests.front.harness import MAX_MODEL_LEN, MODEL, SPECIAL, Harness
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -187,6 +187,25 @@ def test_echo_with_no_tokens_scores_the_prompt_only(client: openai.OpenAI, front
     assert answer.choices[0].text == "quick brown"
     assert answer.usage is not None and answer.usage.completion_tokens == 0
     assert front.settled(1)[0].delivered_tokens == 0
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_echo_with_no_tokens_takes_a_prompt_of_the_whole_context(
+    client: openai.OpenAI, front: Harness, as_text: bool
+) -> None:
+    ids = [50] * MAX_MODEL_LEN
+    prompt = front.tokenizer.decode(ids) if as_text else ids
+    tokens = len(front.tokenizer.encode_blocking(prompt)) if isinstance(prompt, str) else len(ids)
+    if isinstance(prompt, str):
+        prompt = prompt[: len(prompt) * MAX_MODEL_LEN // tokens]
+        while len(front.tokenizer.encode_blocking(prompt)) > MAX_MODEL_LEN:
+            prompt = prompt[:-1]
+    answer = client.completions.create(model=MODEL, prompt=prompt, logprobs=1, echo=True, max_tokens=0)
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+    assert answer.usage.prompt_tokens == MAX_MODEL_LEN
+    assert front.replica.submits[0].sampling.max_tokens == 0
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=1)
 
 
 def test_prompts_come_as_lists_of_texts_or_tokens(client: openai.OpenAI, front: Harness) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels.triton import all_reduce
+from kernels.triton import all_reduce, peer_arena
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +42,7 @@ def enter(rank: int, world: int, meeting: str, scenario: str) -> None:
         "nccl", store=dist.FileStore(meeting, world), rank=rank, world_size=world, device_id=device
     )
     memory = PeerMemory(rank, world)
+    dist.barrier()
     globals()[scenario](memory)
     dist.barrier()
     dist.destroy_process_group()
@@ -98,7 +99,7 @@ def random_calls(memory) -> None:
             assert torch.equal(results["scaled"], (wanted.float() * gain.float()).to(dtype))
             torch.testing.assert_close(squares.sum(0), wanted.float().square().sum(1), rtol=1e-5, atol=0)
     dist.barrier()
-    assert (memory._memory == all_reduce.EMPTY_WORD).all()
+    assert (memory._memory == peer_arena.EMPTY_WORD).all()
 
 
 def graph_replays(memory) -> None:

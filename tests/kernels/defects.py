@@ -588,7 +588,7 @@ _ALL_REDUCE = [
     Defect(
         "the reserved value is sent as payload",
         "all_reduce.py",
-        "words = gl.where(words == _EMPTY, 0, words)\n        at =",
+        "words = gl.where(words == EMPTY, 0, words)\n        at =",
         "at =",
         "sum_in_rank_order",
     ),
@@ -601,4 +601,56 @@ _ALL_REDUCE = [
     ),
 ]
 
-DEFECTS = [*_DECODE, *_PREFILL, *_PREFILL_HOPPER, *_FUSED, *_LINEAR, *_SAMPLING, *_DECODE_STEP, *_ALL_REDUCE]
+_ALL_GATHER = [
+    Defect(
+        "gathered words: the reserved value is sent as payload",
+        "all_gather.py",
+        "words = gl.where(words == EMPTY, 0, words)\n        for hop",
+        "for hop",
+        "whatever_arrives_when",
+    ),
+    Defect(
+        "gathered words are not marked as read",
+        "all_gather.py",
+        "            send(at, words * 0 + EMPTY)\n",
+        "",
+        "whatever_arrives_when or thousands_of_times",
+    ),
+    Defect(
+        "the best token: a NaN does not win",
+        "all_gather.py",
+        "best_bits.to(gl.float32, bitcast=True)) | (value != value)",
+        "best_bits.to(gl.float32, bitcast=True))",
+        "whatever_arrives_when",
+    ),
+    Defect(
+        "the best token: the last of equal values wins",
+        "all_gather.py",
+        "better = (value > best_bits",
+        "better = (value >= best_bits",
+        "whatever_arrives_when",
+    ),
+]
+
+_SUM_PARTS = [
+    Defect(
+        "the sum of parts: this rank's own part is read from its stage",
+        "sum_parts.py",
+        "if source == rank:",
+        "if source == rank + WORLD:",
+        "rank_order",
+    ),
+]
+
+DEFECTS = [
+    *_DECODE,
+    *_PREFILL,
+    *_PREFILL_HOPPER,
+    *_FUSED,
+    *_LINEAR,
+    *_SAMPLING,
+    *_DECODE_STEP,
+    *_ALL_REDUCE,
+    *_ALL_GATHER,
+    *_SUM_PARTS,
+]

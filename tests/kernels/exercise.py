@@ -174,6 +174,50 @@ def place() -> None:
     decode_step.advance(which, decodes.token_ids, decodes.positions, tokens, lengths)
 
 
+def exchange() -> None:
+    """Run the collectives over peer memory as one rank after the other, on one GPU. All words of the rank's
+    arena have arrived before each call, so that no call waits."""
+    if not HOPPER:
+        return
+    # Imported here because Gluon has no CPU interpreter.
+    from kernels.triton import all_gather, all_reduce
+    from kernels.triton.peer_arena import PROGRAMS, Arena, arena_words
+    from kernels.triton.sum_parts import sum_parts
+
+    stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for world in (2, 4):
+        arenas = [torch.ones(arena_words(world, 2), dtype=torch.int32, device=DEVICE) for _ in range(world)]
+        addresses = torch.tensor([arena.data_ptr() for arena in arenas], device=DEVICE)
+        for rank in range(world):
+            calls = torch.zeros(PROGRAMS, dtype=torch.int32, device=DEVICE)
+            arena = Arena(rank, world, addresses, calls, stop_address=stop.data_ptr(), items=2)
+            for rows, hidden, two_shot in (
+                (1, 256, False),
+                (3, 1792, True),
+                (700, 1024, False),
+                (5, 2048, True),
+            ):
+                x, residual = (torch.ones((rows, hidden), dtype=DTYPE, device=DEVICE) for _ in range(2))
+                squares = torch.empty((all_reduce.squares_parts(hidden), rows), device=DEVICE)
+                norm = {"gain": x[0].clone(), "scaled": torch.empty_like(x), "squares": squares}
+                for options in ({}, norm):
+                    arenas[rank].fill_(1)
+                    all_reduce.all_reduce_add(x, residual, arena, two_shot=two_shot, **options)
+                    _finite(residual, *list(options.values())[1:])
+            for count, width, fence in ((1, 1, True), (370, 37, False), (5000, 5000, False)):
+                arenas[rank].fill_(1)
+                words = torch.ones(count, dtype=torch.int32, device=DEVICE)
+                _finite(all_gather.all_gather(words, width, arena, pdl=not fence, fence=fence))
+            for rows in (1, 200):
+                arenas[rank].fill_(1)
+                values, ids = torch.ones(rows, device=DEVICE), torch.arange(rows, device=DEVICE)
+                _finite(all_gather.best_of_ranks(values, ids, arena))
+            parts = torch.ones((world, 7, 520), dtype=DTYPE, device=DEVICE)
+            own, out = parts[rank, :5].clone(), torch.empty((5, 520), dtype=DTYPE, device=DEVICE)
+            sum_parts(parts, own, own, out, rank)
+            _finite(out)
+
+
 GROUPS: dict[str, Callable[[], None]] = {
     "decode": decode,
     "prefill": prefill,
@@ -184,6 +228,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     "ship_fp8": partial(ship, E4M3),
     "sample": sample,
     "place": place,
+    "exchange": exchange,
 }
 
 

@@ -1,7 +1,7 @@
-"""Runs the kernel of `kernels.triton.all_reduce` for a group of ranks on the CPU, over memory that delivers
-late.
+"""Runs the kernels of `kernels.triton.all_reduce` and `all_gather` for a group of ranks on the CPU, over
+memory that delivers late.
 
-The kernel's own Python runs on numpy arrays, one thread for each program of each rank. One thread runs at a
+The kernels' own Python runs on numpy arrays, one thread for each program of each rank. One thread runs at a
 time; a seed chooses which. Words that a rank stores in a peer's arena stay in flight until the seed delivers
 them, in any order, and ranks run ahead of each other as far as the kernel lets them. Not modelled: the inline
 assembly itself, and the threads inside one program.
@@ -13,7 +13,7 @@ import inspect
 import random
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from triton.runtime.jit import JITFunction
 
-from kernels.triton import all_reduce
+from kernels.draws import BAD_TOKEN
+from kernels.triton import all_gather, all_reduce, peer_arena
 
 _BASE = 40
 """The arena of rank r begins at address (r + 1) << _BASE."""
@@ -78,32 +79,117 @@ class Call:
         self.scaled = np.full_like(self.x, np.nan)
         self.squares = np.full((self.world, self.parts, self.rows), np.nan, np.float32)
 
+    kernel = "_all_reduce_add"
+
+    @property
+    def programs(self) -> int:
+        return self.rows * self.parts
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.rows]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {
+            "WORDS": self.words,
+            "BLOCK": self.block,
+            "FLOAT": np.float16,
+            "NORM": True,
+            "TWO_SHOT": self.two_shot,
+        }
+
     def arguments(self, rank: int) -> list[Any]:
         halves = [each.reshape(-1).view(np.int32) for each in (self.x[rank], self.residual[rank], self.gain)]
         results = [self.scaled[rank].reshape(-1).view(np.int32), self.squares[rank].reshape(-1)]
         return [_Pointer(each) for each in (*halves, *results)]
 
 
+@dataclass(eq=False)
+class Gather:
+    """An all-gather of `x [world, count]` int32 in rows of `width` words.
+    `result [world, rows, world, width]` is written."""
+
+    x: np.ndarray
+    width: int
+    block: int = 128
+
+    kernel = "_all_gather"
+
+    def __post_init__(self) -> None:
+        self.world, self.count = self.x.shape
+        shape = (self.world, self.count // self.width, self.world, self.width)
+        self.result = np.full(shape, -77, np.int32)
+
+    @property
+    def programs(self) -> int:
+        return -(-self.count // self.block)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.count, self.width]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"BLOCK": self.block, "FENCE": False}
+
+    def arguments(self, rank: int) -> list[Any]:
+        return [_Pointer(self.x[rank]), _Pointer(self.result[rank].reshape(-1))]
+
+
+@dataclass(eq=False)
+class Best:
+    """The choice of the best of `values [world, rows]` float32 with their `ids`. `result [world, rows]` is
+    written."""
+
+    values: np.ndarray
+    ids: np.ndarray
+
+    kernel = "_best_of_ranks"
+
+    def __post_init__(self) -> None:
+        self.world, self.rows = self.values.shape
+        self.result = np.full((self.world, self.rows), -77, np.int64)
+
+    @property
+    def programs(self) -> int:
+        return -(-self.rows // 128)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.rows]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"BLOCK": 128, "BAD": BAD_TOKEN}
+
+    def arguments(self, rank: int) -> list[Any]:
+        return [_Pointer(self.values[rank]), _Pointer(self.ids[rank]), _Pointer(self.result[rank])]
+
+
+AnyCall = Call | Gather | Best
+
+
 class PeerMachine:
     """A group of ranks with an arena each.
 
-    edits: text of the kernel's source by the text that stands there, to see that a broken protocol is
+    edits: text of the kernels' source by the text that stands there, to see that a broken protocol is
     noticed."""
 
     def __init__(
         self, world: int, programs: int, items: int, seed: int, edits: dict[str, str] | None = None
     ) -> None:
         self.world, self.programs, self.items = world, programs, items
-        words = programs * 2 * world * items * all_reduce._BLOCK
-        self.arenas = np.full((world, words), all_reduce.EMPTY_WORD, np.int32)
+        words = programs * 2 * world * items * peer_arena.REGION_BLOCK
+        self.arenas = np.full((world, words), peer_arena.EMPTY_WORD, np.int32)
         self._calls = np.zeros((world, programs), np.int32)
         self._bases = np.array([(peer + 1) << _BASE for peer in range(world)], np.int64)
         self._random = random.Random(seed)
         self._flying: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._place = threading.local()
-        self._kernel = self._interpret(edits or {})
+        self._kernels = self._interpret(edits or {})
 
-    def run(self, calls: list[Call]) -> None:
+    def run(self, calls: Sequence[AnyCall]) -> None:
         """Make every call on every rank, in order. Raises Fault."""
         self._waiting: dict[threading.Semaphore, Callable[[], bool]] = {}
         self._left = {
@@ -128,12 +214,12 @@ class PeerMachine:
         if self._fault is not None:
             raise self._fault
 
-    def _grid(self, call: Call) -> int:
-        return min(call.rows * call.parts, self.programs)
+    def _grid(self, call: AnyCall) -> int:
+        return min(call.programs, self.programs)
 
     # ── one program of one rank ──
 
-    def _program(self, rank: int, program: int, calls: list[Call]) -> None:
+    def _program(self, rank: int, program: int, calls: Sequence[AnyCall]) -> None:
         try:
             for number, call in enumerate(calls):
                 self._pause(lambda before=(rank, number - 1): not self._left.get(before, 0))
@@ -148,24 +234,20 @@ class PeerMachine:
         self._running -= 1
         self._next()
 
-    def _launch(self, call: Call, rank: int) -> None:
-        self._kernel(
+    def _launch(self, call: AnyCall, rank: int) -> None:
+        self._kernels[call.kernel](
             *call.arguments(rank),
             _Pointer(self._bases),
             _Pointer(self._calls[rank]),
             _register(0, np.int64),
-            call.rows,
+            *call.sizes,
             _register(self.items, np.int32),
             RANK=rank,
             WORLD=self.world,
-            WORDS=call.words,
-            BLOCK=call.block,
-            REGION_BLOCK=all_reduce._BLOCK,
-            FLOAT=np.float16,
-            NORM=True,
-            TWO_SHOT=call.two_shot,
+            REGION_BLOCK=peer_arena.REGION_BLOCK,
             WARPS=4,
             PDL=True,
+            **call.constants,
         )
 
     # ── whose turn it is ──
@@ -215,7 +297,7 @@ class PeerMachine:
         rank, places, words = self._flying.pop(at)
         some = self._random.choice((1, len(places) // 2, len(places)))
         now, later = slice(0, some), slice(some, None)
-        if (self.arenas[rank][places[now]] != all_reduce.EMPTY_WORD).any():
+        if (self.arenas[rank][places[now]] != peer_arena.EMPTY_WORD).any():
             self._fault = self._fault or Fault(f"a word for rank {rank} meets one that was not read")
         self.arenas[rank][places[now]] = words[now]
         if len(places) > some:
@@ -238,11 +320,11 @@ class PeerMachine:
     def _receive(self, address: np.ndarray, stop: np.ndarray) -> Register:
         arena = self.arenas[self._place.rank]
         places = np.asarray((address & ((1 << _BASE) - 1)) // 4)
-        self._pause(lambda: not (arena[places] == all_reduce.EMPTY_WORD).any())
+        self._pause(lambda: not (arena[places] == peer_arena.EMPTY_WORD).any())
         return _register(arena[places])
 
-    def _interpret(self, edits: dict[str, str]) -> Callable[..., None]:
-        """The kernel and its parts as plain functions, on a `gl` of numpy."""
+    def _interpret(self, edits: dict[str, str]) -> dict[str, Callable[..., None]]:
+        """The kernels and their parts as plain functions, on a `gl` of numpy."""
         language = SimpleNamespace(
             constexpr=object,
             static_range=range,
@@ -250,7 +332,7 @@ class PeerMachine:
             program_id=lambda axis: _register(self._place.program, np.int32),
             num_programs=lambda axis: self._place.grid,
             arange=lambda first, end, layout: _register(np.arange(first, end, dtype=np.int32)),
-            load=lambda pointer: _register(pointer.memory[pointer.offset]),
+            load=_load,
             store=_store,
             where=lambda condition, one, other: _register(
                 np.where(condition, one, other), np.asarray(other).dtype
@@ -258,9 +340,10 @@ class PeerMachine:
             sum=lambda value, axis: np.sum(value, axis=axis, dtype=value.dtype),
             **{name: getattr(np, name) for name in ("int16", "int32", "int64", "float32", "float16")},
         )
-        names: dict[str, Any] = {"gl": language, "_EMPTY": np.int32(all_reduce.EMPTY_WORD)}
+        names: dict[str, Any] = {"gl": language, "EMPTY": np.int32(peer_arena.EMPTY_WORD)}
         edited = set()
-        for name, part in vars(all_reduce).items():
+        parts = {**vars(all_reduce), **vars(all_gather)}
+        for name, part in parts.items():
             if isinstance(part, JITFunction):
                 source = textwrap.dedent(inspect.getsource(part.fn))
                 source = source[source.index("def ") :]
@@ -269,10 +352,17 @@ class PeerMachine:
                         source, edited = source.replace(old, new), edited | {old}
                 exec(compile("from __future__ import annotations\n" + source, name, "exec"), names)
         assert edited == set(edits), "the kernel's source has changed: adapt the edits"
-        names |= {"_send": self._send, "_receive": self._receive, "_signal": lambda text: None}
-        kernel: Callable[..., None] = names["_all_reduce_add"]
-        return kernel
+        names |= {"send": self._send, "receive": self._receive, "signal": lambda text: None}
+        return names
 
 
-def _store(pointer: _Pointer, value: Any) -> None:
-    pointer.memory[pointer.offset] = value
+def _load(pointer: _Pointer, mask: Any = True, other: Any = 0) -> Register:
+    places = np.where(mask, pointer.offset, 0)
+    return _register(np.where(mask, pointer.memory[places], other), pointer.memory.dtype)
+
+
+def _store(pointer: _Pointer, value: Any, mask: Any = None) -> None:
+    if mask is None:
+        pointer.memory[pointer.offset] = value
+    else:
+        pointer.memory[np.asarray(pointer.offset)[mask]] = np.asarray(value)[mask]

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kernels.triton import all_reduce
+from kernels.triton import all_reduce, peer_arena
 from tests.kernels.peer_machine import Call, Fault, PeerMachine
 
 
@@ -45,7 +45,7 @@ def check(machine: PeerMachine, calls: list[Call]) -> None:
             np.testing.assert_array_equal(call.residual[rank], new)
             np.testing.assert_array_equal(call.scaled[rank], scaled)
             np.testing.assert_allclose(call.squares[rank], squares, rtol=1e-5)
-    assert (machine.arenas == all_reduce.EMPTY_WORD).all()
+    assert (machine.arenas == peer_arena.EMPTY_WORD).all()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -64,8 +64,8 @@ def test_a_region_is_used_again_thousands_of_times() -> None:
     "edits",
     [
         {"(program.to(gl.int64) * 2 + (call & 1))": "(program.to(gl.int64) * 2)"},
-        {"            _send(at, own_words * 0 + _EMPTY)\n": ""},
-        {"words = gl.where(words == _EMPTY, 0, words)\n        at =": "at ="},
+        {"            send(at, own_words * 0 + EMPTY)\n": ""},
+        {"words = gl.where(words == EMPTY, 0, words)\n        at =": "at ="},
         {"if place % WORLD != RANK:\n                at": "if place % WORLD == RANK:\n                at"},
     ],
     ids=["one half", "no write-back", "reserved value sent", "wrong owner"],

@@ -24,7 +24,7 @@ import pytest
 
 from appliance.actions import ACTIONS, CreateKey, CreateTenant, DeleteTenant, ResumeTenant, SuspendTenant
 from appliance.admin.app import admin_app
-from appliance.admin.callers import Doorkeeper
+from appliance.admin.callers import Authenticator
 from appliance.client import AdminClient
 from appliance.front.app import build_app
 from appliance.front.box import Box
@@ -103,7 +103,7 @@ def admin_table() -> list[Route]:
         def __getattr__(self, name: str) -> Any:
             return lambda *words: None
 
-    return table(admin_app(Backend(), Doorkeeper(AdminSettings(), lambda key: None))[0])  # type: ignore[arg-type]
+    return table(admin_app(Backend(), Authenticator(AdminSettings(), lambda key: None))[0])  # type: ignore[arg-type]
 
 
 def metrics_table() -> list[Route]:

@@ -88,37 +88,43 @@ TOKENS_OF_RANKS = 150
 """Of a stream in a test with two ranks, which share this machine's cores."""
 
 
-@pytest.mark.parametrize("victim", [1, 0])
-def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on(victim: int) -> None:
+def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
     with service("--tensor-parallel-size", "2") as running:
         undisturbed = Stream(running, max_tokens=TOKENS_OF_RANKS)
         undisturbed.join(120)
         assert undisturbed.finish_reason == "length", undisturbed.error
-        streams = [Stream(running, max_tokens=TOKENS_OF_RANKS) for _ in range(3)]
-        for stream in streams:
-            assert stream.begun.wait(60)
-        pids = running.replica()["pids"]
-        assert len(pids) == 2
-        psutil.Process(pids[victim]).kill()
-        wait_gone(pids, 60.0)
-        for stream in streams:
-            stream.join(120)
-            assert not stream.is_alive()
-            assert stream.error is None
-            assert stream.text == undisturbed.text
-        assert running.replica()["pids"] != pids
-        assert answer(running)
-        everybody = running.descendants()
-        assert len(everybody) == 3  # two ranks and a front: no orphan, no double
-        rows = running.wait_until(
-            lambda: [row for row in running.rows() if row["resubmissions"]], 60, "rows that tell of it"
-        )
-        assert len(rows) == 3
-        assert {row["billed_tokens"] for row in rows} == {TOKENS_OF_RANKS}
-        assert len(list(running.run_dir.glob("ranks-*"))) == 1  # where the new ranks met
+        for deaths, victim in enumerate((1, 0), start=1):
+            streams = [Stream(running, max_tokens=TOKENS_OF_RANKS) for _ in range(3)]
+            for stream in streams:
+                assert stream.begun.wait(60)
+            pids = running.replica()["pids"]
+            assert len(pids) == 2
+            psutil.Process(pids[victim]).kill()
+            wait_gone(pids, 60.0)
+            for stream in streams:
+                stream.join(120)
+                assert not stream.is_alive()
+                assert stream.error is None
+                assert stream.text == undisturbed.text
+            assert running.replica()["pids"] != pids
+            assert answer(running)
+            everybody = running.descendants()
+            assert len(everybody) == 3  # two ranks and a front: no orphan, no double
+            rows = running.wait_until(
+                lambda deaths=deaths: resubmitted_rows(running, 3 * deaths), 60, "rows that tell of it"
+            )
+            assert {row["billed_tokens"] for row in rows} == {TOKENS_OF_RANKS}
+            assert len(list(running.run_dir.glob("ranks-*"))) == 1  # where the new ranks met
         running.stop()
         wait_gone([process.pid for process in everybody], 60.0)
         assert [path.name for path in running.run_dir.iterdir()] == ["service.lock"]
+
+
+def resubmitted_rows(running: Service, count: int) -> list[dict[str, Any]]:
+    """Return the rows of requests that were resubmitted once; none before there are `count` of them."""
+    rows = [row for row in running.rows() if row["resubmissions"]]
+    assert len(rows) <= count and all(row["resubmissions"] == 1 for row in rows)
+    return rows if len(rows) == count else []
 
 
 def test_a_killed_front_closes_its_connections_and_no_others() -> None:

@@ -124,6 +124,21 @@ def test_an_end_inside_a_character_becomes_a_replacement_character(loaded, kind)
     assert set(detokenizer.finish()) == {"\ufffd"}
 
 
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_a_character_that_begins_in_the_prompt_is_whole_in_the_continuation(loaded, kind, window):
+    tokenizer = loaded[kind]
+    ids = tokenizer.encode_blocking("x한y", add_special_tokens=False)
+    cuts = [cut for cut in range(1, len(ids)) if tokenizer.decode(ids[:cut]).endswith("\ufffd")]
+    assert cuts
+    for cut in cuts:
+        detokenizer: Detokenizer = tokenizer.detokenizer(context=ids[:cut])
+        if window:
+            detokenizer = WindowDetokenizer(tokenizer._backend, frozenset(), context=ids[:cut])
+        pieces = [detokenizer.push([token_id]) for token_id in ids[cut:]]
+        assert "".join([*pieces, detokenizer.finish()]) == "한y"
+
+
 @pytest.mark.parametrize("kind", ["byte_fallback", "metaspace"])
 def test_a_text_loses_its_first_space_and_a_continuation_keeps_it(loaded, kind):
     tokenizer = loaded[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,21 @@ def test_tokens_are_delivered_up_to_the_one_that_completes_the_stop_string(loade
     assert "".join(d.text for d in deltas) == TEXT[:end]
     assert sum(d.tokens_delivered for d in deltas) == stream.tokens_delivered == needed
     assert deltas[-1].stopped == stream.stopped == stop
+
+
+@pytest.mark.parametrize("width", [1, 3, 100])
+def test_a_stop_string_does_not_end_a_stream_within_its_least_tokens(loaded, width):
+    tokenizer = loaded["byte_level"]
+    text = "one two one two one two"
+    ids = tokenizer.encode_blocking(text, add_special_tokens=False)
+    ends = [n for n in range(1, len(ids) + 1) if tokenizer.decode(ids[:n]).endswith("two")]
+    assert len(ends) == 3
+    for min_tokens, end in ((0, 0), (ends[0] - 1, 0), (ends[0], 1), (ends[1], 2), (len(ids), 3)):
+        stream = tokenizer.stream(StopSet(["two"]), min_tokens=min_tokens)
+        deltas = [stream.push(ids[at : at + width]) for at in range(0, len(ids), width)] + [stream.finish()]
+        expected = "one two " * end + "one " if end < 3 else text
+        assert "".join(delta.text for delta in deltas) == expected
+        assert stream.tokens_delivered == (ends[end] if end < 3 else len(ids))
 
 
 def test_text_held_for_a_stop_string_comes_out_at_the_end(loaded):

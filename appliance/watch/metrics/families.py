@@ -1,11 +1,30 @@
-"""Every metric of the service, by name. `docs/metrics.md` has the same table; a test holds them together."""
+"""The table of all metrics: name, meaning, unit, labels and how each is read. `docs/metrics.md` is derived
+from it.
+
+Metrics with the same source are in one group. A group's labels name its source; a metric with labels of its
+own reads a mapping from their values to numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from appliance.watch.metrics.exposition import Family, Histograms, Numbers, Summaries
+from appliance.classes import CLASS_NAMES
+from appliance.models.replicas import Replica, StepTotal
+from appliance.protocol import FrontStatus, ReplicaStatus
+from appliance.switchboard import Switchboard
+from appliance.traffic.buckets import Bucket
+from appliance.traffic.figures import ModelFigures, TenantFigures
+from appliance.watch.metrics.exposition import Family
+from appliance.watch.metrics.metric import Group, Metric
+from engine.messages import BLOCK_TOKENS
+from store.requests import RequestRow
+from store.structs import WriterState
+from store.trail import TrailState
 
 QUEUE_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120)
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
@@ -15,305 +34,391 @@ NEXT_TOKEN_BOUNDS_S = (
 )
 REQUEST_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 45, 60, 120, 300, 600, 1800)
 
+_MS = 1e-3
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class ServiceSource(NamedTuple):
+    """What the metrics of the service as a whole are read from."""
+
+    switchboard: Switchboard
+    connections: Mapping[str, int]
+    """Accepted, by listener."""
+    version: str
+    started_at: float
+
+
+class ReplicaSource(NamedTuple):
+    """What the metrics of a replica are read from."""
+
+    status: ReplicaStatus
+    replica: Replica
+
+
+class GatewaySource(NamedTuple):
+    """What the metrics of a model for gateways are read from."""
+
+    model: ModelFigures
+    ready: list[ReplicaStatus]
+    """Of its ready replicas."""
+
+    def blocks(self) -> int:
+        """Return the number of KV blocks."""
+        return sum(status.blocks_total for status in self.ready)
+
+    def kv_usage(self) -> float:
+        """Return the used fraction of the KV blocks; without a ready replica, all of them."""
+        blocks = self.blocks()
+        return sum(status.blocks_used for status in self.ready) / blocks if blocks else 1.0
+
 
 class Families:
-    """The metrics, in the order in which they are shown."""
+    """All metrics, in the order in which they are shown."""
 
     def __init__(self) -> None:
-        by_class = ("model", "class")
-        self.info = _gauge("appliance_info", "Always 1; the version that runs.", "version")
-        self.ready = _gauge("appliance_ready", "1 if every model answers: what /health/ready says.")
-        self.draining = _gauge("appliance_draining", "1 while the service is out of service: it drains.")
-        self.problems = _counter(
-            "appliance_problems_total",
-            "What went wrong: deaths of processes, bad files. The status says what.",
-        )
-        self.accepted = _counter(
-            "appliance_connections_total", "Connections accepted, by listening socket.", "listener"
-        )
+        self.service: Group[ServiceSource] = Group((), *SERVICE)
+        self.rows: Group[RequestRow] = Group(("model", "class"), *ROWS)
+        self.retries: Group[RequestRow] = Group(("model",), *RETRIES)
+        self.times: Group[RequestRow] = Group(("model", "class"), *TIMES)
+        self.models: Group[ModelFigures] = Group(("model",), *MODELS)
+        self.tenant_rows: Group[RequestRow] = Group(("tenant",), *TENANT_ROWS)
+        self.tenants: Group[TenantFigures] = Group(("tenant",), *TENANTS)
+        self.limits: Group[Bucket] = Group(("tenant", "limit"), *LIMITS)
+        self.replicas: Group[ReplicaSource] = Group(("model", "replica"), *REPLICAS)
+        self.fronts: Group[FrontStatus] = Group(("front",), *FRONTS)
+        self.databases: Group[WriterState] = Group(("database",), *DATABASES)
+        self.audit: Group[TrailState] = Group((), *AUDIT)
+        self.logs: Group[int] = Group(("process",), *LOGS)
+        self.process: Group[ServiceSource] = Group((), *PROCESS)
+        self.gateways: Group[GatewaySource] = Group(("model_name",), *GATEWAYS)
 
-        self.requests = _counter(
-            "appliance_requests_total",
-            "Requests that ended: ok, cancelled (the client left or its front died), rejected (its own "
-            "fault), refused (429 or 503: a limit, or no room), failed.",
-            *(*by_class, "outcome"),
-        )
-        self.retries = _counter(
-            "appliance_retries_total",
-            "Of these, retries with a known Idempotency-Key: joined the run under way, repeated its kept "
-            "answer, or ran anew.",
-            "model",
-            "retry",
-        )
-        self.prompt_tokens = _counter(
-            "appliance_prompt_tokens_total", "Prompt tokens of requests that ended.", *by_class
-        )
-        self.cached_tokens = _counter(
-            "appliance_cached_prompt_tokens_total", "Of these, found in the prefix cache.", *by_class
-        )
-        self.generated_tokens = _counter(
-            "appliance_generated_tokens_total", "Tokens generated for requests that ended.", *by_class
-        )
-        self.billed_tokens = _counter(
-            "appliance_billed_tokens_total", "Of these, delivered: what tenants are billed.", *by_class
-        )
-        self.request_preemptions = _counter(
-            "appliance_request_preemptions_total",
-            "How often requests that ended had made room for others and were computed again.",
-            *by_class,
-        )
-        self.waiting = _gauge(
-            "appliance_queue_requests", "Requests that wait for their first turn.", *by_class
-        )
-        self.oldest_wait = _gauge(
-            "appliance_queue_oldest_wait_seconds", "How long the oldest of them has waited.", *by_class
-        )
-        self.resuming = _gauge(
-            "appliance_resuming_requests", "Requests that wait to go on: they lost their replica.", "model"
-        )
-        self.held = _gauge("appliance_held_requests", "Requests that wait for the end of a drain.")
-        self.running = _gauge(
-            "appliance_running_requests", "Requests handed to a replica that have not ended.", "model"
-        )
-        self.overload = _gauge(
-            "appliance_overload_step", "How far up the overload ladder a model is; 0: it is not.", "model"
-        )
-        self.queue_seconds = Histograms(
-            "appliance_queue_seconds",
-            "From admission to a request's first turn.",
-            QUEUE_BOUNDS_S,
-            *by_class,
-        )
-        self.first_token_seconds = Histograms(
-            "appliance_time_to_first_token_seconds",
-            "From arrival to the first token's bytes handed to the socket (TTFT).",
-            FIRST_TOKEN_BOUNDS_S,
-            *by_class,
-        )
-        self.next_token_seconds = Histograms(
-            "appliance_inter_token_seconds",
-            "A request's mean time between tokens after the first (ITL).",
-            NEXT_TOKEN_BOUNDS_S,
-            *by_class,
-        )
-        self.request_seconds = Histograms(
-            "appliance_request_seconds",
-            "From arrival to the answer's end (E2E), of requests that ended ok.",
-            REQUEST_BOUNDS_S,
-            *by_class,
-        )
-
-        self.tenant_requests = _counter(
-            "appliance_tenant_requests_total", "Requests that ended, by tenant.", "tenant", "outcome"
-        )
-        self.tenant_prompt_tokens = _counter(
-            "appliance_tenant_prompt_tokens_total", "Prompt tokens of a tenant's requests.", "tenant"
-        )
-        self.tenant_cached_tokens = _counter(
-            "appliance_tenant_cached_prompt_tokens_total", "Of these, found in the prefix cache.", "tenant"
-        )
-        self.tenant_generated_tokens = _counter(
-            "appliance_tenant_generated_tokens_total", "Tokens generated for a tenant.", "tenant"
-        )
-        self.tenant_billed_tokens = _counter(
-            "appliance_tenant_billed_tokens_total", "Tokens billed to a tenant.", "tenant"
-        )
-        self.tenant_service = _counter(
-            "appliance_tenant_service_total",
-            "Weighted tokens of service that a tenant got: what fair share evens out by weight.",
-            "tenant",
-        )
-        self.tenant_waiting = _gauge(
-            "appliance_tenant_queue_requests", "A tenant's requests that wait for a turn.", "tenant"
-        )
-        self.tenant_running = _gauge(
-            "appliance_tenant_running_requests", "A tenant's requests that run.", "tenant"
-        )
-        self.tenant_limit = _gauge(
-            "appliance_tenant_limit",
-            "What a tenant may use at once of a limit on a rate.",
-            *("tenant", "limit"),
-        )
-        self.tenant_limit_left = _gauge(
-            "appliance_tenant_limit_left",
-            "What is left of it; requests that have not ended count with the most that they may use.",
-            *("tenant", "limit"),
-        )
-
-        by_replica = ("model", "replica")
-        self.replica_state = _gauge(
-            "appliance_replica_state", "1 for the state that a replica is in.", *by_replica, "state"
-        )
-        self.replica_restarts = _counter(
-            "appliance_replica_restarts_total", "How often a replica was started again.", *by_replica
-        )
-        self.sequences = _gauge(
-            "appliance_sequences", "Sequences that a replica runs, or holds back.", *by_replica, "state"
-        )
-        self.kv_blocks = _gauge("appliance_kv_blocks", "Blocks of a replica's KV cache.", *by_replica)
-        self.kv_used = _gauge(
-            "appliance_kv_used_blocks", "Of these, used by sequences that have not ended.", *by_replica
-        )
-        self.kv_cached = _gauge(
-            "appliance_kv_cached_blocks", "Of these, free but kept for their prefix.", *by_replica
-        )
-        self.credit_seqs = _gauge(
-            "appliance_credit_rows", "Sequences that a replica can start now.", *by_replica
-        )
-        self.credit_tokens = _gauge(
-            "appliance_credit_tokens", "Prompt tokens that a replica takes now.", *by_replica
-        )
-        self.engine_prompt_tokens = _counter(
-            "appliance_engine_prompt_tokens_total", "Prompt tokens that a replica has taken.", *by_replica
-        )
-        self.engine_cached_tokens = _counter(
-            "appliance_engine_cached_tokens_total",
-            "Of these, found in the prefix cache: cache hits.",
-            *by_replica,
-        )
-        self.engine_generated_tokens = _counter(
-            "appliance_engine_generated_tokens_total",
-            "Tokens that a replica has generated, as it makes them.",
-            *by_replica,
-        )
-        self.preemptions = _counter(
-            "appliance_preemptions_total",
-            "Sequences that gave their place up and were computed again.",
-            *by_replica,
-        )
-        self.step_seconds = Summaries(
-            "appliance_step_seconds",
-            "Steps that only decoded (decode) or computed prompts (mixed), and how long they took.",
-            *(*by_replica, "kind"),
-        )
-        self.idle_seconds = Summaries(
-            "appliance_device_idle_seconds",
-            "How long the device waited for the host before these steps.",
-            *(*by_replica, "kind"),
-        )
-
-        self.front_state = _gauge(
-            "appliance_front_state", "1 for the state that a front is in.", "front", "state"
-        )
-        self.front_restarts = _counter(
-            "appliance_front_restarts_total", "How often a front was started again.", "front"
-        )
-        self.front_cpu = _counter(
-            "appliance_front_cpu_seconds_total", "CPU time of the front process.", "front"
-        )
-        self.front_connections = _gauge(
-            "appliance_front_connections", "Open connections of a front.", "front"
-        )
-        self.front_unauthenticated_connections = _gauge(
-            "appliance_front_unauthenticated_connections",
-            "Open connections that have not yet sent a request with a valid key.",
-            "front",
-        )
-        self.front_refused_connections = _counter(
-            "appliance_front_refused_connections_total",
-            "Connections that were refused because no place was free.",
-            "front",
-        )
-        self.front_evicted_connections = _counter(
-            "appliance_front_evicted_connections_total",
-            "Connections without a valid key that were closed to make room for others.",
-            "front",
-        )
-        self.front_cut_off_connections = _counter(
-            "appliance_front_cut_off_connections_total",
-            "Connections that were closed because their clients did not take the answers.",
-            "front",
-        )
-        self.front_refused_bodies = _counter(
-            "appliance_front_refused_bodies_total",
-            "Requests that were refused because too many bytes of bodies were under way.",
-            "front",
-        )
-        self.front_streams = _gauge("appliance_front_streams", "Streams that a front writes.", "front")
-        self.front_requests = _counter(
-            "appliance_front_requests_total", "Requests that reached a front.", "front"
-        )
-        self.front_tokens = _counter("appliance_front_tokens_total", "Tokens through a front.", "front")
-        self.front_unauthenticated = _counter(
-            "appliance_front_unauthenticated_total", "Requests without a valid identity.", "front"
-        )
-        self.front_kept_answers = _gauge(
-            "appliance_front_kept_answers", "Answers that a front keeps for retries.", "front"
-        )
-        self.front_kept_bytes = _gauge("appliance_front_kept_bytes", "What these take.", "front")
-        self.front_dropped_texts = _counter(
-            "appliance_front_dropped_texts_total",
-            "Requests whose texts were not kept, because too much waited.",
-            "front",
-        )
-
-        self.store_waiting = _gauge(
-            "appliance_store_waiting_rows", "Changes that wait for their commit.", "database"
-        )
-        self.store_lag = _gauge("appliance_store_lag_seconds", "Age of the oldest of them.", "database")
-        self.store_failing = _gauge(
-            "appliance_store_failing_seconds", "For how long a database has refused writes.", "database"
-        )
-        self.store_committed = _counter(
-            "appliance_store_committed_rows_total", "Changes committed.", "database"
-        )
-        self.store_dropped = _counter(
-            "appliance_store_dropped_rows_total", "Changes lost because memory for them was full.", "database"
-        )
-        self.store_rejected = _counter(
-            "appliance_store_rejected_rows_total", "Changes that a database cannot hold.", "database"
-        )
-
-        self.audit_rows = _counter("appliance_audit_rows_total", "Rows of the audit chain.")
-        self.audit_spooled = _gauge(
-            "appliance_audit_spooled_rows", "Audit rows that the database did not take yet."
-        )
-        self.audit_lost = _counter(
-            "appliance_audit_lost_rows_total", "Audit rows for which there was no room; the log has them."
-        )
-
-        self.log_dropped_lines = _counter(
-            "appliance_log_dropped_lines_total",
-            "Lines of the log that were dropped because standard error was not read.",
-            "process",
-        )
-        self.process_cpu = _counter("process_cpu_seconds_total", "CPU time of the core.")
-        self.process_memory = _gauge("process_resident_memory_bytes", "Resident memory of the core.")
-        self.process_started = _gauge("process_start_time_seconds", "When the core started, unix seconds.")
-
-        self.vllm_waiting = _gauge(
-            "vllm:num_requests_waiting", "As appliance_queue_requests, for gateways.", "model_name"
-        )
-        self.vllm_running = _gauge(
-            "vllm:num_requests_running", "As appliance_running_requests, for gateways.", "model_name"
-        )
-        self.vllm_kv_usage = _gauge(
-            "vllm:kv_cache_usage_perc",
-            "Used part of the KV blocks of a model's ready replicas, 0 to 1.",
-            "model_name",
-        )
-        self.vllm_cache_config = _gauge(
-            "vllm:cache_config_info",
-            "Always 1; tokens of a block, and blocks of a model's ready replicas.",
-            *("model_name", "block_size", "num_gpu_blocks"),
-        )
-        self.vllm_lora = _gauge(
-            "vllm:lora_requests_info",
-            "Unix seconds; adapters that run and wait. There are none.",
-            *("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        )
+    def groups(self) -> list[Group[Any]]:
+        """Return all groups."""
+        return list(vars(self).values())
 
     def __iter__(self) -> Iterator[Family[Any]]:
-        return iter(vars(self).values())
+        return (family for group in self.groups() for family in group.families)
 
     def by(self, label: str) -> list[Family[Any]]:
-        """The metrics with this label."""
+        """Return the metrics with this label."""
         return [family for family in self if label in family.labels]
 
 
-def _counter(name: str, help_text: str, *labels: str) -> Numbers:
-    return Numbers("counter", name, help_text, *labels)
+def outcome(row: RequestRow) -> str:
+    """Return how a request ended: "ok", "cancelled", "refused", "rejected" or "failed"."""
+    status = row.status or 500
+    if status < 400:
+        # A stream's status is sent before the stream fails.
+        return "failed" if row.error else "ok"
+    if status == 499:
+        return "cancelled"
+    if status in (429, 503):
+        return "refused"
+    return "rejected" if status < 500 else "failed"
 
 
-def _gauge(name: str, help_text: str, *labels: str) -> Numbers:
-    return Numbers("gauge", name, help_text, *labels)
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds * _MS
+
+
+def _cpu_seconds(source: ServiceSource) -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _resident_bytes(source: ServiceSource) -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def _draining(source: ServiceSource) -> int:
+    switchboard = source.switchboard
+    return 0 if (switchboard.stopping or switchboard.drains.of(None)) is None else 1
+
+
+def _steps(read: Callable[[StepTotal], float]) -> Callable[[ReplicaSource], Mapping[str, tuple[int, float]]]:
+    def by_kind(source: ReplicaSource) -> Mapping[str, tuple[int, float]]:
+        totals = source.replica.steps
+        return {
+            kind: (total.steps, read(total))
+            for kind, total in (("decode", totals.decode), ("mixed", totals.mixed))
+        }
+
+    return by_kind
+
+
+# fmt: off
+SERVICE = (
+    Metric("gauge", "appliance_info", "",
+           "Always 1; the running version.",
+           lambda s: {s.version: 1}, ("version",)),
+    Metric("gauge", "appliance_ready", "",
+           "1 if every model answers: what /health/ready says.",
+           lambda s: 0 if s.switchboard.readiness.reason() else 1),
+    Metric("gauge", "appliance_draining", "",
+           "1 while the whole service is draining or drained.",
+           _draining),
+    Metric("counter", "appliance_problems_total", "",
+           "Ended processes, unreadable files and other problems. The status has the details.",
+           lambda s: s.switchboard.problems.total),
+    Metric("counter", "appliance_connections_total", "",
+           "Connections accepted, by listening socket.",
+           lambda s: s.connections, ("listener",)),
+    Metric("gauge", "appliance_held_requests", "requests",
+           "Requests that wait for the end of a drain.",
+           lambda s: s.switchboard.ledger.held()),
+)
+ROWS = (
+    Metric("counter", "appliance_requests_total", "requests",
+           "Requests that ended: ok, cancelled (the client left or its front died), rejected (a mistake of "
+           "the client), refused (429 or 503: a limit or overload), failed.",
+           lambda row: {outcome(row): 1}, ("outcome",)),
+    Metric("counter", "appliance_prompt_tokens_total", "tokens",
+           "Prompt tokens of requests that ended.",
+           lambda row: row.prompt_tokens),
+    Metric("counter", "appliance_cached_prompt_tokens_total", "tokens",
+           "Prompt tokens found in the prefix cache.",
+           lambda row: row.cached_tokens),
+    Metric("counter", "appliance_generated_tokens_total", "tokens",
+           "Tokens generated for requests that ended.",
+           lambda row: row.generated_tokens),
+    Metric("counter", "appliance_billed_tokens_total", "tokens",
+           "Delivered tokens, for which tenants are billed.",
+           lambda row: row.billed_tokens),
+    Metric("counter", "appliance_request_preemptions_total", "",
+           "Preemptions of requests that ended.",
+           lambda row: row.preemptions),
+)
+RETRIES = (
+    Metric("counter", "appliance_retries_total", "requests",
+           "Retries with a known Idempotency-Key: joined the run in progress, repeated its kept answer, or "
+           "ran anew.",
+           lambda row: {} if row.retry is None else {row.retry: 1}, ("retry",)),
+)
+TIMES = (
+    Metric("histogram", "appliance_queue_seconds", "seconds",
+           "From admission to a request's first dispatch.",
+           lambda row: _seconds(row.queue_ms), bounds=QUEUE_BOUNDS_S),
+    Metric("histogram", "appliance_time_to_first_token_seconds", "seconds",
+           "From arrival to the first token's bytes handed to the socket (TTFT).",
+           lambda row: _seconds(row.ttft_ms), bounds=FIRST_TOKEN_BOUNDS_S),
+    Metric("histogram", "appliance_inter_token_seconds", "seconds",
+           "A request's mean time between tokens after the first (ITL).",
+           lambda row: _seconds(row.itl_ms), bounds=NEXT_TOKEN_BOUNDS_S),
+    Metric("histogram", "appliance_request_seconds", "seconds",
+           "From arrival to the answer's end (E2E), of requests that ended ok.",
+           lambda row: _seconds(row.e2e_ms) if outcome(row) == "ok" else None, bounds=REQUEST_BOUNDS_S),
+)
+MODELS = (
+    Metric("gauge", "appliance_queue_requests", "requests",
+           "Requests that wait for their first dispatch.",
+           lambda m: dict(zip(CLASS_NAMES, m.waiting, strict=True)), ("class",)),
+    Metric("gauge", "appliance_queue_oldest_wait_seconds", "seconds",
+           "How long the oldest waiting request has waited.",
+           lambda m: dict(zip(CLASS_NAMES, m.oldest_wait_s, strict=True)), ("class",)),
+    Metric("gauge", "appliance_resuming_requests", "requests",
+           "Requests that lost their replica and wait to continue.",
+           lambda m: m.resuming),
+    Metric("gauge", "appliance_running_requests", "requests",
+           "Requests handed to a replica that have not ended.",
+           lambda m: m.running),
+    Metric("gauge", "appliance_overload_step", "",
+           "Step of load shedding of a model; 0 without overload.",
+           lambda m: m.overload_step),
+)
+TENANT_ROWS = (
+    Metric("counter", "appliance_tenant_requests_total", "requests",
+           "Requests that ended, by tenant.",
+           lambda row: {outcome(row): 1}, ("outcome",)),
+    Metric("counter", "appliance_tenant_prompt_tokens_total", "tokens",
+           "Prompt tokens of a tenant's requests.",
+           lambda row: row.prompt_tokens),
+    Metric("counter", "appliance_tenant_cached_prompt_tokens_total", "tokens",
+           "Prompt tokens found in the prefix cache.",
+           lambda row: row.cached_tokens),
+    Metric("counter", "appliance_tenant_generated_tokens_total", "tokens",
+           "Tokens generated for a tenant.",
+           lambda row: row.generated_tokens),
+    Metric("counter", "appliance_tenant_billed_tokens_total", "tokens",
+           "Tokens billed to a tenant.",
+           lambda row: row.billed_tokens),
+)
+TENANTS = (
+    Metric("counter", "appliance_tenant_service_total", "tokens",
+           "Weighted tokens of service that a tenant got; fair share equalises them by weight.",
+           lambda t: t.service),
+    Metric("gauge", "appliance_tenant_queue_requests", "requests",
+           "A tenant's queued requests.",
+           lambda t: t.waiting),
+    Metric("gauge", "appliance_tenant_running_requests", "requests",
+           "A tenant's running requests.",
+           lambda t: t.running),
+)
+LIMITS = (
+    Metric("gauge", "appliance_tenant_limit", "",
+           "Capacity of a rate limit: what a tenant can use at once.",
+           lambda bucket: bucket.rate.capacity),
+    Metric("gauge", "appliance_tenant_limit_left", "",
+           "What is left of the capacity; requests that have not ended count with the most that they may "
+           "use.",
+           lambda bucket: bucket.level),
+)
+REPLICAS = (
+    Metric("gauge", "appliance_replica_state", "",
+           "1 for the state that a replica is in.",
+           lambda r: {r.status.state: 1}, ("state",)),
+    Metric("counter", "appliance_replica_restarts_total", "",
+           "Restarts of a replica.",
+           lambda r: r.status.restarts),
+    Metric("gauge", "appliance_sequences", "sequences",
+           "Sequences on a replica, running or waiting.",
+           lambda r: {"running": r.status.running, "waiting": r.status.waiting}, ("state",)),
+    Metric("gauge", "appliance_kv_blocks", "blocks",
+           "Blocks of a replica's KV cache.",
+           lambda r: r.status.blocks_total),
+    Metric("gauge", "appliance_kv_used_blocks", "blocks",
+           "KV blocks used by sequences that have not ended.",
+           lambda r: r.status.blocks_used),
+    Metric("gauge", "appliance_kv_cached_blocks", "blocks",
+           "KV blocks that are free but kept for their prefix.",
+           lambda r: r.status.blocks_cached),
+    Metric("gauge", "appliance_credit_seqs", "sequences",
+           "Sequences that a replica can start now.",
+           lambda r: r.status.credit_seqs),
+    Metric("gauge", "appliance_credit_tokens", "tokens",
+           "Prompt tokens that a replica accepts now.",
+           lambda r: r.status.credit_tokens),
+    Metric("counter", "appliance_engine_prompt_tokens_total", "tokens",
+           "Prompt tokens that a replica has started.",
+           lambda r: r.status.prompt_tokens),
+    Metric("counter", "appliance_engine_cached_tokens_total", "tokens",
+           "Prompt tokens found in the prefix cache: cache hits.",
+           lambda r: r.status.cached_tokens),
+    Metric("counter", "appliance_engine_generated_tokens_total", "tokens",
+           "Generated tokens, counted as they are generated.",
+           lambda r: r.status.generated_tokens),
+    Metric("counter", "appliance_preemptions_total", "sequences",
+           "Sequences that were preempted and recomputed.",
+           lambda r: r.status.preemptions),
+    Metric("summary", "appliance_step_seconds", "seconds",
+           "Steps that only decoded (decode) or computed prompts (mixed), and their duration.",
+           _steps(lambda total: total.seconds), ("kind",)),
+    Metric("summary", "appliance_device_idle_seconds", "seconds",
+           "How long the device waited for the host before these steps.",
+           _steps(lambda total: total.idle_s), ("kind",)),
+)
+FRONTS = (
+    Metric("gauge", "appliance_front_state", "",
+           "1 for the state that a front is in.",
+           lambda f: {f.state: 1}, ("state",)),
+    Metric("counter", "appliance_front_restarts_total", "",
+           "Restarts of a front.",
+           lambda f: f.restarts),
+    Metric("counter", "appliance_front_cpu_seconds_total", "seconds",
+           "CPU time of the front process.",
+           lambda f: f.cpu_seconds),
+    Metric("gauge", "appliance_front_connections", "",
+           "Open connections of a front.",
+           lambda f: f.connections),
+    Metric("gauge", "appliance_front_unauthenticated_connections", "",
+           "Open connections that have not yet sent a request with a valid key.",
+           lambda f: f.unauthenticated_connections),
+    Metric("counter", "appliance_front_refused_connections_total", "",
+           "Connections that were refused because no place was free.",
+           lambda f: f.refused_connections),
+    Metric("counter", "appliance_front_evicted_connections_total", "",
+           "Connections without a valid key that were closed to make room for others.",
+           lambda f: f.evicted_connections),
+    Metric("counter", "appliance_front_cut_off_connections_total", "",
+           "Connections that were closed because their clients did not read the answers.",
+           lambda f: f.cut_off_connections),
+    Metric("counter", "appliance_front_refused_bodies_total", "requests",
+           "Requests that were refused because the bodies in progress had too many bytes.",
+           lambda f: f.refused_bodies),
+    Metric("gauge", "appliance_front_streams", "",
+           "Streams that a front writes.",
+           lambda f: f.streams),
+    Metric("counter", "appliance_front_requests_total", "requests",
+           "Requests that reached a front.",
+           lambda f: f.requests),
+    Metric("counter", "appliance_front_tokens_total", "tokens",
+           "Tokens streamed by a front.",
+           lambda f: f.tokens),
+    Metric("counter", "appliance_front_unauthenticated_total", "requests",
+           "Requests without a valid identity.",
+           lambda f: f.unauthenticated),
+    Metric("gauge", "appliance_front_kept_answers", "",
+           "Answers that a front keeps for retries.",
+           lambda f: f.kept_answers),
+    Metric("gauge", "appliance_front_kept_bytes", "bytes",
+           "Memory of the kept answers.",
+           lambda f: f.kept_bytes),
+    Metric("counter", "appliance_front_dropped_texts_total", "requests",
+           "Requests whose texts were not kept because too many waited.",
+           lambda f: f.dropped_texts),
+)
+DATABASES = (
+    Metric("gauge", "appliance_store_waiting_rows", "rows",
+           "Changes that wait for their commit.",
+           lambda state: state.lag_rows),
+    Metric("gauge", "appliance_store_lag_seconds", "seconds",
+           "Age of the oldest waiting change.",
+           lambda state: state.lag_ms * _MS),
+    Metric("gauge", "appliance_store_failing_seconds", "seconds",
+           "For how long a database has refused writes.",
+           lambda state: state.failing_s),
+    Metric("counter", "appliance_store_committed_rows_total", "rows",
+           "Committed changes.",
+           lambda state: state.committed_rows),
+    Metric("counter", "appliance_store_dropped_rows_total", "rows",
+           "Changes lost because memory for them was full.",
+           lambda state: state.dropped_rows),
+    Metric("counter", "appliance_store_rejected_rows_total", "rows",
+           "Changes that a database cannot hold.",
+           lambda state: state.rejected_rows),
+)
+AUDIT = (
+    Metric("counter", "appliance_audit_rows_total", "rows",
+           "Rows of the audit chain.",
+           lambda trail: trail.head.seq),
+    Metric("gauge", "appliance_audit_spooled_rows", "rows",
+           "Audit rows that the database has not accepted yet.",
+           lambda trail: trail.spool.rows),
+    Metric("counter", "appliance_audit_lost_rows_total", "rows",
+           "Audit rows that are in the log only, for lack of space.",
+           lambda trail: trail.spool.lost),
+)
+LOGS = (
+    Metric("counter", "appliance_log_dropped_lines_total", "lines",
+           "Lines of the log that were dropped because standard error was not read.",
+           lambda lines: lines),
+)
+PROCESS = (
+    Metric("counter", "process_cpu_seconds_total", "seconds",
+           "CPU time of the core.",
+           _cpu_seconds),
+    Metric("gauge", "process_resident_memory_bytes", "bytes",
+           "Resident memory of the core.",
+           _resident_bytes),
+    Metric("gauge", "process_start_time_seconds", "seconds",
+           "When the core started, in unix seconds.",
+           lambda s: s.started_at),
+)
+GATEWAYS = (
+    Metric("gauge", "vllm:num_requests_waiting", "requests",
+           "As appliance_queue_requests, for gateways.",
+           lambda g: sum(g.model.waiting) + g.model.resuming),
+    Metric("gauge", "vllm:num_requests_running", "requests",
+           "As appliance_running_requests, for gateways.",
+           lambda g: g.model.running),
+    Metric("gauge", "vllm:kv_cache_usage_perc", "",
+           "Used fraction of the KV blocks of a model's ready replicas, 0 to 1.",
+           lambda g: g.kv_usage()),
+    Metric("gauge", "vllm:cache_config_info", "",
+           "Always 1; tokens of a block, and blocks of a model's ready replicas.",
+           lambda g: {(str(BLOCK_TOKENS), str(g.blocks())): 1}, ("block_size", "num_gpu_blocks")),
+    Metric("gauge", "vllm:lora_requests_info", "seconds",
+           "Unix seconds; running and waiting adapters, of which there are none.",
+           lambda g: {("0", "", ""): time.time()},
+           ("max_lora", "running_lora_adapters", "waiting_lora_adapters")),
+)
+# fmt: on

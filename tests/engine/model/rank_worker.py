@@ -12,7 +12,7 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import RankLost, Ranks, join
-from kernels import select_backend
+from kernels import Residual, select_backend
 
 from .driver import Driver, teacher_forced
 
@@ -27,6 +27,7 @@ def logits_of(
     tokens: list[int],
     *,
     dummy: bool = False,
+    exchange: bool = False,
     fp8: bool = False,
     kv_fp8: bool = False,
 ) -> list[torch.Tensor]:
@@ -44,7 +45,7 @@ def logits_of(
     if dummy:
         load_dummy(decoder, seed=3)
     else:
-        load(decoder, folder, lambda stage, fraction: None)
+        load(decoder, folder, lambda stage, fraction: None, exchange=exchange)
     return teacher_forced(Driver(decoder, blocks=8), tokens, PROMPTS, CHUNK_SIZES, DECODES)
 
 
@@ -52,10 +53,22 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
     """Return the logits of every checkpoint, and of quantised variants of the first one. Every rank must call
     it."""
     found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
+    for folder in folders:
+        # The loader has the same weights if the ranks exchange columns.
+        again = logits_of(folder, ranks, tokens, exchange=True)
+        assert all(torch.equal(one, other) for one, other in zip(again, found[folder.name], strict=True))
     found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
     found["FP8 KV"] = logits_of(folders[0], ranks, tokens, kv_fp8=True)
     found["FP8 weights and KV"] = logits_of(folders[0], ranks, tokens, fp8=True, kv_fp8=True)
     return found
+
+
+def _scores(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores and token ids: the last rank has the best one, a tie, a NaN on the first rank, an
+    infinity, and nothing finite."""
+    first = torch.nan if rank == 0 else 1.0
+    values = torch.tensor([float(rank), 5.0, first, torch.inf if rank == 1 else 0.0, -torch.inf])
+    return values, torch.arange(5) + 10 * rank
 
 
 def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: list[int], result: Path) -> None:
@@ -70,6 +83,8 @@ def main(size: int, rank: int, rendezvous: str, folders: list[Path], tokens: lis
         ranks.all_gather_last_dim(mine),
         ranks.all_gather_stack(mine),
         ranks.all_reduce(torch.ones(3, dtype=torch.bfloat16)).float(),
+        ranks.add_sum(Residual(torch.full((1, 2), 0.5)), mine.clone(), torch.ones(2)).values,
+        ranks.best(*_scores(rank)),
     ]
     if rank == size - 1:
         os._exit(0)

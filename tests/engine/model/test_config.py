@@ -171,7 +171,7 @@ REFUSED = [
     ({"vocab_size": True}, "vocab_size is True; an integer"),
     ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads (8)"),
     ({"num_attention_heads": 6}, "num_attention_heads is 6; without head_dim it must divide hidden_size 64"),
-    ({"head_dim": 7}, "head_dim is 7; rotary embeddings need an even one"),
+    ({"head_dim": 7}, "head_dim is 7; rotary embeddings need an even number"),
     ({"rms_norm_eps": NAN}, "rms_norm_eps is nan; a number above 0 is needed"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is supported"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; true or false is needed"),
@@ -228,7 +228,7 @@ REFUSED = [
     ({"rope_theta": -1}, "rope_theta is -1; a number above 0 is needed"),
     (
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}},
-        "rope_parameters.rope_theta is 1.0; yarn needs one above 1",
+        "rope_parameters.rope_theta is 1.0; yarn needs a base above 1",
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only full rotation"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim is 2; dynamic rope needs"),

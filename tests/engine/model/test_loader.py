@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -321,3 +322,55 @@ def test_dummy_weights_are_the_same_for_a_seed_and_keep_activations_sane(folder:
 
 def _targets(folder: Path) -> list[torch.Tensor]:
     return [piece.target for piece in _decoder(folder).weight_shards() if piece.target is not None]
+
+
+class Exchanges:
+    """Two ranks on threads, whose `all_to_all` is a barrier."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.sent: dict[str, torch.Tensor] = {}
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        mine = threading.current_thread().name
+        self.sent[mine] = tensor
+        self.barrier.wait()
+        received = torch.stack([self.sent[name][int(mine)] for name in ("0", "1")])
+        self.barrier.wait()
+        return received
+
+
+@pytest.mark.parametrize("block_bytes", [1000, 1 << 20])
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "FP8"])
+def test_ranks_that_exchange_columns_read_every_byte_once(
+    sharded: Path, fp8: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchanges = Exchanges()
+    monkeypatch.setattr("engine.model.exchange.all_to_all", exchanges.all_to_all)
+    monkeypatch.setattr("engine.model.loader.stream", partial(stream, block_bytes=block_bytes))
+    decoders = [_decoder(sharded, ranks=PlaceOfRank(2, rank), fp8=fp8) for rank in range(2)]
+    pieces = [decoder.weight_shards() for decoder in decoders]
+    read = [0, 0]
+
+    def run(rank: int) -> None:
+        read[rank] = load(decoders[rank], sharded, lambda stage, fraction: None, exchange=True)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sharded.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    for piece in (*pieces[0], *pieces[1]):
+        assert piece.target is not None
+        expected = piece.part(tensors[piece.name])
+        if piece.scales is None:
+            assert torch.equal(piece.target, expected), piece.name
+        else:
+            values, scales = quantise_fp8(expected)
+            assert torch.equal(piece.target.view(torch.uint8), values.view(torch.uint8)), piece.name
+            assert torch.equal(piece.scales, scales.squeeze(1)), piece.name
+    norms = sum(tensor.nbytes for name, tensor in tensors.items() if tensor.dim() == 1)
+    assert sum(read) == sum(tensor.nbytes for tensor in tensors.values()) + norms, "each rank needs all norms"

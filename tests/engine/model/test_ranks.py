@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.parallel import RankLost, join, single
+from kernels.draws import BAD_TOKEN
 
 from . import rank_worker
 from .checkpoints import Case, Fp8, make, quantise
@@ -93,11 +94,13 @@ def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(
         assert _distance(result["logits"][name], alone[plain]) < NO_WORSE * own, name
 
     total = float(sum(range(size)))
-    reduced, last_dim, stack, ones = result["collectives"]
+    reduced, last_dim, stack, ones, added, best = result["collectives"]
     assert reduced.tolist() == [[total, 10.0 * size + total]]
     assert last_dim.tolist() == [[value for rank in range(size) for value in (rank, 10.0 + rank)]]
     assert stack.tolist() == [[[rank, 10.0 + rank]] for rank in range(size)]
     assert ones.tolist() == [size] * 3
+    assert added.tolist() == [[0.5 + total, 0.5 + 10.0 * size + total]]
+    assert best.tolist() == [10 * (size - 1), 1, BAD_TOKEN, BAD_TOKEN, BAD_TOKEN]
 
     assert f"rank 0 of {size}" in result["lost"]
     assert "restart the whole replica" in result["lost"]

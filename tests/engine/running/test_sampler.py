@@ -287,6 +287,16 @@ def test_ranks_with_a_vocabulary_shard_sample_the_same_tokens_as_one_rank(
             torch.testing.assert_close(mine.logprobs, alone.logprobs, atol=1e-5, rtol=1e-5)
 
 
+def test_a_rank_without_a_token_of_the_vocabulary_samples_with_the_others() -> None:
+    cases = [Case(SamplingParams(max_tokens=4, temperature=t, logprobs=2)) for t in (0.0, 1.0)]
+    logits = random_logits(len(cases), 5)
+    alone = sample(cases, logits.clone())
+    for mine in on_ranks(4, lambda rank: sample(cases, logits, rank)):  # 2, 2, 1 and 0 columns
+        assert torch.equal(mine.token_ids, alone.token_ids)
+        assert mine.logprobs is not None and alone.logprobs is not None
+        torch.testing.assert_close(mine.logprobs, alone.logprobs, atol=1e-5, rtol=1e-5)
+
+
 @given(cases=some_cases(), seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.float16]))
 @settings(max_examples=25, deadline=None)
 def test_kernels_sample_the_same_tokens_as_torch_in_any_mixture(

@@ -10,11 +10,15 @@ from typing import TypeVar
 
 import torch
 
+from engine.parallel import Collectives
+
 Result = TypeVar("Result")
 
 
-class ThreadRank:
+class ThreadRank(Collectives):
     """One of `size` ranks, which share `slots` and `barrier`."""
+
+    collectives = "threads"
 
     def __init__(self, size: int, rank: int, slots: list[torch.Tensor], barrier: threading.Barrier) -> None:
         self.size, self.rank = size, rank
@@ -27,14 +31,8 @@ class ThreadRank:
         self._barrier.wait()
         return stack
 
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat(list(self.all_gather_stack(tensor)), dim=-1)
-
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.all_gather_stack(tensor).sum(dim=0)
-
-    def close(self) -> None:
-        return
 
 
 def on_ranks(size: int, work: Callable[[ThreadRank], Result]) -> list[Result]:

@@ -70,6 +70,9 @@ class SimulatedRunner:
                 self.slots[slot] = SlotState(setup.sampling, sample, setup.prompt_tokens, list(setup.history))
         for slot, index, block in plan.blocks:
             self._state(slot).table[index] = block
+        for source, count, targets in plan.shares:
+            for slot in targets:
+                self._state(slot).table.update((i, self._state(source).table[i]) for i in range(count))
         for block in plan.clears:
             self.cache[block] = [None] * BLOCK_TOKENS
         copied = [(destination, list(self.cache[source])) for source, destination in plan.copies]

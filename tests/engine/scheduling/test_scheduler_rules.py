@@ -371,11 +371,11 @@ def test_prefills_make_progress_while_all_other_slots_decode() -> None:
     assert [len(chunk.token_ids) for plan in plans if plan for chunk in plan.chunks] == [1] * 10
 
 
-def test_a_running_prefill_continues_before_new_admissions() -> None:
+def test_a_running_prefill_continues_before_new_admissions_of_its_class() -> None:
     engine = SimulatedEngine(max_num_batched_tokens=100)
     engine.submit(150, priority=3)
     engine.step()
-    engine.submit(80, priority=0)
+    engine.submit(80, priority=3)
     plan = engine.step()
     assert plan is not None
     assert [(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks] == [(100, 50), (0, 50)]

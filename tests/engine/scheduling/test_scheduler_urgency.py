@@ -28,7 +28,7 @@ def started(engine: SimulatedEngine, submit: Submit) -> int:
 def test_an_urgent_submission_starts_before_waiting_ones_of_its_class() -> None:
     engine = SimulatedEngine(max_num_batched_tokens=64)
     crowd = [engine.submit(64, max_tokens=1) for _ in range(3)]
-    urgent = engine.submit(64, max_tokens=1, urgent=True)
+    urgent = engine.submit(64, max_tokens=1, urgency=2)
     engine.drain()
     assert [started(engine, submit) for submit in (urgent, *crowd)] == [1, 2, 3, 4]
 
@@ -37,9 +37,10 @@ def test_an_urgent_submission_is_served_before_a_running_long_prefill() -> None:
     engine = SimulatedEngine(max_num_batched_tokens=64, overlap=False)
     long = engine.submit(300, max_tokens=1)
     assert computed(engine.step()) == [64]
-    urgent = engine.submit(100, max_tokens=1, urgent=True)
+    urgent = engine.submit(100, max_tokens=1, urgency=2)
     assert computed(engine.step()) == [64], "the urgent one has the whole step"
-    assert computed(engine.step()) == [36, 28], "and goes on before the long one"
+    assert computed(engine.step()) == [36], "and goes on before the long one"
+    assert computed(engine.step()) == [64]
     engine.drain()
     for submit in (urgent, long):
         engine.expect_alone(submit)
@@ -49,10 +50,87 @@ def test_urgency_does_not_overtake_a_higher_class() -> None:
     engine = SimulatedEngine(max_num_batched_tokens=64, overlap=False)
     engine.submit(300, max_tokens=1, priority=1)
     engine.step()
-    engine.submit(100, max_tokens=1, priority=2, urgent=True)
-    engine.submit(10, max_tokens=1, priority=0)
+    engine.submit(100, max_tokens=1, priority=2, urgency=2)
     chunks = engine.step()
     assert chunks is not None and [chunk.start for chunk in chunks.chunks] == [64]
+    engine.drain()
+
+
+@pytest.mark.parametrize("better", [0, 1, 2])
+def test_a_better_class_is_admitted_before_the_next_chunk_of_a_worse_one(better: int) -> None:
+    engine = SimulatedEngine(max_num_batched_tokens=64, overlap=False)
+    engine.submit(300, max_tokens=1, priority=3)
+    engine.step()
+    short = engine.submit(10, max_tokens=1, priority=better)
+    assert computed(engine.step()) == [10]
+    assert started(engine, short) == 2
+    assert computed(engine.step()) == [64]
+    engine.drain()
+
+
+def test_prompts_of_a_class_are_left_out_once_for_each_better_level_in_a_row() -> None:
+    engine = SimulatedEngine(max_num_batched_tokens=64, overlap=False)
+    engine.submit(400, max_tokens=1, priority=3)
+    assert computed(engine.step()) == [64]
+    engine.submit(10, max_tokens=1, priority=2)
+    assert computed(engine.step()) == [10]
+    engine.submit(11, max_tokens=1, priority=1)
+    assert computed(engine.step()) == [11], "a better level leaves out the long prompt once more"
+    engine.submit(12, max_tokens=1, priority=2)
+    assert computed(engine.step()) == [12, 52], "a worse one does not"
+    engine.drain()
+
+
+@both_overlaps
+def test_samples_of_one_submission_leave_the_reserved_slots_free(overlap: bool) -> None:
+    engine = SimulatedEngine(overlap=overlap, max_num_seqs=8)
+    wide = engine.submit(20, max_tokens=30, n=20, spare_slots=2)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.running == 6
+    narrow = engine.submit(10, max_tokens=4, urgency=2)
+    before = len(engine.runner.plans)
+    engine.step()
+    assert [setup.slot for setup in engine.runner.plans[before].setups], "it starts in the next step"
+    engine.drain()
+    for submit in (wide, narrow):
+        engine.expect_alone(submit)
+
+
+def test_a_wide_submission_that_finds_only_reserved_slots_does_not_hold_up_other_levels() -> None:
+    engine = SimulatedEngine(max_num_seqs=4)
+    engine.submit(20, max_tokens=30, n=9, priority=0, spare_slots=1)
+    engine.step()
+    light = engine.submit(10, max_tokens=2, priority=1, urgency=2)
+    engine.step()
+    assert started(engine, light) == 2
+    engine.drain()
+
+
+@pytest.mark.parametrize(("better", "worse"), [((1, 0), (2, 0)), ((1, 2), (1, 0)), ((0, 0), (1, 2))])
+def test_a_better_level_preempts_worse_ones_for_blocks(
+    better: tuple[int, int], worse: tuple[int, int]
+) -> None:
+    engine = SimulatedEngine(blocks=8, max_num_seqs=4)
+    for _ in range(2):
+        engine.submit(3 * BLOCK_TOKENS, max_tokens=40, priority=worse[0], urgency=worse[1])
+    engine.step()
+    submit = engine.submit(BLOCK_TOKENS + 10, max_tokens=2, priority=better[0], urgency=better[1])
+    before = len(engine.runner.plans)
+    engine.step()
+    assert engine.scheduler.accounting.totals.preemptions == 1
+    assert started(engine, submit) == before + 1, "it starts in the next step"
+    engine.drain()
+
+
+def test_a_long_urgent_prompt_does_not_preempt_its_own_class() -> None:
+    engine = SimulatedEngine(blocks=8, max_num_seqs=4)
+    for _ in range(2):
+        engine.submit(3 * BLOCK_TOKENS, max_tokens=40)
+    engine.step()
+    engine.submit(3 * BLOCK_TOKENS, max_tokens=2, urgency=1)
+    engine.step()
+    assert engine.scheduler.accounting.totals.preemptions == 0
     engine.drain()
 
 
@@ -61,7 +139,7 @@ def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap:
     engine = SimulatedEngine(overlap=overlap, max_num_seqs=4)
     background = [engine.submit(20, max_tokens=60, priority=3) for _ in range(3)]
     batch = engine.submit(20, max_tokens=60, priority=2)
-    while not engine.outputs:
+    while len({output.handle for output in engine.outputs}) < 4:
         engine.step()
     real_time = [engine.submit(10, max_tokens=4, priority=0) for _ in range(2)]
     before = len(engine.runner.plans)
@@ -87,7 +165,7 @@ def test_only_background_is_preempted_and_only_for_real_time(priority: int) -> N
     engine.submit(20, max_tokens=30, priority=3)
     engine.submit(20, max_tokens=30, priority=3)
     engine.step()
-    engine.submit(10, max_tokens=2, priority=priority, urgent=True)
+    engine.submit(10, max_tokens=2, priority=priority, urgency=2)
     engine.drain()
     assert not any(ledger.preemptions for ledger in engine.finished)
 
@@ -96,8 +174,8 @@ def test_only_background_is_preempted_and_only_for_real_time(priority: int) -> N
 def test_real_time_preempts_background_for_blocks_only_if_that_frees_enough(overlap: bool) -> None:
     engine = SimulatedEngine(overlap=overlap, blocks=8, max_num_seqs=4)
     background = [engine.submit(2 * BLOCK_TOKENS - 10, max_tokens=8, priority=3) for _ in range(2)]
-    interactive = engine.submit(2 * BLOCK_TOKENS - 10, max_tokens=40)
-    while len(engine.outputs) < 3:
+    interactive = engine.submit(2 * BLOCK_TOKENS - 10, max_tokens=40, priority=0)
+    while len({output.handle for output in engine.outputs}) < 3:
         engine.step()
     # Even without the background sequences, five blocks would not be free.
     too_large = engine.submit(7 * BLOCK_TOKENS - 10, max_tokens=2, priority=0)
@@ -116,7 +194,7 @@ def test_an_urgent_prompts_step_leaves_out_other_prompts_but_never_twice_in_a_ro
     engine = SimulatedEngine(max_num_batched_tokens=64)
     engine.submit(400, max_tokens=1)
     assert computed(engine.step()) == [64]
-    engine.submit(10, max_tokens=1, urgent=True)
+    engine.submit(10, max_tokens=1, urgency=2)
     assert computed(engine.step()) == [10], "nothing of the long prompt"
-    engine.submit(10, max_tokens=1, urgent=True)
+    engine.submit(10, max_tokens=1, urgency=2)
     assert computed(engine.step()) == [10, 54], "it gets on in every other step"

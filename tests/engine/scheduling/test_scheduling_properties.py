@@ -59,7 +59,8 @@ class Ask:
     prompt_logprobs: int | None
     salt: str
     priority: int
-    urgent: bool
+    urgency: int
+    spare: int
 
 
 CHOICES: dict[str, list[Any]] = {
@@ -81,7 +82,8 @@ CHOICES: dict[str, list[Any]] = {
     "prompt_logprobs": [None, None, None, 0],
     "salt": ["", "", "a", OWN_SALT],
     "priority": [1, 1, 0, 2, 3],
-    "urgent": [False, False, True],
+    "urgency": [0, 0, 1, 2],
+    "spare": [0, 0, 1, 2],
 }
 """Lengths around the boundaries of blocks and chunks, enough to fill tiny pools. Hypothesis shrinks a failure
 to the first values."""
@@ -163,7 +165,8 @@ class Traffic(RuleBasedStateMachine):
             sampling=sampling,
             cache_salt=f"{OWN_SALT}-{handle}" if ask.salt == OWN_SALT else ask.salt,
             priority=ask.priority,
-            urgent=ask.urgent,
+            urgency=ask.urgency,
+            spare_slots=min(ask.spare, self.initial[0] - 1),
         )
         if ask.resumed and ask.n == 1 and prompt:
             # As after the death of a replica, the sample continues from its emitted tokens.

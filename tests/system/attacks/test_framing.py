@@ -85,6 +85,9 @@ def test_curl_gets_its_answer(attacked: Target, option: str) -> None:
         "Transfer-Encoding: xchunked",
         "Transfer-Encoding : chunked",
         "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
+        "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: gzip, chunked",
         "Transfer-Encoding:\r\n chunked",
         "A: b\r\n c: d",
         "A: b\rContent-Length: 6",
@@ -100,8 +103,14 @@ def test_a_request_that_could_be_framed_in_two_ways_is_refused_and_hides_nothing
 
 def test_a_request_needs_a_host_and_connect_is_refused(attacked: Target) -> None:
     assert statuses(exchange(attacked.unix, b"GET /v1/models HTTP/1.1\r\n\r\n" + HIDDEN)) == [400]
-    assert statuses(exchange(attacked.unix, b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN)) == [400]
+    answer = exchange(attacked.unix, b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n" + HIDDEN)
+    assert statuses(answer) == [400] and b"CONNECT is not supported" in answer
     assert b" 200 OK" in exchange(attacked.unix, b"GET /v1/models HTTP/1.0\r\n\r\n")
+
+
+def test_http_1_0_has_no_chunks(attacked: Target) -> None:
+    head = b"POST /v1/models HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert statuses(exchange(attacked.unix, head + b"0\r\n\r\n" + HIDDEN)) == [400]
 
 
 def test_http_1_0_gets_an_answer_that_ends_with_the_connection(attacked: Target) -> None:

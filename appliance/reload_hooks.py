@@ -1,26 +1,26 @@
-"""What a reload does in the running service for each top-level setting that has changed."""
+"""The hooks that apply changed top-level settings to the running service."""
 
 from __future__ import annotations
 
 import logging
 
-from appliance.admin.callers import Doorkeeper
+from appliance.admin.callers import Authenticator
 from appliance.admin.server import AdminServer
 from appliance.identities import IdentityTable
-from appliance.reload import Applier
+from appliance.reload import ReloadHook
 from appliance.settings import Settings
 from appliance.switchboard import Switchboard
 from appliance.watch.metrics.tenants import ShownTenants
 
 
-def appliers(
+def reload_hooks(
     switchboard: Switchboard,
     identities: IdentityTable,
-    doorkeeper: Doorkeeper,
+    authenticator: Authenticator,
     admin: AdminServer,
     shown_tenants: ShownTenants,
-) -> dict[str, Applier]:
-    """By setting. Those that `appliance.reload` sees to itself are not here."""
+) -> dict[str, ReloadHook]:
+    """Return the hook of each setting, except those that `appliance.reload` applies itself."""
 
     def fronts(settings: Settings) -> None:
         switchboard.set_fronts(settings.fronts)
@@ -34,11 +34,11 @@ def appliers(
     def unix(settings: Settings) -> None:
         identities.unix = settings.unix
         switchboard.tell_identities()
-        admin.change(settings.unix.admin_mode, doorkeeper.gid)
+        admin.change(settings.unix.admin_mode, authenticator.gid)
 
     def operators(settings: Settings) -> None:
-        doorkeeper.configure(settings.admin)
-        admin.change(settings.unix.admin_mode, doorkeeper.gid)
+        authenticator.configure(settings.admin)
+        admin.change(settings.unix.admin_mode, authenticator.gid)
 
     def queue(settings: Settings) -> None:
         switchboard.ledger.set_rules(settings.queue)
@@ -50,7 +50,7 @@ def appliers(
         shown_tenants.most = settings.metrics.tenants
 
     def nothing(settings: Settings) -> None:
-        """It is read when it is needed, or fronts are told of it whenever it is new."""
+        """The setting is read when it is needed, or is a part of the fronts' configuration."""
 
     return {
         "fronts": fronts,

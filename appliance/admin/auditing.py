@@ -1,0 +1,115 @@
+"""Performs actions and audits them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import msgspec
+
+from appliance.actions import Action, ReloadConfig, action_of
+from appliance.admin.effects import Effect, Handler
+from appliance.background import Background
+from appliance.drain import DrainError
+from appliance.listeners import ListenError
+from appliance.reload import ReloadError
+from appliance.settings import SettingsError
+from store.audit import Actor
+from store.control import ControlStore
+from store.errors import ConflictError, StoreError, UnknownRecordError
+from store.keys import without_secrets
+
+log = logging.getLogger(__name__)
+
+_MAX_AUDIT_WAIT_S = 3.0
+_MAX_DENIALS_PER_MINUTE = 10
+"""Audit rows for one caller who lacks the scope. Each row is a write to the disk; the log has all denials."""
+_STATUSES: Mapping[type[Exception], int] = {
+    ValueError: 400,
+    SettingsError: 400,
+    ListenError: 400,
+    ConflictError: 409,
+    DrainError: 409,
+    ReloadError: 409,
+    UnknownRecordError: 404,
+    LookupError: 404,
+}
+"""HTTP status codes of the errors with which handlers refuse an action."""
+
+
+class ActionError(Exception):
+    """An action was refused or failed; `status` is the HTTP status code."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class AuditedActions:
+    """Performs the registry's actions. Each action has two rows in the audit chain, also if it is refused:
+    its intent before anything is done, and its result."""
+
+    def __init__(self, control: ControlStore, handlers: Mapping[type[msgspec.Struct], Handler]) -> None:
+        self._control = control
+        self._handlers = handlers
+        self._background = Background()
+        self._denials: Counter[str] = Counter()
+        self._minute = 0.0
+
+    async def act(self, actor: Actor, parameters: msgspec.Struct) -> msgspec.Struct:
+        """Perform the action that these parameters belong to. Raises ActionError."""
+        action, params = action_of(parameters), msgspec.to_builtins(parameters)
+        acting, recorded = self._control.trail.intend(actor, action.name, params)
+        await _recorded(recorded)
+        effect: Effect | None = None
+        outcome = "failed: the service's log says why"
+        try:
+            effect = await self._handlers[action.parameters](acting, parameters)
+            outcome = effect.outcome
+        except tuple(_STATUSES) as error:
+            outcome = f"refused: {error}"
+            status = next(code for kind, code in _STATUSES.items() if isinstance(error, kind))
+            raise ActionError(status, str(error)) from error
+        except StoreError as error:
+            outcome = f"failed: {error}"
+            raise ActionError(503, str(error)) from error
+        finally:
+            log.info("%s by %s: %s", action.name, actor.name, without_secrets(outcome))
+            before, after = (None, None) if effect is None else (effect.before, effect.after)
+            await _recorded(self._control.trail.conclude(acting, action.name, params, outcome, before, after))
+        return effect.result
+
+    def reload_on_signal(self) -> None:
+        """Reload the settings as SIGHUP asks. The result is in the log."""
+        actor = Actor("signal:SIGHUP", socket.gethostname())
+
+        async def reload() -> None:
+            with contextlib.suppress(ActionError):
+                await self.act(actor, ReloadConfig())
+
+        self._background.run(reload())
+
+    def record_denied(self, actor: Actor, action: Action, reason: str) -> None:
+        """Audit that a known caller tried an action without its scope. The parameters were not read."""
+        minute = time.monotonic() // 60
+        if minute != self._minute:
+            self._denials.clear()
+            self._minute = minute
+        self._denials[actor.name] += 1
+        if self._denials[actor.name] <= _MAX_DENIALS_PER_MINUTE:
+            self._control.trail.conclude(actor, action.name, {}, f"refused: {reason}")
+
+
+async def _recorded(future: Future[None]) -> None:
+    """Wait until an audit row is stored, but not longer than a few seconds: a disk that does not answer must
+    not keep an operator from acting. The row is written later, in its place among the others."""
+    waiting = asyncio.wrap_future(future)
+    await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
+    if not waiting.done():
+        log.error("the audit row is not written after %g s: the disk does not answer", _MAX_AUDIT_WAIT_S)

@@ -1,0 +1,128 @@
+"""The handler of each action of the registry, and the handlers that are too small for a module of their
+own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import msgspec
+
+from appliance.actions import (
+    BeginBackup,
+    CancelRequest,
+    CreateKey,
+    CreateTenant,
+    DeleteTenant,
+    DrainService,
+    EndBackup,
+    MapPeer,
+    ReloadConfig,
+    ResumeService,
+    ResumeTenant,
+    RevokeKey,
+    RotateKey,
+    SetKey,
+    SetTenant,
+    ShowContents,
+    SuspendTenant,
+    UnmapPeer,
+)
+from appliance.admin.drains import DrainAdmin
+from appliance.admin.effects import Effect, Handler, done
+from appliance.admin.keys import KeyAdmin
+from appliance.admin.peers import PeerAdmin
+from appliance.admin.tenants import TenantAdmin
+from appliance.protocol import AuditHead, Contents, Done, InFlight, Reloaded
+from store.audit import Actor
+from store.trail import AuditTrail
+
+
+def handlers(
+    *,
+    tenants: TenantAdmin,
+    keys: KeyAdmin,
+    peers: PeerAdmin,
+    drains: DrainAdmin,
+    requests: RequestAdmin,
+    backups: BackupAdmin,
+    reload: Callable[[], Awaitable[Reloaded]],
+) -> Mapping[type[msgspec.Struct], Handler]:
+    """Return the handler of each action, by the type of the action's parameters."""
+
+    async def reload_config(actor: Actor, asked: ReloadConfig) -> Effect:
+        reloaded = await reload()
+        return Effect(reloaded, after=msgspec.to_builtins(reloaded))
+
+    return {
+        CreateTenant: tenants.create,
+        SetTenant: tenants.set,
+        SuspendTenant: tenants.suspend,
+        ResumeTenant: tenants.resume,
+        DeleteTenant: tenants.delete,
+        CreateKey: keys.create,
+        RotateKey: keys.rotate,
+        SetKey: keys.set,
+        RevokeKey: keys.revoke,
+        MapPeer: peers.map,
+        UnmapPeer: peers.unmap,
+        DrainService: drains.drain,
+        ResumeService: drains.resume,
+        ReloadConfig: reload_config,
+        CancelRequest: requests.cancel,
+        ShowContents: requests.show,
+        BeginBackup: backups.begin,
+        EndBackup: backups.end,
+    }
+
+
+class RequestAdmin:
+    """Single requests."""
+
+    def __init__(
+        self,
+        in_flight: Callable[[], Sequence[InFlight]],
+        cancel: Callable[[str, str], bool],
+        contents: Callable[[str], Awaitable[Contents]],
+    ) -> None:
+        """`cancel` gets a request's id and the message for its client, and returns False for an unknown id.
+        `contents` returns the stored texts of a request."""
+        self._in_flight = in_flight
+        self._cancel = cancel
+        self._contents = contents
+
+    async def cancel(self, actor: Actor, asked: CancelRequest) -> Effect:
+        """Cancel a request. Raises LookupError if it has ended or is unknown."""
+        request_id = asked.request_id
+        before = next((one for one in self._in_flight() if one.request_id == request_id), None)
+        if not self._cancel(request_id, "an operator cancelled the request"):
+            raise LookupError(f"no request {request_id!r} is running or queued")
+        return Effect(
+            Done(message=f"cancelling request {request_id}"),
+            before={"state": before.state, "tenant": before.tenant} if before else None,
+            after={"state": "ending"},
+        )
+
+    async def show(self, actor: Actor, asked: ShowContents) -> Effect:
+        """Return the stored prompts and answers. Raises LookupError if there are none, or a StoreError."""
+        return Effect(await self._contents(asked.request_id))
+
+
+class BackupAdmin:
+    """Records backups, which the command `appliance backup` takes by itself."""
+
+    def __init__(self, trail: AuditTrail) -> None:
+        self._trail = trail
+
+    async def begin(self, actor: Actor, asked: BeginBackup) -> Effect:
+        """Record the head of the audit chain and return it, so that the backup can be checked against it."""
+        self._trail.record_head()
+        head = self._trail.state().head
+        return Effect(AuditHead(seq=head.seq, hash=head.hash))
+
+    async def end(self, actor: Actor, asked: EndBackup) -> Effect:
+        """Record the result. Raises ValueError if it is neither complete nor failed."""
+        if asked.error is not None and asked.rows is None and asked.sha256 is None:
+            return Effect(Done(message=f"backup {asked.path} failed"), outcome=f"failed: {asked.error}")
+        if asked.error is not None or asked.rows is None or asked.sha256 is None:
+            raise ValueError("backup.end: give rows and sha256 of a complete backup, or an error")
+        return done(f"backup {asked.path} is complete")

@@ -1,0 +1,74 @@
+"""Lists and changes the mappings of local users and groups to tenants."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from appliance.actions import MapPeer, UnmapPeer
+from appliance.admin.effects import Effect, committed, done
+from appliance.identities import local_uids
+from appliance.protocol import Peer
+from appliance.settings import UnixSettings
+from store.audit import Actor
+from store.control import ControlStore
+from store.policies import PeerKind
+from store.tenants import LOCAL
+
+_KINDS: dict[str, PeerKind] = {"uid": "uid", "gid": "gid"}
+
+
+class PeerAdmin:
+    """Local users and groups that need no key. Changes reach the fronts before the operator gets the
+    answer."""
+
+    def __init__(
+        self, control: ControlStore, *, unix: Callable[[], UnixSettings], publish: Callable[[], None]
+    ) -> None:
+        """`publish` tells the fronts about changed identities."""
+        self._control = control
+        self._unix = unix
+        self._publish = publish
+
+    def list(self) -> list[Peer]:
+        """Return the users of the settings, then the mapped users and groups."""
+        mapped, unix = self._control.policies.peers, self._unix()
+        own = [
+            Peer(kind="uid", number=uid, tenant=LOCAL, source="settings")
+            for uid in sorted(local_uids(unix))
+            if ("uid", uid) not in mapped
+        ]
+        if unix.uids == "any":
+            own.append(Peer(kind="any", number=-1, tenant=LOCAL, source="settings"))
+        return own + [
+            Peer(
+                kind=peer.kind,
+                number=peer.number,
+                tenant=peer.tenant,
+                source="mapped",
+                created_at=peer.created_at,
+            )
+            for peer in mapped.values()
+        ]
+
+    async def map(self, actor: Actor, asked: MapPeer) -> Effect:
+        """Map a user or group to a tenant. Raises ValueError or a StoreError, as `unmap` does."""
+        kind, number = parse_peer(asked.peer)
+        await committed(self._control.map_peer(actor=actor, kind=kind, number=number, tenant=asked.tenant))
+        self._publish()
+        return done(f"{kind} {number} mapped to tenant {asked.tenant}")
+
+    async def unmap(self, actor: Actor, asked: UnmapPeer) -> Effect:
+        """Remove the mapping of a user or group."""
+        kind, number = parse_peer(asked.peer)
+        await committed(self._control.unmap_peer(actor=actor, kind=kind, number=number))
+        self._publish()
+        return done(f"{kind} {number} unmapped")
+
+
+def parse_peer(text: str) -> tuple[PeerKind, int]:
+    """Return kind and number of `uid:1000` or `gid:100`. Raises ValueError."""
+    found = re.fullmatch(r"(uid|gid):(\d{1,10})", text, re.ASCII)
+    if not found:
+        raise ValueError(f"peer is {text!r}: write for example uid:1000 or gid:100")
+    return _KINDS[found[1]], int(found[2])

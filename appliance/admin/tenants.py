@@ -1,0 +1,120 @@
+"""Lists, creates and changes tenants."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from appliance.actions import CreateTenant, DeleteTenant, ResumeTenant, SetTenant, SuspendTenant
+from appliance.admin.effects import Effect, committed, done
+from appliance.messages import Identity
+from appliance.protocol import LimitUsage, Peer, Tenant
+from store.audit import Actor
+from store.control import ControlStore
+from store.fields import declared
+from store.policies import Quota, TenantRecord
+from store.tenants import BUILT_IN
+
+CancelRequests = Callable[[Callable[[Identity], bool], str], int]
+"""Cancels the running and queued requests of matching callers with a message, and returns their number."""
+Usage = Callable[[str, str], list[LimitUsage]]
+"""Returns how much of its limits a tenant ("tenant", name) or key ("key", id) uses."""
+
+
+class TenantAdmin:
+    """Tenants as operators see and change them. Changes reach the fronts before the operator gets the
+    answer."""
+
+    def __init__(
+        self,
+        control: ControlStore,
+        *,
+        usage: Usage,
+        peers: Callable[[], Iterable[Peer]],
+        publish: Callable[[], None],
+        cancel: CancelRequests,
+    ) -> None:
+        """`publish` tells the fronts about changed identities."""
+        self._control = control
+        self._usage = usage
+        self._peers = peers
+        self._publish = publish
+        self._cancel = cancel
+
+    def list(self) -> list[Tenant]:
+        """Return all tenants, oldest first."""
+        policies, now = self._control.policies, time.time()
+        keys = Counter(key.tenant for key in policies.keys.values() if key.valid_at(now))
+        peers = Counter(peer.tenant for peer in self._peers())
+        return [self._shown(tenant, keys, peers) for tenant in policies.tenants.values()]
+
+    async def create(self, actor: Actor, asked: CreateTenant) -> Effect:
+        """Create a tenant. Raises ValueError or a StoreError, as all changes do."""
+        fields = changes(asked, TenantRecord)
+        await committed(self._control.create_tenant(actor=actor, name=asked.name, changes=fields))
+        return self._changed(asked.name)
+
+    async def set(self, actor: Actor, asked: SetTenant) -> Effect:
+        """Change a tenant."""
+        fields = changes(asked, TenantRecord)
+        await committed(self._control.set_tenant(actor=actor, name=asked.name, changes=fields))
+        return self._changed(asked.name)
+
+    async def suspend(self, actor: Actor, asked: SuspendTenant) -> Effect:
+        """Refuse new requests of a tenant."""
+        await committed(self._control.suspend_tenant(actor=actor, name=asked.name))
+        self._publish()
+        cancelled = None
+        if asked.cancel:
+            cancelled = self._cancel(
+                lambda identity: identity.tenant == asked.name, "its tenant was suspended"
+            )
+        return done(f"tenant {asked.name} suspended; {requests_after(cancelled)}")
+
+    async def resume(self, actor: Actor, asked: ResumeTenant) -> Effect:
+        """Accept requests of a tenant again."""
+        await committed(self._control.resume_tenant(actor=actor, name=asked.name))
+        self._publish()
+        return done(f"tenant {asked.name} resumed")
+
+    async def delete(self, actor: Actor, asked: DeleteTenant) -> Effect:
+        """Delete a tenant that is not in use."""
+        await committed(self._control.delete_tenant(actor=actor, name=asked.name))
+        self._publish()
+        return done(f"tenant {asked.name} deleted")
+
+    def _changed(self, name: str) -> Effect:
+        self._publish()
+        return Effect(next(tenant for tenant in self.list() if tenant.name == name))
+
+    def _shown(self, tenant: TenantRecord, keys: Counter[str], peers: Counter[str]) -> Tenant:
+        return Tenant(
+            **msgspec.structs.asdict(tenant),
+            built_in=tenant.name in BUILT_IN,
+            usage=self._usage("tenant", tenant.name),
+            keys=keys[tenant.name],
+            peers=peers[tenant.name],
+        )
+
+
+def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:
+    """Return the declared fields of `record` that were given; those of its quota are under "quota"."""
+    given = _given(asked, record)
+    limits = _given(asked, Quota)
+    return given | ({"quota": limits} if limits else {})
+
+
+def requests_after(cancelled: int | None) -> str:
+    """Return what happens to running requests; `cancelled` is the number of cancelled ones, None if none were
+    to be."""
+    if cancelled is None:
+        return "its running requests continue"
+    return f"ending {cancelled} request{'' if cancelled == 1 else 's'}"
+
+
+def _given(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:
+    values = {name: getattr(asked, name) for name in declared(record)}
+    return {name: value for name, value in values.items() if value is not msgspec.UNSET}

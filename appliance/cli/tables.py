@@ -1,0 +1,28 @@
+"""Table columns of declared fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from appliance.cli.fields import shown
+from appliance.cli.output import Column, printable
+from store.fields import Declared
+
+
+def field_columns(fields: Sequence[Declared], first_drop: int) -> Iterator[Column]:
+    """Yield a column for each field. A narrow terminal drops the last fields first."""
+    for number, field in enumerate(fields):
+        yield Column(
+            field.label.upper(),
+            right=field.kind in ("number", "count"),
+            flexible=field.kind in ("text", "list"),
+            drop=first_drop + number,
+        )
+
+
+def field_cells(fields: Sequence[Declared], record: Any) -> Iterator[str]:
+    """Yield the cells of a record's row."""
+    for field in fields:
+        value = getattr(record, field.name)
+        yield "" if value is None else printable(shown(field, value))

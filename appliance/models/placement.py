@@ -1,0 +1,60 @@
+"""Which GPUs each replica uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from appliance.topology import NO_TOPOLOGY, Topology, choose_gpus, describe_links, read_topology
+
+
+class GpuPlacement:
+    """Assigns GPUs to replicas. A replica has its GPUs from its first start to its end."""
+
+    def __init__(self, topology: Topology) -> None:
+        """topology: empty if GPUs are not chosen; then every replica uses the first visible ones."""
+        self._topology = topology
+        self._of: dict[str, list[int]] = {}
+
+    def take(self, replica: str, device: str, count: int) -> list[int]:
+        """Return the numbers of the replica's GPUs, chosen if it has none yet; empty if they are not
+        chosen."""
+        if device == "cpu":
+            return []
+        if replica not in self._of:
+            self._of[replica] = self.choose(count)
+        return self._of[replica]
+
+    def choose(self, count: int) -> list[int]:
+        """Return the numbers of the GPUs that another replica would get; empty if they are not chosen."""
+        used = [gpu for gpus in self._of.values() for gpu in gpus]
+        replicas = [used.count(gpu) for gpu in range(len(self._topology.uuids))]
+        return choose_gpus(self._topology, count, replicas)
+
+    def release(self, replica: str) -> None:
+        """Take the GPUs back from a replica that has ended."""
+        self._of.pop(replica, None)
+
+    def uuids(self, gpus: Sequence[int]) -> tuple[str, ...]:
+        """Return the UUIDs of some GPUs."""
+        return tuple(self._topology.uuids[gpu] for gpu in gpus)
+
+    def links(self, gpus: Sequence[int]) -> str:
+        """Describe what links some GPUs."""
+        return describe_links(self._topology, gpus)
+
+
+def machine_topology(environment: Mapping[str, str] = os.environ) -> Topology:
+    """Return the GPUs among which the service chooses: none if CUDA_VISIBLE_DEVICES already chooses them."""
+    return NO_TOPOLOGY if "CUDA_VISIBLE_DEVICES" in environment else read_topology()
+
+
+def numbered(devices: Sequence[str], gpus: Sequence[int]) -> list[str]:
+    """Return the device names of a replica's ranks with the machine's GPU numbers.
+
+    A rank numbers only the GPUs that it can see: its "cuda:0 NVIDIA H200" is "cuda:5 NVIDIA H200" if `gpus`
+    starts with 5.
+    """
+    if len(devices) != len(gpus) or not all(device.startswith("cuda:") for device in devices):
+        return list(devices)
+    return [f"cuda:{gpu} {device.partition(' ')[2]}" for device, gpu in zip(devices, gpus, strict=True)]

@@ -1,0 +1,183 @@
+"""The links between this machine's GPUs, and the choice of GPUs for a replica.
+
+The links are read from NVML, which creates no CUDA context. The choice is a function over plain data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+
+class Path(enum.IntEnum):
+    """The path over PCIe between two GPUs, from the fastest to the slowest; as `nvidia-smi topo` shows."""
+
+    BOARD = 0
+    SWITCH = 1
+    HOST_BRIDGE = 2
+    NUMA_NODE = 3
+    SYSTEM = 4
+
+
+_PATH_TEXT = {
+    Path.BOARD: "PCIe on one board",
+    Path.SWITCH: "PCIe through switches",
+    Path.HOST_BRIDGE: "PCIe through the host bridge",
+    Path.NUMA_NODE: "PCIe within one NUMA node",
+    Path.SYSTEM: "PCIe across NUMA nodes",
+}
+
+
+class GpuLink(NamedTuple):
+    """The link between two GPUs."""
+
+    nvlinks: int
+    """Number of NVLinks, direct or through NVSwitch; 0 if there are none."""
+    path: Path
+    peer_access: bool
+    """Whether each GPU can read and write the other's memory."""
+
+    @property
+    def text(self) -> str:
+        """The link as in "NVLink (18 links)" or "PCIe across NUMA nodes, without peer access"."""
+        name = f"NVLink ({self.nvlinks} links)" if self.nvlinks else _PATH_TEXT[self.path]
+        return name if self.peer_access else f"{name}, without peer access"
+
+    @property
+    def _cost(self) -> int:
+        """0 for NVLink; a slower link costs more."""
+        cost = 0 if self.nvlinks else 1 + self.path
+        return cost if self.peer_access else cost + 1 + Path.SYSTEM
+
+
+class Topology(NamedTuple):
+    """The GPUs of a machine, in the order of their numbers."""
+
+    uuids: list[str]
+    links: dict[tuple[int, int], GpuLink]
+    """By the numbers of the two GPUs, the lower one first."""
+
+    def between(self, gpus: Sequence[int]) -> list[GpuLink]:
+        """Return the links of every pair of some GPUs."""
+        return [self.links[pair] for pair in combinations(sorted(gpus), 2)]
+
+
+NO_TOPOLOGY = Topology([], {})
+
+
+def choose_gpus(topology: Topology, count: int, replicas: Sequence[int]) -> list[int]:
+    """Return the numbers of `count` GPUs for one replica, in ascending order; empty if there are fewer.
+
+    replicas: number of replicas that each GPU already has. GPUs with the fewest replicas are chosen; among
+    these the set whose slowest link is the fastest, then the set with the least cost over all links, then
+    with the most NVLinks, then with the lowest numbers.
+    """
+    if not 0 < count <= len(topology.uuids):
+        return []
+
+    best: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    for gpus in combinations(range(len(topology.uuids)), count):
+        links = topology.between(gpus)
+        costs = [link._cost for link in links]
+        nvlinks = sum(link.nvlinks for link in links)
+        key = (sum(replicas[gpu] for gpu in gpus), max(costs, default=0), sum(costs), -nvlinks)
+        if best is None or (key, gpus) < best:
+            best = key, gpus
+    return [] if best is None else list(best[1])
+
+
+def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
+    """Describe what links some GPUs, with the number of pairs if the links differ; empty for a single GPU."""
+    texts = [link.text for link in sorted(topology.between(gpus), key=lambda link: link._cost)]
+    kinds = list(dict.fromkeys(texts))
+    if len(kinds) <= 1:
+        return "".join(kinds)
+    return "; ".join(f"{text} between {texts.count(text)} of {len(texts)} pairs" for text in kinds)
+
+
+def read_topology() -> Topology:
+    """Return the topology of this machine; `NO_TOPOLOGY` if there is no GPU, NVML cannot tell, or a GPU is
+    split into MIG instances."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return NO_TOPOLOGY
+    try:
+        return _read()
+    except pynvml.NVMLError:
+        return NO_TOPOLOGY
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _read() -> Topology:
+    import pynvml
+
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    for handle in handles:
+        with contextlib.suppress(pynvml.NVMLError):  # GPUs without MIG raise
+            if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
+                return NO_TOPOLOGY
+    uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    remotes = [_remotes(handle) for handle in handles]
+    buses = [_bus(pynvml.nvmlDeviceGetPciInfo(handle)) for handle in handles]
+    links = {}
+    for a, b in combinations(range(len(handles)), 2):
+        nvlinks = remotes[a].count(buses[b])
+        if not nvlinks and _p2p(handles[a], handles[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK):
+            # All links of both GPUs end in NVSwitches.
+            nvlinks = min(len(remotes[a]), len(remotes[b]))
+        both = (pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
+        peer_access = all(_p2p(handles[a], handles[b], index) for index in both)
+        links[a, b] = GpuLink(nvlinks, _path(handles[a], handles[b]), peer_access)
+    return Topology(uuids, links)
+
+
+def _remotes(handle: object) -> list[str]:
+    """Return the PCI addresses at the other ends of a GPU's active NVLinks; empty strings if not known."""
+    import pynvml
+
+    remotes = []
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        with contextlib.suppress(pynvml.NVMLError):  # the GPU has fewer links
+            if pynvml.nvmlDeviceGetNvLinkState(handle, link):
+                remotes.append("")
+                remotes[-1] = _bus(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
+    return remotes
+
+
+def _path(a: object, b: object) -> Path:
+    import pynvml
+
+    paths = {
+        pynvml.NVML_TOPOLOGY_INTERNAL: Path.BOARD,
+        pynvml.NVML_TOPOLOGY_SINGLE: Path.SWITCH,
+        pynvml.NVML_TOPOLOGY_MULTIPLE: Path.SWITCH,
+        pynvml.NVML_TOPOLOGY_HOSTBRIDGE: Path.HOST_BRIDGE,
+        pynvml.NVML_TOPOLOGY_NODE: Path.NUMA_NODE,
+    }
+    return paths.get(pynvml.nvmlDeviceGetTopologyCommonAncestor(a, b), Path.SYSTEM)
+
+
+def _p2p(a: object, b: object, index: int) -> bool:
+    import pynvml
+
+    try:
+        return bool(pynvml.nvmlDeviceGetP2PStatus(a, b, index) == pynvml.NVML_P2P_STATUS_OK)
+    except pynvml.NVMLError:
+        return False
+
+
+def _bus(info: object) -> str:
+    return _text(info.busId).lower()  # type: ignore[attr-defined]
+
+
+def _text(value: str | bytes) -> str:
+    # Old bindings of NVML return bytes.
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -1,0 +1,91 @@
+"""Metrics with their readers, in groups that have one source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from appliance.watch.metrics.exposition import Family, Histograms, Numbers, Summaries
+
+Source = TypeVar("Source")
+Unit = Literal["", "requests", "tokens", "seconds", "bytes", "rows", "lines", "blocks", "sequences"]
+
+
+class Metric(NamedTuple):
+    """One metric."""
+
+    kind: Literal["counter", "gauge", "histogram", "summary"]
+    name: str
+    unit: Unit
+    help: str
+    read: Callable[[Any], Any]
+    """Returns the value from the group's source: a number, of a summary count and sum, or None for no value.
+    With `labels` it returns values by label value, or by a tuple of label values."""
+    labels: tuple[str, ...] = ()
+    """Labels beside the group's."""
+    bounds: tuple[float, ...] = ()
+    """Of a histogram."""
+
+
+class Group(Generic[Source]):
+    """Metrics with the same source and labels, and their series."""
+
+    def __init__(self, labels: tuple[str, ...], *metrics: Metric) -> None:
+        self.metrics = metrics
+        self.families: list[Family[Any]] = [_family(metric, labels) for metric in metrics]
+        self._series = [
+            (metric.read, bool(metric.labels), _setter(family))
+            for metric, family in zip(metrics, self.families, strict=True)
+        ]
+        self._counters = [
+            (
+                metric.read,
+                bool(metric.labels),
+                family.observe if isinstance(family, Histograms) else family.add,
+            )
+            for metric, family in zip(metrics, self.families, strict=True)
+            if isinstance(family, Histograms | Numbers)
+        ]
+
+    def set(self, source: Source, *labels: str) -> None:
+        """Set every series of the source to its present value."""
+        for read, labelled, set_to in self._series:
+            found = read(source)
+            if labelled:
+                for more, value in found.items():
+                    set_to(value, *labels, *((more,) if isinstance(more, str) else more))
+            else:
+                set_to(found, *labels)
+
+    def count(self, source: Source, *labels: str) -> None:
+        """Add what the source adds to counters and histograms."""
+        for read, labelled, add in self._counters:
+            found = read(source)
+            if labelled:
+                for more, value in found.items():
+                    add(value, *labels, more)
+            elif found is not None:
+                add(found, *labels)
+
+    def clear(self) -> None:
+        """Drop every series."""
+        for family in self.families:
+            family.clear()
+
+
+def _family(metric: Metric, labels: tuple[str, ...]) -> Family[Any]:
+    every = (*labels, *metric.labels)
+    if metric.kind == "histogram":
+        return Histograms(metric.name, metric.help, metric.bounds, *every)
+    if metric.kind == "summary":
+        return Summaries(metric.name, metric.help, *every)
+    return Numbers(metric.kind, metric.name, metric.help, *every)
+
+
+def _setter(family: Family[Any]) -> Callable[..., None]:
+    """Return what sets a series: called with the value and the values of the labels."""
+    if isinstance(family, Summaries):
+        return lambda value, *labels: family.set(*value, *labels)
+    if isinstance(family, Numbers):
+        return family.set
+    return lambda value, *labels: family.of(*labels).observe(value)

@@ -1,0 +1,61 @@
+"""Reads tensors that are split by columns: each rank reads some of the rows, and the ranks exchange columns.
+
+A rank's columns lie in every row of the file. To read them alone takes a system call for every few KB, and to
+read whole rows on every rank takes the page cache and PCIe as many times as there are ranks. So each rank
+reads an equal part of the rows, and one all-to-all over the links between the ranks gives each rank its
+columns of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from engine.model.checkpoint import TensorEntry
+from engine.model.slices import TensorSlice
+from engine.parallel import all_to_all
+
+
+class Columns(NamedTuple):
+    """A rank's columns of some rows."""
+
+    first_row: int
+    numbers: torch.Tensor
+    """`[rows, columns of the rank]` in the file's dtype."""
+
+
+class ColumnExchange:
+    """Exchanges the columns of one tensor at a time. All ranks must pass the same tensors in the same
+    order."""
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+        self._sending: torch.Tensor | None = None
+        self._rows_read = 0
+
+    def can_split(self, entry: TensorEntry) -> bool:
+        """Return whether rows and columns can be divided equally among the ranks."""
+        rows, columns = entry.shape
+        return self._ranks > 1 and rows % self._ranks == 0 and columns % self._ranks == 0
+
+    def part(self, name: str, entry: TensorEntry) -> TensorSlice:
+        """Return the rows that this rank reads."""
+        rows = entry.shape[0] // self._ranks
+        return TensorSlice(name, entry, self._rank * rows, rows)
+
+    def add(self, part: TensorSlice, numbers: torch.Tensor) -> Iterator[Columns]:
+        """Take in rows that this rank has read, `[rows, all columns]`, in order. After the last one, exchange
+        columns with the other ranks, and yield this rank's columns of the rows that each rank has read."""
+        rows, width = part.entry.shape[0] // self._ranks, part.entry.shape[1] // self._ranks
+        if self._sending is None:
+            self._sending, self._rows_read = numbers.new_empty((self._ranks, rows, width)), 0
+        begin = part.first_row - self._rank * rows
+        by_rank = numbers.view(part.rows, self._ranks, width).movedim(1, 0)
+        self._sending[:, begin : begin + part.rows] = by_rank
+        self._rows_read += part.rows
+        if self._rows_read == rows:
+            sending, self._sending = self._sending, None
+            for rank, received in enumerate(all_to_all(sending).unbind()):
+                yield Columns(rank * rows, received)

@@ -1,0 +1,65 @@
+"""Long passes in two halves of their tokens: while the sum of one half over the ranks is under way, the
+device computes the other half.
+
+The second half attends to the keys and values of the first one, which every layer writes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from engine.model.layers import Layer, LayerInput, LayerRun
+from engine.parallel import Overlap
+from kernels import AttentionInput, ChunkSpan, KvPool, Residual
+
+LayerCall = tuple[Layer, KvPool, torch.Tensor | None]
+"""A layer, its cache, and the gain of the norm that reads its result."""
+
+
+def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, AttentionInput]:
+    """Return the attention input of the first `at` tokens of a pass and that of the tokens after them. The
+    decodes, which come first, must be among the first `at` tokens."""
+    before, after = [], []
+    for chunk in inputs.chunks:
+        head = min(max(at - chunk.first, 0), chunk.count)
+        if head:
+            before.append(replace(chunk, count=head))
+        if head < chunk.count:
+            rest = chunk.count - head
+            after.append(ChunkSpan(chunk.first + head - at, rest, chunk.context + head, chunk.slot))
+    empty = inputs.slots[:0]
+    return (
+        replace(inputs, chunks=before),
+        replace(inputs, slots=empty, lens=empty, columns=0, chunks=after),
+    )
+
+
+def run_in_halves(
+    layers: Sequence[LayerCall], residual: Residual, halves: tuple[LayerInput, LayerInput], overlap: Overlap
+) -> Residual:
+    """Run consecutive layers over a pass whose first `overlap.split` tokens are the first half. Returns the
+    residual of all tokens."""
+    values = residual.values.split((overlap.split, len(residual.values) - overlap.split))
+    runs = [_through(layers, Residual(part), inputs) for part, inputs in zip(values, halves, strict=True)]
+    results: list[torch.Tensor] = []
+    for half, run in enumerate(runs):
+        addition = next(run)
+        overlap.start(half, addition.residual, addition.linear(addition.x))
+    while len(results) < len(runs):
+        for half, run in enumerate(runs):
+            try:
+                addition = run.send(overlap.finish(half))
+            except StopIteration as end:
+                results.append(end.value.values)
+            else:
+                overlap.start(half, addition.residual, addition.linear(addition.x))
+    return Residual(torch.cat(results))
+
+
+def _through(layers: Sequence[LayerCall], residual: Residual, inputs: LayerInput) -> LayerRun:
+    for layer, pool, next_gain in layers:
+        residual = yield from layer.run(residual, inputs, pool, next_gain)
+    return residual

@@ -1,0 +1,124 @@
+"""Sums of long messages over the ranks in the background of a pass, by the GPUs' copy engines.
+
+Each rank sums the rows that it owns: the others copy their parts of these rows into its memory, and it copies
+the results into theirs. Copy engines leave the multiprocessors to the pass. Sums are taken in rank order in
+float32, so all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels import Residual
+from kernels.triton.all_gather import all_gather
+from kernels.triton.peer_arena import Arena
+from kernels.triton.sum_parts import sum_parts
+
+HALVES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapMemory:
+    """The buffers of all ranks, in rank order, each mapped on this rank's device."""
+
+    stages: Sequence[torch.Tensor]
+    """[HALVES, ranks, rows / ranks, hidden] each: the parts of the rows that the rank owns, by source."""
+    gathered: Sequence[torch.Tensor]
+    """[HALVES, 2, rows, hidden] each: results, in turns, since a result is read while the next one is
+    written."""
+
+    @staticmethod
+    def shapes(ranks: int, rows: int, hidden: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a rank's two buffers for halves of up to `rows` tokens, a multiple of
+        `ranks`."""
+        return (HALVES, ranks, rows // ranks, hidden), (HALVES, 2, rows, hidden)
+
+
+class PeerOverlap:
+    """Sums for the two halves of a pass. Implements `engine.parallel.Overlap`.
+
+    Nothing else may use the arena between the first `start` of a pass and its last `finish`.
+    """
+
+    def __init__(self, arena: Arena, memory: OverlapMemory, device: torch.device) -> None:
+        self.split = 0
+        self._arena, self._memory = arena, memory
+        self._turns = [0] * HALVES
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+        # On meta tensors, kernels are only enumerated.
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
+        self._computed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
+        self._summed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
+        self._sums: list[torch.Tensor | None] = [None] * HALVES
+        self._in_use: list[tuple[torch.Tensor, ...]] = [()] * HALVES
+        """Tensors that the other stream reads, kept from being reused before `finish`."""
+
+    @property
+    def max_rows(self) -> int:
+        """The largest number of tokens of a half."""
+        return self._memory.gathered[0].shape[2]
+
+    def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
+        self._in_use[half] = (residual.values, part)
+        with self._on_stream(half):
+            self._sums[half] = self._sum(half, residual.values, part)
+
+    def finish(self, half: int) -> Residual:
+        summed, result = self._summed[half], self._sums[half]
+        assert result is not None
+        if summed is not None:
+            torch.cuda.current_stream().wait_event(summed)
+        self._in_use[half], self._sums[half] = (), None
+        return Residual(result)
+
+    def _sum(self, half: int, residual: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        rank, world = self._arena.rank, self._arena.world
+        rows, own = len(part), len(part) // world
+        mine = slice(rank * own, (rank + 1) * own)
+        self._turns[half] ^= 1
+        turn = self._turns[half]
+        peers = [(rank + hop) % world for hop in range(1, world)]
+        for peer in peers:
+            stage = self._memory.stages[peer][half, rank, :own]
+            stage.copy_(part[peer * own : (peer + 1) * own], non_blocking=True)
+        self.barrier()
+        result = self._memory.gathered[rank][half, turn, :rows]
+        sum_parts(self._memory.stages[rank][half], part[mine], residual[mine], result[mine], rank)
+        for peer in peers:
+            self._memory.gathered[peer][half, turn, mine].copy_(result[mine], non_blocking=True)
+        self.barrier()
+        return result
+
+    def barrier(self) -> None:
+        """Wait on the device until the copies of all ranks before their call have arrived."""
+        all_gather(self._flag, 1, self._arena, pdl=False, fence=True)
+
+    @contextlib.contextmanager
+    def _on_stream(self, half: int):  # type: ignore[no-untyped-def]
+        """Issue work behind the current stream, on the other one, and record its end."""
+        computed, summed = self._computed[half], self._summed[half]
+        if self._stream is None or computed is None or summed is None:
+            yield
+            return
+        computed.record()
+        self._stream.wait_event(computed)
+        with torch.cuda.stream(self._stream):
+            yield
+            summed.record()
+
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Sequence[torch.Tensor]]
+"""Makes a buffer on every rank and returns those of all ranks, mapped on this rank's device."""
+
+
+def make_overlap(
+    arena: Arena, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, allocate: Allocate
+) -> PeerOverlap:
+    """Make the buffers for halves of up to `rows` tokens. All ranks must call it at the same time."""
+    stage, gathered = OverlapMemory.shapes(arena.world, rows, hidden)
+    return PeerOverlap(arena, OverlapMemory(allocate(stage, dtype), allocate(gathered, dtype)), device)

@@ -1,0 +1,152 @@
+"""The collectives of ranks whose GPUs have mapped each other's memory: small messages go through that memory
+(`kernels.triton.peer_arena`), and large ones through another group, which on GPUs is NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine.parallel import Collectives, Ranks
+from engine.peer_overlap import PeerOverlap, make_overlap
+from kernels import DeferredNorm, Residual
+from kernels.triton import all_gather, all_reduce
+from kernels.triton.peer_arena import Arena
+
+_TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
+"""The message size from which the two-shot all-reduce is faster, by number of ranks. Two ranks: measured on
+2 × H200 (docs/performance.md). Four and eight: where the time that two-shot saves on an NVLink of 373 GB/s,
+(n - 1)(1 - 2 / n) × size / bandwidth, equals the 2.5 µs of its second exchange."""
+
+OVERLAP_FROM_TOKENS: int | None = None
+"""The number of tokens of a pass from which replicas sum in its background; None: never, since only a
+prototype of it has been measured on GPUs (docs/parallel.md)."""
+_SPLIT_TOKENS = 256
+"""The first half of a pass has a multiple of this number of tokens, at which GEMMs waste no tile."""
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+"""The dtypes that are gathered through peer memory, where only the sign of a zero may be lost."""
+
+
+class Memory(Protocol):
+    """The memory of `PeerRanks`, see `engine.peer_memory.PeerMemory`."""
+
+    arena: Arena
+
+    def stop(self) -> None: ...
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[torch.Tensor]: ...
+
+
+class PeerRanks(Collectives):
+    """One of several ranks, which use peer memory for the messages that fit.
+
+    group: the collectives for all other messages. pdl: whether the GPU supports programmatic dependent
+    launch; None: look it up. overlap_from: the number of tokens of a pass from which sums run in its
+    background; None: never.
+    """
+
+    def __init__(
+        self,
+        group: Ranks,
+        memory: Memory,
+        *,
+        pdl: bool | None = None,
+        overlap_from: int | None = None,
+    ) -> None:
+        self.size, self.rank = group.size, group.rank
+        self.collectives = f"peer memory, {group.collectives} for long messages"
+        self._group = group
+        self._memory = memory
+        self._arena = memory.arena
+        self._overlap_from = overlap_from
+        self._overlap: PeerOverlap | None = None
+        self._pdl = torch.cuda.get_device_capability() >= (9, 0) if pdl is None else pdl
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._sums(tensor):
+            return self._group.all_reduce(tensor)
+        return self.add_sum(Residual(torch.zeros_like(tensor)), tensor, None).values
+
+    def add_sum(self, residual: Residual, part: torch.Tensor, next_gain: torch.Tensor | None) -> Residual:
+        if not self._sums(part):
+            return self._group.add_sum(residual, part, None)
+        values, norm = residual.values, None
+        if next_gain is not None:
+            parts = all_reduce.squares_parts(part.shape[1])
+            squares = torch.empty((parts, len(part)), dtype=torch.float32, device=part.device)
+            norm = DeferredNorm(torch.empty_like(part), squares)
+        all_reduce.all_reduce_add(
+            part,
+            values,
+            self._arena,
+            two_shot=part.numel() * part.element_size() >= two_shot_bytes(self.size),
+            gain=next_gain,
+            scaled=None if norm is None else norm.values,
+            squares=None if norm is None else norm.squares,
+            pdl=self._pdl,
+        )
+        return Residual(values, norm)
+
+    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        row_bytes = tensor.shape[-1] * tensor.element_size()
+        if tensor.dtype not in _FLOATS or row_bytes % 4 or not self._gathers(tensor):
+            return self._group.all_gather_last_dim(tensor)
+        words = tensor.contiguous().view(torch.int32)
+        gathered = all_gather.all_gather(words.view(-1), row_bytes // 4, self._arena, pdl=self._pdl)
+        return gathered.view(tensor.dtype).view(*tensor.shape[:-1], -1)
+
+    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float32 or not self._gathers(tensor):
+            return self._group.all_gather_stack(tensor)
+        words = tensor.contiguous().view(-1).view(torch.int32)
+        gathered = all_gather.all_gather(words, len(words), self._arena, pdl=self._pdl)
+        return gathered.view(torch.float32).view(self.size, *tensor.shape)
+
+    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if not all_gather.best_fits(len(values)):
+            return self._group.best(values, ids)
+        return all_gather.best_of_ranks(values, ids, self._arena, pdl=self._pdl)
+
+    def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        rows = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
+        if self._overlap_from is None or tokens < self._overlap_from or _SPLIT_TOKENS % self.size:
+            return
+        self._overlap = make_overlap(self._arena, rows, hidden, dtype, device, self._memory.allocate)
+
+    def overlap(self, tokens: int) -> PeerOverlap | None:
+        overlap = self._overlap
+        if overlap is None or self._overlap_from is None or tokens < self._overlap_from:
+            return None
+        split = -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
+        if split > overlap.max_rows or (tokens - split) % self.size:
+            return None
+        overlap.split = split
+        return overlap
+
+    def abandon(self, reason: str) -> None:
+        super().abandon(reason)
+        self._memory.stop()
+        self._group.abandon(reason)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _sums(self, part: torch.Tensor) -> bool:
+        """Return whether the sum of `part` goes through peer memory."""
+        return (
+            part.dtype in (torch.bfloat16, torch.float16)
+            and part.dim() == 2
+            and len(part) > 0
+            and part.is_contiguous()
+            and all_reduce.fits(part.shape[0], part.shape[1], self._arena)
+        )
+
+    def _gathers(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor`, whose size must be whole words, goes through peer memory."""
+        return all_gather.fits(tensor.numel() * tensor.element_size() // 4, self._arena)
+
+
+def two_shot_bytes(size: int) -> int:
+    """Return the message size from which `size` ranks use the two-shot all-reduce."""
+    return _TWO_SHOT_BYTES[max((known for known in _TWO_SHOT_BYTES if known <= size), default=2)]

@@ -1,0 +1,42 @@
+"""Notices that the process of another rank has ended, by the end of its channel, while this rank may be
+blocked in a collective that waits for that rank."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping
+
+
+class PeerWatch:
+    """Calls `on_lost(name)`, once and on a thread of its own, when the other end of a channel is closed.
+
+    channels: the descriptors to watch, which must be sockets, by the name of the peer. Data that arrives on
+    them is not read.
+    """
+
+    def __init__(self, channels: Mapping[str, int], on_lost: Callable[[str], None]) -> None:
+        # Duplicates, because the owner may close a channel at any time.
+        self._names = {os.dup(descriptor): name for name, descriptor in channels.items()}
+        self._on_lost = on_lost
+        self._ended, self._end = os.pipe()
+        self._thread = threading.Thread(target=self._watch, name="engine-peers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        os.close(self._end)
+        self._thread.join()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        for descriptor in self._names:
+            poll.register(descriptor, select.POLLRDHUP)
+        poll.register(self._ended, 0)
+        found = [descriptor for descriptor, _ in poll.poll()]
+        lost = [self._names[descriptor] for descriptor in found if descriptor in self._names]
+        if lost and self._ended not in found:
+            self._on_lost(lost[0])
+        for descriptor in (*self._names, self._ended):
+            os.close(descriptor)

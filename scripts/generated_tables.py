@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/ that are derived from the code: scripts/generated_tables.py [--check]
+
+A table stands between the comments `generated: NAME` and `end`. With --check nothing is written, and the exit
+code is 1 if a table is out of date."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from appliance.cli.fields import flag, shown  # noqa: E402
+from appliance.watch.metrics import families  # noqa: E402
+from appliance.watch.metrics.metric import Group  # noqa: E402
+from store.fields import Declared, declared  # noqa: E402
+from store.policies import KeyFields, Quota, TenantRecord  # noqa: E402
+
+GENERATED = re.compile(r"<!-- generated: ([a-z ]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+
+
+def options(fields: Iterable[Declared]) -> str:
+    """Return the table of the command line's options."""
+    return table(
+        ("option", "value", "what it decides"),
+        (
+            (
+                f"`{flag(field)}`",
+                "P0, P1, P2 or P3" if field.kind == "class" else values(field),
+                field.description + default(field),
+            )
+            for field in fields
+        ),
+    )
+
+
+def columns(fields: Iterable[Declared]) -> str:
+    """Return the table of database columns."""
+    return table(
+        ("column", "unit or values", "meaning"),
+        (
+            (
+                f"`{field.name}`",
+                " or ".join([*filter(None, [unit(field)]), *(["null"] if field.optional else [])]),
+                field.field.help + (f"; null: {field.field.none}" if field.optional else ""),
+            )
+            for field in fields
+        ),
+    )
+
+
+def values(field: Declared) -> str:
+    """Return what can be typed for a field."""
+    return {"span": "a time such as 90s", "time": "a time such as 90d, or a date"}.get(
+        field.kind, field.expected
+    ) + (", or none" if field.optional else "")
+
+
+def unit(field: Declared) -> str:
+    """Return a column's unit or values."""
+    if field.kind == "class":
+        return "0 … 3"
+    if field.kind == "list":
+        return "JSON list"
+    if field.choices:
+        return ", ".join(f"`{choice}`" for choice in field.choices)
+    return field.field.unit or {"text": "text", "count": "count"}.get(field.kind, "number")
+
+
+def default(field: Declared) -> str:
+    """Return a field's default in brackets; empty without one."""
+    return "" if field.default in (None, msgspec.NODEFAULT) else f" (default {shown(field, field.default)})"
+
+
+def metrics(*groups: Group[Any]) -> str:
+    """Return the table of the metrics of some groups."""
+    return table(
+        ("metric", "kind", "labels", "unit", "meaning"),
+        (
+            (
+                f"`{metric.name}`",
+                metric.kind,
+                ", ".join(f"`{label}`" for label in family.labels),
+                metric.unit,
+                metric.help,
+            )
+            for group in groups
+            for metric, family in zip(group.metrics, group.families, strict=True)
+        ),
+    )
+
+
+FAMILIES = families.Families()
+TENANT, KEY, QUOTA = (list(declared(record).values()) for record in (TenantRecord, KeyFields, Quota))
+TABLES: dict[str, Callable[[], str]] = {
+    "tenant options": lambda: options([*TENANT, *QUOTA]),
+    "key options": lambda: options(KEY),
+    "tenant columns": lambda: columns(TENANT),
+    "key columns": lambda: columns(KEY),
+    "service metrics": lambda: metrics(FAMILIES.service),
+    "request metrics": lambda: metrics(FAMILIES.rows, FAMILIES.retries, FAMILIES.times, FAMILIES.models),
+    "tenant metrics": lambda: metrics(FAMILIES.tenant_rows, FAMILIES.tenants, FAMILIES.limits),
+    "replica metrics": lambda: metrics(FAMILIES.replicas),
+    "front metrics": lambda: metrics(FAMILIES.fronts),
+    "store metrics": lambda: metrics(FAMILIES.databases, FAMILIES.audit),
+    "process metrics": lambda: metrics(FAMILIES.process, FAMILIES.logs),
+    "gateway metrics": lambda: metrics(FAMILIES.gateways),
+    "quota fields": lambda: columns(QUOTA).replace("| column |", "| field |"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    flags = parser.parse_args()
+    outdated = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        wanted = GENERATED.sub(
+            lambda found: f"<!-- generated: {found[1]} -->\n{TABLES[found[1]]()}<!-- end -->", text
+        )
+        if wanted != text:
+            outdated.append(page.name)
+            if not flags.check:
+                page.write_text(wanted, encoding="utf-8")
+    if outdated:
+        print(f"{'out of date' if flags.check else 'written'}: {', '.join(outdated)}")
+    sys.exit(1 if outdated and flags.check else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""How a field of a tenant, a key or a quota is declared: once, in its record of `store.policies`.
+
+A record's annotation gives the name, the type and the default, and `Field` the rest. Checks (`store.rules`),
+columns (`store.schemas`), parameters of actions (`appliance.actions`), options and tables of the command line
+and the tables of the documentation (`scripts/generated_tables.py`) are derived from it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+Unit = Literal[
+    "", "requests/min", "tokens/min", "tokens/day", "s", "requests", "tokens", "days", "class", "unix time"
+]
+Kind = Literal["number", "count", "class", "span", "time", "text", "choice", "list"]
+
+MAX_COUNT = 10**12
+MAX_TEXT_CHARS = 200
+MAX_NAMES = 256
+"""Names in one list."""
+CLASSES = 4
+"""P0 real-time, P1 interactive, P2 batch, P3 background."""
+
+
+class Field(NamedTuple):
+    """What a field's annotation says beside its type. A field without it is not for operators to set."""
+
+    help: str
+    """What the field decides, as a sentence without its full stop."""
+    unit: Unit = ""
+    low: float = 1
+    high: float = MAX_COUNT
+    """The range of a number; both ends can be used."""
+    none: str = ""
+    """What None means, where a field can be None."""
+
+
+class Declared(NamedTuple):
+    """A declared field of a record."""
+
+    name: str
+    type: Any
+    """As annotated, without the `Field`."""
+    default: Any
+    """`msgspec.NODEFAULT` for a field that every record must give."""
+    field: Field
+
+    @property
+    def optional(self) -> bool:
+        """Whether the field can be None."""
+        return is_optional(self.type)
+
+    @property
+    def description(self) -> str:
+        """What the field decides and what None means, in one line."""
+        return self.field.help + (f" (none: {self.field.none})" if self.optional else "")
+
+    @property
+    def label(self) -> str:
+        """The name for people to read: "tokens per minute", "burst"."""
+        words = self.name.removesuffix("_s").removesuffix("_at").replace("_", " ")
+        return words.replace("kv ", "KV ")
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The texts that the field, or each item of its list, can be; empty: any."""
+        inner = without_none(self.type)
+        if get_origin(inner) is tuple:
+            inner = get_args(inner)[0]
+        return get_args(inner) if get_origin(inner) is Literal else ()
+
+    @property
+    def kind(self) -> Kind:
+        """How a value is written and read."""
+        inner = without_none(self.type)
+        if get_origin(inner) is tuple:
+            return "list"
+        if get_origin(inner) is Literal:
+            return "choice"
+        by_unit: dict[str, Kind] = {"class": "class", "s": "span", "unix time": "time"}
+        by_type: dict[Any, Kind] = {int: "count", float: "number", str: "text"}
+        return by_unit.get(self.field.unit) or by_type[inner]
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in words."""
+        low, high = self.field.low, self.field.high
+        match self.kind:
+            case "number" | "span":
+                return f"a number from {low:g} to {high:g}"
+            case "count":
+                return f"a whole number from {low:,.15g} to {high:,.15g}"
+            case "class":
+                return "0 (real-time), 1 (interactive), 2 (batch) or 3 (background)"
+            case "choice":
+                return either(self.choices)
+            case "list" if self.choices:
+                return f"one or more of {', '.join(self.choices)}, each once"
+            case "list":
+                return f"1 to {MAX_NAMES} printable names"
+            case "time":
+                return "a unix time in the future"
+            case "text":
+                return f"1 to {MAX_TEXT_CHARS} printable characters"
+
+
+def declared(record: type[msgspec.Struct]) -> Mapping[str, Declared]:
+    """Return the fields of a record that have a `Field`, by name, in their order."""
+    return _declared(record)
+
+
+@cache
+def _declared(record: Any) -> Mapping[str, Declared]:
+    found = {}
+    hints = get_type_hints(record, include_extras=True)
+    for known in msgspec.structs.fields(record):
+        hint = hints[known.name]
+        if get_origin(hint) is Annotated:
+            inner, *extras = get_args(hint)
+            for extra in extras:
+                if isinstance(extra, Field):
+                    found[known.name] = Declared(known.name, inner, known.default, extra)
+    return found
+
+
+def is_optional(hint: Any) -> bool:
+    """Return whether a value of this type can be None."""
+    return type(None) in get_args(hint)
+
+
+def without_none(hint: Any) -> Any:
+    """Return the type of the values other than None."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint
+    (inner,) = (each for each in get_args(hint) if each is not type(None))
+    return inner
+
+
+def either(words: tuple[str, ...]) -> str:
+    """Return "a, b or c"."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,214 @@
+"""What docs/traffic.md promises to urgent and light requests, on a box in virtual time.
+
+`figures` has the time to first token of single requests behind one that takes much; `broken_promises` runs a
+random mix of such requests and returns the probes that waited longer than promised.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from appliance.traffic.rules import QueueRules
+from store.policies import TenantRecord
+from tests.core.simulated_box import HOST_S, Asked, Box, Shape, Speed
+
+SPEED = Speed()
+BUDGET = 8192
+"""Tokens of a full step."""
+MARGIN_S = 0.005
+"""For messages between processes and for the step that follows a step whose prompts were left out."""
+
+
+def full_step_s(slots: int) -> float:
+    return SPEED.step_s + SPEED.row_s * slots + SPEED.prompt_token_s * BUDGET + HOST_S
+
+
+# ── single requests ──
+
+CASES: dict[str, tuple[int, int, int, int, str, str]] = {
+    "P0 behind a P3 prompt of 12,000": (256, 12_000, 1, 20, "P3", "P0"),
+    "P0 behind a P3 prompt of 20,000": (256, 20_000, 1, 20, "P3", "P0"),
+    "P0 behind a P3 prompt of 60,000": (256, 60_000, 1, 20, "P3", "P0"),
+    "P0 behind a P3 prompt of 120,000": (256, 120_000, 1, 20, "P3", "P0"),
+    "P1 behind a P3 prompt of 120,000": (256, 120_000, 1, 20, "P3", "P1"),
+    "light P1 behind a P1 prompt of 120,000": (256, 120_000, 1, 20, "P1", "P1"),
+    "P0 behind n = 63, 64 slots": (64, 50, 63, 1000, "P1", "P0"),
+    "P0 behind n = 64, 64 slots": (64, 50, 64, 1000, "P1", "P0"),
+    "P0 behind n = 128, 64 slots": (64, 50, 128, 1000, "P1", "P0"),
+    "P0 behind n = 1,024, 256 slots": (256, 50, 1024, 1000, "P1", "P0"),
+    "P1 behind n = 1,024 of P3, 256 slots": (256, 50, 1024, 1000, "P3", "P1"),
+}
+"""Slots, prompt, samples, output and class of the request in front, and the class of the one behind."""
+
+
+def figures() -> dict[str, float]:
+    """Return the time to first token in ms of a request of 50 tokens, for each case and alone."""
+    made = {"alone": _ttft_ms(256, None, "P0")}
+    for name, (slots, prompt, samples, output, front_class, behind_class) in CASES.items():
+        made[name] = _ttft_ms(slots, (Shape(prompt, output, output), samples, front_class), behind_class)
+    return made
+
+
+def _ttft_ms(slots: int, front: tuple[Shape, int, str] | None, behind_class: str) -> float:
+    box = Box(tenants=[_tenant("front"), _tenant("behind")])
+    box.add_replica(rows=slots)
+    box.run(1.0)
+    if front is not None:
+        shape, samples, front_class = front
+        box.ask("front", shape, asked_class=front_class, samples=samples)
+    box.run(1.2)
+    behind = box.ask("behind", Shape(50, 5, 5), asked_class=behind_class)
+    while behind.first_token_at is None and box.now < 100.0:
+        box.run(box.now + 1.0)
+    return round(1e3 * behind.ttft_s, 1)
+
+
+def _tenant(name: str) -> TenantRecord:
+    return TenantRecord(name=name, created_at=0.0)
+
+
+# ── random mixes ──
+
+
+@dataclass(frozen=True)
+class Load:
+    """A request that takes much."""
+
+    at: float
+    tenant: str
+    asked_class: str
+    shape: Shape
+    prompts: int
+    samples: int
+
+
+def random_load(draw: random.Random, classes: Sequence[str], seconds: float) -> list[Load]:
+    """Requests with long prompts, several prompts, many samples, or (if not of P1) none of these. Those of P1
+    do not fit into one step or have many samples, or they would be as light as those that are measured."""
+    loads = []
+    for _ in range(draw.randint(1, 12)):
+        asked_class = draw.choice(classes)
+        kinds = ("long", "long", "several", "wide", "wide") + (("short",) if asked_class != "P1" else ())
+        kind = draw.choice(kinds)
+        prompt = round(2 ** draw.uniform(13.2, 17)) - 1001 if kind == "long" else draw.randint(600, 3000)
+        output = draw.choice((1, 20, 200, 1000))
+        loads.append(
+            Load(
+                at=draw.uniform(0.0, seconds / 2),
+                tenant=f"heavy-{draw.randint(0, 2)}",
+                asked_class=asked_class,
+                shape=Shape(prompt, output, output),
+                prompts=draw.randint(14, 20) if kind == "several" else 1,
+                samples=draw.choice((60, 64, 128, 257, 1024)) if kind == "wide" else 1,
+            )
+        )
+    return loads
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A box, what happens to it, and what is asked of it."""
+
+    slots: int
+    blocks: int
+    replicas: int
+    event: str
+    """Of one of two replicas, in the middle: "" (nothing), "death" or "drain"."""
+    seconds: float
+    probes: str
+    """What is measured: short requests of "P0", of a "light" tenant (P1), or of a "busy" one (P1)."""
+    loads: tuple[Load, ...]
+
+
+def random_mix(seed: int, seconds: float = 5.0) -> Mix:
+    draw = random.Random(seed)
+    replicas, probes = draw.choice((1, 2)), draw.choice(("P0", "light", "busy"))
+    slots = draw.choice((64, 256))
+    classes = ("P2", "P3") if probes == "busy" else ("P1", "P1", "P2", "P3")
+    return Mix(
+        slots=slots,
+        blocks=draw.choice((20_000, 4_000)),
+        replicas=replicas,
+        event=draw.choice(("", "death", "drain")) if replicas > 1 else "",
+        seconds=seconds,
+        probes=probes,
+        loads=tuple(random_load(draw, classes, seconds)),
+    )
+
+
+def broken_promises(mix: Mix) -> list[str]:
+    """Run a mix, and return which probes waited longer than alone plus two full steps, and how long."""
+    alone, beside = _run(mix, ()), _run(mix, mix.loads)
+    middle = mix.seconds / 2
+    bound_s = 2 * full_step_s(mix.slots) + MARGIN_S
+    broken = []
+    alone_s = max(probe.ttft_s for probe in alone)
+    for after in beside:
+        if mix.event == "death" and middle - 1.0 < after.arrived_at < middle + 0.5:
+            continue  # It was on the replica that died, or came together with what was resumed.
+        if after.first_token_at is None or after.ttft_s > alone_s + bound_s:
+            took = f"{after.ttft_s:.3f}" if after.first_token_at is not None else f"never: {after.refused}"
+            broken.append(
+                f"{after.asked_class} of {after.tenant} at {after.arrived_at:.3f} s took {took}, "
+                f"alone {alone_s:.3f}, bound {alone_s + bound_s:.3f}"
+            )
+    return broken
+
+
+def _run(mix: Mix, loads: Sequence[Load]) -> list[Asked]:
+    """Return the probes. P1 has one slot more than P2 and P3 may take, so the next probe of P1 comes when the
+    last one has ended."""
+    names = ("probe", *(f"heavy-{number}" for number in range(3)))
+    # No turns for P2 and P3 before P1: those count as P1's own work.
+    rules = QueueRules(background_share=0.0, lifted_share=0.0)
+    box = Box(tenants=[_tenant(name) for name in names], rules=rules)
+    for _ in range(mix.replicas):
+        box.add_replica(rows=mix.slots, blocks=mix.blocks)
+    box.run(0.5)
+    if mix.probes == "busy":
+        for _ in range(8):
+            box.ask("probe", Shape(50, 1500, 1500), asked_class="P1")
+    if mix.probes == "light" and loads and mix.slots == 64:
+        # One slot is reserved, so nobody else may be light.
+        for name in names[1:]:
+            box.ask(name, Shape(50, 3000, 3000), asked_class="P1", samples=2)
+    box.run(1.0)
+    start = box.now
+    for load in loads:
+        box.at(
+            start + load.at,
+            lambda load=load: box.ask(  # type: ignore[misc]
+                load.tenant,
+                load.shape,
+                asked_class=load.asked_class,
+                prompts=load.prompts,
+                samples=load.samples,
+            ),
+        )
+    if mix.event == "death":
+        box.at(start + mix.seconds / 2, lambda: box.kill_replica(box.replicas[0]))
+    elif mix.event == "drain":
+        box.at(start + mix.seconds / 2, lambda: box.ledger.retire_replica(box.replicas[0].account))
+    probes: list[Asked] = []
+
+    asked_class = "P0" if mix.probes == "P0" else "P1"
+
+    def probe(ended: Asked | None = None) -> None:
+        def ask() -> None:
+            if box.now < start + mix.seconds:
+                done = probe if asked_class == "P1" else None
+                probes.append(box.ask("probe", Shape(200, 5, 5), asked_class=asked_class, done=done))
+                if done is None:
+                    probe()
+
+        box.after(0.23, ask)
+
+    probe()
+    box.run(start + mix.seconds + 1.0)
+    for asked in probes:
+        asked.arrived_at -= start
+        if asked.first_token_at is not None:
+            asked.first_token_at -= start
+    return probes

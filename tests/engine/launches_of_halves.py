@@ -1,0 +1,25 @@
+"""Prints how many kernels of collectives a build enumerates for a model on several ranks. Runs in a separate
+process, like `launches_of_serving`."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from engine import peer_ranks
+from engine.build import read_served
+from engine.launch_enumeration import launch_all
+from kernels import compiling
+from kernels.triton.linear_table import Table
+
+GPU = compiling.Gpu.of("any", 90)
+
+if __name__ == "__main__":
+    folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    peer_ranks.OVERLAP_FROM_TOKENS = 1024 if sys.argv[3] == "halves" else None
+    served = read_served(folder, tensor_parallel_size=ranks, max_num_seqs=4, max_num_batched_tokens=1280)
+    jobs = compiling.record(GPU.target, lambda: launch_all(served, GPU, Table()))
+    kernels = ("_all_reduce_add", "_all_gather", "_best_of_ranks", "_sum_parts")
+    names = Counter(job.name.split(".")[-1] for job in jobs)
+    print(*(names[kernel] for kernel in kernels))

@@ -1,0 +1,143 @@
+"""Ranks in processes of their own, without a core: rank 0 plans as in a replica, and the others follow."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import parallel
+from engine.assembly import build_core
+from engine.device import select_device
+from engine.generate import LocalEngine
+from engine.messages import RankInbound, ReplicaSpec
+from engine.parallel import Ranks
+from engine.peer_watch import PeerWatch
+from engine.plan_channel import plan_channel
+from engine.replica import follow
+from engine.runner import ModelRunner
+from engine.wire import Channel, socketpair
+
+START_TIMEOUT_S = 180.0
+
+
+class RankEngine(LocalEngine):
+    """Rank 0 of a group whose other ranks execute `follow_rank_0`."""
+
+    def __init__(self, spec: ReplicaSpec, runner: ModelRunner, peers: list[socket.socket]) -> None:
+        self.runner, self.info, self.peers, self.others = runner, runner.info(), peers, None
+        self.core = build_core(spec, self.info, runner, peers)
+        self.scheduler = self.core.scheduler
+        self.finished, self.timings, self._handles = [], [], 0
+
+    def release_peers(self) -> None:
+        """End `follow_rank_0` on the other ranks."""
+        for peer in self.peers:
+            peer.close()
+
+
+class Member:
+    """One rank of a group, in its process."""
+
+    def __init__(
+        self, rank: int, size: int, folder: Path, device: str, overlap_from: int | None = None
+    ) -> None:
+        self.rank, self.size, self.folder = rank, size, folder
+        kind = select_device(device, rank, size).type
+        backend = "nccl" if kind == "cuda" else "gloo"
+        self.ranks: Ranks = parallel.join(
+            size,
+            rank,
+            str(folder / "meeting"),
+            backend,
+            timeout_seconds=START_TIMEOUT_S,
+            overlap_from=overlap_from,
+        )
+        self.peers = self._connect()
+
+    def runner(self, spec: ReplicaSpec) -> ModelRunner:
+        return ModelRunner(spec, self.ranks, lambda stage, fraction: None)
+
+    def follow_rank_0(self, runner: ModelRunner) -> None:
+        """Execute the plans of rank 0 until it closes the channel."""
+        core, ours = socketpair()
+        follow(Channel[RankInbound](ours, RankInbound), plan_channel(self.peers[0].detach()), runner)
+        core.close()
+
+    def watch(self) -> PeerWatch:
+        """Watch the plan channels, as a replica does."""
+        channels = {f"peer {number}": peer.fileno() for number, peer in enumerate(self.peers)}
+        return PeerWatch(channels, lambda name: self.ranks.abandon(f"{name} has ended"))
+
+    def _connect(self) -> list[socket.socket]:
+        path = str(self.folder / "plans")
+        if self.rank == 0:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path + ".new")
+                listener.listen()
+                os.rename(path + ".new", path)
+                return [listener.accept()[0] for _ in range(self.size - 1)]
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not os.path.exists(path):
+            assert time.monotonic() < deadline, "rank 0 does not listen"
+            time.sleep(0.01)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        return [connection]
+
+
+Work = Callable[..., Any]
+
+
+def start_ranks(
+    size: int, folder: Path, device: str, work: Work, *arguments: Any, overlap_from: int | None = None
+) -> list[BaseProcess]:
+    """Start `work(member, *arguments)` on each rank. `results` returns what it returned."""
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    folder.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        context.Process(
+            target=_enter, args=(rank, size, folder, device, overlap_from, work, arguments), daemon=True
+        )
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def results(processes: list[BaseProcess], folder: Path, timeout_s: float = START_TIMEOUT_S) -> list[Any]:
+    """Wait for the processes of `start_ranks` and return the result of each rank; None if it was killed."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert all(code in (0, -9) for code in codes), f"exit codes {codes}: see the output of the ranks"
+    paths = [folder / f"result-{rank}.pt" for rank in range(len(processes))]
+    return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+
+
+def _enter(
+    rank: int,
+    size: int,
+    folder: Path,
+    device: str,
+    overlap_from: int | None,
+    work: Work,
+    arguments: tuple[Any, ...],
+) -> None:
+    if device == "cpu":
+        torch.set_num_threads(1)
+    result = work(Member(rank, size, folder, device, overlap_from), *arguments)
+    torch.save(result, folder / f"result-{rank}.pt")
+    os._exit(0)  # a normal exit could block on threads of torch.distributed

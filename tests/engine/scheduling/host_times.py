@@ -1,0 +1,111 @@
+"""CPU time of the host for each step of one submission with many samples of a long prompt.
+
+    python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
+
+The device is left out: the block tables are applied on the host, and every sample draws the token 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from engine.device_tables import SlotTables
+from engine.messages import BLOCK_TOKENS, SamplingParams, Submit
+from engine.plan import StepPlan, StepTokens
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.scheduling.simulated_runner import sampling_slots
+
+VOCAB = 1000
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step took of the host."""
+
+    step: int
+    plan_ms: float
+    apply_ms: float
+    collect_ms: float
+    entries: int
+    """Numbers of blocks and slots in the plan's block table changes."""
+    plan_bytes: int
+
+    @property
+    def host_ms(self) -> float:
+        return self.plan_ms + self.apply_ms + self.collect_ms
+
+
+def entries(plan: StepPlan) -> int:
+    return len(plan.blocks) + sum(len(slots) for _, _, slots in plan.shares)
+
+
+def measure(*, prompt: int, samples: int, slots: int, output: int = 70) -> tuple[float, list[StepCost]]:
+    """Run the submission to its end; return the milliseconds of its intake, and the cost of each step."""
+    blocks = 2 * (prompt + output) // BLOCK_TOKENS + 4 * samples
+    scheduler = Scheduler(
+        max_num_seqs=slots,
+        max_num_batched_tokens=8192,
+        max_model_len=prompt + output,
+        vocab_size=VOCAB,
+        blocks=blocks,
+    )
+    tables = SlotTables(slots, -(-(prompt + output) // BLOCK_TOKENS), VOCAB, torch.device("cpu"))
+    submit = Submit(
+        handle=1,
+        request_id="wide",
+        prompt_token_ids=[index % VOCAB for index in range(prompt)],
+        n=samples,
+        sampling=SamplingParams(max_tokens=output),
+    )
+    began = time.thread_time()
+    scheduler.add("front", submit)
+    intake_ms = 1e3 * (time.thread_time() - began)
+    costs = []
+    while scheduler.has_work:
+        began = time.thread_time()
+        step = scheduler.schedule()
+        planned = time.thread_time()
+        assert step is not None
+        tables.apply(step.plan)
+        applied = time.thread_time()
+        tokens = StepTokens([1] * len(sampling_slots(step.plan)), None, {})
+        sampled = time.thread_time()
+        scheduler.collect(step, tokens)
+        scheduler.accounting.take()
+        collected = time.thread_time()
+        costs.append(
+            StepCost(
+                step.plan.step,
+                1e3 * (planned - began),
+                1e3 * (applied - planned),
+                1e3 * (collected - sampled),
+                entries(step.plan),
+                len(msgspec.msgpack.encode(step.plan)),
+            )
+        )
+        scheduler.check() if len(costs) % 20 == 0 else None
+    return intake_ms, costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--prompt", type=int, default=131_000)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--slots", type=int, default=256)
+    options = parser.parse_args()
+    intake_ms, costs = measure(prompt=options.prompt, samples=options.samples, slots=options.slots)
+    print(f"intake {intake_ms:.2f} ms; {len(costs)} steps; the most expensive ones:")
+    for cost in sorted(costs, key=lambda cost: -cost.host_ms)[:5]:
+        print(
+            f"step {cost.step}: {cost.host_ms:.2f} ms (plan {cost.plan_ms:.2f}, apply {cost.apply_ms:.2f}, "
+            f"collect {cost.collect_ms:.2f}); {cost.entries} block table entries, {cost.plan_bytes} bytes"
+        )
+
+
+if __name__ == "__main__":
+    main()

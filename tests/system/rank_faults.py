@@ -1,0 +1,157 @@
+"""Ranks of a replica that are killed or stopped while idle, in a prompt and in a decode: `python -m
+tests.system.rank_faults` runs every case many times, `tests.system.test_rank_faults` some of them once.
+
+After each fault all ranks have exited, the replica starts again by itself, streams go on with the same greedy
+text, and no process, shared memory or descriptor is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from tests.system.service import Service, service
+from tests.system.test_deaths import Stream, answer, wait_gone
+
+DEATH_LIMIT_S = 1.0
+STOP_LIMIT_S = 5.0
+"""Within these times of a rank's death or stop, every rank has exited."""
+STATES = ("idle", "prompt", "decode")
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+FLAGS = ("--tensor-parallel-size", "2")
+_PROMPTS = 4
+_PROMPT_TOKENS = 1200
+"""Tokens of each prompt: together they take the engine several steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Texts of streams that nothing interrupts."""
+
+    decode: str
+    prompts: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What may not grow from one fault to the next."""
+
+    processes: int
+    shared_memory: frozenset[str]
+    rendezvous_folders: int
+    descriptors: int
+
+
+def decode(running: Service) -> Stream:
+    return Stream(running, max_tokens=120)
+
+
+def prompts(running: Service) -> list[Stream]:
+    """Start streams whose prompts fill several steps. Prompts differ in their first token, so that they share
+    no prefix."""
+    return [
+        Stream(
+            running,
+            prompt=[7 + number] + [(11 * place) % 4000 + 10 for place in range(_PROMPT_TOKENS - 1)],
+            max_tokens=8,
+            extra_body={"ignore_eos": True},
+        )
+        for number in range(_PROMPTS)
+    ]
+
+
+def finished(streams: list[Stream]) -> list[str]:
+    for stream in streams:
+        stream.join(180)
+        assert not stream.is_alive(), "a stream has not ended"
+        assert stream.error is None, stream.error
+    return [stream.text for stream in streams]
+
+
+def undisturbed(running: Service) -> Expected:
+    return Expected(finished([decode(running)])[0], finished(prompts(running)))
+
+
+def left(running: Service) -> Left:
+    """Return what there is once the replica is idle."""
+    running.wait_until(lambda: running.ready() and running.replica()["running"] == 0, 120, "an idle replica")
+    assert running.replica()["blocks_used"] == 0
+    core = psutil.Process(running.process.pid)
+
+    def settled() -> int | None:
+        """Descriptors of the core, without those of connections that are being closed."""
+        count = core.num_fds()
+        time.sleep(0.2)
+        return count if core.num_fds() == count else None
+
+    return Left(
+        len(running.descendants()),
+        frozenset(os.listdir("/dev/shm")),
+        len(list(running.run_dir.glob("ranks-*"))),
+        running.wait_until(settled, 60, "the core's descriptors"),
+    )
+
+
+def inflict(running: Service, expected: Expected, fault: signal.Signals, state: str, victim: int) -> float:
+    """Kill or stop a rank in a state, check what follows, and return after how many seconds every rank had
+    exited."""
+    before = left(running)
+    replica = running.replica()
+    pids, restarts = replica["pids"], replica["restarts"]
+    streams: list[Stream] = []
+    if state == "decode":
+        streams = [decode(running) for _ in range(3)]
+        for stream in streams:
+            assert stream.begun.wait(60)
+    elif state == "prompt":
+        streams = prompts(running)
+        running.wait_until(lambda: running.replica()["running"] > 0, 60, "a prompt that is computed")
+        assert not all(stream.text for stream in streams), "the prompts are too short"
+    psutil.Process(pids[victim]).send_signal(fault)
+    began = time.monotonic()
+    wait_gone(pids, 60.0)
+    gone_s = time.monotonic() - began
+    texts = finished(streams)
+    assert texts == (expected.prompts if state == "prompt" else [expected.decode] * len(texts))
+    assert answer(running)
+    after = left(running)
+    assert after.processes == before.processes and after.rendezvous_folders == before.rendezvous_folders
+    assert after.shared_memory <= before.shared_memory, after.shared_memory - before.shared_memory
+    assert after.descriptors <= before.descriptors
+    replica = running.replica()
+    how = "was killed by SIGKILL" if fault == signal.SIGKILL else "was stopped by a signal"
+    assert replica["restarts"] == restarts + 1
+    assert replica["last_error"] == f"rank {victim} (pid {pids[victim]}) {how}"
+    return gone_s
+
+
+def main() -> int:
+    """Run every case; exit code 1 where ranks exit too late. Other failures raise AssertionError."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10, help="how often each case runs (%(default)s)")
+    rounds = parser.parse_args().rounds
+    slowest: dict[tuple[str, str], float] = {}
+    for number in range(rounds):
+        # A service for each round: the delay before a restart doubles with each fault.
+        with service(*FLAGS) as running:
+            expected = undisturbed(running)
+            for index, (fault, state) in enumerate(itertools.product(SIGNALS, STATES)):
+                took = inflict(running, expected, fault, state, victim=(number + index) % 2)
+                slowest[fault.name, state] = max(took, slowest.get((fault.name, state), 0.0))
+    late = False
+    for (name, state), took in slowest.items():
+        limit = DEATH_LIMIT_S if name == "SIGKILL" else STOP_LIMIT_S
+        late |= took > limit
+        print(f"{name:8} {state:7} {rounds} times: every rank exited within {took:.2f} s (limit {limit:g} s)")
+    return int(late)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

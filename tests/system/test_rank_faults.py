@@ -1,0 +1,44 @@
+"""A killed or stopped rank ends its group in time and leaves nothing, in the states that `test_deaths` and
+`attacks.test_replicas` do not cover. `scripts/soak` runs every state ten times."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.system.rank_faults import FLAGS, Expected, inflict, undisturbed
+from tests.system.service import Service, service
+
+pytestmark = pytest.mark.system
+
+BUSY_LIMIT_S = 30.0
+"""The limit in place of `rank_faults.DEATH_LIMIT_S` and `STOP_LIMIT_S` on a machine that runs other tests."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Service]:
+    with service(*FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(two_ranks: Service) -> Expected:
+    return undisturbed(two_ranks)
+
+
+@pytest.mark.parametrize(
+    ("fault", "state", "victim"),
+    [
+        (signal.SIGKILL, "idle", 1),
+        (signal.SIGSTOP, "idle", 0),
+        (signal.SIGKILL, "prompt", 0),
+        (signal.SIGSTOP, "prompt", 1),
+    ],
+    ids=["killed idle", "stopped idle", "killed in a prompt", "stopped in a prompt"],
+)
+def test_a_fault_of_a_rank_ends_its_group_and_streams_go_on(
+    two_ranks: Service, expected: Expected, fault: signal.Signals, state: str, victim: int
+) -> None:
+    assert inflict(two_ranks, expected, fault, state, victim) < BUSY_LIMIT_S
