@@ -8,7 +8,9 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -41,6 +43,16 @@ async def exchange(path: Path, request: bytes) -> bytes:
     return answer
 
 
+def run_on(main: Coroutine[Any, Any, None], uvloop: bool) -> None:
+    """Run `main` on an event loop of uvloop or of asyncio."""
+    if uvloop:
+        import uvloop as loops
+
+        loops.run(main)
+    else:
+        asyncio.run(main)
+
+
 def listening(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(str(path))
@@ -59,12 +71,7 @@ def test_a_listening_unix_socket_tells_the_peer(tmp_path: Path, uvloop: bool) ->
         await server.stop(1.0)
         assert server.connections == 0
 
-    if uvloop:
-        import uvloop as loops
-
-        loops.run(run())
-    else:
-        asyncio.run(run())
+    run_on(run(), uvloop)
 
 
 def test_a_peer_that_never_takes_its_answer_is_cut_off(tmp_path: Path) -> None:
@@ -112,12 +119,7 @@ def test_a_peer_that_takes_its_answer_slowly_is_not_cut_off(
         writer.close()
         await server.stop(0.1)
 
-    if uvloop:
-        import uvloop as loops
-
-        loops.run(run())
-    else:
-        asyncio.run(run())
+    run_on(run(), uvloop)
 
 
 @pytest.mark.parametrize("uvloop", [False, True])
@@ -139,12 +141,7 @@ def test_a_peer_that_stops_taking_the_last_answer_is_cut_off(
         writer.close()
         await server.stop(0.1)
 
-    if uvloop:
-        import uvloop as loops
-
-        loops.run(run())
-    else:
-        asyncio.run(run())
+    run_on(run(), uvloop)
 
 
 @pytest.mark.parametrize("uvloop", [False, True])
@@ -180,12 +177,7 @@ def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Pa
             sock.close()
         await server.stop(1.0)
 
-    if uvloop:
-        import uvloop as loops
-
-        loops.run(run())
-    else:
-        asyncio.run(run())
+    run_on(run(), uvloop)
 
 
 def test_an_application_that_fails_keeps_no_memory_of_its_request(
