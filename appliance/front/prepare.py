@@ -59,7 +59,7 @@ MAX_VARIABLES_BYTES = 65_536
 _MESSAGE_CHARACTERS = 16
 """What a message counts besides its text: looking for control tokens in its role and its field names takes as
 long as in so many characters."""
-_HIDE_INLINE_CHARACTERS = 4096
+HIDE_INLINE_CHARACTERS = 4096
 """Looking for control tokens in more characters is not done on the event loop: 2.5 µs each at worst."""
 
 _NO_LIMIT = 1 << 20
@@ -230,11 +230,7 @@ async def chat_tokens(
     ]
     mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}" if continue_final_message else ""
     shown[-1]["content"] += mark
-    texts = [text for message in messages for text in (message.content, message.name) if text]
-    # Messages without text take work and memory as well.
-    size, memory = (
-        len(messages) * _MESSAGE_CHARACTERS + taken for taken in (sum(map(len, texts)), text_bytes(texts))
-    )
+    size, memory = conversation_size(messages)
     if variables:
         variables_size = _checked_size(variables)
         size, memory = size + variables_size, memory + variables_size
@@ -242,7 +238,7 @@ async def chat_tokens(
     try:
         with text_memory(box, call, memory):
             shown, variables = await do_work(
-                box, call, shield.hide([shown, variables]), size, inline=_HIDE_INLINE_CHARACTERS
+                box, call, shield.hide([shown, variables]), size, inline=HIDE_INLINE_CHARACTERS
             )
             text = await model.template.render(call.identity.tenant, shown, add_generation_prompt, variables)
             if mark:
@@ -280,6 +276,14 @@ async def _encode_texts(
         if context is None:
             raise _too_many_to_show(param) from None
         raise _too_long(context, param, error.tokens) from None
+
+
+def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
+    """Return the characters of a conversation, and the bytes of memory that they take. Messages without text
+    count too: they take work and memory as well."""
+    texts = [text for message in messages for text in (message.content, message.name) if text]
+    others = len(messages) * _MESSAGE_CHARACTERS
+    return others + sum(map(len, texts)), others + text_bytes(texts)
 
 
 def _checked_size(variables: dict[str, Any]) -> int:

@@ -44,7 +44,15 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        strict=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        # By default the parser keeps 16,384 short strings of former bodies: memory that grows, and texts of
+        # clients that stay.
+        cache_strings="none",
+    )
 
 
 if TYPE_CHECKING:

@@ -58,12 +58,15 @@ def test_lines_that_nobody_reads_are_dropped_and_counted_and_reported_later(
     pipe: tuple[int, LineQueue],
 ) -> None:
     reader, lines = pipe
-    sent = MAX_QUEUED_LINES + 3000  # a pipe takes 64 KiB
-    for number in range(sent):
+    filling, more = 3000, MAX_QUEUED_LINES + 3000  # a pipe takes 64 KiB, about 600 of these lines
+    for number in range(filling):
         lines.handle(record(f"line {number:06} {'x' * 80}"))
-    dropped = lines.state().dropped_lines
-    assert 0 < dropped < sent
-    wait_until(lambda: lines.state().stalled_s > 0)
+    # Until the pipe is full, the writer goes on, and reports dropped lines once for each write.
+    wait_until(lambda: lines.state().stalled_s > 1.0)
+    for number in range(more):
+        lines.handle(record(f"more {number:06} {'x' * 80}"))
+    sent, dropped = filling + more, lines.state().dropped_lines
+    assert 3000 < dropped < sent
     received = bytearray()
 
     def read() -> None:

@@ -8,7 +8,9 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -42,6 +44,16 @@ async def exchange(path: Path, request: bytes) -> bytes:
     return answer
 
 
+def run_on(main: Coroutine[Any, Any, None], uvloop: bool) -> None:
+    """Run `main` on an event loop of uvloop or of asyncio."""
+    if uvloop:
+        import uvloop as loops
+
+        loops.run(main)
+    else:
+        asyncio.run(main)
+
+
 def listening(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind(str(path))
@@ -60,12 +72,7 @@ def test_a_listening_unix_socket_tells_the_peer(tmp_path: Path, uvloop: bool) ->
         await server.stop(1.0)
         assert server.connections == 0
 
-    if uvloop:
-        import uvloop as loops
-
-        loops.run(run())
-    else:
-        asyncio.run(run())
+    run_on(run(), uvloop)
 
 
 def test_a_peer_that_never_takes_its_answer_is_cut_off(tmp_path: Path) -> None:
@@ -113,12 +120,7 @@ def test_a_peer_that_takes_its_answer_slowly_is_not_cut_off(
         writer.close()
         await server.stop(0.1)
 
-    if uvloop:
-        import uvloop as loops
-
-        loops.run(run())
-    else:
-        asyncio.run(run())
+    run_on(run(), uvloop)
 
 
 @pytest.mark.parametrize("uvloop", [False, True])
@@ -140,12 +142,7 @@ def test_a_peer_that_stops_taking_the_last_answer_is_cut_off(
         writer.close()
         await server.stop(0.1)
 
-    if uvloop:
-        import uvloop as loops
-
-        loops.run(run())
-    else:
-        asyncio.run(run())
+    run_on(run(), uvloop)
 
 
 @pytest.mark.parametrize("uvloop", [False, True])
@@ -221,12 +218,7 @@ def test_answers_that_many_clients_do_not_take_are_bounded_together(tmp_path: Pa
             sock.close()
         await server.stop(1.0)
 
-    if uvloop:
-        import uvloop as loops
-
-        loops.run(run())
-    else:
-        asyncio.run(run())
+    run_on(run(), uvloop)
 
 
 def test_unread_answers_of_one_tenant_cut_off_no_client_of_another(tmp_path: Path) -> None:

@@ -271,7 +271,11 @@ def test_a_stalled_rank_is_the_cores_to_kill(box: Box) -> None:
 def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box) -> None:
     before = box.unit()
     box.inside.run("kill", "-STOP", before["MainPID"])
-    assert box.complete() == 200  # waits in the backlog until the next life
+    try:
+        answer = box.complete()  # waits in the backlog until the next life
+    except httpx.RemoteProtocolError:  # systemd continues a stopped process to abort it: it may accept before
+        answer = box.complete()
+    assert answer == 200
     box.wait_active(but=before["MainPID"])
     journal = box.inside.journal("--unit", SERVICE, "--lines", "200")
     assert "Watchdog timeout" in journal

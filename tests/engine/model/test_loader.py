@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,27 @@ class PlaceOfRank:
 
     size: int
     rank: int
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors of a checkpoint."""
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in folder.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    return tensors
+
+
+def check_weights(pieces: Iterable[WeightShard], tensors: dict[str, torch.Tensor]) -> None:
+    """Check that each weight holds its part of the checkpoint's tensor, quantised where it has scales."""
+    for piece in pieces:
+        assert piece.target is not None
+        expected = piece.part(tensors[piece.name])
+        if piece.scales is None:
+            assert torch.equal(piece.target, expected), piece.name
+        else:
+            values, scales = quantise_fp8(expected)
+            assert torch.equal(piece.target.view(torch.uint8), values.view(torch.uint8)), piece.name
+            assert torch.equal(piece.scales, scales.squeeze(1)), piece.name
 
 
 def _decoder(folder: Path, ranks: Any = None, fp8: bool = False) -> Decoder:
@@ -114,21 +135,11 @@ def test_a_rank_loads_exactly_its_slices(
     sharded: Path, rank: int, fp8: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.model.loader.stream", partial(stream, block_bytes=block_bytes))
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in sharded.glob("*.safetensors"):
-        tensors |= load_file(shard)
+    tensors = tensors_of(sharded)
     decoder = _decoder(sharded, ranks=PlaceOfRank(2, rank), fp8=fp8)
     pieces = decoder.weight_shards()
     load(decoder, sharded, lambda stage, fraction: None)
-    for piece in pieces:
-        assert piece.target is not None
-        expected = piece.part(tensors[piece.name])
-        if piece.scales is None:
-            assert torch.equal(piece.target, expected), piece.name
-        else:
-            values, scales = quantise_fp8(expected)
-            assert torch.equal(piece.target.view(torch.uint8), values.view(torch.uint8)), piece.name
-            assert torch.equal(piece.scales, scales.squeeze(1)), piece.name
+    check_weights(pieces, tensors)
 
 
 def test_unconverted_tensors_are_read_directly_into_the_weights(
@@ -360,17 +371,7 @@ def test_ranks_that_exchange_columns_read_every_byte_once(
         thread.start()
     for thread in threads:
         thread.join()
-    tensors: dict[str, torch.Tensor] = {}
-    for shard in sharded.glob("*.safetensors"):
-        tensors |= load_file(shard)
-    for piece in (*pieces[0], *pieces[1]):
-        assert piece.target is not None
-        expected = piece.part(tensors[piece.name])
-        if piece.scales is None:
-            assert torch.equal(piece.target, expected), piece.name
-        else:
-            values, scales = quantise_fp8(expected)
-            assert torch.equal(piece.target.view(torch.uint8), values.view(torch.uint8)), piece.name
-            assert torch.equal(piece.scales, scales.squeeze(1)), piece.name
+    tensors = tensors_of(sharded)
+    check_weights((*pieces[0], *pieces[1]), tensors)
     norms = sum(tensor.nbytes for name, tensor in tensors.items() if tensor.dim() == 1)
     assert sum(read) == sum(tensor.nbytes for tensor in tensors.values()) + norms, "each rank needs all norms"

@@ -66,9 +66,15 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
     for answer in refused:
         assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer
         assert b"too_many_body_bytes" in answer
-    problems = bounded.running.status()["problems"]
-    assert any("the bodies under way take too much memory" in problem["what"] for problem in problems)
-    assert any("the bodies under way take too much memory" in finding for finding in bounded.doctor())
+
+    def problems() -> list[str]:
+        return [problem["what"] for problem in bounded.running.status()["problems"]]
+
+    wanted = "the bodies under way take too much memory"
+    bounded.running.wait_until(
+        lambda: any(wanted in what for what in problems()), 60, f"the problem: {wanted}"
+    )
+    assert any(wanted in finding for finding in bounded.doctor())
     wait_for(lambda: memory.growth() < 30 * MEGABYTE, "the memory to be returned")
 
 

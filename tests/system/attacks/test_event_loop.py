@@ -98,7 +98,6 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "nested template variables": (CHAT, lambda: chat(chat_template_kwargs={"a": [[]] * 15_000})),
     "text as template variable": (CHAT, lambda: chat(chat_template_kwargs={"a": LETTERS})),
     "many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": "x" * 400}] * 4096)),
-    "many empty messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": ""}] * 4096)),
     "too many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": ""}] * 16_000)),
     "many parts": (CHAT, lambda: says([{"type": "text", "text": "x"}] * 16_000)),  # type: ignore[arg-type]
     "a list as type": (CHAT, lambda: says([{"type": [[]] * 16_000, "text": ""}])),  # type: ignore[arg-type]
@@ -195,8 +194,8 @@ def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Figures], name
 
 def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Figures]) -> None:
     front, figures = watched
-    samples, tries = 64, 3
-    body = completion(prompt=[300] * 130_000, n=samples, max_tokens=1000, stream=True, ignore_eos=True)
+    samples, tries = 128, 3
+    body = completion(prompt=[300] * 250_000, n=samples, max_tokens=1000, stream=True, ignore_eos=True)
     best = (float("inf"), float("inf"))
     front.step_s = front.replica.step_s = 0.5
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock), timeout=120) as client:
