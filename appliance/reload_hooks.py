@@ -7,10 +7,10 @@ import logging
 from appliance.admin.callers import Authenticator
 from appliance.admin.server import AdminServer
 from appliance.identities import IdentityTable
+from appliance.monitoring.metrics.tenants import ShownTenants
 from appliance.reload import ReloadHook
 from appliance.settings import Settings
 from appliance.switchboard import Switchboard
-from appliance.watch.metrics.tenants import ShownTenants
 
 
 def reload_hooks(

@@ -20,6 +20,10 @@ from appliance.identities import IdentityTable
 from appliance.listeners import Doors
 from appliance.models.registry import describe_models
 from appliance.models.replicas import Launch
+from appliance.monitoring.metrics.counting import CountedRows
+from appliance.monitoring.metrics.scrape import Scraper
+from appliance.monitoring.metrics.server import MetricsServer
+from appliance.monitoring.metrics.tenants import ShownTenants
 from appliance.notifier import Notifier
 from appliance.protocol import SocketStatus, Status
 from appliance.quota_levels import LevelKeeper
@@ -30,10 +34,6 @@ from appliance.state import State, cache_salts
 from appliance.switchboard import Switchboard
 from appliance.systemd import Manager
 from appliance.traffic.quotas import Quotas
-from appliance.watch.metrics.counting import CountedRows
-from appliance.watch.metrics.scrape import Scraper
-from appliance.watch.metrics.server import MetricsServer
-from appliance.watch.metrics.tenants import ShownTenants
 from store.quotas import QuotaLog
 
 log = logging.getLogger(__name__)

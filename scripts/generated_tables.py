@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from appliance.cli.fields import flag, shown  # noqa: E402
-from appliance.watch.metrics import families  # noqa: E402
-from appliance.watch.metrics.metric import Group  # noqa: E402
+from appliance.monitoring.metrics import families  # noqa: E402
+from appliance.monitoring.metrics.metric import Group  # noqa: E402
 from store.fields import Declared, declared  # noqa: E402
 from store.policies import KeyFields, Quota, TenantRecord  # noqa: E402
 

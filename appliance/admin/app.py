@@ -16,9 +16,9 @@ from appliance.actions import ACTIONS, Action
 from appliance.admin.auditing import ActionError
 from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.http import Connection
+from appliance.monitoring.metrics.exposition import CONTENT_TYPE
 from appliance.protocol import Configuration, ErrorBody, InFlight, Key, Peer, Status, Tenant
 from appliance.scopes import InsufficientScopeError, check_routes, routes_for
-from appliance.watch.metrics.exposition import CONTENT_TYPE
 from store.audit import Actor
 
 log = logging.getLogger(__name__)

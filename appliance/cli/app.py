@@ -40,7 +40,7 @@ def top(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
-        from appliance.watch.versions import product_version
+        from appliance.monitoring.versions import product_version
 
         print(f"appliance {product_version()}")
         raise typer.Exit

@@ -21,9 +21,9 @@ from appliance.cli.bench_report import ProgressBar, Report
 from appliance.cli.failure import Failure, told
 from appliance.cli.output import printable
 from appliance.cli.service import find_run_dir
+from appliance.monitoring.versions import product_version
 from appliance.ownership import trusted_directory
 from appliance.rundir import start_remedy
-from appliance.watch.versions import product_version
 
 _INTERRUPTED = 130
 _DEFAULT_SHAPE = Shape(prompt_tokens=512, output_tokens=128)

@@ -10,6 +10,8 @@ from appliance.cli.failure import Failure
 from appliance.cli.output import cells, paint, print_json, printable, terminal_width
 from appliance.cli.service import find_run_dir, find_state_dir
 from appliance.cli.times import local
+from appliance.monitoring.doctor import examine
+from appliance.monitoring.findings import Examination, Finding
 from appliance.ownership import UntrustedError
 from appliance.settings import (
     Flags,
@@ -19,8 +21,6 @@ from appliance.settings import (
     default_state_dir,
     load_settings,
 )
-from appliance.watch.doctor import examine
-from appliance.watch.findings import Examination, Finding
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 _INDENT = 12

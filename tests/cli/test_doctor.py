@@ -22,11 +22,11 @@ from appliance.cli.output import cells
 from appliance.gpus import Gpu, GpuReport
 from appliance.listeners import bind_unix
 from appliance.models.fit import CPU_MAX_KV_BYTES
+from appliance.monitoring.findings import Examination, Finding
+from appliance.monitoring.models import running_models
 from appliance.protocol import CurrentProblem, Problem
 from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
-from appliance.watch.findings import Examination, Finding
-from appliance.watch.models import running_models
 from engine import memory
 from store.requests import RequestReader
 from tests.cli.conftest import History, Run, a_row, a_status, change_replica
@@ -52,7 +52,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def doctor(cli: Run, run_dir: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Doctor:
     """Runs the doctor on `run_dir` and `tmp_path`, for a service with one model, on a box without GPU."""
-    monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: GpuReport([]))
+    monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: GpuReport([]))
     config = tmp_path / "appliance.toml"
 
     def run(
@@ -145,11 +145,11 @@ def test_a_gpu_is_what_a_model_must_fit_into(
     def box(memory_bytes: int) -> GpuReport:
         return GpuReport([Gpu(0, "NVIDIA H200", memory_bytes, 1 << 20, "9.0")], "580.1", "13.0")
 
-    monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: box(140 << 30))
+    monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: box(140 << 30))
     _, findings = doctor()
     text = " ".join(finding["text"] for finding in findings)
     assert "NVIDIA H200, 140 GiB" in text and "133 GiB usable" in text and "in bfloat16" in text
-    monkeypatch.setattr("appliance.watch.doctor.find_gpus", lambda: box(50 << 20))
+    monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: box(50 << 20))
     _, findings = doctor()
     assert "47.5 MiB usable" in found(findings, "models", "problem")
 
@@ -198,7 +198,7 @@ def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor,
 def test_a_directory_of_somebody_else_is_a_problem(run_dir: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root, to become somebody else")
-    from appliance.watch.places import directories
+    from appliance.monitoring.places import directories
 
     run_dir.chmod(0o755)
     os.seteuid(65534)
@@ -306,7 +306,7 @@ def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_pat
     if os.geteuid():
         pytest.skip("needs root, to become somebody else")
     from appliance import gpus
-    from appliance.watch import doctor
+    from appliance.monitoring import doctor
 
     gpus.find_gpus()  # imports, which the other user may not be able to do
     (run_dir / "admin.sock").unlink(missing_ok=True)
@@ -408,7 +408,7 @@ def test_a_check_that_fails_does_not_end_the_visit(doctor: Doctor, monkeypatch: 
     def breaks() -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr("appliance.watch.machine.versions", breaks)
+    monkeypatch.setattr("appliance.monitoring.machine.versions", breaks)
     _, findings = doctor()
     assert "RuntimeError: no such thing" in found(findings, "versions", "warning")
     assert any(finding["area"] == "leftovers" for finding in findings)

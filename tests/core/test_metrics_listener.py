@@ -11,8 +11,8 @@ import pytest
 
 from appliance.actions import CreateTenant, DeleteTenant, ReloadConfig
 from appliance.client import AdminError
+from appliance.monitoring.metrics.server import SHARED_S, SharedScrape
 from appliance.settings import Flags, SettingsError, load_settings
-from appliance.watch.metrics.server import SHARED_S, SharedScrape
 from tests.core.conftest import Service, read_answer, wait_until
 
 Make = Callable[..., Service]
@@ -91,7 +91,7 @@ def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the
 
 def test_requests_that_come_together_share_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     now, scrapes = [100.0], iter([b"first", b"second"])
-    monkeypatch.setattr("appliance.watch.metrics.server.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("appliance.monitoring.metrics.server.time.monotonic", lambda: now[0])
     shared = SharedScrape(lambda: next(scrapes))
     assert [shared(), shared()] == [b"first", b"first"]
     now[0] += 2 * SHARED_S

@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 from appliance.client import AdminError
+from appliance.monitoring.doctor import examine
 from appliance.protocol import ModelStatus, Status
 from appliance.rundir import last_holder
-from appliance.watch.doctor import examine
 from store.evidence import verify_audit
 from tests.audit_trail import read_audit
 from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until

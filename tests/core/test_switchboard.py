@@ -14,7 +14,7 @@ import pytest
 
 from appliance.traffic.credits import CreditAccount
 from engine.messages import Report
-from tests.watch.parts import Parts
+from tests.monitoring.parts import Parts
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ from appliance.admin.callers import Authenticator
 from appliance.client import AdminClient
 from appliance.front.app import build_app
 from appliance.front.box import Box
+from appliance.monitoring.metrics.server import metrics_app
 from appliance.protocol import NewKey
 from appliance.scopes import OPEN, check_routes
 from appliance.settings import AdminSettings
-from appliance.watch.metrics.server import metrics_app
 from tests.system.asker import ask
 from tests.system.conftest import free_port
 from tests.system.service import Service, service
@@ -70,7 +70,7 @@ METRICS_RULES = {("GET", "/metrics"): OPEN}
 SERVERS = {
     "appliance/front/process.py",
     "appliance/admin/server.py",
-    "appliance/watch/metrics/server.py",
+    "appliance/monitoring/metrics/server.py",
 }
 """Whoever serves HTTP is in the matrix."""
 

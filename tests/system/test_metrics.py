@@ -14,8 +14,8 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.watch.metrics.families import Families
-from appliance.watch.metrics.tenants import OTHERS
+from appliance.monitoring.metrics.families import Families
+from appliance.monitoring.metrics.tenants import OTHERS
 from tests.system.conftest import free_port
 from tests.system.service import Service, service
 from tests.system.test_deaths import Stream

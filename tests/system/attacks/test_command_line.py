@@ -54,7 +54,7 @@ READING = (("requests",), ("requests", "--id", "req-forged"), ("audit", "list"),
 _COMMANDS = """
 import contextlib, importlib, io, json, os, pkgutil, sys
 import encodings.idna, http.client
-import appliance.cli, appliance.bench.session, appliance.watch.doctor, store.backup
+import appliance.cli, appliance.bench.session, appliance.monitoring.doctor, store.backup
 for module in pkgutil.iter_modules(appliance.cli.__path__):
     if module.name != "__main__":
         importlib.import_module(f"appliance.cli.{module.name}")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.client import unix_connection
+from appliance.monitoring.findings import Finding
 from appliance.ownership import UntrustedError
 from appliance.quantities import of_bytes
-from appliance.watch.findings import Finding
 
 MOST_SOCKET_PATH_BYTES = 107
 """`sun_path` holds 108 bytes on Linux, one of them the final zero."""

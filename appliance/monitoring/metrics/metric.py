@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from appliance.watch.metrics.exposition import Family, Histograms, Numbers, Summaries
+from appliance.monitoring.metrics.exposition import Family, Histograms, Numbers, Summaries
 
 Source = TypeVar("Source")
 Unit = Literal["", "requests", "tokens", "seconds", "bytes", "rows", "lines", "blocks", "sequences"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from appliance.monitoring.metrics.families import Families
+from appliance.monitoring.metrics.tenants import OTHERS, ShownTenants
 from appliance.traffic.requests import RowSink
-from appliance.watch.metrics.families import Families
-from appliance.watch.metrics.tenants import OTHERS, ShownTenants
 from store.requests import RequestRow
 
 

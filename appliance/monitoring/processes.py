@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from itertools import pairwise
 
-from appliance.watch.findings import Finding
+from appliance.monitoring.findings import Finding
 
 _CHILDREN = ("engine.replica", "appliance.front")
 

@@ -8,9 +8,9 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from appliance.monitoring.findings import Finding
 from appliance.ownership import UntrustedError, check_database, trusted_state
 from appliance.quantities import of_bytes
-from appliance.watch.findings import Finding
 from store.database import open_readonly
 from store.errors import StoreError
 from store.evidence import AUDIT_FILES, examine_folder

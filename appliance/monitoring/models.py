@@ -9,10 +9,10 @@ from pathlib import Path
 
 from appliance.gpus import Gpu
 from appliance.models.fit import UnfitError, fit
+from appliance.monitoring.findings import Finding, Level
 from appliance.protocol import ModelStatus, precision
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
-from appliance.watch.findings import Finding, Level
 from engine.messages import BLOCK_TOKENS
 
 _INDEX = "model.safetensors.index.json"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from appliance.watch.metrics.counting import CountedRows
-from appliance.watch.metrics.exposition import Histograms, Numbers, Summaries, render
-from appliance.watch.metrics.families import Families, outcome
-from appliance.watch.metrics.tenants import OTHERS, ShownTenants
+from appliance.monitoring.metrics.counting import CountedRows
+from appliance.monitoring.metrics.exposition import Histograms, Numbers, Summaries, render
+from appliance.monitoring.metrics.families import Families, outcome
+from appliance.monitoring.metrics.tenants import OTHERS, ShownTenants
 from store.requests import RequestRow
 from tests.core.house import Rows
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 from appliance.classes import CLASS_NAMES
 from appliance.models.replicas import Replica, StepTotal
+from appliance.monitoring.metrics.exposition import Family
+from appliance.monitoring.metrics.metric import Group, Metric
 from appliance.protocol import FrontStatus, ReplicaStatus
 from appliance.switchboard import Switchboard
 from appliance.traffic.buckets import Bucket
 from appliance.traffic.figures import ModelFigures, TenantFigures
-from appliance.watch.metrics.exposition import Family
-from appliance.watch.metrics.metric import Group, Metric
 from engine.messages import BLOCK_TOKENS
 from store.requests import RequestRow
 from store.structs import WriterState

@@ -18,10 +18,10 @@ from appliance.background import Background
 from appliance.http import HttpServer
 from appliance.listeners import address_of, bind_tcp, listens_on
 from appliance.messages import Limits
+from appliance.monitoring.metrics.exposition import CONTENT_TYPE
 from appliance.protocol import SocketStatus
 from appliance.scopes import OPEN, check_routes, routes_for
 from appliance.settings import Settings
-from appliance.watch.metrics.exposition import CONTENT_TYPE
 
 log = logging.getLogger(__name__)
 

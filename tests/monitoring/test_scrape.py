@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import pytest
 
 from store.policies import TenantRecord
-from tests.watch.parts import Parts
-from tests.watch.test_metrics import row, values
+from tests.monitoring.parts import Parts
+from tests.monitoring.test_metrics import row, values
 
 
 class Unwalkable(OrderedDict[Any, Any]):
@@ -55,7 +55,7 @@ def test_texts_are_made_anew_after_a_moment_and_not_for_everybody_who_asks_meanw
 ) -> None:
     now = 100.0
     monkeypatch.setattr(
-        "appliance.watch.metrics.scrape.time", SimpleNamespace(monotonic=lambda: now, time=time.time)
+        "appliance.monitoring.metrics.scrape.time", SimpleNamespace(monotonic=lambda: now, time=time.time)
     )
     first = parts.scrape()
     parts.counted.end(row(tenant="local"))

@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 
 from appliance.listeners import Doors
+from appliance.monitoring.metrics.counting import CountedRows
+from appliance.monitoring.metrics.exposition import render
+from appliance.monitoring.metrics.families import GatewaySource, ReplicaSource, ServiceSource
+from appliance.monitoring.metrics.tenants import OTHERS
 from appliance.switchboard import Switchboard
 from appliance.traffic.figures import ModelFigures
-from appliance.watch.metrics.counting import CountedRows
-from appliance.watch.metrics.exposition import render
-from appliance.watch.metrics.families import GatewaySource, ReplicaSource, ServiceSource
-from appliance.watch.metrics.tenants import OTHERS
 from engine.logs import log_state
 from store.control import ControlStore
 from store.policies import Policies

@@ -10,13 +10,13 @@ from typing import Any
 from appliance.identities import IdentityTable
 from appliance.messages import Admit, Identity
 from appliance.models.registry import describe_models
+from appliance.monitoring.metrics.counting import CountedRows
+from appliance.monitoring.metrics.scrape import Scraper
+from appliance.monitoring.metrics.tenants import ShownTenants
 from appliance.settings import Flags, read_settings
 from appliance.settings.fields import QueueSettings
 from appliance.switchboard import Switchboard
 from appliance.traffic.quotas import Quotas
-from appliance.watch.metrics.counting import CountedRows
-from appliance.watch.metrics.scrape import Scraper
-from appliance.watch.metrics.tenants import ShownTenants
 from store.control import ControlStore
 from store.policies import Policies, TenantRecord
 from store.requests import RequestRow

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
 from appliance.gpus import find_gpus
+from appliance.monitoring import machine, models, places, processes
+from appliance.monitoring.databases import databases
+from appliance.monitoring.findings import Examination, Finding
 from appliance.ownership import UntrustedError
 from appliance.protocol import Status
 from appliance.rundir import start_remedy
 from appliance.settings import Settings
-from appliance.watch import machine, models, places, processes
-from appliance.watch.databases import databases
-from appliance.watch.findings import Examination, Finding
 
 _MAX_REPORTED_PROBLEMS = 20
 _RECENT_S = 3600.0
