@@ -1,4 +1,5 @@
-"""The configuration of a model and its division over ranks. Does not load torch, as `engine.sizing` uses it.
+"""The configuration of a model and its division over ranks. Does not load torch, because `engine.sizing`
+imports this module.
 
 Every supported family is the same decoder: pre-norm, rotary embedding, grouped-query attention, SiLU-gated
 MLP. `engine.families` reads a checkpoint's `config.json` into a `ModelConfig`.
@@ -101,7 +102,7 @@ class ModelConfig:
     dtype: str
     """The checkpoint's dtype, one of DTYPE_BYTES."""
     fp8: bool
-    """Whether the checkpoint's matrices are e4m3, with a scale for each output or for all."""
+    """Whether the checkpoint's matrices are e4m3, with one scale per output or one per matrix."""
 
     @property
     def context_length(self) -> int:

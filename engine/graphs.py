@@ -106,7 +106,8 @@ class DecodeGraphs:
         return self._logits[: len(self._current)]
 
     def positions(self) -> torch.Tensor:
-        """Return the positions of the tokens that are sampled from `forward`'s logits: `[slots]` int64."""
+        """Return the positions of the tokens that are sampled from the logits of `forward`: `[slots]`
+        int64."""
         return self._decodes.lens[: len(self._current)]
 
     def slots(self) -> torch.Tensor:

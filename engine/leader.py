@@ -81,7 +81,7 @@ class LeaderLoop:
                 read()
 
     def _register(self, channel: Channel[Any], read: Callable[[], None]) -> None:
-        """Have `read` called when a channel has messages."""
+        """Call `read` whenever a channel has messages."""
         self._selector.register(channel, selectors.EVENT_READ, (channel, read))
 
     def _select_backlogs(self) -> None:

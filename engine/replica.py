@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS_TIMEOUT_S = 600.0
-"""How long ranks wait for each other, since one may read its weights from a slower disk. The core notices
-deaths."""
+"""How long ranks wait for each other, because one may read its weights from a slower disk. The core detects
+ranks that die."""
 FAILURE_CHECK_S = 0.05
 """How often a following rank checks for a failed step while no plan arrives."""
 FATAL_TIMEOUT_S = 1.0
@@ -74,7 +74,7 @@ def main() -> None:
     except Exception as error:
         kind = _kind_of(error)
         if kind == "internal":
-            # The message of any other kind, which the core logs, already says what to do.
+            # For any other exception, the message, which the core logs, already says what to do.
             log.exception("the engine failed")
         control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
         control.drain(FATAL_TIMEOUT_S)
@@ -110,7 +110,7 @@ def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has ended")
-        # The main thread raises RankLost or returns, if it is not blocked in a collective or without work.
+        # The main thread raises RankLost or returns, unless it is blocked in a collective or has no work.
         time.sleep(LOSS_GRACE_S)
         log.error("%s has ended; this rank exits", name)
         logging.shutdown()

@@ -99,7 +99,7 @@ class ModelRunner:
                 fp8=self.weights == FP8,
                 kv_fp8=self.kv_cache_dtype == FP8,
             )
-            # Before the KV pool is sized, which gets the memory that is left.
+            # Runs before the KV pool is sized, because the pool gets the remaining memory.
             ranks.prepare_overlap(
                 spec.max_num_batched_tokens, self.config.hidden_size, self.decoder.dtype, self.device
             )
@@ -201,11 +201,8 @@ class ModelRunner:
         return StepExecutor(self.decoder, kv, tables, self._sampler)
 
     def _initial_max_model_len(self) -> int:
-        """Return the configured maximum length, or the checkpoint's as far as the KV cache could ever hold
-        it.
-
-        Tables and activations grow with this length, and some checkpoints allow millions of tokens.
-        """
+        """Return the configured maximum length, or the checkpoint's maximum, limited to what the KV cache
+        could ever hold."""
         longest = self.config.resolve_length(self.spec.max_model_len)
         if self.spec.max_model_len is not None:
             return longest
