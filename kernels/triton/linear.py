@@ -322,7 +322,7 @@ def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, 
     """Raise ValueError if this GEMM cannot share a norm as requested."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
-        raise ValueError(f"only GEMMs with form dot or tiles share a norm, not {plan or 'the library'}")
+        raise ValueError(f"only GEMMs of the form dot or tiles share a norm, not {plan or 'the library'}")
     if extras.silu_mul and extras.deferred_norm is not None:
         raise ValueError(
             "deferred_norm and silu_mul are both given; a deferred norm needs a result without SwiGLU"

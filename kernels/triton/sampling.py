@@ -3,7 +3,7 @@ before them.
 
 This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. Noise
 differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total. So draws
-differ only where two scores, or a token and the border of the nucleus, are closer than that. A NaN gives
+differ only if two scores, or a token and the border of the nucleus, are closer than that. A NaN is treated as
 infinity.
 
 Every launcher takes `pdl`, programmatic dependent launch; None uses it if the device supports it.
