@@ -1,6 +1,7 @@
-"""Prints, as JSON, how many kernels a build and a search of plans compile for Ampere and for Hopper, and how
-many of them overlap with the kernel in front; and which kernels of the build do not compile for Ampere, of
-which one of each name is tried. A process of its own, as `tests.engine.launches_of_serving`."""
+"""Prints, as JSON, how many kernels a build and a tuning search compile for Ampere and for Hopper, and how
+many of them use programmatic dependent launch. Also prints which kernels of the build do not compile for
+Ampere; of kernels with the same name, one is tried. Runs in a separate process, like
+`tests.engine.launches_of_serving`."""
 
 from __future__ import annotations
 

@@ -43,14 +43,15 @@ from tests.engine.tiny import TINY
 
 TINY_SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
 SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
-"""Pools that are smaller than the sequences need."""
+"""KV pools that are smaller than the sequences need, so that sequences are preempted."""
 FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks": None, "max_model_len": 4096}
 """A pool sized from the available memory."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
-"""Limits of growth from the second to the last quarter of a run, by medians: Python objects; bytes of the
-process (libraries keep code for each new shape: 150 MiB in the first minutes, then less and less); bytes of
-tensors on the device; and all used device memory (torch keeps what it once had)."""
+"""Limits of growth from the second to the last quarter of a run, by medians. In order: Python objects; bytes
+of the process (libraries keep code for each new shape: 150 MiB in the first minutes, then less and less);
+bytes of tensors on the device; and all used device memory (torch's allocator keeps memory that it has used).
+"""
 HOST_FROM_S = 600
 """Seconds after which the bytes of the process are checked."""
 
@@ -213,7 +214,8 @@ class Soak:
         assert scheduler.pool.available == scheduler.pool.total
         credits = (gauges.credit_seqs - self.limits.rows, gauges.credit_tokens - self.credit_tokens)
         assert credits == self.credits_spent, f"credits {credits} came back for {self.credits_spent}"
-        if scheduler.pool.total > self.limits.rows + scheduler.watermark:  # else some rows were not filled
+        # otherwise some slots were not filled
+        if scheduler.pool.total > self.limits.rows + scheduler.watermark:
             assert self.engine.runner.steps.tables.sampling.counts is None, (
                 "penalty counts outlived their requests"
             )
@@ -241,7 +243,7 @@ class Soak:
         judged = [name for name in GROWTH if name != "host_bytes" or self.calms[-1].seconds > HOST_FROM_S]
         growth = self.growth()
         over = {name: growth[name] for name in judged if growth[name] > GROWTH[name]}
-        assert not over, f"held more in the last quarter of the run than in the second: {over}"
+        assert not over, f"memory use grew from the second to the last quarter of the run: {over}"
 
     def summary(self) -> dict[str, Any]:
         gauges = self.engine.core.gauges()
@@ -292,7 +294,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
     }
     defaults: dict[str, Any] = TINY_SIZES if tiny else FILL_SIZES if arguments.fill else SIZES
     if tiny and arguments.fill:
-        defaults = TINY_SIZES | {"kv_blocks": 20}  # so that all rows have room at once
+        defaults = TINY_SIZES | {"kv_blocks": 20}  # so that all slots fit at once
     sizes = {**defaults, **given}
     fields: dict[str, Any] = {
         "replica": "soak-0",
@@ -377,18 +379,22 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--rounds", type=int, help="so many storms, instead of a time")
+    parser.add_argument("--rounds", type=int, help="number of rounds, instead of a duration")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", default="tiny", choices=["tiny", *sorted(SHAPES)])
     parser.add_argument(
-        "--near-tie", type=float, help="nats; 1e-4, or 0.15 in 16 bits and 0.5 in 8 (largest error: reported)"
+        "--near-tie",
+        type=float,
+        help="maximum difference of log probabilities in nats at which tokens may "
+        "differ (default: 1e-4, or 0.15 in 16 bits and 0.5 in 8 bits); the "
+        "largest difference is reported",
     )
     for name in ("max-num-seqs", "max-num-batched-tokens", "kv-blocks", "max-model-len"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--spec", action="append", default=[], metavar="FIELD=VALUE", help="of ReplicaSpec")
     parser.add_argument("--fill", action="store_true", help="fill every block once, and report the memory")
-    parser.add_argument("--json", type=Path, help="figures into this file")
+    parser.add_argument("--json", type=Path, help="write the statistics to this file")
     arguments = parser.parse_args(given)
     if arguments.near_tie is None:
         eight_bits = any("fp8" in option for option in arguments.spec)

@@ -1,8 +1,9 @@
 """One wave of long sequences that takes every block of the pool, in all slots, with every kind of sampling.
 
 Every slot has a prompt; together these nearly fill the pool. Then all sequences decode until no block is left
-and sequences are preempted, and for a while longer; the rest is cancelled. This shows that the pool can be
-used to its last block without running out of memory, and how well `engine.sizing` predicted the memory use.
+and sequences are preempted, and for some more steps; the remaining sequences are cancelled. This shows that
+the pool can be used to its last block without running out of memory, and how well `engine.sizing` predicted
+the memory use.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
     if most_blocks != info.kv_blocks:
         wrong = f"{most_blocks} of {info.kv_blocks} blocks were in use at most"
     elif most_running < 0.9 * info.max_num_seqs:
-        wrong = f"{most_running} of {info.max_num_seqs} rows ran at once at most"
+        wrong = f"{most_running} of {info.max_num_seqs} slots were in use at most"
     elif not gauges.preemptions:
-        wrong = "nobody was preempted: the pool did not run out"
+        wrong = "no sequence was preempted: the pool did not run out of blocks"
     elif books.open:
         wrong = f"{len(books.open)} sequences never ended"
     return {
@@ -87,7 +88,7 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
     most = steps + 4 * BLOCK_TOKENS
     if length < 1 or length + most > info.max_model_len:
         raise ValueError(
-            f"to fill {info.kv_blocks} blocks, each of {rows} rows needs {length} prompt tokens and {most} "
+            f"to fill {info.kv_blocks} blocks, each of {rows} slots needs {length} prompt tokens and {most} "
             f"more; max_model_len is {info.max_model_len}: change max_num_seqs, kv_blocks or max_model_len"
         )
     submits = []

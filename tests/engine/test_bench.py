@@ -38,7 +38,7 @@ H200 = CEILINGS["NVIDIA H200"]
         ("b1_decode", 290, 542),
         ("b64_decode", 8_620, 16_600),
         ("n1024", 12_170, 22_900),
-        # 13.96 GFLOP per token at 700 and 1,320 TFLOP/s, and 1.07 of attention at 700 in both cases.
+        # 13.96 GFLOP per token at 700 and 1,320 TFLOP/s, and 1.07 GFLOP of attention at 700 in both cases.
         ("prefill", 46_600, 82_600),
         ("ttft8k", 192, 112),
     ],
@@ -111,7 +111,7 @@ def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_val
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
-def test_the_least_times_of_steps_agree_with_the_limits(tmp_path: Path, weights: str) -> None:
+def test_the_lower_bounds_of_step_times_agree_with_the_limits(tmp_path: Path, weights: str) -> None:
     config = read_config(write_config("llama-3.1-70b", tmp_path))
     least = least_times(config, "cuda:0 NVIDIA H200", weights, 4)
     one = limit(config, EngineWorkload(1, 1, 1000, "output_tok_s"), H200, weights, weights, 4)
@@ -276,7 +276,7 @@ def test_a_workload_that_does_not_fit_is_reported_with_its_length(
     )
 
 
-def test_of_several_workloads_the_longest_is_reported_as_not_fitting(refused: Callable[..., str]) -> None:
+def test_the_longest_of_several_workloads_is_reported_if_it_does_not_fit(refused: Callable[..., str]) -> None:
     assert "but long has sequences of 8320 (8192 in, 128 out)" in refused("engine.bench")
 
 

@@ -42,7 +42,7 @@ def test_a_pool_can_be_filled_to_its_last_block(tmp_path: Path) -> None:
     assert figures["preemptions"] > 0 and figures["most_running"] == figures["rows"]
 
 
-# ── that it would notice ─────────────────────────────────────────────────────────────────────────────
+# ── defects that it must detect ───────────────────────────────────────────────────────────────────
 
 SUBMIT = Submit(
     handle=1, request_id="request-1", prompt_token_ids=[3, 4], sampling=SamplingParams(max_tokens=2)
@@ -61,17 +61,17 @@ def first(tokens: list[int], finish_reason: str = "", **more: Any) -> Output:
 @pytest.mark.parametrize(
     ("results", "complaint"),
     [
-        ([said(first([5, 6], "length")), said(Output(1, 0, [], "length"))], "told after its 'length'"),
+        ([said(first([5, 6], "length")), said(Output(1, 0, [], "length"))], "an output after 'length'"),
         (
             [said(first([5, 6], "length"), finish_reason=["length"]), said(finish_reason=["length"])],
             "closed twice",
         ),
         (
             [said(first([5, 6], "length"), finish_reason=["length"]), said(Output(1, 0, [7]))],
-            "that had ended",
+            "an output of a request that had ended",
         ),
         ([said(first([5], "length"))], "1 of 2"),
-        ([said(first([5, 6], "cancelled"))], "cancelled by nobody"),
+        ([said(first([5, 6], "cancelled"))], "no cancel was sent"),
         ([said(first([5, 6], "error", error="why"))], "failed: why"),
         ([said(first([5], finish_reason="")), said(finish_reason=["length"])], "told"),
     ],
@@ -108,5 +108,5 @@ def test_a_changed_reference_output_is_detected() -> None:
     known._answers = [Answer([1], [TokenLogprob(1, -0.5, [(1, -0.5), (2, -1.0)])])]
     known.counts, known.largest_error = soak.Counter(), 0.0
     entry = Entry("known", SUBMIT, "", {0: Told(token_ids=[2], finish_reason="length")})
-    with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the choice was not close"):
+    with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the two were not near a tie"):
         known.check(entry)

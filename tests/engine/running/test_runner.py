@@ -139,7 +139,8 @@ LENGTHS = [1, 2, 63, 64, 65, 95, 97, 130, 200]
 
 
 def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
-    """Runs prompts with lengths around block and chunk boundaries, more of them than slots, all at once."""
+    """Runs prompts with lengths around block and chunk boundaries, all at once. There are more prompts than
+    slots."""
     prompts = [prompt_of(length) for length in LENGTHS]
     answers = engine.generate(prompts, SamplingParams(max_tokens=20))
     for prompt, [answer] in zip(prompts, answers, strict=True):
@@ -487,7 +488,7 @@ def test_a_fallback_to_the_cpu_is_reported_and_an_explicit_gpu_request_fails(fol
     runner.close()
 
 
-def test_only_allowed_tokens_come(engine: LocalEngine) -> None:
+def test_only_allowed_tokens_are_sampled(engine: LocalEngine) -> None:
     allowed = {3, 17, 64, 100}
     bits = sum(1 << token for token in allowed).to_bytes(13, "little")
     free = SamplingParams(max_tokens=12)
@@ -497,16 +498,14 @@ def test_only_allowed_tokens_come(engine: LocalEngine) -> None:
     ):
         answers = engine.generate([prompt_of(70), prompt_of(9)], [params, free], n=2)
         assert all(set(sample.token_ids) <= allowed for sample in answers[0])
-        # Whoever is beside them is not restricted.
+        # The sequences in the other slots are not restricted.
         check_greedy(engine.runner, prompt_of(9), answers[1][0].token_ids)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_bad_word_does_not_come_in_the_steps_that_are_launched_before_tokens_are_read(
-    folder: Path, overlap: bool
-) -> None:
-    """Each run of three tokens of an answer is banned in the next answers. These have none of the runs, but
-    some of the runs' first tokens."""
+def test_a_bad_word_is_banned_in_steps_launched_before_tokens_are_read(folder: Path, overlap: bool) -> None:
+    """Every three consecutive tokens of an answer are banned in later answers. These contain none of the
+    banned sequences, but the first tokens of some."""
     engine = LocalEngine(spec_of(folder, overlap=overlap))
     prompt, seed = prompt_of(70, seed=4), 0
     words: set[tuple[int, ...]] = set()
@@ -524,7 +523,7 @@ def test_a_bad_word_does_not_come_in_the_steps_that_are_launched_before_tokens_a
     engine.close()
 
 
-def test_a_bad_word_may_begin_in_the_prompt_and_not_lie_in_the_output(engine: LocalEngine) -> None:
+def test_a_bad_word_may_begin_in_the_prompt_but_may_not_occur_in_the_output(engine: LocalEngine) -> None:
     prompt = prompt_of(10, seed=6)
     [[free]] = engine.generate([prompt], SamplingParams(max_tokens=6))
     words = ((prompt[-1], free.token_ids[0]),)

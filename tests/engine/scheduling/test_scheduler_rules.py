@@ -74,7 +74,7 @@ class SimulatedEngine:
             if not self.core.has_work:
                 return
             self.step()
-        raise AssertionError("the engine does not come to rest")
+        raise AssertionError("the engine did not finish within the limit of turns")
 
     def told(self, submit: Submit, sample: int = 0) -> tuple[list[int], str]:
         """Return the tokens and the finish reason of a sample."""
@@ -137,7 +137,7 @@ def test_no_stop_token_ends_a_sequence_before_min_tokens(overlap: bool) -> None:
     engine = SimulatedEngine(overlap=overlap, runner=AlwaysStop())
     submit = engine.submit(10, max_tokens=50, min_tokens=5, stop_token_ids=(0,))
     engine.drain()
-    # Five tokens must not be a stop token; the sixth may.
+    # The first five tokens must not be a stop token; the sixth may be one.
     assert engine.told(submit) == ([0] * 6, "stop")
 
 
@@ -320,7 +320,7 @@ def test_blocks_written_by_a_step_in_flight_are_zeroed_when_reallocated(overlap:
     engine.scheduler.cancel(FRONT, cancelled.handle)
     engine.submit(400, max_tokens=1)
     plans = [engine.step() for _ in range(4)]
-    # The 100 tokens of the cancelled prompt need zeroing; the sequence that ended normally leaves nothing to
+    # The 100 tokens of the cancelled prompt need zeroing. The sequence that ended normally leaves nothing to
     # zero.
     assert [len(plan.clears) for plan in plans if plan] == [cleared, 0, 0, 0]
     engine.drain()
@@ -354,7 +354,8 @@ def test_a_step_with_decodes_has_the_smaller_token_budget() -> None:
     engine = SimulatedEngine(max_num_batched_tokens=128, max_mixed_tokens=40, blocks=32)
     engine.submit(128, max_tokens=100)
     engine.submit(300)
-    # The whole budget until a sequence decodes; from then on the smaller one, decodes included.
+    # The whole budget applies until a sequence decodes; from then on the smaller budget applies, decodes
+    # included.
     plans = [engine.step() for _ in range(9)]
     assert [
         (len(plan.decodes), sum(len(chunk.token_ids) for chunk in plan.chunks)) for plan in plans if plan
@@ -399,7 +400,7 @@ def test_no_sequence_overtakes_the_head_of_the_queue_while_it_waits_for_blocks()
     assert started.index(large.handle) < started.index(small.handle)
 
 
-def test_a_head_of_queue_starts_as_soon_as_its_blocks_are_free() -> None:
+def test_the_head_of_the_queue_starts_as_soon_as_its_blocks_are_free() -> None:
     engine = SimulatedEngine(blocks=7, max_num_seqs=3, overlap=False)
     engine.submit(2 * BLOCK_TOKENS - 30, max_tokens=10)
     long = engine.submit(2 * BLOCK_TOKENS - 30, max_tokens=25)
@@ -415,7 +416,7 @@ def test_admission_keeps_the_watermark_of_free_blocks_while_sequences_run() -> N
     engine.step()
     engine.submit(3 * BLOCK_TOKENS, max_tokens=2)
     assert engine.step() is not None
-    assert engine.scheduler.pool.available == 3, "it would fit, without the watermark"
+    assert engine.scheduler.pool.available == 3, "without the watermark it would fit"
     assert (engine.scheduler.running, engine.scheduler.waiting) == (1, 1)
     engine.drain()
     assert [ledger.finish_reason for ledger in engine.finished] == [["length"], ["length"]]
