@@ -213,8 +213,8 @@ class _Language:
         barrier.init(count)
 
     def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
-        """Arrive at a barrier from one thread, which knows about the other warps only what a barrier among
-        them has established."""
+        """Arrive at a barrier from one thread, which knows only what a barrier among the warps has
+        established about the other warps."""
         if pred:
             self.program.pause()
             barrier.arrive(count, self.program.current.known)
@@ -247,7 +247,7 @@ class _Language:
         self, a: Any, b: Shared, acc: Any, *, use_acc: Any = True, is_async: bool = False
     ) -> UnfinishedProduct:
         if not is_async:
-            raise NotImplementedError("the interpreter knows asynchronous products only")
+            raise NotImplementedError("the interpreter supports asynchronous products only")
         self.program.pause()
         product = self.program.multiply(a, b)
         if use_acc:

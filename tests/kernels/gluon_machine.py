@@ -46,7 +46,7 @@ class Partition:
     known: int = 0
     """Events that happened before the current point of all warps of the partition."""
     unsettled: int = 0
-    """Events whose end each warp has seen for itself alone, until a barrier among the warps."""
+    """Events whose end each warp has seen only for itself, until a barrier synchronises the warps."""
     products: list[UnfinishedProduct] = field(default_factory=list)
     ready: Callable[[], bool] = lambda: True
     waits_for: Callable[[], str] = str

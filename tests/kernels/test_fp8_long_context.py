@@ -145,7 +145,7 @@ KINDS: dict[str, Change] = {
     "random": _scaled(),
     "peaked": _scaled(q=30.0),
     "a needle": _needle(1.0),
-    "a needle without a value, so that the others' tiny weights are the result": _needle(0.0),
+    "one key without a value, so that the tiny weights of the other keys are the result": _needle(0.0),
     "values that add up": _scaled(offset=3.0),
     "values of very different tokens": _scaled(outliers=2.0),
 }

@@ -1,4 +1,4 @@
-"""Selection of a GEMM's kernel: a table's entries, rules for shapes without entries, and invalid
+"""Tests of the selection of a GEMM's kernel: a table's entries, rules for shapes without entries, and invalid
 tables."""
 
 from __future__ import annotations

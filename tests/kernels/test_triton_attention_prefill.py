@@ -1,4 +1,4 @@
-"""Paged prefill attention in Triton equals its reference implementation.
+"""Tests that paged prefill attention in Triton equals its reference implementation.
 
 The interpreter (CPU, float32) proves indexing and masking: chunks, contexts, tiles, windows and scales. Only
 a GPU proves the numerics of bfloat16 and FP8, the pipelined loads of pages, and PDL: the tests marked `gpu`.

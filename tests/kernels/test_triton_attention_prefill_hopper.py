@@ -1,5 +1,5 @@
-"""Hopper's prefill attention equals its reference implementation, like `test_triton_attention_prefill` for
-the other kernel.
+"""Tests that Hopper's prefill attention equals its reference implementation, like
+`test_triton_attention_prefill` for the other kernel.
 
 The Gluon interpreter (CPU) proves indexing and masking in the actual dtypes, and the order of copies,
 barriers and products: no buffer is read before it is full or overwritten before it was read, and nothing
@@ -37,7 +37,7 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 DEVICE = "cuda" if ON_HOPPER else "cpu"
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if ON_HOPPER else 3
-"""Few in the interpreter, so that each program has several tiles."""
+"""Number of programs in the interpreter: few, so that each program has several tiles."""
 
 CHUNKS = {
     **cases.GPU_CHUNKS,
@@ -358,7 +358,8 @@ ORDERS = {
 def test_a_wrong_order_is_detected(
     order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
 ) -> None:
-    """Each defect is detected for every order of the partitions. On a GPU it might not show for years."""
+    """Each defect is detected for every order of the partitions. On a GPU such a defect might not show up for
+    years."""
     right, wrong, fault = ORDERS[order]
     defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")
     interpreted(seed, kernel=_seeded(defect, tmp_path)._prefill_hopper)

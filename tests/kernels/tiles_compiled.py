@@ -1,5 +1,5 @@
 """Compiles some GEMMs with `linear_tiles` for Hopper and prints, as JSON, the order of their operations. Runs
-in a process of its own, like `launches_of_serving`."""
+in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
