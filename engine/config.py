@@ -54,7 +54,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of the dimensions. Ranges are [first, first + count)."""
+    """One rank's share of the model's dimensions. Ranges are [first, first + count)."""
 
     size: int
     rank: int

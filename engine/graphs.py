@@ -117,8 +117,7 @@ class DecodeGraphs:
     def sample(self, variant: Variant) -> torch.Tensor:
         """Sample each slot's token and make it the slot's next input.
 
-        Returns `[slots]` int64, BAD_TOKEN where no token could be sampled. The next call overwrites the
-        result.
+        Returns `[slots]` int64, BAD_TOKEN if no token could be sampled. The next call overwrites the result.
         """
         captured = self._samples[self._size(len(self._current)), variant]
         captured.graph.replay()

@@ -1,9 +1,9 @@
 """Logging that never blocks the caller: a separate thread writes the lines to standard error.
 
-A write to standard error blocks while nobody reads the pipe, the terminal is stopped or journald is stalled.
-An event loop or a step loop must not wait for that. So loggers put finished lines into a bounded queue, and a
-daemon thread writes them. Lines are dropped and counted while the queue is full. When standard error can be
-written again, a line reports how many were dropped.
+A write to standard error blocks while the pipe's reader does not read, the terminal is stopped or journald is
+stalled. An event loop or a step loop must not wait for that. So loggers put finished lines into a bounded
+queue, and a daemon thread writes them. Lines are dropped and counted while the queue is full. When standard
+error can be written again, a line reports how many were dropped.
 """
 
 from __future__ import annotations

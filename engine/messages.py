@@ -102,7 +102,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One name per rank, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
     tensor_parallel_size: int
     collectives: str = ""
-    """What exchanges data between the ranks, e.g. "gloo" or "NCCL"; empty for a single rank."""
+    """The library that exchanges data between the ranks, e.g. "gloo" or "NCCL"; empty for a single rank."""
     load_seconds: float
     predicted_bytes: int
     """Memory for weights, KV cache and activations as `engine.sizing` predicted it."""
@@ -241,7 +241,7 @@ class Output(msgspec.Struct, array_like=True):
     error: str | None = None
     """The reason, if `finish_reason` is "error"."""
     refused: bool = False
-    """Whether the submission was refused because of what it asks for. Any other error is the engine's."""
+    """Whether the submission was refused as invalid. Any other error is a failure of the engine."""
 
 
 class StepFrame(msgspec.Struct, tag="step", array_like=True):
@@ -360,7 +360,8 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     mixed_step_ms: float = 0.0
     mixed_idle_us: float = 0.0
     log_dropped_lines: int = 0
-    """Lines of rank 0's log that were dropped since the start because nobody read standard error."""
+    """Number of lines of rank 0's log that were dropped since the start, because standard error was
+    blocked."""
 
 
 class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ class Ranks(Protocol):
     size: int
     rank: int
     collectives: str
-    """Name of what exchanges data, for operators; empty for a single rank."""
+    """Name of the communication backend, shown to operators; empty for a single rank."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, bitwise equal on all of them. May overwrite `tensor`."""
@@ -65,8 +65,8 @@ class Ranks(Protocol):
         float32 zero may be lost."""
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the id of the largest value over the ranks, `[rows]` int64; of equal values, the lowest
-        rank's.
+        """Return the id of the largest value over the ranks, `[rows]` int64. Among equal values, the lowest
+        rank's wins.
 
         values: [rows] float32. ids: [rows] int64 below 2³¹. The result is BAD_TOKEN in a row with a NaN, or
         whose largest value is infinite.

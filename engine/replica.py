@@ -99,7 +99,7 @@ def _serve(
             settle_garbage()
             follow(control, plan_channel(peers[0].detach()), runner)
     except RankLost as error:
-        # No Fatal: the core knows how the lost rank ended, which is the cause.
+        # No Fatal message is sent: the core already knows how the lost rank ended, and that is the cause.
         log.error("%s", error)
         return 1
     return 0

@@ -194,7 +194,7 @@ class ModelRunner:
             )
 
     def _executor(self, kv: list[KvPool]) -> StepExecutor:
-        """Return an executor over a KV pool, with device tables of its own."""
+        """Return an executor over a KV pool, with its own device tables."""
         blocks, slots = -(-self.max_model_len // BLOCK_TOKENS), self.spec.max_num_seqs
         padding = self._padding if self.decoder.ops.name == "cuda" else None
         tables = SlotTables(slots, blocks, self.config.vocab_size, self.device, padding)

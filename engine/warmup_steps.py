@@ -43,7 +43,7 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
     In order: prompts that fill the token budget, of which the first completes a sequence of maximum length,
     and after which every sequence samples in the full variant; the same prompts from their beginning, because
     an FP8 cache is then read in another way; a prompt whose tokens are scored; then steps in which every
-    sequence takes part: each with a chunk; each with a decode; and one with a chunk beside decodes.
+    sequence takes part: each with a chunk; each with a decode; and one with a chunk while the others decode.
     """
     rows = list(range(max_num_seqs))
     setups = [SlotSetup(row, _EVERY_NUMBER, 0, 1, [0]) for row in rows]
@@ -68,9 +68,9 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
 
 def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[StepPlan]:
     """Return one step of every kind, with a few sequences each, all using block 0. The kinds are: prompts
-    that end, beside decodes, for several samples; prompts that continue; decodes alone; each of these with
-    every sampling variant; prompts whose tokens are scored; copied and cleared blocks; and the full token
-    budget. Returns no steps if no sequence, or no step, may be long enough."""
+    that end, alone, together with decodes, and with several samples; prompts that continue; decodes alone;
+    each of these with every sampling variant; prompts whose tokens are scored; copied and cleared blocks; and
+    the full token budget. Returns no steps if no sequence, or no step, may be long enough."""
     if max_model_len < _LENGTH or max_num_batched_tokens < 2:
         return []
     # The first sequence may have two tokens, because each of the others has only one.

@@ -36,7 +36,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def options(fields: Iterable[Declared]) -> str:
     """Return the table of command-line options."""
     return table(
-        ("option", "value", "what it decides"),
+        ("option", "value", "meaning"),
         (
             (
                 f"`{flag(field)}`",

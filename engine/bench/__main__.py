@@ -80,7 +80,7 @@ def _measure(
             "limit": upper_bound,
             "runs": [asdict(one) for one in runs],
         }
-        if arguments.json:  # after each workload, since a run may be interrupted
+        if arguments.json:  # written after each workload, because the run may be interrupted
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

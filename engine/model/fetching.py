@@ -25,7 +25,7 @@ READERS = 12
 """Number of reader threads: enough to read 55 GB/s, the rate of PCIe, from the page cache, and to keep disks
 busy."""
 PIECE_BYTES = 4 << 20
-"""Size of a piece, a multiple of a page."""
+"""Size of a piece in bytes: a multiple of the page size."""
 
 
 def open_weights(path: Path) -> WeightFile:

@@ -230,7 +230,7 @@ def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
 
 
 def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
-    """Return the rows of a shard that a part of its slice fills."""
+    """Return the shard restricted to the rows of `part`, which were read from the file."""
     assert shard.target is not None
     first = part.first_row - (shard.start if shard.dim == 0 else 0)
     rows = slice(first, first + part.rows)

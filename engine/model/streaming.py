@@ -77,8 +77,8 @@ def stream(
     entries = {whole.entry.file: whole.entry for whole in slices}
     with ExitStack() as stack:
         files = {path: stack.enter_context(closing(open_weights(path))) for path in entries}
-        # All blocks are created before reading starts, because Python code runs slowly beside the reader
-        # threads.
+        # All blocks are created before reading starts, because Python code is slow while the reader threads
+        # run.
         blocks = list(_blocks(slices, block_bytes, files, find_target))
         largest = max(block.rows.nbytes for block in blocks)
         max_ahead = max(2, _PIECES_AHEAD * PIECE_BYTES // max(largest, PIECE_BYTES))

@@ -1,4 +1,4 @@
-"""What a replica reports: outputs for the fronts, final counts and credits for the core."""
+"""The reports of a replica: outputs for the fronts, final counts and credits for the core."""
 
 from __future__ import annotations
 

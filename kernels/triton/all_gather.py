@@ -74,9 +74,9 @@ def all_gather(
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
     """Return the id of the largest value over the ranks: [rows] int64.
 
-    values: [rows] float32. ids: [rows] int64 below 2³¹. Of equal values, the lowest rank's wins. The result
-    is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same calls in
-    the same order, with rows for which `best_fits` is True.
+    values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the lowest rank's wins. The
+    result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same
+    calls in the same order, with rows for which `best_fits` is True.
     """
     rows = len(values)
     result = torch.empty(rows, dtype=torch.int64, device=values.device)

@@ -66,7 +66,7 @@ def arena_words(world: int, items: int) -> int:
     return PROGRAMS * 2 * world * items * REGION_BLOCK
 
 
-# ── what kernels call ──────────────────────────────────────────────────────────────────────────────
+# ── functions that kernels call ────────────────────────────────────────────────────────────────────────
 
 EMPTY = gl.constexpr(EMPTY_WORD)
 

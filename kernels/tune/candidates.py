@@ -16,7 +16,7 @@ _MANY = 16384
 
 HALF_SHARED = 112 << 10
 """Shared memory of a `tiles` program such that two programs fit on a multiprocessor: programs of the next
-GEMM then fill their stages beside those of the current one."""
+GEMM then fill their stages while those of the current one run."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:

@@ -196,8 +196,8 @@ class ConversationMaker:
         self.queue: list[int] = []
 
     def rows(self, count: int, length: int) -> ChatRows:
-        """Return `count` conversations of at most `length` tokens, each with as many turns as were drawn and
-        fit."""
+        """Return `count` conversations of at most `length` tokens. The number of turns is random; turns that
+        do not fit are left out."""
         pad = 0
         tokens = numpy.full((count, length), pad, dtype=numpy.int16)
         labels = numpy.full((count, length), IGNORED, dtype=numpy.int16)

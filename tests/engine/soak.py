@@ -56,7 +56,7 @@ HOST_FROM_S = 600
 """Seconds after which the bytes of the process are checked."""
 
 STALLED_S = 300
-"""A round that takes longer counts as a hang, and the test prints where it is."""
+"""A round that takes longer counts as a hang, and the test prints the stack of each thread."""
 
 
 @dataclass(slots=True)

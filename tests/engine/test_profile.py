@@ -100,7 +100,7 @@ def test_kernel_names_are_shortened() -> None:
     assert short_name("_prefill_kernel") == "_prefill_kernel"
 
 
-# ── what kernels do ──────────────────────────────────────────────────────────────────────────────────
+# ── the work of kernels ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_gemms_are_labelled_by_their_order() -> None:

@@ -33,7 +33,7 @@ def check_as_torch(
 def check_worst(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
-    """Assert the bound of `check_as_torch` for the worst vector alone. torch's worst vector may be a
+    """Assert the bound of `check_as_torch`, but only for the worst vector. torch's worst vector may be a
     different one, because the error of a vector that sums few terms varies by chance."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     off, bound = worst_error(found, exact), 2 * worst_error(torchs, exact) + more

@@ -1,5 +1,5 @@
-"""Runs the Python source of a Gluon kernel on the CPU and reports what would be a race or a deadlock on a
-GPU.
+"""Runs the Python source of a Gluon kernel on the CPU and reports accesses that would be a race or a deadlock
+on a GPU.
 
 Triton's interpreter does not support Gluon. Here torch operations on a `gluon_machine.Program` replace `gl`,
 `mbarrier`, `tma` and the warpgroup products. Not modelled: register layouts (the compiler checks them), the

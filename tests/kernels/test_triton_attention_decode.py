@@ -26,7 +26,7 @@ from tests.kernels.closeness import check_as_torch, check_worst, error, worst_er
 from tests.kernels.test_compiling import compiled  # noqa: E402
 
 ON_CPU = not torch.cuda.is_available()
-needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs where there is no GPU")
+needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs only on machines without a GPU")
 needs_gpu = pytest.mark.skipif(ON_CPU, reason="no NVIDIA GPU: torch.cuda.is_available() is false")
 SCALE = 0.3
 

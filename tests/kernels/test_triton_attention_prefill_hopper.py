@@ -199,7 +199,8 @@ def test_softmax_weights_overlap_with_value_products_without_spills(
         for place in loops:
             assert events[place - 16 : place] == ["product"] * 16, name
             after = events[place + 1 : events.index("wait for all", place)]
-            assert after == ["weight"] * (64 + 2), name  # a thread's weights, and two rescaling factors
+            # the values that differ: a thread's weights, and two rescaling factors
+            assert after == ["weight"] * (64 + 2), name
         assert kernel["shared"] <= 227 << 10, name
 
 
@@ -439,8 +440,8 @@ def test_chunks_may_share_blocks() -> None:
 def test_a_pass_with_a_long_prompt_matches_the_other_kernel(
     fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs through `CudaOps`, beside decodes and a chunk that would use the other kernel if it were alone.
-    Both kernels round weights and results to bfloat16, 1.7e-3 each by norm."""
+    """Runs through `CudaOps`, in a pass with decodes and with a chunk that would use the other kernel if it
+    were the only one. Both kernels round weights and results to bfloat16, 1.7e-3 each by norm."""
     launches = []
     launch = hopper.prefill
 

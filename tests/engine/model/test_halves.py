@@ -1,4 +1,5 @@
-"""Tests that passes in two halves compute what whole passes compute, and that sums by copies are exact."""
+"""Tests that passes in two halves give the same results as whole passes, and that sums by copies are
+exact."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_uncached_ranges_are_read_past_the_page_cache(
     assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
     # A single page may occasionally appear cached, because the disk delivers it before the kernel checks.
     assert reads == [True] or (nbytes <= PAGE and reads == [False])
-    assert cached_pages(path) <= 2  # the requested reads
+    assert cached_pages(path) <= 2  # the pages that the probe loaded
 
 
 def test_cached_ranges_are_read_from_the_page_cache(path: Path, reads: list[bool]) -> None:
@@ -189,7 +189,7 @@ def test_file_systems_without_direct_io_are_read_through_the_cache(
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
-    """A file on a file system without a disk."""
+    """Return a file on a file system that is held in memory."""
     folder = Path("/dev/shm")
     if not os.access(folder, os.W_OK):
         pytest.skip("no /dev/shm")

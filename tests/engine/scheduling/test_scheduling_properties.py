@@ -1,5 +1,6 @@
 """Property tests of scheduler, block pool and step loop under random traffic: invariants hold after every
-step, every sample ends exactly once with the tokens that it gets alone, and all credit is granted back."""
+step, every sample ends exactly once with the tokens that it gets when it runs alone, and all credit is
+granted back."""
 
 from __future__ import annotations
 
