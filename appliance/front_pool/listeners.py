@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from appliance.fronts import Dealer
+from appliance.front_pool.front import Dealer
 from appliance.messages import Connection
 from appliance.protocol import SocketName, SocketState, SocketStatus
 from appliance.rundir import remove_socket
